@@ -1,1 +1,1 @@
-"""Messages between processes: framing, RPC, codec, tensors, operations."""
+"""Wire formats: frames, RPC, tensors, messages, operations and the checks of their parameters."""

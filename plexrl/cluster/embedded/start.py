@@ -20,7 +20,7 @@ from plexrl.cluster.endpoint import Endpoint, in_use, read_endpoint
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 from plexrl.process.folders.leftovers import make_temporary_data
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.process.notices import tell
+from plexrl.process.notices import notify_user
 
 LOG = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class EmbeddedCluster:
         if not self.is_embedded:
             self._script.close()
         elif self._script.leave():
-            tell(LOG, f"the embedded cluster has ended; {_kept_files(self.data_dir)}")
+            notify_user(LOG, f"the embedded cluster has ended; {_kept_files(self.data_dir)}")
 
     def close(self) -> None:
         """End a cluster that this process started, even if others use it."""
@@ -136,14 +136,14 @@ def _join_or_start(folder: Path, script: ScriptLock, timeout_s: float) -> Embedd
         running = read_endpoint(folder)
         if running is not None:
             kind = "embedded cluster" if running.is_embedded else "cluster of `plexrl up`"
-            tell(LOG, f"joined the {kind} on {folder}: {running.url}")
+            notify_user(LOG, f"joined the {kind} on {folder}: {running.url}")
             return EmbeddedCluster(running, script)
         lock = try_lock(folder)
         if lock is not None:
             with lock:
-                tell(LOG, f"starting an embedded cluster on {folder}")
+                notify_user(LOG, f"starting an embedded cluster on {folder}")
                 started = _start(folder, script, lock, {})
-            tell(LOG, f"it is up at {started.url}; `{status_command(folder)}` shows it")
+            notify_user(LOG, f"it is up at {started.url}; `{status_command(folder)}` shows it")
             return started
         if time.monotonic() > deadline:
             raise UnavailableError(

@@ -17,12 +17,12 @@ from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.scheduler.state.commands import RunOperation
-from plexrl.wire.operation_json import params_from_json
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     ForwardParams,
     GenerateParams,
     OperationKind,
+    params_from_json,
 )
 from plexrl.wire.tensors import Body, decode_body, encode_parts
 

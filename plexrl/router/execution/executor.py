@@ -14,8 +14,7 @@ from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, stat
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
-from plexrl.wire.operation_json import params_from_json
-from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind
+from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind, params_from_json
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from plexrl.errors import (
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
 from plexrl.wire.masks import check_mask
-from plexrl.wire.operation_json import OperationParams
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
@@ -28,6 +27,7 @@ from plexrl.wire.operations import (
     GenerateParams,
     LossSpec,
     OperationKind,
+    OperationParams,
     SamplingParams,
     SyncWeightsParams,
 )

@@ -1,8 +1,8 @@
-"""What an event leaves to do: due timers, placements, groups to decide again, cycles that ended.
+"""The steps that follow an event: due timers, placements, groups to decide on, ended cycles.
 
-Each step of this is named, and so is the event itself. A step that raises is a fault of ours, never
-a refusal: state has changed by then. `Fault` names the step, so that whoever replays the event on a
-sound state can leave that one step out and keep the rest.
+Each step has a name, and so has the event itself. A step that raises is a fault of the scheduler,
+never a refusal: the state has changed by then. `Fault` names the step, so that a replay of the
+event on a sound state can leave out that step and do the others.
 """
 
 from typing import Final
@@ -37,13 +37,13 @@ random histories with faults, no event needs a tenth of that."""
 
 
 class Fault(Exception):
-    """A step of an event raised what is no refusal. The core's state is of no use any more."""
+    """A step of an event failed. The core's state must not be used any more."""
 
     def __init__(self, step: str, error: Exception) -> None:
         super().__init__(step)
         self.step = step
         self.error = error
-        """What it raised; compiled code keeps no `__cause__`."""
+        """What the step raised; compiled code keeps no `__cause__`."""
 
 
 class EndlessStepsError(Exception):
@@ -94,10 +94,10 @@ class _Steps:
 
 
 def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
-    """Do all that is to be done, but for the steps named in `skipped`.
+    """Do all steps that follow an event, except those named in `skipped`.
 
     Raises:
-        Fault: a step failed, or there is no end of steps.
+        Fault: a step failed, or the steps have no end.
     """
     steps = _Steps(context.state, skipped)
     try:
@@ -153,7 +153,7 @@ def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
 
 
 def has_work(context: Context) -> bool:
-    """Whether anything has been done or is left to do: so little as a refused event must not do."""
+    """Whether an event has caused commands or steps. A refused event must cause none."""
     return bool(context.commands or context.discards) or _has_steps(context)
 
 

@@ -198,8 +198,6 @@ class SchedulerCore:
         """Assert the laws of `plexrl.scheduler.state.records`."""
         check(self._context)
 
-    # Events
-
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
@@ -315,11 +313,12 @@ class SchedulerCore:
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
         """The deployment if that incarnation of its workers is the one that is wanted."""
         deployment = self._context.state.deployments.get(name)
-        if deployment is None or deployment.incarnation != incarnation:
+        if deployment is None or deployment.processes.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
         # Where a launch waits for room, the processes of before it are stopped.
-        return None if deployment.state in gone or deployment.launch_at is not None else deployment
+        waits = deployment.processes.launch_at is not None
+        return None if waits or deployment.state in gone else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
@@ -367,8 +366,6 @@ class SchedulerCore:
         del event, now
         self._context.timer_at = None
 
-    # Look-ups
-
     def _job(self, name: JobId) -> Job:
         return find_job(self._context.state, name)
 
@@ -392,8 +389,6 @@ class SchedulerCore:
     def tenant_of_operation(self, operation: OperationId) -> TenantId:
         """Whose operation it is. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
-
-    # Views
 
     def operation_view(self, operation: OperationId, now: float) -> View:
         """One operation, and as `job_failure` the error of what fails for its job's first

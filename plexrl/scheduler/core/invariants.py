@@ -1,4 +1,4 @@
-"""The laws of `plexrl.scheduler.state.records`, checked whole."""
+"""Checks of all invariants of the scheduler's state."""
 
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.state.machines.residency_states import Residency
@@ -8,7 +8,7 @@ from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, Operati
 
 
 def check(context: Context) -> None:
-    """Raises `AssertionError` naming the first law that is broken."""
+    """Raises `AssertionError`, which names the first broken invariant."""
     state = context.state
     context.inventory.check()
     context.waiting.check()
@@ -34,7 +34,7 @@ def check(context: Context) -> None:
 
 
 def _check_in_flight(context: Context) -> None:
-    """What bounds are kept by is what there is."""
+    """The counts that limits use equal the operations that exist."""
     state = context.state
     counted: dict[str, list[int]] = {}
     for operation in state.operations.values():
@@ -104,7 +104,7 @@ def _check_replay_log(state: State, deployment: Deployment, *, is_placed: bool) 
         assert previous < replay.durable_seq, f"{name}: {previous} is no earlier version"
         behind = [each for each in replay.past if state.operations[each].seq > previous]
         first_behind = state.operations[behind[0]] if behind else None
-        # What overwrites all leads on from any version.
+        # A mutation that overwrites the whole state follows any version.
         leads_on = first_behind is not None and (
             first_behind.seq == previous + 1 or first_behind.kind in SUPERSEDING
         )

@@ -62,7 +62,7 @@ def advance(context: Context, group: Group, now: float) -> None:
         if not holder.running and not held and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
-    if holder.relocation is not None and is_stopping(context, holder):
+    if holder.moves.planned is not None and is_stopping(context, holder):
         return
     if holder.kind == "forward" and _leans_on_its_source(holder, now):
         _snapshot(context, group, holder, now)
@@ -106,7 +106,7 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
     queue = deployment.queue
     if not queue or deployment.state is not _READY or now < deployment.backoff.until:
         return False
-    if deployment.relocation is not None and is_stopping(context, deployment):
+    if deployment.moves.planned is not None and is_stopping(context, deployment):
         return False
     after = context.state.operations[queue[0]].after
     return after is None or _is_over(context, after)

@@ -1,5 +1,5 @@
-"""When a WPG's state will be needed on the GPUs again. StateManagers evict the state with the
-latest next use first.
+"""Predicts when a WPG's state will be needed on the GPUs again. StateManagers evict the state with
+the latest next use first.
 
 The owner of all rules about how long a member that paused is still expected.
 """

@@ -27,7 +27,7 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
 )
-from plexrl.process.garbage_collection import spare_living
+from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.journal.journal import Journal
 from plexrl.scheduler.journal.recovery import restore
@@ -269,7 +269,7 @@ async def _serve(
         snapshot_events=config.snapshot_events,
         skipped=restored.skipped,
     )
-    spare_living()
+    freeze_existing_objects()
     await Service(config, shell).run(ready, stop, holding)
     await shell.save()
 

@@ -154,7 +154,7 @@ def start(
         replay,
         operation.params_json,
         operation.payload,
-        deployment.endpoints,
+        deployment.processes.endpoints,
         () if source is None else _statemanagers(context, source),
         source,
         operation.source_seq,
@@ -209,7 +209,7 @@ def start_move(
         False,
         "{}",
         None,
-        deployment.endpoints,
+        deployment.processes.endpoints,
         (),
         None,
         0,
@@ -300,9 +300,7 @@ def fail(
     `place` is where in its deployment's queue it stood; absent: before all of it.
     """
     is_cancelled = isinstance(error, OperationCancelledError)
-    change_operation(
-        operation, OperationTrigger.CANCELLED if is_cancelled else OperationTrigger.FAILED
-    )
+    change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
     own = context.deployment(operation.deployment)

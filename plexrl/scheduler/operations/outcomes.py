@@ -10,7 +10,7 @@ from plexrl.errors import (
 from plexrl.ids import FencingToken
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
-from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
     granted,
@@ -72,7 +72,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         else:
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
-            deployment.failures = 0
+            deployment.processes.succeed()
             complete(context, deployment, operation, event, now)
         if not deployment.running:
             deployment.burst.pause(now)
@@ -140,7 +140,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         deployment.backoff.clear()
     fail(context, operation, error, now)
     if event.state_intact:
-        deployment.failures = 0
+        deployment.processes.succeed()
         if not deployment.running:
             deployment.burst.pause(now)
         context.touch(deployment.group)
@@ -213,9 +213,9 @@ def _move_finished(
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
     former_seq = deployment.replay.store()
-    deployment.state_nodes[:] = deployment.nodes
+    deployment.stored.move_to(deployment.nodes)
     moved = event.moved
-    state_lies(deployment, HOST if moved is None else moved.tier)
+    record_tier(deployment, HOST if moved is None else moved.tier)
     if former_seq < deployment.replay.durable_seq:
         retire_log(context, deployment, former_seq)
 
@@ -259,7 +259,7 @@ def _move_called_off(
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
-    if deployment.relocation is not None:
+    if deployment.moves.planned is not None:
         cancel_move(context, deployment, now)
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # Nobody waits for the group: it goes on with its own work.

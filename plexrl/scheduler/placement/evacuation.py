@@ -51,7 +51,7 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
             if not stop(context, deployment, reason, now):
                 continue
             # Workers that still run there must not be adopted.
-            deployment.incarnation += 1
+            deployment.processes.outdate()
         _evacuate(context, deployment, now)
 
 
@@ -70,7 +70,7 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     if deployment.queue:
         deployment.burst.want(now)
     deployment.burst.interrupt()
-    deployment.moved_because = reason
+    deployment.moves.displaced(reason)
     _evacuate(context, deployment, now)
 
 
@@ -91,7 +91,7 @@ def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes that the WPG needs to continue: it has ranks on them, or only they hold its state.
     Empty if it waits for its processes only."""
     nodes = context.state.nodes
-    dead = [each for each in deployment.state_nodes if not nodes[each].alive]
+    dead = [each for each in deployment.stored.nodes if not nodes[each].alive]
     if deployment.replay.durable_seq and dead:
         return tuple(sorted(dead))
     lacking = {rank.node for rank in deployment.ranks if not has_gpu(context, rank)}
@@ -107,7 +107,7 @@ def _with_state_on(context: Context, node: NodeId) -> list[Deployment]:
         deployment
         for deployment in found
         if deployment.state in (WpgState.MIGRATING, WpgState.WAITING)
-        and node in deployment.state_nodes
+        and node in deployment.stored.nodes
         and node not in deployment.nodes
     ]
 
@@ -122,7 +122,7 @@ def _survives(context: Context, deployment: Deployment) -> bool:
     if not deployment.replay.durable_seq:
         return True
     nodes = context.state.nodes
-    return context.config.migrates and all(nodes[each].alive for each in deployment.state_nodes)
+    return context.config.migrates and all(nodes[each].alive for each in deployment.stored.nodes)
 
 
 def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
@@ -138,10 +138,12 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     nodes = deployment.nodes
     context.emit(
         StopWorkers(
-            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+            deployment=deployment.deployment,
+            incarnation=deployment.processes.incarnation,
+            nodes=nodes,
         )
     )
-    unwanted = tuple(each for each in nodes if each not in deployment.state_nodes)
+    unwanted = tuple(each for each in nodes if each not in deployment.stored.nodes)
     if unwanted:
         # Incomplete copies of the version.
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
@@ -156,7 +158,7 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
 
 
 def _end_if_lost(context: Context, deployment: Deployment, now: float) -> None:
-    lost = [each for each in deployment.state_nodes if not context.state.nodes[each].alive]
+    lost = [each for each in deployment.stored.nodes if not context.state.nodes[each].alive]
     if context.config.lost_nodes_return or not lost:
         return
     reason = (

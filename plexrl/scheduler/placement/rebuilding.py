@@ -11,7 +11,6 @@ from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import payload_bytes
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
@@ -33,7 +32,7 @@ def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
     at most twice that of the better choice.
     """
     nodes = context.state.nodes
-    lost = [each for each in deployment.state_nodes if not nodes[each].alive]
+    lost = [each for each in deployment.stored.nodes if not nodes[each].alive]
     if not lost or not deployment.replay.past_is_whole:
         return False
     for name in lost if context.config.lost_nodes_return else ():
@@ -61,7 +60,7 @@ def fall_back(context: Context, deployment: Deployment) -> bool:
     operations = context.state.operations
     behind = [name for name in replay.past if operations[name].seq > replay.previous_seq]
     replay.fall_back(len(behind), payload_bytes(context, behind))
-    _forget_tier(deployment)
+    deployment.stored.forget_tier()
     return True
 
 
@@ -70,15 +69,8 @@ def _restart_from_initial(deployment: Deployment) -> bool:
     if not deployment.replay.past_is_whole:
         return False
     deployment.replay.begin_again()
-    deployment.state_nodes = []
-    _forget_tier(deployment)
+    deployment.stored.lose()
     return True
-
-
-def _forget_tier(deployment: Deployment) -> None:
-    """Forget the tier of the version."""
-    deployment.nvme_bytes = 0
-    deployment.nvme_bytes_by_node.clear()
 
 
 def republish(
@@ -92,15 +84,15 @@ def republish(
     False: another publish would not help; nothing has changed."""
     if operation.source is None or error.code not in OUT_OF_REACH:
         return False
-    if shares(deployment):
+    if deployment.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if deployment.failures >= context.config.launch_attempts:
+    if deployment.processes.failures >= context.config.launch_attempts:
         return False
-    deployment.failures += 1
+    deployment.processes.fail()
     del deployment.running[operation.operation]
     trainer = context.deployment(operation.source)
-    name = publish_name(context, operation.operation, str(deployment.failures))
+    name = publish_name(context, operation.operation, str(deployment.processes.failures))
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
     return True

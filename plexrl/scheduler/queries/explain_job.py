@@ -7,7 +7,6 @@ import msgspec
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.profiler import waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
@@ -66,16 +65,17 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
 
 def _deployment(context: Context, deployment: Deployment, now: float) -> View:
     record = deployment.placement
-    trace, kept_part = deployment.trace, deployment.waiting_part
+    measured = deployment.cycles.measured
+    trace, kept_part = deployment.trace, deployment.cycles.waiting_part
     view: View = {
         "deployment": deployment.deployment,
         "state": deployment.state.value,
         "group": deployment.group,
         "nodes": list(deployment.nodes),
         "placement": None if record is None else msgspec.to_builtins(record),
-        "moves": deployment.moves,
-        "moved_because": deployment.moved_because,
-        "waiting_part": waiting_part(deployment.cycles) if deployment.cycles else kept_part,
+        "moves": deployment.moves.count,
+        "moved_because": deployment.moves.last_reason,
+        "waiting_part": waiting_part(measured) if measured else kept_part,
         "profile": None,
         "attempts": [],
         "near": [],
@@ -91,7 +91,7 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
         }
     if deployment.state == WpgState.WAITING:
         view["attempts"] = attempts(context, deployment, now, searches=True)
-    if shares(deployment) and trace is not None and deployment.state != WpgState.STOPPED:
+    if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
         view["near"] = near_groups(context, deployment, now)
     return view
 

@@ -70,7 +70,7 @@ def _reason(
         nodes = ", ".join(awaited(context, deployment))
         if nodes:
             return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
-    if deployment.launch_at is not None:
+    if deployment.processes.launch_at is not None:
         why = deployment.backoff.reason
         return (
             f"its workers had not enough memory to start, and are started again: {why}",
@@ -78,13 +78,13 @@ def _reason(
             None,
         )
     if deployment.state == WpgState.RECOVERING:
-        why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
+        why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
         return f"its workers were {why} and are starting again", "recovering", None
     if deployment.state == WpgState.MIGRATING:
-        nodes = ", ".join(deployment.awaited_nodes)
+        nodes = ", ".join(deployment.stored.awaited_nodes)
         return f"its state is being copied to {nodes}", "migrating", None
-    if deployment.relocation is not None and is_stopping(context, deployment):
-        return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
+    if deployment.moves.planned is not None and is_stopping(context, deployment):
+        return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:
         dependency = context.state.operations.get(operation.after)

@@ -38,8 +38,10 @@ def why_no_gpus(
     rows = attempts(context, deployment, now, searches=False)
     tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
     ahead, others = context.waiting.counts.standing(deployment.deployment)
-    turn = f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
-    return f"{what} are not free yet; {turn}; {tried}", "turn" if ahead else "capacity", eta_s
+    standing = (
+        f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
+    )
+    return f"{what} are not free yet; {standing}; {tried}", "turn" if ahead else "capacity", eta_s
 
 
 def attempts(context: Context, deployment: Deployment, now: float, *, searches: bool) -> list[View]:

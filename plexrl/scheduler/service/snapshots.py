@@ -1,4 +1,4 @@
-"""Writes snapshots of the core: at intervals, when asked, and to free space in a full journal."""
+"""Writes snapshots of the core: at intervals, on request, and to free space in a full journal."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ class SnapshotWriter:
         self._journal = journal
         self._conditions = conditions
         self._position = position
-        """Of the last snapshot that was started."""
+        """Position of the last snapshot that was started."""
         self._events = events
         """Events between two snapshots."""
         self._task: asyncio.Task[None] | None = None

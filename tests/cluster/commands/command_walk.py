@@ -1,4 +1,4 @@
-"""Runs commands of the command line one after the other, each behind a line of its own."""
+"""Runs commands of the command line one after another, each after a marker line."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def run(words: Sequence[str]) -> int | str | None:
 
 
 def main() -> None:
-    """Each of the commands, given as a JSON list of lists of words, and then its exit code."""
+    """Run the commands, given as a JSON list of lists of words, and print each exit code."""
     for words in json.loads(sys.argv[1]):
         sys.stdout.write(f"{MARK}{' '.join(words)}\n")
         code = run(words)

@@ -1,4 +1,4 @@
-"""What people and programs see of every command for live clusters, and what the commands do."""
+"""Output and effect of every command for live clusters, for people and for programs."""
 
 import csv
 import fcntl
@@ -35,7 +35,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster with something in every table."""
+    """A cluster with at least one row in every table."""
 
     cluster: EmbeddedCluster
     tenant: plexrl.Cluster
@@ -73,12 +73,12 @@ def scene(embedded: EmbeddedCluster) -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside a terminal a width is only asked for by this variable."""
+    """Without this variable, output outside a terminal has no width."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def commands(scene: Scene) -> list[list[str]]:
-    """Everything that shows something of a live cluster."""
+    """All commands that show a live cluster."""
     job = scene.job.job
     return [
         ["status"],
@@ -123,7 +123,7 @@ def walk(scene: Scene) -> list[str]:
 
 
 def at_a_terminal(scene: Scene) -> str:
-    """What the commands show on a terminal of 80 by 24."""
+    """Output of the commands on a terminal of 80 by 24."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     process = subprocess.Popen(
@@ -135,7 +135,7 @@ def at_a_terminal(scene: Scene) -> str:
         try:
             more = os.read(ours, 1 << 16)
         except OSError:
-            # The other side of a terminal is closed with its last process.
+            # The terminal is closed when its last process ends.
             break
         shown += more
     os.close(ours)
@@ -154,21 +154,21 @@ def by_command(shown: str) -> dict[str, str]:
 
 
 def cli(scene: Scene, *words: str, ends_with: int = 0) -> str:
-    """What one command says to a program, standard error too."""
-    told = io.StringIO()
+    """Output of one command without a terminal, standard error included."""
+    output = io.StringIO()
     where = ("--data-dir", str(scene.cluster.data_dir))
-    with redirect_stdout(told), redirect_stderr(told):
+    with redirect_stdout(output), redirect_stderr(output):
         code = run((*words, *where))
-    assert code == ends_with, told.getvalue()
-    return told.getvalue()
+    assert code == ends_with, output.getvalue()
+    return output.getvalue()
 
 
-def test_at_a_terminal_of_80_columns_no_word_is_broken(scene: Scene) -> None:
+def test_no_word_is_broken_on_a_terminal_of_80_columns(scene: Scene) -> None:
     shown = by_command(at_a_terminal(scene))
     assert len(shown) == len(commands(scene))
     for command, text in shown.items():
         assert "\x1b" not in text
-        # The help's own "COMMAND [ARGS]..." is no cut.
+        # "COMMAND [ARGS]..." in the help is not a truncation.
         assert "…" not in text
         for line in text.splitlines():
             fits = cell_len(line) <= WIDTH
@@ -208,12 +208,12 @@ def test_programs_get_plain_rows_of_equal_columns(scene: Scene) -> None:
 def test_a_job_is_found_by_the_beginning_of_its_id_and_by_its_name(scene: Scene) -> None:
     for text in (scene.job.job, scene.job.job[:20], NAME):
         assert json.loads(cli(scene, "jobs", text, "--json"))["job"] == scene.job.job
-    told = cli(scene, "logs", "no-such", ends_with=1)
-    assert "there is no job 'no-such'" in told
-    assert "plexrl jobs --all" in told
+    output = cli(scene, "logs", "no-such", ends_with=1)
+    assert "there is no job 'no-such'" in output
+    assert "plexrl jobs --all" in output
     twins = [scene.tenant.create_job("twin") for _ in range(2)]
-    told = cli(scene, "explain", "twin", ends_with=1)
-    assert all(twin.job in told for twin in twins)
+    output = cli(scene, "explain", "twin", ends_with=1)
+    assert all(twin.job in output for twin in twins)
     twins[0].finish()
     assert json.loads(cli(scene, "jobs", "twin", "--json"))["job"] == twins[1].job
     twins[1].finish()
@@ -231,21 +231,23 @@ def test_jobs_that_have_ended_are_listed_when_asked_for(scene: Scene) -> None:
     assert "--state takes queued" in cli(scene, "jobs", "--state", "happy", ends_with=1)
 
 
-def test_cancel_ends_jobs_and_says_what_became_of_each(scene: Scene) -> None:
+def test_cancel_ends_jobs_and_reports_each_outcome(scene: Scene) -> None:
     first, second = (scene.tenant.create_job(f"doomed{number}") for number in range(2))
-    told = cli(scene, "cancel", first.job, "no-such-job", ends_with=1)
-    assert "there is no job 'no-such-job'" in told
+    output = cli(scene, "cancel", first.job, "no-such-job", ends_with=1)
+    assert "there is no job 'no-such-job'" in output
     assert first.status()["state"] == "QUEUED", "a job that is not there stops all of it"
     first.train_deployment("actor", MODEL).barrier().result(120)
-    told = cli(scene, "cancel", first.job, scene.ended.job, "doomed1", ends_with=1)
-    assert f"{first.job} is cancelled: 0 operations end unfinished, it gives back 1 GPU." in told
-    assert f"job {scene.ended.job!r} has ended (failed): there is nothing to cancel" in told
+    output = cli(scene, "cancel", first.job, scene.ended.job, "doomed1", ends_with=1)
+    assert f"{first.job} is cancelled: 0 operations end unfinished, it releases 1 GPU." in output
+    assert f"job {scene.ended.job!r} has ended (failed): there is nothing to cancel" in output
     for job in (first, second):
         view = job.status()
         assert (view["state"], view["reason"]) == ("CANCELLED", "plexrl cancel")
     third = scene.tenant.create_job("doomed2")
-    told = cli(scene, "cancel", third.job, scene.ended.job, "--reason", "no", "--json", ends_with=1)
-    cancelled, refused = json.loads(told)
+    output = cli(
+        scene, "cancel", third.job, scene.ended.job, "--reason", "no", "--json", ends_with=1
+    )
+    cancelled, refused = json.loads(output)
     assert (cancelled["job"], cancelled["state"]) == (third.job, "CANCELLED")
     assert (refused["job"], refused["error"]["code"]) == (scene.ended.job, "job_ended")
     assert third.status()["reason"] == "no"
@@ -264,9 +266,9 @@ def test_metrics_are_shown_as_rows_csv_json_and_a_plot(scene: Scene, tmp_path: P
     assert f"{ROWS} rows are drawn" in cli(scene, "metrics", job, "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "name it *.png" in cli(scene, "metrics", job, "--plot", "plot.txt", ends_with=1)
-    told = cli(scene, "metrics", job, "-m", "nothing", ends_with=1)
-    assert "no metric 'nothing'" in told
-    assert "grad_norm" in told
+    output = cli(scene, "metrics", job, "-m", "nothing", ends_with=1)
+    assert "no metric 'nothing'" in output
+    assert "grad_norm" in output
     assert "has logged nothing" in cli(scene, "metrics", scene.waiting.job)
 
 
@@ -299,22 +301,22 @@ def test_checkpoints_are_listed_and_deleted(scene: Scene) -> None:
     ]
     everybodys = json.loads(cli(scene, "checkpoints", "--json"))
     assert {job.job, scene.job.job} <= {each["job"] for each in everybodys}
-    told = cli(scene, "checkpoints", "delete", job.job, "one", "three", ends_with=1)
-    assert "no checkpoint 'three'; it has one, two" in told
+    output = cli(scene, "checkpoints", "delete", job.job, "one", "three", ends_with=1)
+    assert "no checkpoint 'three'; it has one, two" in output
     assert "one is deleted" in cli(scene, "checkpoints", "delete", job.job, "one")
     assert not Path(listed[0]["path"]).exists()
     assert [each["name"] for each in job.checkpoints()] == ["two"]
     job.finish()
 
 
-def test_a_waiting_job_names_the_job_that_has_the_gpus_and_does_nothing(scene: Scene) -> None:
+def test_a_waiting_job_shows_the_idle_job_that_holds_the_gpus(scene: Scene) -> None:
     rows = json.loads(cli(scene, "explain", scene.waiting.job, "--json"))["holders"]
     assert [(row["job"], row["tenant"], row["gpus"]) for row in rows] == [
         (scene.job.job, TENANT, 2)
     ]
     assert rows[0]["condition"] == "idle"
-    told = cli(scene, "explain", scene.waiting.job)
-    _, _, holders = told.partition("Who has the GPUs")
+    output = cli(scene, "explain", scene.waiting.job)
+    _, _, holders = output.partition("Who has the GPUs")
     assert re.search(rf"^{scene.job.job} +{TENANT} +2 +idle ", holders, re.MULTILINE)
 
 

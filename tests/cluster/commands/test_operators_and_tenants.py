@@ -1,4 +1,4 @@
-"""What an operator and a tenant see and do, on real processes: why, how much, how many, where."""
+"""What operators and tenants see and do, on real processes: reasons, usage, quotas, drain."""
 
 import asyncio
 import csv
@@ -27,7 +27,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
-    """Two nodes of two GPUs each, of different kinds, so that it is soon full."""
+    """Two nodes of different types with two GPUs each, so that it is soon full."""
     running = start_embedded(
         tmp_path_factory.mktemp("small"),
         nodes=2,
@@ -79,10 +79,8 @@ def train(actor: plexrl.TrainDeployment, step: int) -> float:
     return actor.optim_step(learning_rate=1e-2, grad_clip_norm=1.0).result(120).metrics["grad_norm"]
 
 
-def test_what_the_cluster_was_started_with_reaches_its_parts(
-    small: EmbeddedCluster, operator: plexrl.Cluster
-) -> None:
-    # They join in any order.
+def test_cluster_options_reach_the_parts(small: EmbeddedCluster, operator: plexrl.Cluster) -> None:
+    # The nodes join in any order.
     nodes = sorted(operator.nodes(), key=lambda node: str(node["node"]))
     assert [node["node_type"] for node in nodes] == ["fast", "slow"]
     assert [node["block"] for node in nodes] == ["row1", "row1"]
@@ -99,7 +97,7 @@ def small_config(small: EmbeddedCluster) -> Iterator[Path]:
     yield Folders.of(small.data_dir).run / "scheduler.json"
 
 
-def test_a_job_without_gpus_is_told_why_and_until_when(
+def test_a_job_without_gpus_is_explained_with_an_estimate(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
     first = tenant.create_job("first", expected_s=600)
@@ -128,14 +126,14 @@ def test_a_job_without_gpus_is_told_why_and_until_when(
     assert json.loads(cli(tenant, "explain", third.job, "--json"))["summary"] == story["summary"]
     words = " ".join(cli(operator, "explain", third.job).split())
     assert words.startswith(f"third of {own_name(operator)} is QUEUED: {waiting.deployment}")
-    for told in ("capacity", "nobody", "starts in", "dedicated", "No estimate"):
-        assert told in words
+    for expected in ("capacity", "nobody", "starts in", "dedicated", "No estimate"):
+        assert expected in words
     first.finish()
     future.result(120)
     assert third.explain()["deployments"][0]["placement"]["way"] == "dedicated"
 
 
-def test_a_job_with_a_known_demand_is_shown_the_groups_it_fits(tenant: plexrl.Cluster) -> None:
+def test_a_job_with_a_demand_trace_shows_the_groups_it_fits(tenant: plexrl.Cluster) -> None:
     traces: list[plexrl.DemandTrace | dict[str, Any]] = [
         plexrl.DemandTrace(600, [plexrl.Segment(0, 100, 10)], jitter_s=1),
         {"period_s": 600, "segments": [{"offset_s": 0, "duration_s": 100}]},
@@ -150,7 +148,7 @@ def test_a_job_with_a_known_demand_is_shown_the_groups_it_fits(tenant: plexrl.Cl
     assert second["profile"]["cycles"] == 0, "declared, not measured"
 
 
-def test_a_deployment_goes_to_the_kind_of_node_it_asks_for(tenant: plexrl.Cluster) -> None:
+def test_a_deployment_is_placed_on_the_requested_node_type(tenant: plexrl.Cluster) -> None:
     with tenant.create_job("choosy") as job:
         train_one = job.train_deployment("actor", MODEL, node_type="slow")
         rollout = job.rollout_deployment("rollout", MODEL, node_type="slow")
@@ -205,10 +203,10 @@ def test_usage_is_the_sum_of_what_ran(operator: plexrl.Cluster, tenant: plexrl.C
     assert "GPU-hours" in cli(operator, "usage")
 
 
-def test_a_switch_is_used_once_by_whoever_caused_it(
+def test_a_switch_is_charged_once_to_the_job_that_caused_it(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
-    # The other node is taken, or a member that waits a lot would be moved there.
+    # The other node is occupied, so that no waiting member is moved there.
     operator.create_job("filler").train_deployment("actor", MODEL, workers=2, exclusive=True)
     trace = plexrl.DemandTrace(600, [plexrl.Segment(0, 100)])
     with tenant.create_job("one") as one, tenant.create_job("two") as two:
@@ -251,14 +249,14 @@ def test_a_quota_on_jobs_makes_the_next_one_wait(
     assert (row["jobs_max"], row["weight"], row["jobs_running"]) == (None, 2.5, 2)
 
 
-def test_a_budget_that_is_used_up_refuses_new_work(
+def test_an_exhausted_budget_refuses_new_work(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
     job = tenant.create_job("before")
     actor = job.train_deployment("actor", MODEL)
     name = own_name(operator)
-    told = json.loads(cli(operator, "tenants", "set", name, "--gpu-seconds-max", "0", "--json"))
-    assert told["gpu_seconds_max"] == 0
+    changed = json.loads(cli(operator, "tenants", "set", name, "--gpu-seconds-max", "0", "--json"))
+    assert changed["gpu_seconds_max"] == 0
     with pytest.raises(errors.QuotaExceededError, match="ask an operator"):
         tenant.create_job("after")
     with pytest.raises(errors.QuotaExceededError):
@@ -268,7 +266,7 @@ def test_a_budget_that_is_used_up_refuses_new_work(
     actor.barrier().result(120)
 
 
-def test_a_drained_nodes_job_goes_on_elsewhere_as_if_nothing_had_been(
+def test_a_drained_nodes_job_continues_elsewhere_unchanged(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
     with tenant.create_job("undisturbed") as job:
@@ -297,7 +295,7 @@ def _nodes(actor: plexrl.TrainDeployment) -> set[str]:
     return {rank["node"] for rank in actor.status()["ranks"]}
 
 
-def test_a_tenant_sees_only_its_own_and_runs_nothing(
+def test_a_tenant_sees_only_its_own_jobs_and_cannot_operate(
     operator: plexrl.Cluster, tenant: plexrl.Cluster
 ) -> None:
     job = operator.create_job("secret")
@@ -351,7 +349,7 @@ def test_a_tenant_sees_only_its_own_and_runs_nothing(
         ("POST", "jobs/careless/deployments", {"node_type": 5}, "body.node_type"),
     ],
 )
-def test_bad_values_are_refused_with_the_place_and_the_mend(
+def test_bad_values_are_refused_with_field_and_remedy(
     operator: plexrl.Cluster, method: str, path: str, body: dict[str, object], names: str
 ) -> None:
     if path == "jobs":
@@ -377,15 +375,15 @@ def test_bad_values_are_refused_with_the_place_and_the_mend(
     assert re.search(names, error["message"]), error["message"]
 
 
-def test_an_unknown_node_or_tenant_is_named(operator: plexrl.Cluster) -> None:
+def test_an_unknown_node_or_tenant_is_refused_by_name(operator: plexrl.Cluster) -> None:
     with pytest.raises(errors.NotFoundError, match="node99"):
         operator.drain("node99")
     with pytest.raises(errors.NotFoundError, match="nobody"):
         operator.configure_tenant("nobody", jobs_max=1)
 
 
-def test_an_option_that_would_be_lost_or_a_value_that_is_none_is_refused() -> None:
-    for words, told in (
+def test_an_ignored_option_or_an_invalid_value_is_refused() -> None:
+    for words, expected in (
         (("nodes", "--json", "drain", "node0"), "put --json behind drain"),
         (("tenants", "set", "a", "--jobs-max", "x"), "give a number or none"),
         (("tenants", "set", "a"), "nothing to set"),
@@ -393,10 +391,10 @@ def test_an_option_that_would_be_lost_or_a_value_that_is_none_is_refused() -> No
     ):
         found = CliRunner().invoke(app, words, env={"COLUMNS": "240"})
         assert found.exit_code == 2
-        assert told in found.output
+        assert expected in found.output
 
 
-def test_async_controllers_operate_too(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
+def test_async_controllers_can_operate(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
     async def control() -> None:
         async with await plexrl.connect_async(operator.url, operator.api_key) as cluster:
             name = (await cluster.tenants())[-1]["tenant"]
@@ -415,7 +413,7 @@ def test_async_controllers_operate_too(operator: plexrl.Cluster, tenant: plexrl.
     assert tenant.usage() == []
 
 
-def test_tables_for_people(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
+def test_tables_are_readable(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> None:
     job = tenant.create_job("shown")
     job.train_deployment("actor", MODEL).barrier().result(120)
     assert "fast" in cli(operator, "nodes")
@@ -424,5 +422,5 @@ def test_tables_for_people(operator: plexrl.Cluster, tenant: plexrl.Cluster) -> 
     (log,) = json.loads(cli(tenant, "logs", job.job, "--json"))
     assert "is ready" in log["text"]
     assert f"rank 0 on {log['node']}" in cli(tenant, "logs", job.job)
-    told = cli(tenant, "explain", job.job)
-    assert "waits for its controller" in " ".join(told.split())
+    explanation = cli(tenant, "explain", job.job)
+    assert "waits for its controller" in " ".join(explanation.split())

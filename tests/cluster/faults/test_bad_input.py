@@ -1,4 +1,4 @@
-"""Every bad request gets a typed error that says what to do, and the cluster goes on."""
+"""Every bad request gets a typed error with a remedy, and the cluster continues."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +22,9 @@ from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
 
-def test_an_unknown_deployment_is_named(embedded: EmbeddedCluster, job: plexrl.Job) -> None:
+def test_an_unknown_deployment_is_refused_by_name(
+    embedded: EmbeddedCluster, job: plexrl.Job
+) -> None:
     response = httpx.post(
         f"{embedded.url}/v1/jobs/{job.job}/deployments/nobody/operations/barrier",
         params={"operation": f"{job.job}:1"},
@@ -33,8 +35,8 @@ def test_an_unknown_deployment_is_named(embedded: EmbeddedCluster, job: plexrl.J
     assert "nobody" in response.json()["error"]["message"]
 
 
-def test_rows_of_unequal_values_are_refused_before_anything_is_sent() -> None:
-    with pytest.raises(errors.BatchShapeError, match="row 1 has 2 values and 3 tokens"):
+def test_rows_of_unequal_length_are_refused_before_sending() -> None:
+    with pytest.raises(errors.BatchShapeError, match="row 1 has 2 values for 3 tokens"):
         plexrl.Batch([[3, 4], [5, 6, 7]], {"mask": [[1, 1], [1, 1]]})
 
 
@@ -44,21 +46,21 @@ def test_a_loss_without_its_inputs_is_refused(job: plexrl.Job) -> None:
         actor.forward_backward(plexrl.Batch([[3, 4]]), plexrl.losses.grpo())
 
 
-def test_tokens_outside_the_vocabulary_are_placed(job: plexrl.Job) -> None:
+def test_tokens_outside_the_vocabulary_are_reported_with_their_position(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     batch = plexrl.Batch([[3, 4], [5, 99, 6]], {"mask": [[0, 1], [0, 1, 1]]})
     with pytest.raises(errors.TokenRangeError, match="row 1 has token 99 at position 1"):
         actor.forward_backward(batch, plexrl.losses.cross_entropy())
 
 
-def test_values_that_are_not_numbers_are_placed(job: plexrl.Job) -> None:
+def test_nan_values_are_reported_with_their_position(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     batch = plexrl.Batch([[3, 4], [5, 6]], {"weights": [[0, 1], [0, np.nan]]})
     with pytest.raises(errors.NonFiniteInputError, match="row 1 at position 1"):
         actor.forward_backward(batch, plexrl.losses.custom())
 
 
-def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(job: plexrl.Job) -> None:
+def test_a_non_finite_gradient_is_dropped_and_training_continues(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
     trained = actor.forward_backward(huge, plexrl.losses.custom()).result()
@@ -81,7 +83,7 @@ def test_a_step_without_gradients_is_refused_and_changes_nothing(job: plexrl.Job
     actor.forward_backward(batch, plexrl.losses.grpo())
     actor.optim_step(learning_rate=1e-2).result()
     before = logprobs()
-    # Moments of the step before are there, and would move the parameters.
+    # The moments of the earlier step would change the parameters.
     with pytest.raises(errors.NoGradientsError, match="nothing has changed"):
         actor.optim_step(learning_rate=1e-2, weight_decay=0.1).result()
     actor.forward_backward(batch, plexrl.losses.grpo())
@@ -95,7 +97,7 @@ def test_a_step_without_gradients_is_refused_and_changes_nothing(job: plexrl.Job
     assert actor.status()["incarnation"] == 1
 
 
-def test_a_step_without_gradients_that_nobody_waits_for_is_raised_by_the_next_call(
+def test_an_unread_step_without_gradients_is_raised_by_the_next_call(
     job: plexrl.Job,
 ) -> None:
     actor = job.train_deployment("actor", MODEL)
@@ -109,7 +111,7 @@ def test_a_step_without_gradients_that_nobody_waits_for_is_raised_by_the_next_ca
     actor.optim_step(learning_rate=1e-2).result()
 
 
-def test_a_batch_whose_advantages_are_all_zero_is_a_step_that_moves_nothing(
+def test_all_zero_advantages_make_a_step_that_changes_nothing(
     job: plexrl.Job,
 ) -> None:
     actor = job.train_deployment("actor", MODEL)
@@ -118,7 +120,7 @@ def test_a_batch_whose_advantages_are_all_zero_is_a_step_that_moves_nothing(
     assert actor.optim_step(learning_rate=1e-2).result().metrics["grad_norm"] == 0.0
 
 
-def test_ranks_whose_rows_do_not_count_step_with_those_whose_do(job: plexrl.Job) -> None:
+def test_ranks_with_masked_rows_step_with_the_others(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     rows = [[3, 4, 5]] * 4
     mask = [[0.0, 1.0, 1.0], *[[0.0] * 3] * 3]
@@ -126,7 +128,7 @@ def test_ranks_whose_rows_do_not_count_step_with_those_whose_do(job: plexrl.Job)
     assert actor.optim_step(learning_rate=1e-2).result().metrics["grad_norm"] > 0.0
 
 
-def test_metrics_that_are_not_finite_are_kept_and_the_job_goes_on(job: plexrl.Job) -> None:
+def test_non_finite_metrics_are_kept_and_the_job_continues(job: plexrl.Job) -> None:
     job.log(1, {"loss": float("nan"), "ratio": float("inf"), "reward": 0.5})
     job.log(2, {"loss": 1.0})
     first, second = job.metrics()
@@ -141,7 +143,7 @@ def test_a_prompt_too_long_for_the_deployment_is_refused(job: plexrl.Job) -> Non
         rollout.generate([[3] * 16])
 
 
-def test_a_model_that_fits_no_gpu_is_refused_with_the_workers_it_needs(job: plexrl.Job) -> None:
+def test_a_model_too_large_for_a_gpu_is_refused_with_the_workers_it_needs(job: plexrl.Job) -> None:
     huge = plexrl.tiny_qwen2(VOCABULARY, hidden=4096, layers=4)
     with pytest.raises(errors.ModelDoesNotFitError, match="ask for at least"):
         job.train_deployment("huge", huge)
@@ -152,17 +154,17 @@ def test_more_workers_than_gpus_are_refused(job: plexrl.Job) -> None:
         job.train_deployment("wide", MODEL, workers=99)
 
 
-def test_a_layout_that_the_backend_does_not_run_is_refused_with_those_that_do(
+def test_an_unsupported_layout_is_refused_with_the_supporting_backends(
     job: plexrl.Job,
 ) -> None:
     with pytest.raises(errors.LayoutError, match="fsdp: dp, tp; megatron: dp, tp, pp") as refused:
         job.train_deployment("a", MODEL, parallelism=plexrl.Parallelism(dp=2, pp=2))
     assert refused.value.details == {"field": "pp", "backend": "fsdp"}
-    with pytest.raises(errors.LayoutError, match="3 workers were asked for and dp=2 needs 2"):
+    with pytest.raises(errors.LayoutError, match="workers is 3, but dp=2 needs 2"):
         job.train_deployment("a", MODEL, workers=3, parallelism=plexrl.Parallelism(dp=2))
 
 
-def test_rows_come_back_in_order_from_the_ranks_of_a_layout(job: plexrl.Job) -> None:
+def test_results_of_a_layout_keep_the_order_of_the_rows(job: plexrl.Job) -> None:
     rows = [[3 + row] * (2 + row % 5) for row in range(7)]
     single = job.train_deployment("single", MODEL)
     actor = job.train_deployment("actor", MODEL, parallelism=plexrl.Parallelism(dp=2))
@@ -180,16 +182,14 @@ def test_an_unknown_architecture_or_backend_is_refused(job: plexrl.Job) -> None:
         job.train_deployment("b", MODEL, backend="jax")
 
 
-def test_a_model_at_no_path_is_refused(job: plexrl.Job, tmp_path: Path) -> None:
+def test_a_model_with_a_missing_path_is_refused(job: plexrl.Job, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path in ("a\0b", str(tmp_path / "loop"), str(tmp_path)):
         with pytest.raises(errors.InvalidRequestError):
             job.train_deployment("a", plexrl.ModelSpec(path=path))
 
 
-def test_an_id_used_for_two_things_is_a_conflict(
-    embedded: EmbeddedCluster, job: plexrl.Job
-) -> None:
+def test_an_id_used_twice_is_a_conflict(embedded: EmbeddedCluster, job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     url = f"{embedded.url}/v1/jobs/{job.job}/deployments/actor/operations"
     with httpx.Client(headers={"Authorization": f"Bearer {embedded.api_key}"}) as client:
@@ -282,7 +282,7 @@ def test_a_key_that_is_missing_or_wrong_is_refused(embedded: EmbeddedCluster) ->
         stranger.jobs()
 
 
-def test_a_tenant_sees_and_touches_nothing_of_anothers(
+def test_a_tenant_cannot_see_or_change_anothers_objects(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, job: plexrl.Job
 ) -> None:
     key = cluster.create_tenant(f"tenant-{job.job}")
@@ -294,7 +294,7 @@ def test_a_tenant_sees_and_touches_nothing_of_anothers(
             stranger.create_tenant("more")
 
 
-def test_a_checkpoint_of_another_job_is_loaded_only_by_its_tenant(
+def test_only_its_tenant_loads_a_checkpoint_of_another_job(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, job: plexrl.Job
 ) -> None:
     path = job.train_deployment("actor", MODEL).save_checkpoint("mine").result()["path"]
@@ -316,7 +316,7 @@ def test_a_checkpoint_of_another_job_is_loaded_only_by_its_tenant(
         heir.train_deployment("actor", MODEL).load_checkpoint("mine", job=job.job).result()
 
 
-def test_a_checkpoint_is_neither_overwritten_nor_invented(job: plexrl.Job) -> None:
+def test_existing_and_missing_checkpoints_are_typed_errors(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     actor.save_checkpoint("one").result()
     with pytest.raises(errors.CheckpointExistsError, match="overwrite"):
@@ -327,7 +327,7 @@ def test_a_checkpoint_is_neither_overwritten_nor_invented(job: plexrl.Job) -> No
     assert actor.status()["incarnation"] == 1
 
 
-def test_an_ended_job_takes_no_more(cluster: plexrl.Cluster) -> None:
+def test_an_ended_job_accepts_no_operations(cluster: plexrl.Cluster) -> None:
     with cluster.create_job("short") as job:
         actor = job.train_deployment("actor", MODEL)
     with pytest.raises(errors.JobEndedError, match="completed"):
@@ -340,7 +340,7 @@ def test_a_second_writer_with_a_stale_token_is_refused(
     actor = job.train_deployment("actor", MODEL)
     actor.barrier().result()
     group = next(g for g in cluster.groups() if g["group"] == actor.status()["group"])
-    # Even one whom the node itself vouches for.
+    # Even with a valid ticket of the node.
     claims = Claims(role=Role.WORKER, job=job.job, deployment=f"{job.job}/intruder")
     client = StateManagerClient(
         cluster.nodes()[0]["statemanager"],
@@ -359,7 +359,7 @@ def test_a_second_writer_with_a_stale_token_is_refused(
     actor.barrier().result()
 
 
-def test_a_full_journal_holds_requests_until_the_cluster_has_more_room(
+def test_requests_wait_for_a_full_journal_until_there_is_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = 400
@@ -375,8 +375,8 @@ def test_a_full_journal_holds_requests_until_the_cluster_has_more_room(
     with plexrl.connect(small.url, small.api_key) as cluster, ThreadPoolExecutor(1) as pool:
         filling = pool.submit(fill_the_journal)
 
-        # The scheduler may make room again and again by snapshots, so the condition itself can end
-        # before anybody looks.
+        # Snapshots may free space repeatedly, so the condition itself can end before the test
+        # reads it.
         wait_until(lambda: "is full" in caplog.text, "the journal never became full")
         assert len(cluster.jobs()) > 10
         small.close()

@@ -1,4 +1,4 @@
-"""A newest version that is damaged or gone costs time, and changes no weights."""
+"""A damaged or lost newest version of the state costs time and changes no weights."""
 
 import shutil
 import signal
@@ -31,7 +31,7 @@ def step(actor: plexrl.TrainDeployment, index: int) -> None:
 
 
 def offload(actor: plexrl.TrainDeployment, other: plexrl.TrainDeployment) -> None:
-    """Have the group switched to `other`."""
+    """Make the group switch to `other`."""
     other.barrier().result(120)
     wait_until(lambda: actor.status()["residency"] == "offloaded", "it was not offloaded")
 
@@ -54,7 +54,7 @@ def damage_newest_on_nvme(cluster: EmbeddedCluster, actor: plexrl.TrainDeploymen
 
 
 def lose_host_tier(cluster: EmbeddedCluster, actor: plexrl.TrainDeployment) -> None:
-    """Kill the daemon and delete all that it had in memory."""
+    """Kill the daemon and delete its memory files."""
     del actor
     daemon = process_of(cluster, STATE_MANAGER)
     daemon.suspend()
@@ -80,7 +80,7 @@ def undisturbed(embedded: EmbeddedCluster) -> bytes:
     ("hurt", "host_memory_bytes"),
     [(damage_newest_on_nvme, 64 << 10), (lose_host_tier, 64 << 20)],
 )
-def test_a_damaged_newest_version_is_computed_anew_bit_for_bit(
+def test_a_damaged_newest_version_is_recomputed_bit_for_bit(
     tmp_path: Path, undisturbed: bytes, hurt: object, host_memory_bytes: int
 ) -> None:
     assert callable(hurt)

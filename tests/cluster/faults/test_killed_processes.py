@@ -1,4 +1,4 @@
-"""`kill -9` of whatever can die: nothing accepted is lost, nothing is applied twice."""
+"""`kill -9` of any process: no accepted operation is lost or applied twice."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.Step
 
 @pytest.fixture(scope="module")
 def undisturbed(embedded: EmbeddedCluster) -> bytes:
-    """The weights after `STEPS` steps that nothing disturbed."""
+    """The weights after `STEPS` steps without a fault."""
     with (
         plexrl.connect(embedded.url, embedded.api_key) as cluster,
         cluster.create_job("undisturbed") as job,
@@ -43,7 +43,7 @@ def undisturbed(embedded: EmbeddedCluster) -> bytes:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_workers_job_goes_on_with_every_step_applied_once(
+def test_a_killed_workers_job_continues_with_every_step_applied_once(
     cluster: plexrl.Cluster, undisturbed: bytes, rank: int
 ) -> None:
     with cluster.create_job("victim") as job, cluster.create_job("bystander") as other:
@@ -78,7 +78,7 @@ def test_a_worker_killed_with_operations_queued_loses_none(
     assert weights == undisturbed
 
 
-def test_a_killed_rollout_worker_comes_back_with_its_synced_weights(
+def test_a_killed_rollout_worker_restarts_with_its_synced_weights(
     cluster: plexrl.Cluster,
 ) -> None:
     with cluster.create_job("victim") as job:
@@ -96,7 +96,7 @@ def test_a_killed_rollout_worker_comes_back_with_its_synced_weights(
 @pytest.mark.parametrize(
     "module", ["plexrl.router", "plexrl.scheduler", "plexrl.statemanager", "plexrl.worker"]
 )
-def test_a_killed_part_comes_back_and_no_operation_is_lost_or_repeated(
+def test_a_killed_part_is_restarted_without_lost_or_repeated_operations(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, undisturbed: bytes, module: str
 ) -> None:
     with cluster.create_job("patient") as job, cluster.create_job("other") as second:
@@ -122,12 +122,12 @@ os._exit(0)
 """
 
 
-def test_ranks_do_not_wait_for_those_that_died_with_a_former_agent(
+def test_ranks_do_not_wait_for_ranks_of_a_dead_agent(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster
 ) -> None:
     name = hashlib.sha256(b"again/actor").hexdigest()[:12]
     meeting_place = Folders.of(embedded.data_dir).run / f"r-{name}-1"
-    # As after `kill -9` of an agent whose workers had just met.
+    # As after `kill -9` of an agent whose workers have just connected.
     command = [sys.executable, "-c", RANK_THAT_DIES, str(meeting_place)]
     former = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
     assert [each.wait(60) for each in former] == [0, 0]
@@ -196,7 +196,7 @@ def test_the_job_of_a_dead_controller_can_be_attached_again(
     assert watched.status()["state"] == "COMPLETED"
 
 
-def test_the_job_of_a_dead_controller_ends_when_nobody_attaches(
+def test_the_job_of_a_dead_controller_ends_if_nobody_attaches(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster
 ) -> None:
     orphan(embedded, "orphan-2", 0.5)

@@ -1,4 +1,4 @@
-"""Two routers before one scheduler, on real processes: killed under load, full, late, told of."""
+"""Two routers with one scheduler, on real processes: killed, overloaded, late, observed."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def both(two: EmbeddedCluster) -> Iterator[plexrl.Cluster]:
 
 
 def kill_router(two: EmbeddedCluster, index: int) -> None:
-    """`kill -9`, once it is there, and wait until it is gone."""
+    """`kill -9` a router once it runs, and wait until it has ended."""
     config = "/router.json" if index == 0 else f"/router{index}.json"
     found: list[psutil.Process] = []
 
@@ -78,7 +78,7 @@ def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.Step
 
 
 def trained(cluster: plexrl.Cluster, name: str, two: EmbeddedCluster | None) -> bytes:
-    """The weights after some steps, routers being killed all the while where `two` is given."""
+    """The weights after some steps; with `two`, its routers are killed repeatedly."""
     with cluster.create_job(name) as job:
         actor = job.train_deployment("actor", MODEL)
         actor.barrier().result(LIMIT_S)
@@ -122,12 +122,12 @@ def test_killed_routers_lose_nothing_and_repeat_nothing(
         rows = [row for row in both.operations(kind="optim_step") if name in row["job"]]
         assert [row["state"] for row in rows] == ["finished"] * STEPS
     assert len({name for name, _ in answers}) == len(answers)
-    # One operation at a time was under way, so a killed router took at most one order to give a
-    # payload up with it; such a payload waits for the sweep.
+    # One operation ran at a time, so a killed router lost at most one order to delete a payload.
+    # Garbage collection deletes such a payload later.
     wait_until(lambda: len(list((two.data_dir / "blobs").glob("load*.in"))) <= 2, "payloads stay")
 
 
-def test_an_async_controller_goes_on_with_the_router_that_is_left(two: EmbeddedCluster) -> None:
+def test_an_async_controller_continues_with_the_remaining_router(two: EmbeddedCluster) -> None:
     async def run() -> None:
         async with await plexrl.connect_async(two.url.split(","), two.api_key) as cluster:
             job = await cluster.create_job("left")
@@ -152,14 +152,14 @@ def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
             future.result(LIMIT_S)
         assert len({future.operation for future in futures}) == 3 * PENDING_MAX
 
-        # One who has no time is told at once, with the pace of the queue.
+        # A caller without time gets the error at once, with an estimate.
         transport = Transport(two.url, two.api_key, LIMIT_S)
         hasty = plexrl.Cluster(transport)
         same = hasty.attach_job(job.job, heartbeat=False).train_deployment("actor", MODEL)
         same.barrier().result(LIMIT_S)
         transport.timeout_s = 0.0
 
-        # Each takes longer to carry out than to submit.
+        # Each takes longer to execute than to submit.
         long = plexrl.Batch([[3] * 500] * 32, {})
 
         def flood() -> None:
@@ -179,7 +179,7 @@ def test_a_full_queue_makes_its_clients_wait_and_loses_nothing(
     )
 
 
-def test_what_has_not_begun_by_its_deadline_never_runs(both: plexrl.Cluster) -> None:
+def test_an_operation_past_its_deadline_never_runs(both: plexrl.Cluster) -> None:
     with both.create_job("late") as job:
         rollout = job.rollout_deployment("rollout", MODEL, max_sequence_tokens=500)
         rollout.barrier().result(LIMIT_S)
@@ -192,14 +192,14 @@ def test_what_has_not_begun_by_its_deadline_never_runs(both: plexrl.Cluster) -> 
             late.result(LIMIT_S)
         found = running.result(LIMIT_S).samples
         reasons = {sample.finish_reason for samples in found for sample in samples}
-        # A machine that draws all of it within the second is not known.
+        # No machine is expected to draw all tokens within a second.
         assert reasons == {"abort"}, time.monotonic() - began_at
         states = {row["operation"]: row["state"] for row in job.operations()}
         assert states[late.operation] == "failed"
         assert states[running.operation] == "finished"
 
 
-def test_the_log_tells_where_time_went_and_is_exported(
+def test_the_operation_log_has_phase_times_and_is_exported(
     two: EmbeddedCluster, both: plexrl.Cluster, collector: Collector, tmp_path: Path
 ) -> None:
     with both.create_job("story") as job:
@@ -218,8 +218,8 @@ def test_the_log_tells_where_time_went_and_is_exported(
     where = ["--url", two.url, "--api-key", two.api_key]
     table = CliRunner().invoke(app, ["operations", name, *where], env={"COLUMNS": "200"})
     assert "forward_backward" in table.output, table.output
-    told = CliRunner().invoke(app, ["operations", name, "--json", "--kind", "load", *where])
-    assert [each["kind"] for each in json.loads(told.output)] == ["load"]
+    result = CliRunner().invoke(app, ["operations", name, "--json", "--kind", "load", *where])
+    assert [each["kind"] for each in json.loads(result.output)] == ["load"]
     typo = CliRunner().invoke(app, ["operations", name, "--kind", "laod", *where])
     assert "It has: " in typo.output, typo.output
     assert "actor load" in " ".join(typo.output.split())
@@ -238,4 +238,4 @@ def test_the_log_tells_where_time_went_and_is_exported(
         ]
         return jobs.count(name) >= len(rows)
 
-    wait_until(arrived, "the collector was not told")
+    wait_until(arrived, "the collector received nothing")

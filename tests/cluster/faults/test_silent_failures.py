@@ -1,4 +1,4 @@
-"""A controller that reads no futures learns of every failure; one that resumes trains right."""
+"""A controller that reads no futures sees every failure; one that resumes trains correctly."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 NOT_FINITE = 1e39
-"""A learning rate whose step no float32 can hold."""
+"""A learning rate whose step overflows float32."""
 
 UNREAD = """
 import sys
@@ -52,7 +52,7 @@ def environment(embedded: EmbeddedCluster) -> dict[str, str]:
 def run_unread(
     embedded: EmbeddedCluster, job: str, learning_rate: float, steps: int, loss: str = "grpo"
 ) -> "subprocess.CompletedProcess[str]":
-    """A training loop in the README's style, in a process of its own."""
+    """A training loop as in the README, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", UNREAD, job, str(learning_rate), str(steps), loss],
         env=environment(embedded),
@@ -66,9 +66,9 @@ def run_unread(
 @pytest.mark.parametrize(
     ("learning_rate", "steps", "loss", "error"),
     [
-        # The first step is to weights that a float32 holds and no forward pass can compute with.
+        # The first step yields finite weights whose forward pass overflows.
         (1e25, 6, "cross_entropy", "EarlierFailureError"),
-        # Samples of such weights have logprobs that are not numbers.
+        # Samples of such weights have NaN logprobs.
         (1e25, 6, "grpo", "NonFiniteInputError"),
         (NOT_FINITE, 1, "grpo", "EarlierFailureError"),
     ],
@@ -107,7 +107,7 @@ def test_a_loop_that_reads_no_futures_completes_with_all_of_its_steps(
 
 
 @pytest.mark.parametrize("options", [{"workers": 2}, {"backend": "deepspeed", "workers": 2}])
-def test_a_step_to_weights_that_are_not_finite_is_undone(
+def test_a_step_to_non_finite_weights_is_undone(
     job: plexrl.Job, options: dict[str, object]
 ) -> None:
     actor = job.train_deployment("actor", MODEL, **options)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_a_step_to_weights_that_are_not_finite_is_undone(
         step.result()
     assert norm.result().metrics["tokens"] > 0
     assert checkpoint_weights(actor, "after") == before
-    # Its gradients wait as they did before the step.
+    # Its gradients are those before the step.
     assert actor.status()["waiting_gradients"] == 1
     assert 0 < actor.optim_step(learning_rate=1e-3).result().metrics["grad_norm"] < 1e3
 
@@ -133,14 +133,14 @@ def test_the_next_call_raises_a_failure_until_recover_is_called(job: plexrl.Job)
     huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
     actor.forward_backward(huge, plexrl.losses.custom())
     actor.optim_step(learning_rate=0.1)
-    # A barrier only waits, so it tells of nothing; what changes the model does.
+    # A barrier only waits and reports nothing; operations that change the model do.
     actor.barrier().result()
     with pytest.raises(errors.EarlierFailureError) as caught:
         actor.forward_backward(some_batch(1), plexrl.losses.grpo())
     assert isinstance(caught.value.__cause__, errors.NonFiniteGradientError)
 
     def twice() -> None:
-        # The first answer tells of the failure, if none did before.
+        # The first response reports the failure, unless an earlier one did.
         reference.barrier()
         reference.barrier()
 
@@ -153,7 +153,7 @@ def test_the_next_call_raises_a_failure_until_recover_is_called(job: plexrl.Job)
     assert actor.optim_step(learning_rate=1e-3).result().metrics["grad_norm"] < 1e3
 
 
-def test_a_block_does_not_pass_over_that_its_job_has_ended_otherwise(
+def test_a_block_raises_if_its_job_ended_with_another_outcome(
     cluster: plexrl.Cluster,
 ) -> None:
     def ended_by_another() -> None:
@@ -166,7 +166,7 @@ def test_a_block_does_not_pass_over_that_its_job_has_ended_otherwise(
         job.finish("failed", "enough")
 
 
-def test_an_async_controller_is_told_too(embedded: EmbeddedCluster) -> None:
+def test_an_async_controller_sees_failures_too(embedded: EmbeddedCluster) -> None:
     async def diverge() -> None:
         async with (
             await plexrl.connect_async(embedded.url, embedded.api_key) as cluster,
@@ -191,9 +191,7 @@ def test_an_async_controller_is_told_too(embedded: EmbeddedCluster) -> None:
         asyncio.run(diverge())
 
 
-def test_the_operations_and_the_usage_show_what_failed(
-    embedded: EmbeddedCluster, job: plexrl.Job
-) -> None:
+def test_operations_and_usage_show_failures(embedded: EmbeddedCluster, job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     huge = plexrl.Batch([[3, 4, 5]], {"weights": [[0, 3e38, 3e38]]})
     actor.forward_backward(huge, plexrl.losses.custom())
@@ -226,7 +224,7 @@ with plexrl.connect() as cluster:
 
 
 @pytest.mark.parametrize("keep_gradients", [False, True])
-def test_a_job_that_is_attached_again_does_not_add_to_gradients_of_before(
+def test_attaching_drops_gradients_of_the_earlier_controller(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, keep_gradients: bool
 ) -> None:
     with cluster.create_job("undisturbed") as job:
@@ -254,7 +252,7 @@ def test_a_job_that_is_attached_again_does_not_add_to_gradients_of_before(
     assert found == pytest.approx(2 * wanted if keep_gradients else wanted, rel=1e-5)
 
 
-def test_a_controller_whose_job_was_attached_by_another_is_told_so(
+def test_a_replaced_controller_gets_an_error(
     cluster: plexrl.Cluster,
 ) -> None:
     first = cluster.create_job("two")

@@ -1,4 +1,4 @@
-"""What workers cannot build ends its job at once, whichever part of a node refuses it."""
+"""A deployment that workers cannot build ends its job at once, with the reason."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def model_without_weights(folder: Path) -> plexrl.ModelSpec:
         ("forward", "torch", "directory", "safetensors"),
     ],
 )
-def test_a_deployment_that_cannot_be_built_ends_its_job_with_the_reason(
+def test_an_unbuildable_deployment_ends_its_job_with_the_reason(
     bare: plexrl.Cluster, tmp_path: Path, kind: str, backend: str, what: str, reason: str
 ) -> None:
     models = {"model": MODEL, "config": BAD_CONFIG}

@@ -1,4 +1,4 @@
-"""`plexrl up --ray` on a real Ray cluster of several nodes; a node of it is killed in training.
+"""`plexrl up --ray` on a real Ray cluster of several nodes, one of which is killed in training.
 
 The nodes are Ray's own emulation: each has its raylet, its processes and its resources, all on this
 machine.
@@ -33,9 +33,9 @@ pytestmark = [
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 STEPS = 4
 RESULT_TIMEOUT_S = 300.0
-"""Ray starts each worker from nothing, and torch is loaded anew: minutes on a loaded machine."""
+"""Each Ray worker loads torch, which takes minutes on a loaded machine."""
 STORE_BYTES = 80 << 20
-"""The least that Ray takes; nothing of ours lies there."""
+"""The least that Ray accepts; PlexRL stores nothing there."""
 
 
 class RayMachines:
@@ -67,7 +67,7 @@ class RayMachines:
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def close(self) -> None:
-        """End all."""
+        """End all nodes."""
         self._cluster.shutdown()
 
 
@@ -96,7 +96,7 @@ def on_ray(
         ray_address=machines.address,
         ray_node_grace_s=0.2,
         ray_node_replace_s=0.0,
-        # So that versions of the state are made within a few steps.
+        # Small, so that snapshots are made within a few steps.
         ray_snapshot_operations=3,
     )
     yield running
@@ -104,8 +104,8 @@ def on_ray(
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
-    """What a job saw, bit for bit."""
+class Outcome:
+    """All results of a job, bit for bit."""
 
     losses: list[float]
     drawn: list[list[int]]
@@ -113,7 +113,7 @@ class Story:
 
 
 class Training:
-    """One controller's work, so far as it has asked for it."""
+    """The operations that one controller has submitted."""
 
     def __init__(self, job: plexrl.Job) -> None:
         self.actor = job.train_deployment("actor", MODEL)
@@ -121,18 +121,18 @@ class Training:
         self._steps: list[plexrl.Future[Any]] = []
 
     def step(self, count: int) -> None:
-        """Ask for so many steps more."""
+        """Submit `count` more steps."""
         for _ in range(count):
             batch = some_batch(len(self._steps))
             self._steps.append(self.actor.forward_backward(batch, plexrl.losses.grpo()))
             self.actor.optim_step(learning_rate=1e-3)
 
     def sync(self) -> None:
-        """Give the rollout the trainer's weights."""
+        """Sync the rollout with the trainer."""
         self.rollout.sync_weights(self.actor).result(RESULT_TIMEOUT_S)
 
     def draw(self) -> None:
-        """Ask for completions by the weights that the rollout has."""
+        """Submit a generation."""
         sampling = plexrl.SamplingParams(max_tokens=200, seed=2)
         self._drawing = self.rollout.generate([[3, 4, 5]], n=4, sampling=sampling)
 
@@ -141,14 +141,14 @@ class Training:
         return [sample.tokens for sample in self._drawing.result(RESULT_TIMEOUT_S).samples[0]]
 
     def nodes(self) -> set[str]:
-        """Where it runs."""
+        """The nodes of the trainer."""
         ranks = [*self.actor.status()["ranks"], *self.rollout.status()["ranks"]]
         return {rank["node"] for rank in ranks}
 
-    def story(self) -> Story:
-        """How it went, in the end."""
+    def outcome(self) -> Outcome:
+        """All results of the training."""
         losses = [step.result(RESULT_TIMEOUT_S).metrics["loss"] for step in self._steps]
-        return Story(losses, self.drawn(), checkpoint_weights(self.actor))
+        return Outcome(losses, self.drawn(), checkpoint_weights(self.actor))
 
 
 def groups() -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def actors() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def launcher(machines: RayMachines, tmp_path: Path) -> Iterator[RayLauncher]:
-    """On CPUs of a node that nobody else uses."""
+    """A launcher on CPUs of a node of its own."""
     del machines
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -181,7 +181,7 @@ def worker_config(tmp_path: Path, spec_json: str) -> WorkerConfig:
         kind="train",
         incarnation=1,
         rank=0,
-        # The other rank never comes, so that this one waits for it.
+        # The other rank never starts, so this one waits for it.
         world_size=2,
         group="g1",
         address=str(tmp_path / "w.sock"),
@@ -200,7 +200,7 @@ def has_ended(worker: RayWorker, timeout_s: float) -> bool:
     return bool(select.select([worker.sentinel], [], [], timeout_s)[0])
 
 
-def test_a_worker_that_cannot_serve_ends_and_says_why(
+def test_a_worker_that_cannot_serve_ends_with_a_reason(
     launcher: RayLauncher, tmp_path: Path
 ) -> None:
     worker = launcher.start(worker_config(tmp_path, "{}"))
@@ -219,7 +219,7 @@ def test_a_worker_runs_until_it_is_stopped(launcher: RayLauncher, tmp_path: Path
     assert "actor" in worker.exit_reason()
 
 
-def test_rays_nodes_with_gpus_are_the_clusters_and_their_gpus_are_taken(
+def test_ray_nodes_with_gpus_join_and_their_gpus_are_reserved(
     on_ray: EmbeddedCluster,
 ) -> None:
     with plexrl.connect(on_ray.url, on_ray.api_key) as cluster:
@@ -230,18 +230,18 @@ def test_rays_nodes_with_gpus_are_the_clusters_and_their_gpus_are_taken(
 
 
 @pytest.mark.slow
-def test_training_goes_on_elsewhere_when_its_node_is_killed(
+def test_training_continues_elsewhere_after_its_node_is_killed(
     on_ray: EmbeddedCluster, machines: RayMachines, cluster: plexrl.Cluster
 ) -> None:
-    """The only version of its state and what it had published die with the node. The same calls to
-    the embedded cluster, undisturbed, end with the same losses, samples and weights."""
+    """The only version of the state and the published weights are lost with the node. Without a
+    fault, the same calls on an embedded cluster yield the same losses, samples and weights."""
     with cluster.create_job("undisturbed") as job:
         undisturbed = Training(job)
         undisturbed.step(STEPS)
         undisturbed.sync()
         undisturbed.draw()
         undisturbed.step(2)
-        wanted = undisturbed.story()
+        wanted = undisturbed.outcome()
     with (
         plexrl.connect(on_ray.url, on_ray.api_key) as far,
         far.create_job("killed") as job,
@@ -252,13 +252,13 @@ def test_training_goes_on_elsewhere_when_its_node_is_killed(
         assert killed.actor.status()["durable_seq"] > 0, "no version of its state was made"
         (doomed,) = killed.nodes()
         killed.draw()
-        asked = killed.actor.forward(some_batch(0, rows=12))
+        forward = killed.actor.forward(some_batch(0, rows=12))
         machines.kill(doomed)
-        assert len(asked.result(RESULT_TIMEOUT_S).logprobs) == 12
-        # What the trainer publishes again is as old as what was lost.
+        assert len(forward.result(RESULT_TIMEOUT_S).logprobs) == 12
+        # The trainer publishes the lost version again.
         killed.drawn()
         killed.step(2)
-        assert killed.story() == wanted
+        assert killed.outcome() == wanted
         assert killed.nodes() == {"one", "two"} - {doomed}
         machines.add("three")
         wait_until(
@@ -267,7 +267,7 @@ def test_training_goes_on_elsewhere_when_its_node_is_killed(
         )
 
 
-def test_a_cluster_that_ends_leaves_nothing_in_ray_or_on_the_machine(
+def test_an_ended_cluster_leaves_nothing_in_ray_or_on_the_machine(
     on_ray: EmbeddedCluster,
 ) -> None:
     of_nodes = [actor for actor in actors() if actor["ActorClassName"] == "RayNodeActor"]
@@ -278,7 +278,7 @@ def test_a_cluster_that_ends_leaves_nothing_in_ray_or_on_the_machine(
     on_ray.close()
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
-    # Ray itself ends an actor's processes a moment after whoever owned them.
+    # Ray ends an actor's processes a moment after their owner.
     wait_until(lambda: not actors() and not groups(), "actors or placement groups stay")
     folders = Folders.of(on_ray.data_dir)
     assert not folders.run.exists()

@@ -1,4 +1,4 @@
-"""What `plexrl up --ray` says when it cannot, and which of Ray's nodes it takes."""
+"""Errors of `plexrl up --ray`, and which of Ray's nodes it uses."""
 
 import socket
 import subprocess
@@ -15,7 +15,7 @@ from plexrl.process.ray_connection import connect, none_usable, usable
 
 
 def described(number: int, name: str = "10.0.0.9", **resources: float) -> dict[str, Any]:
-    """A living node as Ray describes it."""
+    """A live node as Ray describes it."""
     return {
         "NodeID": f"{number:056x}",
         "NodeName": name,
@@ -25,7 +25,7 @@ def described(number: int, name: str = "10.0.0.9", **resources: float) -> dict[s
     }
 
 
-def test_nodes_with_gpus_are_taken_and_named_as_the_operator_did_or_after_their_id() -> None:
+def test_nodes_with_gpus_are_used_and_named_by_the_operator_or_by_id() -> None:
     head = described(1, CPU=8)
     named = described(2, "gpu-17", GPU=8, **{"accelerator_type:H200": 1})
     nameless = described(3, GPU=4)
@@ -38,13 +38,13 @@ def test_nodes_with_gpus_are_taken_and_named_as_the_operator_did_or_after_their_
     assert [node.node_type for node in found] == ["h200", ""]
 
 
-def test_places_are_taken_of_nodes_with_as_many_cpus() -> None:
+def test_worker_places_need_nodes_with_as_many_cpus() -> None:
     found = usable([described(1, "small", CPU=3), described(2, "large", CPU=4, GPU=1)], 4)
     assert [(node.node, node.gpus, node.resource) for node in found] == [("large", 4, "CPU")]
 
 
 @pytest.mark.parametrize("name", ["gpu-17", "a/b", "../x", "n" * 40])
-def test_every_node_has_a_name_of_its_own_that_fits_into_a_path(name: str) -> None:
+def test_every_node_has_a_unique_name_that_fits_a_path(name: str) -> None:
     """The ids differ in their first characters, as Ray's do."""
     ids = (7 << 200, 9 << 200)
     found = usable([described(number, name, GPU=1) for number in ids], None)
@@ -52,13 +52,13 @@ def test_every_node_has_a_name_of_its_own_that_fits_into_a_path(name: str) -> No
     assert all("/" not in node.node and len(node.node) <= 32 for node in found)
 
 
-def test_a_cluster_without_use_for_us_says_what_to_start() -> None:
+def test_a_ray_cluster_without_usable_nodes_is_refused_with_a_remedy() -> None:
     assert "--num-gpus" in none_usable(None).message
     assert "--gpus-per-node 4" in none_usable(4).message
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "", "local"])
-def test_addresses_of_other_kinds_are_refused(address: str) -> None:
+def test_other_kinds_of_address_are_refused(address: str) -> None:
     with pytest.raises(InvalidRequestError, match="host:port"):
         RayOptions(address=address)
 
@@ -79,13 +79,13 @@ def test_options_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:nonsense", "127.0.0.1"])
-def test_an_address_where_nobody_listens_is_named(address: str) -> None:
+def test_an_unreachable_address_is_refused_by_name(address: str) -> None:
     pytest.importorskip("ray", reason="needs plexrl[ray]")
     with pytest.raises(UnavailableError, match="ray start --head"):
         connect(address, "test")
 
 
-def test_another_server_than_ray_is_found_out() -> None:
+def test_a_server_other_than_ray_is_detected() -> None:
     pytest.importorskip("ray", reason="needs plexrl[ray]")
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
@@ -115,14 +115,14 @@ def command_line(
     )
 
 
-def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
+def test_a_missing_ray_package_is_reported_with_what_to_install(tmp_path: Path) -> None:
     without = "import sys\nsys.modules['ray'] = None"
     done = command_line("--ray", "127.0.0.1:6379", data_dir=tmp_path, before=without)
     assert done.returncode == 1
     assert "pip install 'plexrl[ray]'" in done.stderr
 
 
-def test_options_of_virtual_nodes_do_not_go_with_ray(tmp_path: Path) -> None:
+def test_options_of_virtual_nodes_are_refused_with_ray(tmp_path: Path) -> None:
     done = command_line("--ray", "auto", "--nodes", "2", data_dir=tmp_path)
     assert done.returncode == 1
     assert "--nodes" in done.stderr

@@ -1,4 +1,4 @@
-"""References, teachers and reward models: forward only, beside their job's trainer."""
+"""References, teachers and reward models, in jobs with a trainer."""
 
 import json
 
@@ -22,7 +22,7 @@ def logprobs(model: plexrl.TrainDeployment | plexrl.ReferenceDeployment) -> np.n
     return np.concatenate(model.forward(BATCH).result(120).logprobs)
 
 
-def test_a_reference_is_its_trainers_policy_as_of_the_last_sync(job: plexrl.Job) -> None:
+def test_a_reference_is_the_trainers_policy_at_the_last_sync(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
     reference = job.reference_deployment("reference", MODEL, workers=2)
     first = logprobs(reference)
@@ -36,7 +36,7 @@ def test_a_reference_is_its_trainers_policy_as_of_the_last_sync(job: plexrl.Job)
     assert np.abs(logprobs(actor) - old).max() > 1e-3
 
 
-def test_a_killed_reference_has_the_weights_of_its_last_sync_again(job: plexrl.Job) -> None:
+def test_a_killed_reference_regains_the_weights_of_its_last_sync(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     reference = job.reference_deployment("reference", MODEL, workers=2)
     rollout = job.rollout_deployment("rollout", MODEL)
@@ -50,7 +50,7 @@ def test_a_killed_reference_has_the_weights_of_its_last_sync_again(job: plexrl.J
     assert np.allclose(logprobs(reference), old, atol=1e-5)
 
 
-def test_weights_that_did_not_change_are_copied_out_once(cluster: plexrl.Cluster) -> None:
+def test_unchanged_weights_are_published_once(cluster: plexrl.Cluster) -> None:
     with cluster.create_job("one") as first, cluster.create_job("two") as second:
         references = [job.reference_deployment("r", MODEL, workers=2) for job in (first, second)]
         found = [[logprobs(each) for each in references] for _ in range(4)]
@@ -72,7 +72,7 @@ def test_weights_that_did_not_change_are_copied_out_once(cluster: plexrl.Cluster
     assert all(nbytes == moved["offload"][0] for nbytes in moved["load"][1:])
 
 
-def test_scores_come_in_the_batchs_order_whatever_the_ranks(job: plexrl.Job) -> None:
+def test_scores_keep_the_batchs_order_for_any_number_of_ranks(job: plexrl.Job) -> None:
     one = job.reward_deployment("one", MODEL)
     two = job.reward_deployment("two", MODEL, workers=2)
     wanted = one.score(BATCH).result(120).scores
@@ -84,7 +84,7 @@ def test_scores_come_in_the_batchs_order_whatever_the_ranks(job: plexrl.Job) -> 
     )
 
 
-def test_what_a_forward_deployment_cannot_do_is_refused(job: plexrl.Job) -> None:
+def test_unsupported_operations_of_a_forward_deployment_are_refused(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     reward = job.reward_deployment("reward", MODEL)
     with pytest.raises(InvalidRequestError, match="load a checkpoint instead"):

@@ -1,4 +1,4 @@
-"""A rollout on several GPUs draws what it draws on one, whatever happens to its ranks."""
+"""A rollout on several GPUs draws the same tokens as on one, also after lost ranks."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_lost_tensor_rank_is_replaced_with_its_group_and_nothing_is_lost(
     assert drawn(split) == wanted, "it was lost while it did nothing"
 
 
-def test_a_router_that_dies_finds_what_the_ranks_did(
+def test_a_restarted_router_finds_the_ranks_results(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:
     split = job.rollout_deployment("split", MODEL, parallelism=plexrl.Parallelism(tp=2))

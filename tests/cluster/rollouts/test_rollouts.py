@@ -1,4 +1,4 @@
-"""What a controller can ask of a rollout's engine while it runs."""
+"""Cache budgets, pauses, interrupts and syncs in flight of a running rollout."""
 
 import asyncio
 import json
@@ -20,17 +20,17 @@ LAYOUTS = pytest.mark.parametrize(
     "layout",
     [
         pytest.param(plexrl.Parallelism(), id="one rank"),
-        # Two ranks pause below, where weights change, and abort in the engine's own tests.
+        # Two ranks pause in a later test; the engine's own tests abort them.
         pytest.param(plexrl.Parallelism(tp=2), id="tp=2", marks=pytest.mark.slow),
         pytest.param(plexrl.Parallelism(dp=2), id="dp=2", marks=pytest.mark.slow),
     ],
 )
 
 BLOCK_BYTES = 16 * 512
-"""Of a cache of `tiny_qwen2`, in float32."""
+"""Cache bytes of one token of `tiny_qwen2`, in float32."""
 
 
-def test_a_cache_within_its_budget_draws_the_same_and_says_what_it_cost(
+def test_a_small_cache_draws_the_same_tokens_and_reports_preemptions(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -60,13 +60,13 @@ def test_a_cache_within_its_budget_draws_the_same_and_says_what_it_cost(
 
 
 def stepped(actor: plexrl.TrainDeployment) -> None:
-    """Other weights on the trainer."""
+    """Change the trainer's weights."""
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
     actor.optim_step(learning_rate=1e-2)
 
 
 def paused(rollout: plexrl.RolloutDeployment) -> plexrl.GenerateFuture:
-    """A generation that is stopped in its middle."""
+    """A generation that is paused midway."""
 
     def begin() -> plexrl.GenerateFuture:
         return rollout.generate([[3, 4, 5], [6, 7]], n=2, sampling=LONG)
@@ -99,7 +99,7 @@ def test_a_pause_stops_every_engine_and_changes_no_token(
     assert later.result(120).samples[0][0].finish_reason == "length"
 
 
-def test_a_pause_that_nobody_ends_ends_by_itself(job: plexrl.Job) -> None:
+def test_a_pause_ends_after_its_time_limit(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("rollout", MODEL)
     future = paused(rollout)
     rollout.pause(for_s=0.2)
@@ -107,7 +107,7 @@ def test_a_pause_that_nobody_ends_ends_by_itself(job: plexrl.Job) -> None:
 
 
 @LAYOUTS
-def test_an_interrupted_generation_returns_what_it_has(
+def test_an_interrupted_generation_returns_its_tokens_so_far(
     job: plexrl.Job, layout: plexrl.Parallelism
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
@@ -125,7 +125,7 @@ def test_an_interrupted_generation_returns_what_it_has(
     assert tokens_of(again) == tokens_of(whole), "nothing of it is left in the engine"
 
 
-def test_what_waits_behind_another_is_taken_back_by_an_interrupt(job: plexrl.Job) -> None:
+def test_an_interrupt_cancels_a_pending_generation(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("rollout", MODEL)
     first = paused(rollout)
     rollout.barrier()
@@ -147,7 +147,7 @@ def test_what_waits_behind_another_is_taken_back_by_an_interrupt(job: plexrl.Job
         pytest.param(plexrl.Parallelism(dp=2), True, id="dp=2", marks=pytest.mark.slow),
     ],
 )
-def test_weights_change_in_flight_and_samples_say_which_drew_them(
+def test_samples_list_the_versions_of_weights_synced_in_flight(
     job: plexrl.Job, layout: plexrl.Parallelism, recompute_kv: bool
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
@@ -177,14 +177,14 @@ def test_weights_change_in_flight_and_samples_say_which_drew_them(
     for row, cut, logprobs, sample in whole:
         drawn = len(row) - cut
         worst = np.abs(logprobs[cut:] - sample.logprobs[-drawn:]).max()
-        # With the former cache they are neither the old policy's nor the new one's.
+        # With the old cache they are neither the old policy's nor the new one's.
         assert worst < 1e-4 if recompute_kv else worst > 1e-4
     new = rollout.generate([[3, 4, 5]], sampling=plexrl.SamplingParams(max_tokens=4)).result(120)
     assert new.weights_seq == old.weights_seq + 1
     assert new.samples[0][0].weights == ((0, new.weights_seq, 1),)
 
 
-def test_async_controllers_pause_and_interrupt_too(
+def test_async_controllers_can_pause_and_interrupt(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:
     rollout = job.rollout_deployment("rollout", MODEL)
@@ -203,7 +203,7 @@ def test_async_controllers_pause_and_interrupt_too(
     asyncio.run(control())
 
 
-def test_there_must_be_something_to_pause(job: plexrl.Job) -> None:
+def test_pausing_without_workers_is_refused(job: plexrl.Job) -> None:
     rollout = job.rollout_deployment("rollout", MODEL)
     with pytest.raises(ConflictError, match=r"no workers now|not on the device"):
         rollout.pause()

@@ -1,4 +1,4 @@
-"""Tokens over HTTP while they are drawn: from one router and another, from any place on."""
+"""Tokens over HTTP while they are drawn, over several routers and from any cursor."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from tests.cluster.tools import VOCABULARY, kill_worker, paused_in_the_middle, w
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 LONG = plexrl.SamplingParams(max_tokens=150, seed=3, ignore_eos=True)
-"""Several samples of this, one at a time, take about a second."""
+"""Several samples of this length, one at a time, take about a second."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def drawn(rollout: plexrl.RolloutDeployment) -> int:
 
 
 def paused(rollout: plexrl.RolloutDeployment) -> plexrl.GenerateFuture:
-    """A streamed generation that is stopped in its middle."""
+    """A streamed generation that is paused midway."""
 
     def begin() -> plexrl.GenerateFuture:
         return rollout.generate([[3, 4], [5]], n=2, sampling=LONG, stream=True)
@@ -89,7 +89,7 @@ def tokens_in(result: plexrl.GenerateResult) -> dict[tuple[int, int], list[int]]
     }
 
 
-def test_both_clients_stream_all_tokens_of_the_result_while_it_runs_and_after(
+def test_both_clients_stream_all_tokens_during_and_after_the_run(
     embedded: EmbeddedCluster, job: plexrl.Job, rollout: plexrl.RolloutDeployment
 ) -> None:
     future = paused(rollout)
@@ -112,7 +112,7 @@ def test_both_clients_stream_all_tokens_of_the_result_while_it_runs_and_after(
     assert tokens_of(found) == tokens_in(whole)
 
 
-def test_a_stream_goes_on_behind_its_last_event_on_another_router(
+def test_a_stream_continues_after_its_last_event_on_another_router(
     http: httpx.Client, second_router: str, rollout: plexrl.RolloutDeployment
 ) -> None:
     future = paused(rollout)
@@ -146,12 +146,12 @@ def test_a_stream_goes_on_behind_its_last_event_on_another_router(
                 rollout.resume()
     assert names[0] == "tokens"
     assert names[-1] == "done"
-    assert names.count("tokens") > 1, "the other router told them as they were drawn"
+    assert names.count("tokens") > 1, "the other router streamed them as they were drawn"
     flat = [sample for samples in future.result(120).samples for sample in samples]
     assert rows == {index: sample.tokens for index, sample in enumerate(flat)}
 
 
-def test_a_reader_may_ask_that_the_generation_goes_with_it(
+def test_on_disconnect_cancel_ends_the_generation(
     http: httpx.Client, rollout: plexrl.RolloutDeployment
 ) -> None:
     future = rollout.generate([[3, 4]], n=500, sampling=LONG, stream=True)
@@ -163,7 +163,7 @@ def test_a_reader_may_ask_that_the_generation_goes_with_it(
     assert len(samples[-1].tokens) < LONG.max_tokens
 
 
-def test_a_worker_that_dies_under_a_stream_repeats_nothing_to_its_reader(
+def test_a_killed_worker_repeats_no_token_to_the_reader(
     rollout: plexrl.RolloutDeployment,
 ) -> None:
     future = paused(rollout)
@@ -175,7 +175,7 @@ def test_a_worker_that_dies_under_a_stream_repeats_nothing_to_its_reader(
     assert tokens_of(chunks) == tokens_in(future.result(120))
 
 
-def test_a_slow_reader_gets_the_rest_at_once(
+def test_a_slow_reader_gets_the_remaining_tokens_at_once(
     http: httpx.Client, rollout: plexrl.RolloutDeployment
 ) -> None:
     future = rollout.generate([[3, 4]], n=2, sampling=LONG, stream=True)
@@ -189,15 +189,15 @@ def test_a_slow_reader_gets_the_rest_at_once(
     assert sum(counts) == 2 * LONG.max_tokens
 
 
-def test_what_cannot_be_streamed_is_refused(
+def test_operations_that_cannot_be_streamed_are_refused(
     http: httpx.Client, rollout: plexrl.RolloutDeployment
 ) -> None:
     sampling = plexrl.SamplingParams(max_tokens=4)
     plain = rollout.generate([[3]], sampling=sampling)
-    with pytest.raises(InvalidRequestError, match="not submitted with `stream`"):
+    with pytest.raises(InvalidRequestError, match="submitted without `stream`"):
         list(plain.stream())
     plain.result(120)
-    with pytest.raises(InvalidRequestError, match="not submitted with `stream`"):
+    with pytest.raises(InvalidRequestError, match="submitted without `stream`"):
         list(plain.stream())
     refused = http.get(path_of(rollout.barrier()))
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")

@@ -1,4 +1,4 @@
-"""Options of `sync_weights`, from the SDK to the bits."""
+"""The options of `sync_weights` and the weights that result."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def step(actor: plexrl.TrainDeployment, seed: int, learning_rate: float = 1e-4) 
     actor.optim_step(learning_rate=learning_rate)
 
 
-def test_rollouts_by_delta_and_by_all_bytes_come_to_the_same_bits(job: plexrl.Job) -> None:
+def test_delta_and_full_syncs_yield_the_same_bits(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
     parameters = parameter_count(model)
     actor = job.train_deployment("actor", model, workers=2)
@@ -32,13 +32,13 @@ def test_rollouts_by_delta_and_by_all_bytes_come_to_the_same_bits(job: plexrl.Jo
         assert (every["way"], every["fraction"]) == ("full", 1.0)
         assert found["fraction"] == found["bytes_moved"] / found["bytes_wanted"]
         assert found["sources"] == {"shared_memory": found["bytes_moved"]}
-    # Within a machine nothing is compared unless that is asked for.
+    # Within a machine blocks are compared only on request.
     for _ in range(2):
         step(actor, 7)
         assert wide.sync_weights(actor).result(120)["way"] == "full"
 
 
-def test_weights_that_were_loaded_are_no_base_of_a_delta(job: plexrl.Job) -> None:
+def test_loaded_weights_are_not_the_base_of_a_delta(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=6)
     actor = job.train_deployment("actor", model, workers=1)
     rollout = job.rollout_deployment("rollout", model)
@@ -52,7 +52,7 @@ def test_weights_that_were_loaded_are_no_base_of_a_delta(job: plexrl.Job) -> Non
     assert third["way"] == "full"
 
 
-def test_a_rollout_in_bfloat16_speaks_nearly_as_its_trainer(job: plexrl.Job) -> None:
+def test_a_bfloat16_rollout_is_close_to_its_trainer(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
     actor = job.train_deployment("actor", model, workers=1)
     rollout = job.rollout_deployment("rollout", model, dtype="bfloat16")
@@ -66,7 +66,7 @@ def test_a_rollout_in_bfloat16_speaks_nearly_as_its_trainer(job: plexrl.Job) -> 
         assert 0 < differences.max() < 0.1
 
 
-def test_what_no_engine_computes_from_is_refused(job: plexrl.Job) -> None:
+def test_an_unsupported_rollout_dtype_is_refused(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY)
     with pytest.raises(UnsupportedDtypeError, match="float32 or bfloat16, not float8_e4m3fn"):
         job.rollout_deployment("rollout", model, dtype="float8_e4m3fn")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Keys are rotated and revoked by an operator at the command line, on real processes."""
+"""An operator rotates and revokes keys at the command line, on real processes."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def cli(cluster: EmbeddedCluster, *words: str, fails: bool = False) -> Any:
 
 
 def answers(cluster: EmbeddedCluster, key: str) -> list[int]:
-    """Each router's answer to a request under this key."""
+    """Each router's status for a request with this key."""
     headers = {"Authorization": f"Bearer {key}"}
     return [
         httpx.get(f"{url}/v1/jobs", headers=headers, timeout=60).status_code
@@ -53,9 +53,9 @@ def test_a_rotated_key_is_valid_at_once_and_a_revoked_one_on_no_router(
     (before,) = cli(running, "tenants", "keys", "alice")
     rotated = cli(running, "tenants", "rotate", "alice")
     assert answers(running, first) == answers(running, rotated["api_key"]) == [200, 200]
-    told = cli(running, "tenants", "keys", "alice")
-    assert [each["key"] for each in told] == [before["key"], rotated["key"]]
-    assert all(each["last_used_at"] >= each["created_at"] for each in told)
+    keys = cli(running, "tenants", "keys", "alice")
+    assert [each["key"] for each in keys] == [before["key"], rotated["key"]]
+    assert all(each["last_used_at"] >= each["created_at"] for each in keys)
     cli(running, "tenants", "revoke", "alice", before["key"])
     assert answers(running, first) == [401, 401]
     assert answers(running, rotated["api_key"]) == [200, 200]

@@ -1,4 +1,4 @@
-"""What tenants call things and give as reasons does not steer an operator's terminal."""
+"""Names and reasons given by tenants cannot control an operator's terminal."""
 
 import subprocess
 import sys
@@ -27,8 +27,8 @@ def cli(embedded: EmbeddedCluster, *words: str, ends_with: int = 0) -> str:
     return (done.stdout + done.stderr).decode()
 
 
-def assert_plain(told: str) -> None:
-    left = [each for each in told if not each.isprintable() and each not in "\n\t"]
+def assert_plain(shown: str) -> None:
+    left = [each for each in shown if not each.isprintable() and each not in "\n\t"]
     assert left == []
 
 
@@ -39,7 +39,7 @@ def test_reasons_are_shown_with_escapes(embedded: EmbeddedCluster, cluster: plex
         job.train_deployment("actor", MODEL).barrier().result(120)
         logs = cli(embedded, "logs", "hostile")
         job.finish("failed", reason=HOSTILE)
-    told = [
+    shown = [
         cli(embedded, *words)
         for words in (
             ("jobs", "--all"),
@@ -53,13 +53,13 @@ def test_reasons_are_shown_with_escapes(embedded: EmbeddedCluster, cluster: plex
             ("status",),
         )
     ]
-    for each in (logs, *told):
+    for each in (logs, *shown):
         assert_plain(each)
-    assert r"\u001b[2J" in told[0].replace("\n", "").replace(" ", ""), "the reason is shown"
+    assert r"\u001b[2J" in shown[0].replace("\n", "").replace(" ", ""), "the reason is shown"
     assert_plain(cli(embedded, "jobs", CLEAR, ends_with=1))
 
 
-def test_names_that_steer_a_terminal_are_refused(
+def test_names_with_control_characters_are_refused(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster
 ) -> None:
     job = cluster.create_job("größer 訓練", job_id="wide")

@@ -1,4 +1,4 @@
-"""The password of the journal's database is shown to nobody: not by `ps`, not to tenants."""
+"""The password of the journal's database is visible neither in `ps` nor to tenants."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def with_password(url: str, *, in_query: bool) -> str:
 
 
 @pytest.mark.parametrize("in_query", [False, True])
-def test_a_password_is_no_argument_of_any_process_and_in_no_answer_or_log(
+def test_a_password_is_in_no_process_argument_response_or_log(
     tmp_path: Path, server: PostgresServer, in_query: bool
 ) -> None:
     url = with_password(server.database(), in_query=in_query)
@@ -71,9 +71,9 @@ def test_a_password_is_no_argument_of_any_process_and_in_no_answer_or_log(
         tenant = {"Authorization": f"Bearer {created.json()['api_key']}"}
         server.stop()
         is_stopped = True
-        asked = {"job": "j", "name": "j"}
+        body = {"job": "j", "name": "j"}
         answers = [
-            httpx.post(f"{endpoint['url']}/v1/jobs", json=asked, headers=tenant, timeout=60),
+            httpx.post(f"{endpoint['url']}/v1/jobs", json=body, headers=tenant, timeout=60),
             httpx.get(f"{endpoint['url']}/v1/status", headers=tenant, timeout=60),
             httpx.get(f"{endpoint['url']}/v1/health", timeout=60),
         ]
@@ -82,14 +82,14 @@ def test_a_password_is_no_argument_of_any_process_and_in_no_answer_or_log(
             lambda: "journal_unavailable" in httpx.get(f"{endpoint['url']}/v1/health").text,
             "health does not report that the database is away",
         )
-        told = " ".join(f"{each.text} {each.headers}" for each in answers)
+        shown = " ".join(f"{each.text} {each.headers}" for each in answers)
         for secret in (PASSWORD, "postgresql", "journal1", "host="):
-            assert secret not in told
+            assert secret not in shown
         status = operator.get(f"{endpoint['url']}/v1/status", timeout=60).json()
         operator.close()
         (condition,) = status["conditions"]
         assert condition["code"] == "journal_unavailable"
-        assert "does not answer" in condition["message"], "the operator is told more"
+        assert "does not answer" in condition["message"], "the operator sees the message"
         shown = subprocess.run(
             [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
             capture_output=True,
@@ -110,7 +110,7 @@ def test_a_password_is_no_argument_of_any_process_and_in_no_answer_or_log(
         assert PASSWORD not in log.read_text(errors="replace"), log
 
 
-def test_a_password_on_the_command_line_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_password_on_the_command_line_is_refused_with_a_remedy(tmp_path: Path) -> None:
     url = f"postgresql://plexrl:{PASSWORD}@nowhere/journal"
     done = subprocess.run(
         [*UP, "--data-dir", str(tmp_path), "--journal", url],
@@ -125,7 +125,7 @@ def test_a_password_on_the_command_line_is_refused_with_what_to_do(tmp_path: Pat
     assert PASSWORD not in done.stdout + done.stderr
 
 
-def test_the_api_describes_itself_only_where_it_is_told_to(tmp_path: Path) -> None:
+def test_api_docs_are_served_only_if_enabled(tmp_path: Path) -> None:
     for words, status in (((), 404), (("--api-docs",), 200)):
         process = subprocess.Popen(
             [*UP, *words, "--data-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -141,7 +141,7 @@ def test_the_api_describes_itself_only_where_it_is_told_to(tmp_path: Path) -> No
             process.stdout.close()
 
 
-def test_an_embedded_cluster_is_told_its_journal_by_no_argument(tmp_path: Path) -> None:
+def test_an_embedded_clusters_journal_is_not_an_argument(tmp_path: Path) -> None:
     journal = tmp_path / "events-of-mine.sqlite"
     running = start_embedded(tmp_path / "data", gpus_per_node=1, journal=str(journal))
     try:

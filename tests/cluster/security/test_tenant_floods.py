@@ -1,4 +1,4 @@
-"""A tenant that takes more and more is refused at its bounds, and others are not."""
+"""A tenant that exceeds its bounds is refused; other tenants are not."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Two live jobs that share a group, and what the simulator makes of the record."""
+"""Two live jobs that share a group, and the simulator's prediction of the recorded run."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def shared(crowded: EmbeddedCluster) -> LiveRun:
 
 
 @pytest.mark.slow
-def test_every_recorded_cycle_has_a_prediction(shared: LiveRun) -> None:
+def test_the_prediction_of_recorded_cycles_beats_no_waiting(shared: LiveRun) -> None:
     beyond = overheads(shared.operations)
     jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})
     assert [job.name for job in jobs] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Two jobs trade a group, one with its optimizer in host memory: the same bits, fewer bytes."""
+"""Two jobs share a group, one with its optimizer in host memory: same bits, fewer bytes."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def train(actor: plexrl.TrainDeployment, step: int) -> float:
 
 
 def moved(cluster: plexrl.Cluster, job: plexrl.Job, kind: str) -> list[int]:
-    """Bytes, of each move of a job."""
+    """Bytes of each state move of a job."""
     rows = cluster.operations(job=job.job)
     found: list[dict[str, Any]] = [
         json.loads(row["result_json"])
@@ -28,7 +28,7 @@ def moved(cluster: plexrl.Cluster, job: plexrl.Job, kind: str) -> list[int]:
     return [result["bytes_moved"] for result in found if "bytes_moved" in result]
 
 
-def test_host_and_device_optimizers_trade_a_group(cluster: plexrl.Cluster) -> None:
+def test_host_and_device_optimizers_share_a_group(cluster: plexrl.Cluster) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=3)
     with cluster.create_job("one") as first, cluster.create_job("two") as second:
         in_host = first.train_deployment("actor", model, workers=2, optimizer="host")

@@ -1,4 +1,4 @@
-"""Deployments with different layouts trade one node group: no bit of a result changes."""
+"""Deployments with different layouts share one node group without changing a bit."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +17,14 @@ LAYOUTS = (Parallelism(dp=2), Parallelism(tp=2))
 
 @dataclass
 class Outcome:
-    """All that a controller sees of a training."""
+    """All results of a training."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     logprobs: list[np.ndarray[Any, Any]] = field(default_factory=list)
     weights: bytes = b""
 
     def step(self, actor: plexrl.TrainDeployment, index: int) -> None:
-        """One step; what it takes is done when this returns."""
+        """Run one step to its end."""
         trained = actor.forward_backward(some_batch(index), plexrl.losses.grpo())
         stepped = actor.optim_step(learning_rate=1e-2, grad_clip_norm=1.0).result()
         self.metrics.append({**trained.result().metrics, **stepped.metrics})
@@ -43,7 +43,7 @@ def alone(cluster: plexrl.Cluster, layout: Parallelism, steps: int) -> Outcome:
 
 
 @pytest.mark.parametrize("switches", [7, pytest.param(51, marks=pytest.mark.slow)])
-def test_layouts_that_trade_a_group_compute_the_same_bits_as_alone(
+def test_layouts_that_share_a_group_compute_the_same_bits_as_alone(
     cluster: plexrl.Cluster, switches: int
 ) -> None:
     steps = switches // 2 + 1
@@ -90,7 +90,7 @@ def test_a_rollout_pulls_from_tensor_ranks_and_agrees_with_them(cluster: plexrl.
         flat = [(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         batch = plexrl.Batch([[*p, *s.tokens] for p, s in flat])
         trained = actor.forward(batch).result().logprobs
-        # What tensor ranks wrote, one data rank loads.
+        # One data rank loads the checkpoint that tensor ranks wrote.
         actor.save_checkpoint("end").result(120)
         single = job.train_deployment("single", MODEL)
         single.load_checkpoint("end").result(120)

@@ -1,4 +1,4 @@
-"""A live cluster's history is a trace."""
+"""The history of a live cluster becomes a trace."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.cluster.tools import VOCABULARY, some_batch
 CYCLES = 3
 
 
-def test_what_a_job_did_is_recorded(
+def test_a_jobs_operations_are_recorded(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, tmp_path: Path
 ) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -31,9 +31,9 @@ def test_what_a_job_did_is_recorded(
             rollout.sync_weights(actor).result(120)
     out = tmp_path / "live.parquet"
     where = ["--url", embedded.url, "--api-key", embedded.api_key]
-    told = CliRunner().invoke(app, ["traces", "record", str(out), *where, "--json"])
-    assert told.exit_code == 0, told.output
-    assert json.loads(told.stdout)["rows"] >= 1
+    result = CliRunner().invoke(app, ["traces", "record", str(out), *where, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"] >= 1
     [row] = [each for each in read_jobs(out) if each.job_id == job.job]
     assert (row.cycles, row.gpus, row.rollout_gpus) == (CYCLES, 1, 1)
     assert row.outcome == "completed"
@@ -51,11 +51,11 @@ def test_what_a_job_did_is_recorded(
     starts = [each["started_at"] for each in rows]
     assert row.service_s >= 0.9 * (starts[-1] - starts[0]) - (row.wait_s or 0)
     history = tmp_path / "live.json"
-    told = CliRunner().invoke(app, ["traces", "record", str(history), *where, "--json"])
-    assert told.exit_code == 0, told.output
-    told = CliRunner().invoke(app, ["fidelity", str(history), "--warm-up", "1", "--json"])
-    assert told.exit_code == 0, told.output
-    groups = json.loads(told.stdout)["groups"]
+    result = CliRunner().invoke(app, ["traces", "record", str(history), *where, "--json"])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["fidelity", str(history), "--warm-up", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    groups = json.loads(result.stdout)["groups"]
     [(group, found)] = [
         (group, each)
         for group in groups

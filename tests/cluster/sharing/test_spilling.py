@@ -1,4 +1,4 @@
-"""The scheduler knows of state that had to leave host memory, and what its load costs then."""
+"""The scheduler tracks state that was spilled from host memory, and the cost of its load."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from plexrl.cluster.embedded.start import start_embedded
 from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
 HOST_BYTES = 2 << 20
-"""Room for the state of one of the jobs, and not of two."""
+"""Memory for the state of one of the jobs, but not of both."""
 
 
 def step(actor: plexrl.TrainDeployment, seed: int) -> None:
@@ -15,7 +15,7 @@ def step(actor: plexrl.TrainDeployment, seed: int) -> None:
     actor.optim_step(learning_rate=1e-2).result()
 
 
-def test_a_state_that_was_spilled_is_seen_to_lie_on_nvme(tmp_path: Path) -> None:
+def test_spilled_state_is_shown_on_nvme(tmp_path: Path) -> None:
     running = start_embedded(tmp_path, gpus_per_node=1, host_memory_bytes=HOST_BYTES)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
@@ -34,7 +34,7 @@ def test_a_state_that_was_spilled_is_seen_to_lie_on_nvme(tmp_path: Path) -> None
                 for index, actor in enumerate(actors[1:]):
                     step(actor, index + 1)
                 wait_until(lambda: first.status()["nvme_bytes"] > 0, "it was to be spilled")
-                # What a load from there costs is known once there has been one.
+                # The cost of a load from NVMe is measured by the first one.
                 step(first, len(actors))
                 assert first.status()["load_s"] != before["load_s"]
     finally:

@@ -1,4 +1,4 @@
-"""A part that leaves a child behind when it is killed; the child holds its standard output."""
+"""A part that leaves a child when it is killed; the child holds its standard output."""
 
 import json
 import subprocess

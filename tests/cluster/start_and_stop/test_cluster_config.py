@@ -1,4 +1,4 @@
-"""What `plexrl up` takes and refuses."""
+"""Options of `plexrl up`, accepted and refused."""
 
 from pathlib import Path
 
@@ -14,20 +14,20 @@ from plexrl.scheduler.placement import policies
 from tests.small_disk import small_disk
 
 
-def test_the_names_offered_are_the_schedulers() -> None:
+def test_offered_policies_and_orderings_are_the_schedulers() -> None:
     assert POLICIES == policies.POLICIES
     assert tuple(ordering.ORDERINGS) == ORDERINGS
 
 
 @pytest.mark.parametrize(
-    "told",
+    "authority",
     [
         *("u:pw@h/db", "u:p[w@h/db", "u:p/w@h/db", "u:p?w@h/db", "u:p#w@h/db"),
         *("u@h/db?password=pw", "u@h/db?sslpassword=pw"),
     ],
 )
-def test_a_journals_password_is_seen_wherever_the_url_has_it(told: str) -> None:
-    url = f"postgresql://{told}"
+def test_a_journals_password_is_found_anywhere_in_the_url(authority: str) -> None:
+    url = f"postgresql://{authority}"
     found = make_url(url)
     assert found.password or found.query, "the journal is opened with it"
     with pytest.raises(InvalidRequestError, match="holds a password") as caught:
@@ -59,7 +59,7 @@ def test_a_wrong_option_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("url", ["postgresql://me@host/plexrl", "/somewhere/events.sqlite"])
-def test_the_journal_may_lie_elsewhere(tmp_path: Path, url: str) -> None:
+def test_the_journal_may_be_outside_the_data_directory(tmp_path: Path, url: str) -> None:
     options = ClusterOptions(data_dir=tmp_path, journal=url)
     folders = Folders.of(tmp_path)
     folders.make()
@@ -70,7 +70,7 @@ def test_the_journal_may_lie_elsewhere(tmp_path: Path, url: str) -> None:
     assert scheduler.config["journal"] == url
 
 
-def test_routers_are_told_their_bounds_and_no_others(tmp_path: Path) -> None:
+def test_routers_get_only_the_given_bounds(tmp_path: Path) -> None:
     options = ClusterOptions(data_dir=tmp_path, connections_max=99, header_timeout_s=1.5)
     (router,) = router_parts(options, Folders.of(tmp_path), [1])
     assert router.config["connections_max"] == 99
@@ -87,7 +87,7 @@ def test_a_host_tier_that_shared_memory_cannot_hold_is_refused_with_advice(tmp_p
         check_shared_memory(fitting, memory.path)
 
 
-def test_the_lease_is_the_schedulers_own_unless_it_is_chosen(tmp_path: Path) -> None:
+def test_the_lease_defaults_to_the_schedulers(tmp_path: Path) -> None:
     folders = Folders.of(tmp_path)
     chosen = ClusterOptions(data_dir=tmp_path, lease_s=30.0)
     assert scheduler_part(chosen, folders, "digest").config["lease_s"] == 30.0

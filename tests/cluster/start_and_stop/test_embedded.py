@@ -1,4 +1,4 @@
-"""An embedded cluster belongs to the scripts that use its data directory, however they end."""
+"""An embedded cluster lives as long as the scripts that use its data directory."""
 
 import json
 import os
@@ -53,7 +53,7 @@ class Script:
         stack.callback(self.process.kill)
 
     def line(self) -> str:
-        """What it says once it is connected."""
+        """The line that it prints once it is connected."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         line = self.process.stdout.readline()
@@ -61,10 +61,10 @@ class Script:
         return line.strip()
 
     def end(self) -> str:
-        """Let it end; what it said on standard error."""
-        _, told = self.process.communicate("", timeout=120)
-        assert self.process.returncode == 0, told
-        return told
+        """End it; return its standard error."""
+        _, output = self.process.communicate("", timeout=120)
+        assert self.process.returncode == 0, output
+        return output
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_scripts_that_start_at_once_share_one_cluster_which_ends_with_the_last(
+def test_concurrent_scripts_share_one_cluster_that_ends_with_the_last(
     tmp_path: Path,
 ) -> None:
     data = tmp_path / "data"
@@ -137,7 +137,7 @@ def test_scripts_that_start_at_once_share_one_cluster_which_ends_with_the_last(
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_last_waits_for_the_cluster_and_the_next_one_starts_its_own(
+def test_the_last_script_waits_for_the_end_and_the_next_starts_a_new_cluster(
     tmp_path: Path,
 ) -> None:
     with plexrl.connect(data_dir=tmp_path) as cluster:
@@ -179,7 +179,7 @@ with plexrl.connect() as cluster, cluster.create_job("saves") as job:
 """
 
 
-def test_checkpoints_outlive_the_script_which_runs_again_and_says_where_they_are(
+def test_checkpoints_outlive_the_script_and_their_location_is_shown(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def test_checkpoints_outlive_the_script_which_runs_again_and_says_where_they_are
             check=True,
             timeout=300,
         )
-        told = os.read(ours, 65_536).decode()
+        output = os.read(ours, 65_536).decode()
     finally:
         os.close(ours)
         os.close(theirs)
@@ -206,13 +206,13 @@ def test_checkpoints_outlive_the_script_which_runs_again_and_says_where_they_are
     for path in kept:
         assert path.is_relative_to(tmp_path / "checkpoints")
         assert (path / "model.safetensors").exists()
-    assert f"starting an embedded cluster on {tmp_path}" in told
-    assert "http://127.0.0.1:" in told
-    assert f"plexrl status --data-dir {tmp_path}" in told
-    assert f"checkpoints are in {tmp_path / 'checkpoints'}" in told
+    assert f"starting an embedded cluster on {tmp_path}" in output
+    assert "http://127.0.0.1:" in output
+    assert f"plexrl status --data-dir {tmp_path}" in output
+    assert f"checkpoints are in {tmp_path / 'checkpoints'}" in output
 
 
-def test_what_a_killed_cluster_left_is_no_cluster_though_its_process_number_lives_on(
+def test_files_of_a_killed_cluster_do_not_count_even_if_its_pid_is_reused(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "operator.key").write_text("plx-key")
@@ -227,7 +227,7 @@ def test_what_a_killed_cluster_left_is_no_cluster_though_its_process_number_live
     assert read_endpoint(tmp_path) is None
 
 
-def test_two_names_for_a_cluster_are_refused(tmp_path: Path) -> None:
+def test_url_and_data_dir_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="give one of them"):
         plexrl.connect("http://127.0.0.1:1", "plx-key", data_dir=tmp_path)
 
@@ -244,7 +244,7 @@ def bad_folders(tmp_path: Path) -> dict[str, type[plexrl.PlexRLError]]:
     }
 
 
-def test_a_data_directory_that_cannot_be_used_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_an_unusable_data_directory_is_refused_with_a_remedy(tmp_path: Path) -> None:
     for folder, kind in bad_folders(tmp_path).items():
         with pytest.raises(kind) as raised:
             plexrl.connect(data_dir=folder)
@@ -264,7 +264,7 @@ def test_a_data_directory_that_cannot_be_used_is_named_with_what_to_do(tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_data_directory_that_is_read_only_is_refused(tmp_path: Path) -> None:
+def test_a_read_only_data_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o500)
     with pytest.raises(StorageError, match="PLEXRL_DATA_DIR"):
         plexrl.connect(data_dir=tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Ctrl-C detaches a job, so that it can be gone on with; a second one cancels it."""
+"""Ctrl-C detaches a job, which can then be resumed; a second Ctrl-C cancels it."""
 
 import os
 import pty
@@ -15,9 +15,9 @@ import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import wait_until
 
-HEARS = """
+SIGINT_HANDLER = """
 import signal
-# Whoever began the tests in the background may have them ignore it, and scripts inherit that.
+# A test run in the background may ignore SIGINT, and its scripts inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 TRAINING = """
@@ -69,7 +69,7 @@ asyncio.run(main())
 
 def training(data_dir: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", HEARS + TRAINING, *words],
+        [sys.executable, "-c", SIGINT_HANDLER + TRAINING, *words],
         env={**os.environ, "PLEXRL_DATA_DIR": str(data_dir)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -78,8 +78,8 @@ def training(data_dir: Path, *words: str) -> "subprocess.Popen[str]":
 
 
 def weights(process: "subprocess.Popen[str]") -> bytes:
-    said, told = process.communicate(timeout=300)
-    assert process.returncode == 0, told
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
     return (Path(said.splitlines()[-1]) / "model.safetensors").read_bytes()
 
 
@@ -91,10 +91,10 @@ def test_an_interrupted_script_of_an_embedded_cluster_is_resumed_with_the_same_b
         assert process.stdout is not None
         assert process.stdout.readline() == "step 0\n"
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode != 0
-    assert "job interrupted is detached" in told
-    assert f"plexrl.connect(data_dir={str(tmp_path)!r}).attach_job('interrupted')" in told
+    assert "job interrupted is detached" in errors
+    assert f"plexrl.connect(data_dir={str(tmp_path)!r}).attach_job('interrupted')" in errors
     resumed = training(tmp_path, "attach", "interrupted", "0")
     assert weights(resumed) == want
 
@@ -114,7 +114,7 @@ with plexrl.connect() as cluster:
 
 
 @pytest.mark.slow
-def test_the_job_of_a_killed_script_keeps_no_gpus_from_the_next_one_and_can_be_resumed(
+def test_a_killed_scripts_job_frees_its_gpus_and_can_be_resumed(
     tmp_path: Path,
 ) -> None:
     """Each of the two jobs needs all GPUs of the embedded cluster."""
@@ -135,9 +135,9 @@ def test_the_job_of_a_killed_script_keeps_no_gpus_from_the_next_one_and_can_be_r
         process.kill()
     for words, of_former in ((("run", "next"), True), (("attach", "killed"), False)):
         with script(*words) as process:
-            said, told = process.communicate(timeout=300)
-        assert (process.returncode, said) == (0, "ready\n"), told
-        assert ("job killed of a former script has not ended" in told) == of_former
+            said, errors = process.communicate(timeout=300)
+        assert (process.returncode, said) == (0, "ready\n"), errors
+        assert ("job killed of a former script has not ended" in errors) == of_former
 
 
 @pytest.fixture
@@ -154,12 +154,12 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", WAITING)
-def test_one_interrupt_detaches_and_says_how_to_resume_and_to_cancel(
+def test_one_interrupt_detaches_and_shows_how_to_resume_and_cancel(
     cluster: plexrl.Cluster, environment: dict[str, str], kind: str
 ) -> None:
     name = f"detached-{kind}"
     with subprocess.Popen(
-        [sys.executable, "-c", HEARS + WAITING[kind], name],
+        [sys.executable, "-c", SIGINT_HANDLER + WAITING[kind], name],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -168,12 +168,12 @@ def test_one_interrupt_detaches_and_says_how_to_resume_and_to_cancel(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     url = cluster.url
-    assert f"resume it: plexrl.connect({url!r}).attach_job({name!r})" in told
-    assert f"cancel it: plexrl cancel {name} --url {url}" in told
-    assert "press Ctrl-C" not in told, "nobody is there to press it"
+    assert f"resume it: plexrl.connect({url!r}).attach_job({name!r})" in errors
+    assert f"cancel it: plexrl cancel {name} --url {url}" in errors
+    assert "press Ctrl-C" not in errors, "nobody is there to press it"
     job = cluster.attach_job(name)
     assert job.status()["ended_at"] is None
     job.cancel("no longer wanted")
@@ -187,7 +187,7 @@ def test_a_second_interrupt_at_a_terminal_cancels(
     name = f"cancelled-{kind}"
     ours, theirs = terminal
     with subprocess.Popen(
-        [sys.executable, "-c", HEARS + WAITING[kind], name],
+        [sys.executable, "-c", SIGINT_HANDLER + WAITING[kind], name],
         env=environment,
         stdin=theirs,
         stdout=subprocess.PIPE,
@@ -197,9 +197,9 @@ def test_a_second_interrupt_at_a_terminal_cancels(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        told = ""
-        while not re.search("press Ctrl-C again", told):
-            told += os.read(ours, 4096).decode()
+        errors = ""
+        while not re.search("press Ctrl-C again", errors):
+            errors += os.read(ours, 4096).decode()
         process.send_signal(signal.SIGINT)
         process.wait(60)
     job = cluster.attach_job(name, heartbeat=False)
@@ -207,7 +207,7 @@ def test_a_second_interrupt_at_a_terminal_cancels(
     assert job.status()["state"] == "CANCELLED"
 
 
-def test_an_error_still_ends_the_job_as_failed_and_a_timeout_is_no_interrupt(
+def test_an_error_fails_the_job_and_a_timeout_is_not_an_interrupt(
     cluster: plexrl.Cluster, environment: dict[str, str]
 ) -> None:
     code = WAITING["async"].replace(
@@ -235,7 +235,7 @@ while not actor.status()["failure"]:
 """
 
 
-def test_a_script_that_ends_without_ending_its_job_is_warned_of_it_and_of_its_failure(
+def test_a_script_that_did_not_end_its_job_logs_a_warning_with_its_failure(
     cluster: plexrl.Cluster, environment: dict[str, str]
 ) -> None:
     ended = subprocess.run(

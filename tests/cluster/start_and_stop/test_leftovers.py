@@ -1,4 +1,4 @@
-"""What a killed cluster leaves outside its data directory goes with the next cluster's start."""
+"""The next cluster removes what a killed cluster left outside its data directory."""
 
 import shutil
 import signal
@@ -16,7 +16,7 @@ from plexrl.process.folders.leftovers import LOCK, OWNER, claimed, make_temporar
 
 
 def killed(data_dir: Path | None) -> Folders:
-    """The folders of a cluster of which every process was killed."""
+    """The folders of a cluster whose processes were all killed."""
     running = start_embedded(data_dir, gpus_per_node=1)
     supervisor = psutil.Process(running.pid)
     processes = [supervisor, *supervisor.children(recursive=True)]
@@ -30,7 +30,7 @@ def killed(data_dir: Path | None) -> Folders:
 
 
 @pytest.mark.slow
-def test_the_next_cluster_removes_what_killed_ones_left_and_nothing_of_the_living(
+def test_the_next_cluster_removes_files_of_killed_clusters_only(
     tmp_path: Path,
 ) -> None:
     before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
@@ -55,7 +55,7 @@ def test_the_next_cluster_removes_what_killed_ones_left_and_nothing_of_the_livin
     assert set(Path(tempfile.gettempdir()).glob("pymp-*")) == before
 
 
-def test_a_folder_without_an_owner_and_one_of_a_living_owner_stay(tmp_path: Path) -> None:
+def test_folders_without_an_owner_or_with_a_live_owner_stay(tmp_path: Path) -> None:
     sockets, memory = tmp_path / "run", tmp_path / "shm"
     for parent in (sockets, memory):
         parent.mkdir()
@@ -72,7 +72,7 @@ def test_a_folder_without_an_owner_and_one_of_a_living_owner_stay(tmp_path: Path
         assert len(list(memory.iterdir())) == 2
 
 
-def test_a_folder_that_others_may_enter_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_open_to_others_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "plexrl-open"
     folder.mkdir()
     folder.chmod(0o755)
@@ -81,7 +81,7 @@ def test_a_folder_that_others_may_enter_is_left_alone(tmp_path: Path) -> None:
     assert folder.exists()
 
 
-def test_a_data_directory_that_a_user_has_named_like_a_temporary_one_stays(
+def test_a_users_directory_named_like_a_temporary_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -93,8 +93,8 @@ def test_a_data_directory_that_a_user_has_named_like_a_temporary_one_stays(
     assert (named / LOCK).exists()
 
 
-def test_host_tiers_stay_while_their_data_directory_may_be_there(tmp_path: Path) -> None:
-    told: dict[str, str | bytes] = {
+def test_host_tiers_stay_while_their_data_directory_may_exist(tmp_path: Path) -> None:
+    owners: dict[str, str | bytes] = {
         "unnamed": "",
         "relative": "data",
         "too-long": f"/{'x' * 5000}",
@@ -102,10 +102,10 @@ def test_host_tiers_stay_while_their_data_directory_may_be_there(tmp_path: Path)
         "there": str(tmp_path),
         "gone": str(tmp_path / "gone"),
     }
-    for name, owner in told.items():
+    for name, owner in owners.items():
         (tmp_path / f"plexrl-{name}").mkdir(mode=0o700)
         content = owner if isinstance(owner, bytes) else owner.encode()
         (tmp_path / f"plexrl-{name}" / OWNER).write_bytes(content)
     sweep((tmp_path,), tmp_path)
     left = {path.name.removeprefix("plexrl-") for path in tmp_path.iterdir()}
-    assert left == set(told) - {"gone"}
+    assert left == set(owners) - {"gone"}

@@ -1,4 +1,4 @@
-"""A journal that is missing beside the state it explains is not begun anew without a word."""
+"""A missing journal is not replaced silently while state of former jobs exists."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def up(data: Path, *words: str) -> Iterator[str]:
         process.stdout.close()
 
 
-def test_up_refuses_a_missing_journal_and_begins_a_new_one_when_told_to(data: Path) -> None:
+def test_up_refuses_a_missing_journal_unless_new_journal_is_given(data: Path) -> None:
     for _ in range(2):
         with up(data) as line:
             error = json.loads(line)["error"]
@@ -68,15 +68,15 @@ def test_up_refuses_a_missing_journal_and_begins_a_new_one_when_told_to(data: Pa
 
 
 @pytest.mark.slow
-def test_up_asks_at_a_terminal(data: Path) -> None:
-    for answer, told in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
+def test_up_prompts_at_a_terminal(data: Path) -> None:
+    for answer, expected in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
         ours, theirs = pty.openpty()
         process = subprocess.Popen(command(data), stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         os.write(ours, answer)
         seen = b""
         try:
-            while told not in seen or b"Begin a new journal" not in seen:
+            while expected not in seen or b"Begin a new journal" not in seen:
                 seen += os.read(ours, 4096)
         finally:
             process.terminate()
@@ -85,7 +85,7 @@ def test_up_asks_at_a_terminal(data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_empty_database_beside_old_state_is_refused_too(data: Path) -> None:
+def test_an_empty_database_with_old_state_is_refused(data: Path) -> None:
     binaries = server_folder()
     if binaries is None:
         pytest.skip("no PostgreSQL server is installed (initdb was not found)")

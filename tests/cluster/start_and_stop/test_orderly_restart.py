@@ -1,4 +1,4 @@
-"""SIGTERM with jobs waiting: routers and whole clusters end in order, and controllers go on."""
+"""SIGTERM with waiting jobs: routers and clusters end in order, and controllers continue."""
 
 import signal
 import socket
@@ -29,7 +29,7 @@ def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.Step
 
 
 class Waiter(threading.Thread):
-    """A controller's thread that waits for results; `outcomes` says what it got."""
+    """A controller's thread that waits for results and stores them in `outcomes`."""
 
     def __init__(self, futures: list[plexrl.Future[plexrl.StepResult]]) -> None:
         super().__init__(daemon=True)
@@ -56,7 +56,7 @@ def connections(process: psutil.Process) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routers", [1, 2])
-def test_a_poll_open_at_a_routers_end_is_asked_to_come_again(tmp_path: Path, routers: int) -> None:
+def test_an_open_poll_gets_retry_after_when_its_router_stops(tmp_path: Path, routers: int) -> None:
     embedded = start_embedded(tmp_path / "data", gpus_per_node=1, routers=routers)
     try:
         urls = embedded.url.split(",")
@@ -90,7 +90,7 @@ def test_a_poll_open_at_a_routers_end_is_asked_to_come_again(tmp_path: Path, rou
                 lambda: all(connections(each) > before[each.pid] for each in named), "no poll came"
             )
             for url in urls:
-                # Behind the polls on their way through the router.
+                # After the polls that are being forwarded.
                 httpx.get(f"{url}/v1/health").raise_for_status()
             for process in named:
                 process.send_signal(signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_a_poll_open_at_a_routers_end_is_asked_to_come_again(tmp_path: Path, rou
 
 @pytest.fixture(scope="module")
 def undisturbed(embedded: EmbeddedCluster) -> bytes:
-    """The weights after `STEPS` steps that nothing disturbed."""
+    """The weights after `STEPS` steps without a fault."""
     with (
         plexrl.connect(embedded.url, embedded.api_key) as cluster,
         cluster.create_job("undisturbed") as job,
@@ -118,7 +118,7 @@ def undisturbed(embedded: EmbeddedCluster) -> bytes:
         return checkpoint_weights(actor)
 
 
-def test_a_waiting_job_goes_on_when_its_router_is_told_to_end(
+def test_a_waiting_job_continues_when_its_router_stops(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, undisturbed: bytes
 ) -> None:
     with cluster.create_job("patient") as job:
@@ -130,7 +130,7 @@ def test_a_waiting_job_goes_on_when_its_router_is_told_to_end(
     assert weights == undisturbed
 
 
-def test_a_cluster_started_again_is_found_where_it_was_and_its_jobs_go_on(
+def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
     tmp_path: Path, undisturbed: bytes
 ) -> None:
     running = start_embedded(tmp_path / "data", gpus_per_node=2, routers=2)
@@ -153,7 +153,7 @@ def test_a_cluster_started_again_is_found_where_it_was_and_its_jobs_go_on(
     assert weights == undisturbed
 
 
-def test_a_port_that_was_taken_meanwhile_is_left_and_the_operator_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_replaced_with_a_warning(tmp_path: Path) -> None:
     running = start_embedded(tmp_path / "data", gpus_per_node=1)
     port = int(running.url.rpartition(":")[2])
     running.close()

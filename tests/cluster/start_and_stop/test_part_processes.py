@@ -1,4 +1,4 @@
-"""A part that dies is started again, whatever it leaves behind."""
+"""A part that dies is restarted, whatever it leaves behind."""
 
 import asyncio
 import os
@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def is_running(pid: int) -> bool:
-    """An orphan that nobody reaps is not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def test_a_killed_part_is_started_again_though_its_child_holds_its_output(tmp_path: Path) -> None:
+def test_a_killed_part_is_restarted_though_its_child_holds_its_output(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     folders.make()
@@ -66,7 +66,7 @@ def started(file: Path) -> list[int]:
     return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_a_slow_start_that_works_is_neither_killed_nor_begun_anew(tmp_path: Path) -> None:
+def test_a_slow_start_that_makes_progress_is_not_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     part = starting_part(folders, pids, works_s=2.5)
@@ -89,7 +89,7 @@ def test_a_slow_start_that_works_is_neither_killed_nor_begun_anew(tmp_path: Path
     asyncio.run(run())
 
 
-def test_a_part_that_works_at_its_end_is_not_killed(tmp_path: Path) -> None:
+def test_a_part_that_works_while_stopping_is_not_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     part = starting_part(folders, pids, ends_s=2.5)
@@ -104,7 +104,7 @@ def test_a_part_that_works_at_its_end_is_not_killed(tmp_path: Path) -> None:
     assert started(pids.with_name("served"))[-1] == 0
 
 
-def test_a_start_that_hangs_is_given_up(tmp_path: Path) -> None:
+def test_a_hanging_start_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     part = starting_part(folders, pids, hangs=True)
@@ -120,7 +120,7 @@ def test_a_start_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert not is_running(int(pids.read_text()))
 
 
-def test_a_start_that_ends_is_noticed_though_its_child_holds_its_output(tmp_path: Path) -> None:
+def test_a_failed_start_is_noticed_though_its_child_holds_its_output(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     folders.make()
@@ -140,7 +140,7 @@ def test_a_start_that_ends_is_noticed_though_its_child_holds_its_output(tmp_path
     os.kill(int(pids.read_text()), signal.SIGKILL)
 
 
-def test_a_process_whose_parent_died_before_it_could_say_so_ends() -> None:
+def test_a_process_whose_parent_died_early_ends() -> None:
     script = """
         import os, sys, time
         from plexrl.process.lifeline import die_with_parent

@@ -1,4 +1,4 @@
-"""A cluster that ends leaves nothing behind, however it ends."""
+"""A cluster leaves nothing behind, however it ends."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def test_a_signal_ends_every_process_and_removes_every_file(
 
 
 class NeverStarting:
-    """Nodes that are still starting when a signal comes, and for ever."""
+    """Nodes whose start never ends."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -57,7 +57,7 @@ class NeverStarting:
         self.stopped = True
 
 
-def test_a_signal_ends_a_cluster_that_is_still_starting(tmp_path: Path) -> None:
+def test_a_signal_ends_a_starting_cluster(tmp_path: Path) -> None:
     nodes = NeverStarting()
     supervisor = Supervisor(ClusterOptions(data_dir=tmp_path), nodes=lambda *_: nodes)
     run_supervisor(supervisor, lambda _: None, None)
@@ -65,7 +65,7 @@ def test_a_signal_ends_a_cluster_that_is_still_starting(tmp_path: Path) -> None:
     assert not Folders.of(tmp_path).run.exists()
 
 
-def test_a_killed_supervisor_takes_its_processes_along_and_the_next_one_cleans_up(
+def test_processes_of_a_killed_supervisor_end_and_the_next_one_cleans_up(
     tmp_path: Path,
 ) -> None:
     running = start_embedded(tmp_path, gpus_per_node=1)
@@ -95,7 +95,7 @@ time.sleep(600)
 
 
 def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path) -> None:
-    """Started from a thread that is gone by then, which must not end it early."""
+    """The cluster is started from a thread; the end of that thread must not end it."""
     controller = subprocess.Popen(
         [sys.executable, "-c", EMBEDDING, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -110,7 +110,7 @@ def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path) -> None:
+def test_a_restart_on_the_same_data_continues_its_jobs(tmp_path: Path) -> None:
     first = start_embedded(tmp_path, gpus_per_node=2)
     with plexrl.connect(first.url, first.api_key) as cluster:
         actor = cluster.create_job("long", job_id="long").train_deployment(
@@ -134,7 +134,7 @@ def test_a_restart_on_the_same_data_goes_on_with_the_jobs_it_had(tmp_path: Path)
     assert all((a == b).all() for a, b in zip(want, got, strict=True))
 
 
-def test_a_part_that_was_started_again_is_counted_in_health_and_status(tmp_path: Path) -> None:
+def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> None:
     running = start_embedded(tmp_path, gpus_per_node=1)
     try:
         with plexrl.connect(running.url, running.api_key) as cluster:
@@ -147,9 +147,9 @@ def test_a_part_that_was_started_again_is_counted_in_health_and_status(tmp_path:
             assert list(status["parts"]) == ["scheduler"]
             assert status["parts"]["scheduler"]["last_restart_at"] == status["last_restart_at"]
             with plexrl.connect(running.url, cluster.create_tenant("alice")) as tenant:
-                told = tenant.status()
-                assert told["restarts"] == 1
-                assert "parts" not in told
+                status = tenant.status()
+                assert status["restarts"] == 1
+                assert "parts" not in status
             health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
             assert (health["ok"], health["restarts"]) == (True, 1)
             assert "scheduler" not in str(health["conditions"])
@@ -170,7 +170,7 @@ def test_a_part_that_was_started_again_is_counted_in_health_and_status(tmp_path:
 @pytest.mark.parametrize(
     ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]")]
 )
-def test_up_listens_where_it_is_told_warns_of_what_is_exposed_and_keeps_a_log(
+def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     tmp_path: Path, host: str, own: str
 ) -> None:
     where = ("--data-dir", str(tmp_path), "--gpus-per-node", "1", "--host", host, "--json")
@@ -194,9 +194,9 @@ def test_up_listens_where_it_is_told_warns_of_what_is_exposed_and_keeps_a_log(
         assert addresses == {host}
     finally:
         process.terminate()
-        _, told = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     is_exposed = host != "127.0.0.1"
-    assert ("without TLS" in told) == is_exposed
+    assert ("without TLS" in output) == is_exposed
     log = (tmp_path / "logs" / "up.log").read_text()
     for line in ("scheduler runs as process", "the cluster is up", "the cluster has ended"):
         assert line in log

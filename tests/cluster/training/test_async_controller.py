@@ -1,4 +1,4 @@
-"""A whole `async` controller on a real cluster, with what it looks at besides results."""
+"""A whole `async` controller on a real cluster, with its queries."""
 
 import asyncio
 
@@ -58,5 +58,5 @@ async def control(embedded: EmbeddedCluster) -> None:
         assert repr(job) == f"<AsyncJob {job.job!r} ended>"
 
 
-def test_an_async_controller_trains_looks_and_finishes(embedded: EmbeddedCluster) -> None:
+def test_an_async_controller_trains_and_finishes(embedded: EmbeddedCluster) -> None:
     asyncio.run(control(embedded))

@@ -1,4 +1,4 @@
-"""Checkpoints of a real cluster, as a controller and other tools see them."""
+"""Checkpoints of a real cluster, used by controllers and by other tools."""
 
 import asyncio
 import json
@@ -94,7 +94,7 @@ def test_transformers_loads_shards_of_another_dtype(job: plexrl.Job, tied: bool)
         actor.load_checkpoint("small").result(120)
 
 
-def test_a_rollout_takes_a_checkpoint_that_was_just_asked_for(job: plexrl.Job) -> None:
+def test_a_rollout_loads_a_checkpoint_that_is_still_being_written(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     for _ in range(3):
         train(actor, 3)
@@ -109,7 +109,7 @@ def test_a_rollout_takes_a_checkpoint_that_was_just_asked_for(job: plexrl.Job) -
     assert loaded.logprobs.tolist() == synced.logprobs.tolist()
 
 
-def test_old_checkpoints_go_as_the_controller_says(job: plexrl.Job) -> None:
+def test_retention_deletes_old_checkpoints(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     for step in range(1, 6):
         actor.save_checkpoint(f"c{step}", step=step, keep_last=1, keep_every=2).result(120)

@@ -1,4 +1,4 @@
-"""One controller script, unchanged, on every training backend and layout that there is."""
+"""One unchanged controller script on every training backend and layout."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from plexrl.model.parallelism import Parallelism
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_digits.py"
 LIBRARIES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
 LAYOUTS = ("dp=2", "dp=1,tp=2", "pp=2", "cp=2")
-"""Those that a backend can run are run on it."""
+"""Each backend runs the layouts that it supports."""
 TIMEOUT_S = 240
 
 
@@ -37,7 +37,7 @@ def runs() -> list[object]:
 
 
 @pytest.mark.parametrize(("backend", "layout"), runs())
-def test_the_controller_runs_on_it_by_one_argument(
+def test_one_argument_selects_the_backend(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, backend: str, layout: str
 ) -> None:
     library = LIBRARIES.get(backend)

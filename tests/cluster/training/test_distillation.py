@@ -1,4 +1,4 @@
-"""The distillation example, in fewer steps than it takes by default."""
+"""The distillation example, with fewer steps than its default."""
 
 import importlib.util
 from pathlib import Path
@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "distill_digits.py"
 
 
 @pytest.mark.slow
-def test_a_student_comes_nearer_to_its_teacher(cluster: plexrl.Cluster) -> None:
+def test_a_student_approaches_its_teacher(cluster: plexrl.Cluster) -> None:
     spec = importlib.util.spec_from_file_location("distill_digits", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

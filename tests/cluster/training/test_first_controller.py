@@ -1,4 +1,4 @@
-"""The README's controller, run as a newcomer runs it."""
+"""The README's first controller, run as a newcomer runs it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/first_controller.py"
 SIZES = "STEPS, PROMPTS, SAMPLES = 150, 64, 8"
 
 
-def test_the_first_controller_shows_its_steps_and_saves_what_transformers_loads(
+def test_the_first_controller_saves_a_checkpoint_that_transformers_loads(
     embedded: EmbeddedCluster,
 ) -> None:
     source = EXAMPLE.read_text()

@@ -1,4 +1,4 @@
-"""Adapters on one model: what they compute, what a switch between them moves, what they save."""
+"""LoRA adapters: training, context switches and checkpoints."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.cluster.tools import VOCABULARY, kill_worker, some_batch
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=9, hidden=128)
 LORA = plexrl.LoraSpec(rank=4, alpha=16.0, seed=3)
 STATE_BYTES = 4 * adapter_parameter_count(MODEL, LORA)
-"""Of the adapters alone."""
+"""State bytes of the adapters alone."""
 PROMPTS = [[3, 4, 5], [6, 7]]
 
 
@@ -29,13 +29,13 @@ def step(actor: plexrl.TrainDeployment, seed: int) -> float:
 
 
 def moved(cluster: plexrl.Cluster, job: plexrl.Job, kind: str) -> list[dict[str, Any]]:
-    """What each finished move of a job measured."""
+    """Measurements of each finished state move of a job."""
     rows = cluster.operations(job=job.job)
     done = [row for row in rows if row["kind"] == kind and row["state"] == "finished"]
     return [json.loads(row["result_json"]) for row in done]
 
 
-def test_adapters_train_and_a_rollout_speaks_as_its_trainer_after_every_sync(
+def test_adapters_train_and_a_rollout_matches_its_trainer_after_every_sync(
     job: plexrl.Job,
 ) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2, lora=LORA)
@@ -86,7 +86,7 @@ def test_a_switch_between_adapters_of_one_model_moves_adapters_only(
     assert all(each.get("bytes_moved", 0) <= most for each in loads)
 
 
-def test_a_killed_worker_finds_base_and_adapters_again(job: plexrl.Job) -> None:
+def test_a_killed_worker_recovers_frozen_weights_and_adapters(job: plexrl.Job) -> None:
     calm, killed = (
         job.train_deployment(name, MODEL, workers=2, lora=LORA) for name in ("calm", "killed")
     )
@@ -98,7 +98,7 @@ def test_a_killed_worker_finds_base_and_adapters_again(job: plexrl.Job) -> None:
     assert all(one == other for one, other in norms)
 
 
-def test_a_checkpoint_of_adapters_is_one_that_peft_loads(job: plexrl.Job) -> None:
+def test_peft_loads_a_checkpoint_of_adapters(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2, lora=LORA)
     rollout = job.rollout_deployment("rollout", MODEL, lora=LORA)
     for turn in range(2):
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_adapters_is_one_that_peft_loads(job: plexrl.Job) -> Non
     tensors = load_file(folder / "adapter_model.safetensors")
     down = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
     assert tensors[down].shape == (4, 512)
-    # What PEFT does with such a file.
+    # As PEFT loads such a file.
     model = build_model(MODEL)
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_adapters_is_one_that_peft_loads(job: plexrl.Job) -> Non
     assert np.allclose(spoken[2:], sample.logprobs, atol=1e-4)
 
 
-def test_what_cannot_have_adapters_is_refused(job: plexrl.Job) -> None:
+def test_unsupported_adapters_are_refused(job: plexrl.Job) -> None:
     with pytest.raises(InvalidRequestError, match=r"lora\.targets"):
         job.train_deployment("a", MODEL, lora=plexrl.LoraSpec(rank=4, targets=("lm_head",)))
     with pytest.raises(InvalidRequestError, match="no low-rank adapters"):

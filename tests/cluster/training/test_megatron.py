@@ -1,4 +1,4 @@
-"""Megatron deployments beside others: weights, checkpoints and GPUs change hands."""
+"""Megatron deployments among others: weights, checkpoints and GPUs change hands."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def step(actor: plexrl.TrainDeployment, index: int) -> float:
     [plexrl.Parallelism(tp=2, pp=2), plexrl.Parallelism(dp=2, cp=2)],
     ids=lambda layout: layout.describe(),
 )
-def test_a_rollout_and_another_backend_go_on_from_what_megatron_has_trained(
+def test_a_rollout_and_another_backend_continue_from_megatrons_weights(
     cluster: plexrl.Cluster, layout: plexrl.Parallelism
 ) -> None:
     with cluster.create_job("sync") as job:
@@ -58,10 +58,10 @@ def test_a_rollout_and_another_backend_go_on_from_what_megatron_has_trained(
         )
         assert again.keys() == end.keys()
         assert all(np.array_equal(again[name], value) for name, value in end.items())
-        # The optimizer's state came along too: the next step is the same but for rounding.
+        # The optimizer's state was restored too: the next step is equal up to rounding.
         assert step(other, 7) == pytest.approx(step(actor, 7), abs=1e-5)
         assert step(other, 8) == pytest.approx(step(actor, 8), abs=1e-4)
-    # Tied embeddings are on two stages, and travel once.
+    # Tied embeddings are on two stages, and are transferred once.
     assert moved["bytes_moved"] == 4 * parameter_count(MODEL)
     for (prompt, sample), logprobs in zip(flat, trained, strict=True):
         assert np.abs(logprobs[len(prompt) :] - sample.logprobs).max() < 1e-4

@@ -1,4 +1,4 @@
-"""Directories as `transformers` writes them come in, and what is saved goes back out."""
+"""Model directories written by `transformers` are loaded, and saved ones load there."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ OTHER_FILES = {
 
 
 def directory(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
-    """A model in several shards with a tokenizer, as one finds it on a hub."""
+    """A model in several shards with a tokenizer, as on the Hugging Face hub."""
     spec = plexrl.tiny_qwen2(VOCABULARY, seed=4, hidden=32)
     config = spec.config | {"tie_word_embeddings": tied}
     model: Any = build_model(
@@ -39,7 +39,7 @@ def directory(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.flo
 
 
 def logprobs(folder: Path) -> list[np.ndarray]:
-    """By `transformers` itself."""
+    """Logprobs computed by `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for row in ROWS:
@@ -49,7 +49,7 @@ def logprobs(folder: Path) -> list[np.ndarray]:
     return found
 
 
-def assert_speaks_as(model: Any, wanted: list[np.ndarray], atol: float = 1e-5) -> None:
+def assert_logprobs(model: Any, wanted: list[np.ndarray], atol: float = 1e-5) -> None:
     found = model.forward(plexrl.Batch(ROWS)).result(120).logprobs
     for row, expected in zip(found, wanted, strict=True):
         assert np.allclose(row[1:], expected, atol=atol)
@@ -58,15 +58,15 @@ def assert_speaks_as(model: Any, wanted: list[np.ndarray], atol: float = 1e-5) -
 @pytest.mark.parametrize(
     ("tied", "dtype"), [(True, torch.float32), (False, torch.bfloat16)], ids=["tied", "bfloat16"]
 )
-def test_a_directory_in_shards_is_every_deployments_model_and_is_saved_as_one(
+def test_a_sharded_directory_is_loaded_by_every_kind_and_saved_again(
     job: plexrl.Job, tmp_path: Path, tied: bool, dtype: torch.dtype
 ) -> None:
     folder = directory(tmp_path / "model", tied=tied, dtype=dtype)
     model = plexrl.ModelSpec(path=str(folder))
     wanted = logprobs(folder)
     actor = job.train_deployment("actor", model, workers=2)
-    assert_speaks_as(actor, wanted)
-    assert_speaks_as(job.reference_deployment("reference", model), wanted)
+    assert_logprobs(actor, wanted)
+    assert_logprobs(job.reference_deployment("reference", model), wanted)
     rollout = job.rollout_deployment("rollout", model)
     sampling = plexrl.SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     [[sample]] = rollout.generate([ROWS[0]], sampling=sampling).result(120).samples
@@ -84,5 +84,5 @@ def test_a_directory_in_shards_is_every_deployments_model_and_is_saved_as_one(
     for name in ("tokenizer.json", *OTHER_FILES):
         assert (saved / name).read_bytes() == (folder / name).read_bytes(), name
     assert AutoTokenizer.from_pretrained(saved).encode("12") == actor.tokenizer().encode("12")
-    # What was saved is a directory like any other.
-    assert_speaks_as(job.reference_deployment("again", plexrl.ModelSpec(path=str(saved))), trained)
+    # The saved directory can be loaded again.
+    assert_logprobs(job.reference_deployment("again", plexrl.ModelSpec(path=str(saved))), trained)

@@ -1,4 +1,4 @@
-"""Which of the trainer's steps drew a sample, whatever happens between the two."""
+"""Each sample has the trainer step of the weights that drew it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 
 
 def step(actor: plexrl.TrainDeployment, times: int = 1) -> int:
-    """Which step the last one was."""
+    """Make steps; return the trainer step of the last."""
     for seed in range(times):
         actor.forward_backward(some_batch(seed), plexrl.losses.grpo())
         done = actor.optim_step(learning_rate=1e-3)
@@ -20,7 +20,7 @@ def step(actor: plexrl.TrainDeployment, times: int = 1) -> int:
 
 
 def drawn_by(rollout: plexrl.RolloutDeployment) -> int:
-    """The step whose weights draw now."""
+    """The trainer step of the weights that draw now."""
     sampling = plexrl.SamplingParams(max_tokens=3, seed=1)
     found = rollout.generate([[3, 4]], n=2, sampling=sampling).result(120)
     steps = {sample.trainer_step for sample in found.samples[0]}
@@ -29,7 +29,7 @@ def drawn_by(rollout: plexrl.RolloutDeployment) -> int:
     return found.trainer_step
 
 
-def test_samples_say_the_step_of_the_weights_that_drew_them(
+def test_samples_have_the_trainer_step_of_their_weights(
     embedded: EmbeddedCluster, job: plexrl.Job
 ) -> None:
     actor = job.train_deployment("actor", MODEL, workers=2)
@@ -90,7 +90,7 @@ def test_steps_count_wherever_the_optimizer_is(job: plexrl.Job, options: dict[st
     assert drawn_by(rollout) == 2
 
 
-def test_a_checkpoint_without_its_optimizer_begins_the_count_anew(job: plexrl.Job) -> None:
+def test_loading_without_the_optimizer_restarts_the_step_count(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     step(actor, 2)
     actor.save_checkpoint("weights", format="hf").result(120)

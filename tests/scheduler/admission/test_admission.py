@@ -1,4 +1,4 @@
-"""Who gets GPUs next: gangs, quotas, priorities, weights, and nobody passed for ever."""
+"""The order of admission: gangs, quotas, priorities, weights and starvation."""
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +84,7 @@ def test_a_gang_that_does_not_fit_leaves_shared_groups_as_they_were() -> None:
     assert cluster.core.list_groups(cluster.now) == groups
 
 
-def test_a_gang_beyond_its_tenants_quota_says_so_and_holds_nobody_up() -> None:
+def test_a_gang_beyond_its_quota_is_explained_and_blocks_no_other_job() -> None:
     cluster = cluster_of()
     submit(cluster, "a", 4, tenant="u")
     cluster.job("g", gang=2)
@@ -111,7 +111,7 @@ def test_a_gang_that_its_tenants_quota_could_never_hold_is_refused() -> None:
         cluster.deploy("g/two", workers=2)
 
 
-def test_all_that_fits_starts_when_a_large_job_ends() -> None:
+def test_all_jobs_that_fit_start_when_a_large_job_ends() -> None:
     cluster = cluster_of(policy="spread")
     submit(cluster, "a", 4)
     for job in ("b", "c"):
@@ -120,7 +120,7 @@ def test_all_that_fits_starts_when_a_large_job_ends() -> None:
     assert placed(cluster) == ["b/actor", "c/actor"]
 
 
-def test_a_job_that_holds_gpus_already_comes_first() -> None:
+def test_a_job_that_holds_gpus_goes_first() -> None:
     cluster = cluster_of()
     cluster.job("a")
     cluster.deploy("a/actor", workers=1)
@@ -131,7 +131,7 @@ def test_a_job_that_holds_gpus_already_comes_first() -> None:
     assert placed(cluster) == ["a/actor", "a/rollout"]
 
 
-def test_a_higher_class_comes_first() -> None:
+def test_a_higher_priority_class_goes_first() -> None:
     cluster = cluster_of()
     submit(cluster, "a", 4)
     submit(cluster, "low", 4, priority=-1)
@@ -145,7 +145,7 @@ def test_a_higher_class_comes_first() -> None:
     assert order == ["high/actor", "middle/actor", "low/actor"]
 
 
-def test_no_tenant_makes_itself_first() -> None:
+def test_a_tenant_cannot_exceed_its_maximum_priority() -> None:
     cluster = cluster_of()
     tenant(cluster, "t")
     with pytest.raises(errors.QuotaExceededError, match="an operator for a higher priority_max"):
@@ -183,7 +183,7 @@ def test_a_short_job_has_the_better_response_ratio() -> None:
 
 
 def test_tenants_get_gpus_in_proportion_to_their_weights() -> None:
-    """Both always have more waiting than fits."""
+    """Both tenants always have a backlog."""
     cluster = cluster_of(8)
     tenant(cluster, "one", weight=1.0)
     tenant(cluster, "three", weight=3.0)
@@ -203,7 +203,7 @@ def test_tenants_get_gpus_in_proportion_to_their_weights() -> None:
     assert held_s["three"] / held_s["one"] == pytest.approx(3.0, rel=0.1)
 
 
-def test_gpus_that_come_free_together_are_shared_out_by_weight() -> None:
+def test_gpus_freed_at_the_same_time_are_shared_by_weight() -> None:
     cluster = cluster_of(8)
     tenant(cluster, "one", weight=1.0)
     tenant(cluster, "three", weight=3.0)
@@ -215,7 +215,7 @@ def test_gpus_that_come_free_together_are_shared_out_by_weight() -> None:
     assert [name.split("-")[0] for name in placed(cluster)] == ["one"] * 2 + ["three"] * 6
 
 
-def test_a_quota_makes_jobs_wait_with_a_reason_and_room_starts_them() -> None:
+def test_jobs_over_quota_wait_with_a_reason_and_start_once_the_quota_allows() -> None:
     cluster = cluster_of(8)
     tenant(cluster, "t", jobs_max=1)
     submit(cluster, "a", 2)
@@ -272,7 +272,7 @@ def test_work_can_be_saved_although_no_gpu_seconds_are_left() -> None:
     assert row["operations"] == 1, "a save past the budget is billed like any other"
 
 
-def test_small_jobs_go_past_a_large_one_only_where_the_policy_backfills() -> None:
+def test_small_jobs_pass_a_large_one_only_if_the_policy_backfills() -> None:
     for policy, wanted in (
         ("spread", ["a/actor"]),
         ("spread+backfill", ["a/actor", "small/actor"]),
@@ -285,7 +285,7 @@ def test_small_jobs_go_past_a_large_one_only_where_the_policy_backfills() -> Non
         assert placed(cluster) == wanted, policy
 
 
-def test_a_starving_job_is_passed_for_free_gpus_by_nobody() -> None:
+def test_no_job_passes_a_starving_one_for_free_gpus() -> None:
     cluster = cluster_of(4, policy="pack")
     submit(cluster, "a", 2)
     submit(cluster, "large", 4)
@@ -298,7 +298,7 @@ def test_a_starving_job_is_passed_for_free_gpus_by_nobody() -> None:
     assert placed(cluster) == ["large/actor"]
 
 
-def test_behind_those_who_may_not_be_passed_a_job_that_has_gpus_still_gets_the_rest() -> None:
+def test_a_partial_job_gets_its_other_gpus_although_starving_jobs_block() -> None:
     cluster = cluster_of(4, policy="isolated")
     submit(cluster, "part", 1)
     submit(cluster, "hog", 3)
@@ -313,7 +313,7 @@ def test_behind_those_who_may_not_be_passed_a_job_that_has_gpus_still_gets_the_r
     assert placed(cluster) == ["large/actor"]
 
 
-def test_a_starving_job_holds_up_nobody_who_wants_other_nodes() -> None:
+def test_a_starving_job_does_not_block_jobs_for_other_node_types() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.join_node(4, "x", node_type="x")
     cluster.join_node(4, "y", node_type="y")
@@ -328,7 +328,7 @@ def test_a_starving_job_holds_up_nobody_who_wants_other_nodes() -> None:
     assert placed(cluster) == ["a/actor", "b/actor"]
 
 
-def test_a_type_that_no_node_has_is_refused_with_those_there_are() -> None:
+def test_an_unknown_node_type_is_refused_with_the_existing_types() -> None:
     cluster = FakeCluster()
     cluster.join_node(4, "x", node_type="a100")
     cluster.job("a")
@@ -362,8 +362,8 @@ arrivals = st.lists(
 
 
 class Watched(FakeCluster):
-    """Asserts after every event that nobody of the same class or a lower one came past a starving
-    deployment to free GPUs: all are of one tenant."""
+    """Asserts after every event that no deployment of the same or a lower class got free GPUs
+    before a starving one; all belong to one tenant."""
 
     def __init__(self, **changes: object) -> None:
         super().__init__(**changes)
@@ -398,7 +398,7 @@ class Watched(FakeCluster):
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(("isolated", "pack", "spread", "spread+backfill")), arrivals, st.data())
-def test_in_any_history_everybody_gets_gpus_and_no_free_ones_past_who_starves(
+def test_in_any_history_all_get_gpus_and_none_passes_a_starving_deployment(
     policy: str, wishes: list[tuple[int, int, str, int, float]], data: st.DataObject
 ) -> None:
     cluster = Watched(policy=policy, starvation_bound_s=BOUND_S)
@@ -425,7 +425,7 @@ def test_in_any_history_everybody_gets_gpus_and_no_free_ones_past_who_starves(
     assert not live, "somebody never gets GPUs"
 
 
-def test_a_restored_scheduler_has_those_who_lost_their_nodes_in_the_same_lines() -> None:
+def test_a_restored_scheduler_has_displaced_deployments_in_the_same_queues() -> None:
     cluster = FakeCluster(policy="isolated", searches_max=1, node_replace_s=0.0)
     for node in ("n1", "n2"):
         cluster.join_node(2, node=node)
@@ -449,7 +449,7 @@ def test_a_restored_scheduler_has_those_who_lost_their_nodes_in_the_same_lines()
     assert cluster.core.dump() == restored.dump()
 
 
-def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_are_scarce() -> None:
+def test_scarcity_checks_one_deployment_of_each_kind_in_a_backlog_over_quota() -> None:
     cluster = FakeCluster(policy="spread+backfill")
     cluster.start_node()
     cluster.send(ev.TenantCreated(tenant="t", key_digest="k"))
@@ -472,7 +472,7 @@ def test_a_backlog_beyond_its_quota_is_looked_at_in_kinds_to_say_whether_gpus_ar
     assert is_scarce(context, placed)
 
 
-def test_those_alike_are_searched_for_once_and_count_once() -> None:
+def test_equal_deployments_are_searched_and_counted_once() -> None:
     cluster = FakeCluster(
         policy="spread+backfill", searches_max=2, overlap_max=0.1, horizon_slots=1000
     )

@@ -1,4 +1,4 @@
-"""A pass finds whom a walk past everybody who waits would have found, and looks at few of them."""
+"""An admission pass places what a full scan would place, and considers few deployments."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +15,7 @@ from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment
+from tests.scheduler.admission.slow_admission import SlowAdmission
 from tests.scheduler.fake_cluster import FakeCluster
 
 GPUS = 4
@@ -27,7 +28,7 @@ def trace(busy_s: float, period_s: float = 100.0) -> DemandTrace:
 
 
 def by_walking(context: Context, now: float) -> list[DeploymentId]:
-    """Whom the rules give GPUs, each looked at in turn, with nothing known of any line."""
+    """The deployments that get GPUs if all are considered in order, without queues."""
     placed: list[DeploymentId] = []
     ahead: set[tuple[str, int]] = set()
     left = {name: context.deployment(name) for name in context.waiting}
@@ -68,19 +69,11 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    st.sampled_from(POLICIES),
-    requests,
-    st.lists(st.integers(0, 99), min_size=1, max_size=6),
-    st.booleans(),
-)
-def test_a_pass_places_whom_a_walk_past_everybody_places(
-    policy: str,
-    wanted: list[tuple[str, int, float, int, float, int, int, str, bool]],
-    ending: list[int],
-    is_tight: bool,
-) -> None:
+Request = tuple[str, int, float, int, float, int, int, str, bool]
+
+
+def backlog(policy: str, wanted: list[Request], *, is_tight: bool) -> FakeCluster:
+    """Two nodes of one type each, and a backlog of three tenants, one with a quota."""
     cluster = FakeCluster(policy=policy, searches_max=10_000, residents_max=3 if is_tight else 8)
     cluster.join_node(GPUS, "n1", host_memory_bytes=8 << 20, node_type="x")
     cluster.join_node(GPUS, "n2", host_memory_bytes=4 << 20, node_type="y")
@@ -88,8 +81,8 @@ def test_a_pass_places_whom_a_walk_past_everybody_places(
         cluster.send(ev.TenantCreated(tenant=name, key_digest=name, is_operator=True))
     limits = {"jobs_max": None, "gpu_seconds_max": None}
     cluster.send(ev.TenantConfigured(tenant="u", weight=2.0, gpus_max=5, **limits))
-    for number, wish in enumerate(wanted):
-        tenant, workers, busy_s, state_bytes, pause_s, priority, gang, node_type, alone = wish
+    for number, request in enumerate(wanted):
+        tenant, workers, busy_s, state_bytes, pause_s, priority, gang, node_type, alone = request
         job = f"j{number}"
         fields: dict[str, object] = {"trace": trace(busy_s)} if busy_s else {}
         fields |= {"node_type": node_type, "exclusive": alone}
@@ -99,23 +92,62 @@ def test_a_pass_places_whom_a_walk_past_everybody_places(
         if is_gang:
             cluster.deploy(f"{job}/b", workers=workers, state_bytes=state_bytes, **fields)
         cluster.pass_time(pause_s)
+    return cluster
+
+
+def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Context, ev.JobFinished] | None:
+    """A second core just before the pass that the end of a chosen job causes, and the end."""
+    context = cluster.core._context
+    holders = sorted({each.job for each in context.state.deployments.values() if each.group})
+    if not holders:
+        return None
+    event = ev.JobFinished(job=holders[chosen % len(holders)], outcome="completed")
+    other = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    other._handlers[ev.JobFinished](event, cluster.now)
+    return other._context, event
+
+
+endings = st.lists(st.integers(0, 99), min_size=1, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(POLICIES), requests, endings, st.booleans())
+def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
+    policy: str, wanted: list[Request], ending: list[int], is_tight: bool
+) -> None:
+    cluster = backlog(policy, wanted, is_tight=is_tight)
     for chosen in ending:
-        context = cluster.core._context
-        holders = sorted({each.job for each in context.state.deployments.values() if each.group})
-        if not holders:
+        found = end_a_job(cluster, chosen)
+        if found is None:
             return
-        job = holders[chosen % len(holders)]
-        other = SchedulerCore.restore(cluster.config, cluster.core.dump())
-        # One core stops short of the pass that the end of the job calls for.
-        other._handlers[ev.JobFinished](ev.JobFinished(job=job, outcome="completed"), cluster.now)
-        expected = by_walking(other._context, cluster.now)
-        waited = set(context.waiting)
-        cluster.send(ev.JobFinished(job=job, outcome="completed"))
-        assert waited - set(context.waiting) == set(expected)
+        other, event = found
+        expected = by_walking(other, cluster.now)
+        waited = set(cluster.core._context.waiting)
+        cluster.send(event)
+        assert waited - set(cluster.core._context.waiting) == set(expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(("isolated", "pack")), requests, endings, st.booleans())
+def test_a_pass_places_what_an_independent_oracle_places(
+    policy: str, wanted: list[Request], ending: list[int], is_tight: bool
+) -> None:
+    cluster = backlog(policy, wanted, is_tight=is_tight)
+    for chosen in ending:
+        found = end_a_job(cluster, chosen)
+        if found is None:
+            return
+        other, event = found
+        waiting = [other.state.deployments[name] for name in other.waiting]
+        oracle = SlowAdmission(cluster.config, other.state, cluster.now)
+        expected = oracle.run(waiting)
+        waited = set(cluster.core._context.waiting)
+        cluster.send(event)
+        assert waited - set(cluster.core._context.waiting) == expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_of_a_backlog_of_which_no_two_are_alike_few_are_looked_at(policy: str) -> None:
+def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: str) -> None:
     cluster = FakeCluster(policy=policy, searches_max=5)
     cluster.start_node(GPUS)
     for number in range(120):
@@ -130,7 +162,7 @@ def test_of_a_backlog_of_which_no_two_are_alike_few_are_looked_at(policy: str) -
     assert len(looks._seen) <= 6
 
 
-def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_it() -> None:
+def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> None:
     cluster = FakeCluster(policy="pack", load_max=0.5)
     cluster.start_node(GPUS)
     cluster.job("small")
@@ -150,7 +182,7 @@ def test_the_room_of_who_may_not_be_passed_is_not_offered_to_the_backlog_behind_
 
 @pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
 @pytest.mark.parametrize("first", [{"exclusive": True}, {"trace": trace(90.0)}])
-def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_for(
+def test_no_newcomer_joins_a_group_that_a_blocking_job_of_another_size_needs(
     policy: str, first: dict[str, object]
 ) -> None:
     cluster = FakeCluster(policy=policy)
@@ -168,7 +200,7 @@ def test_no_newcomer_joins_a_group_that_a_job_of_another_size_may_not_be_passed_
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread+backfill"])
-def test_who_had_no_room_any_more_joins_a_group_that_is_made_before_its_turn(policy: str) -> None:
+def test_a_deployment_that_did_not_fit_joins_a_group_formed_before_its_turn(policy: str) -> None:
     cluster = FakeCluster(policy=policy)
     for node_type in ("x", "y"):
         cluster.join_node(GPUS, f"n-{node_type}", node_type=node_type)
@@ -191,7 +223,7 @@ def test_who_had_no_room_any_more_joins_a_group_that_is_made_before_its_turn(pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_of_a_backlog_of_gangs_few_are_looked_at(policy: str) -> None:
+def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     cluster = FakeCluster(policy=policy, searches_max=5)
     cluster.start_node(GPUS)
     for number in range(100):
@@ -211,7 +243,7 @@ def test_of_a_backlog_of_gangs_few_are_looked_at(policy: str) -> None:
     assert len(context.waiting) == 196
 
 
-def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
+def test_jobs_of_any_expected_length_need_few_queues() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.start_node(GPUS)
     for number in range(200):
@@ -222,7 +254,7 @@ def test_jobs_of_any_expected_lengths_stand_in_few_queues() -> None:
     assert len(indexes) <= 19
 
 
-def test_a_pass_opens_no_queues_of_tenants_whose_turn_does_not_come() -> None:
+def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.start_node(GPUS)
     for number in range(100):

@@ -1,4 +1,4 @@
-"""Jobs that hold GPUs and wait for more do not wait for each other for ever."""
+"""Jobs that hold GPUs and wait for more do not deadlock."""
 
 import pytest
 from hypothesis import given, settings
@@ -42,9 +42,7 @@ def two_halves(cluster: FakeCluster, *, launched: bool = False) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("launched", [False, True])
-def test_of_two_jobs_that_wait_for_each_others_gpus_the_older_goes_on(
-    policy: str, launched: bool
-) -> None:
+def test_of_two_deadlocked_jobs_the_older_continues(policy: str, launched: bool) -> None:
     cluster = cluster_of(8, policy=policy)
     two_halves(cluster, launched=launched)
     assert placed(cluster) == ["a/actor", "a/rollout"]
@@ -55,7 +53,7 @@ def test_of_two_jobs_that_wait_for_each_others_gpus_the_older_goes_on(
         assert cluster.core.deployment_view(name, cluster.now)["state"] == "ready"
 
 
-def test_who_gave_its_gpus_back_gets_them_for_all_deployments_at_once() -> None:
+def test_a_preempted_job_gets_gpus_for_all_deployments_at_once() -> None:
     cluster = cluster_of(8)
     two_halves(cluster)
     cluster.job("c")
@@ -65,7 +63,7 @@ def test_who_gave_its_gpus_back_gets_them_for_all_deployments_at_once() -> None:
     assert cluster.core.job_view("b", cluster.now)["state"] == "ADMITTED"
 
 
-def test_the_job_of_the_lower_class_gives_way() -> None:
+def test_the_job_of_the_lower_class_is_preempted() -> None:
     cluster = cluster_of(8)
     for job, priority in (("low", -1), ("high", 0)):
         cluster.job(job, priority=priority)
@@ -76,7 +74,7 @@ def test_the_job_of_the_lower_class_gives_way() -> None:
     assert placed(cluster) == ["high/actor", "high/rollout"]
 
 
-def test_a_job_that_works_is_left_alone_until_it_has_been_idle_for_the_bound() -> None:
+def test_a_working_job_is_preempted_only_after_it_was_idle_for_the_bound() -> None:
     cluster = cluster_of(8)
     for job in ("a", "b"):
         cluster.job(job)
@@ -106,7 +104,7 @@ def test_a_job_that_works_is_left_alone_until_it_has_been_idle_for_the_bound() -
     assert cluster.wpgs["b/actor"].device == ["b:1", "b:2"]
 
 
-def test_jobs_of_one_tenant_do_not_wait_for_each_others_quota_for_ever() -> None:
+def test_jobs_of_one_tenant_do_not_deadlock_on_their_quota() -> None:
     cluster = cluster_of(16)
     cluster.send(ev.TenantCreated(tenant="t", key_digest="t"))
     cluster.send(
@@ -118,7 +116,7 @@ def test_jobs_of_one_tenant_do_not_wait_for_each_others_quota_for_ever() -> None
     assert placed(cluster) == ["b/actor", "b/rollout"]
 
 
-def test_a_job_whose_rest_became_impossible_gives_its_gpus_to_those_who_wait() -> None:
+def test_a_partial_job_that_became_impossible_releases_its_gpus() -> None:
     cluster = cluster_of(4, 4, node_replace_s=1e6)
     cluster.job("there")
     cluster.deploy("there/a", "rollout", workers=4)
@@ -144,7 +142,7 @@ sizes = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(POLICIES), sizes, st.randoms(use_true_random=False))
-def test_all_jobs_get_all_their_gpus_whatever_order_their_deployments_come_in(
+def test_all_jobs_get_their_gpus_in_any_order_of_deployments(
     policy: str, wanted: list[list[int]], chance: object
 ) -> None:
     cluster = cluster_of(6, policy=policy)

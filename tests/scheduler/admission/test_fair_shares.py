@@ -1,5 +1,5 @@
-"""Tenants get GPU-seconds by their weights, however old their backlogs are, and nobody waits for
-ever."""
+"""Tenants get GPU-seconds by weight, regardless of the age of their backlogs, and no job
+starves."""
 
 import heapq
 from itertools import count
@@ -26,7 +26,7 @@ def tenant(cluster: FakeCluster, name: str, weight: float) -> None:
 
 
 class Load:
-    """Tenants that keep so many jobs queued each, and jobs that end when their time is over."""
+    """Tenants that each keep a number of jobs queued, and jobs that end after a fixed time."""
 
     def __init__(self, policy: str, weights: dict[str, float]) -> None:
         self.cluster = FakeCluster(policy=policy, starvation_bound_s=BOUND_S)
@@ -52,7 +52,7 @@ class Load:
         return sum(self.owners[job] == owner and job not in self.begun for job in self.owners)
 
     def look(self) -> None:
-        """Note whose time begins."""
+        """Record the jobs that start."""
         for each in self.cluster.core._context.state.deployments.values():
             if each.group is not None and each.job not in self.begun:
                 self.begun[each.job] = self.cluster.now
@@ -78,7 +78,7 @@ class Load:
 def test_tenants_with_open_backlogs_get_gpu_seconds_by_weight(
     policy: str, workers: int, length_s: float, backlog: int
 ) -> None:
-    """The tenant of the smaller weight has a backlog that starves."""
+    """The tenant with the smaller weight has a starving backlog."""
     load = Load(policy, {"one": 1.0, "three": 3.0})
     for _ in range(backlog):
         load.submit("one", workers, length_s)
@@ -92,7 +92,7 @@ def test_tenants_with_open_backlogs_get_gpu_seconds_by_weight(
     assert load.part_of("three") == pytest.approx(0.75, rel=0.1)
 
 
-def test_weights_hold_where_jobs_are_of_different_sizes() -> None:
+def test_weights_hold_for_jobs_of_different_sizes() -> None:
     load = Load("isolated", {"one": 1.0, "three": 3.0})
     for step in range(300):
         for owner, workers in (("one", (1, 4)), ("three", (2, 1))):
@@ -114,7 +114,7 @@ def test_an_old_backlog_goes_behind_a_fresh_job_of_a_higher_class(policy: str) -
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_large_job_gets_its_gpus_beside_a_tenant_that_keeps_small_ones_queued(
+def test_a_large_job_gets_gpus_although_another_tenant_keeps_small_jobs_queued(
     policy: str,
 ) -> None:
     load = Load(policy, {"small": 3.0, "large": 1.0})
@@ -134,7 +134,7 @@ def test_a_large_job_gets_its_gpus_beside_a_tenant_that_keeps_small_ones_queued(
     assert load.begun[wanted] - load.begun[before] < 4 * 3600.0 + 2 * BOUND_S + 3600.0
 
 
-def test_who_used_an_empty_cluster_does_not_pay_for_it_later() -> None:
+def test_use_of_an_otherwise_idle_cluster_does_not_count_later() -> None:
     load = Load("isolated", {"early": 1.0, "late": 1.0})
 
     def keep(owner: str) -> None:
@@ -152,7 +152,7 @@ def test_who_used_an_empty_cluster_does_not_pay_for_it_later() -> None:
     assert load.part_of("late") == pytest.approx(0.5, rel=0.1)
 
 
-def test_what_was_held_is_the_same_after_a_restart() -> None:
+def test_held_time_survives_a_restart() -> None:
     load = Load("isolated", {"one": 1.0, "three": 3.0})
     for step in range(20):
         for owner in ("one", "three"):

@@ -1,4 +1,4 @@
-"""What cannot be had together is refused, and what has become impossible holds nobody up."""
+"""Impossible requests are refused, and deployments that became impossible block no other job."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ def cluster_of(*gpus: int, policy: str = "isolated", **changes: object) -> FakeC
 
 
 def alone(cluster: FakeCluster, job: str, workers: int, **fields: object) -> None:
-    """A job of one deployment that shares with nobody."""
+    """A job with one exclusive deployment."""
     cluster.job(job)
     cluster.deploy(f"{job}/a", workers=workers, exclusive=True, **fields)
 
@@ -35,7 +35,7 @@ def placed(cluster: FakeCluster) -> list[str]:
 
 
 def reason(cluster: FakeCluster, deployment: str) -> tuple[str, str]:
-    """(rule, reason) that an operation of a waiting deployment is given."""
+    """(rule, reason) in the explanation of an operation of a waiting deployment."""
     operation = f"{deployment}:{cluster.now}"
     cluster.submit(operation, deployment, "barrier")
     explanation = cluster.core.operation_view(operation, cluster.now)["explanation"]
@@ -48,7 +48,7 @@ def drain(cluster: FakeCluster, node: str, *, is_draining: bool) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("gang", [0, 2])
-def test_deployments_of_a_job_that_no_cluster_of_this_size_holds_at_once_are_refused(
+def test_deployments_of_a_job_that_exceed_the_cluster_together_are_refused(
     policy: str, gang: int
 ) -> None:
     cluster = cluster_of(8, policy=policy)
@@ -62,7 +62,7 @@ def test_deployments_of_a_job_that_no_cluster_of_this_size_holds_at_once_are_ref
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill", "co-execution"])
-def test_deployments_that_may_take_turns_on_the_same_gpus_are_not_refused(policy: str) -> None:
+def test_deployments_that_may_share_gpus_are_not_refused(policy: str) -> None:
     cluster = cluster_of(8, policy=policy)
     cluster.job("g")
     cluster.deploy("g/one", workers=6)
@@ -71,7 +71,7 @@ def test_deployments_that_may_take_turns_on_the_same_gpus_are_not_refused(policy
         cluster.deploy("g/three", workers=4)
 
 
-def test_a_gang_whose_parts_fit_no_kind_of_node_together_is_refused() -> None:
+def test_a_gang_that_fits_no_combination_of_node_kinds_is_refused() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.join_node(8, "x", node_type="x")
     cluster.join_node(8, "y", node_type="y")
@@ -83,7 +83,7 @@ def test_a_gang_whose_parts_fit_no_kind_of_node_together_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_gang_that_a_lost_node_made_impossible_holds_nobody_up_until_it_is_back(
+def test_a_gang_made_impossible_by_a_lost_node_blocks_no_other_job(
     policy: str,
 ) -> None:
     cluster = cluster_of(4, 4, policy=policy)
@@ -113,7 +113,7 @@ def test_a_gang_that_a_lost_node_made_impossible_holds_nobody_up_until_it_is_bac
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_deployment_that_a_drain_made_impossible_holds_nobody_up(policy: str) -> None:
+def test_a_deployment_made_impossible_by_a_drain_blocks_no_other_job(policy: str) -> None:
     cluster = cluster_of(4, 4, policy=policy)
     alone(cluster, "there", 1)
     alone(cluster, "large", 8)
@@ -133,7 +133,7 @@ def test_a_deployment_that_a_drain_made_impossible_holds_nobody_up(policy: str) 
     assert placed(cluster) == ["large/a"]
 
 
-def test_a_deployment_that_a_node_with_fewer_gpus_made_impossible_holds_nobody_up() -> None:
+def test_a_deployment_made_impossible_by_a_smaller_node_blocks_no_other_job() -> None:
     cluster = cluster_of(4, 4)
     alone(cluster, "there", 1)
     alone(cluster, "large", 8)
@@ -146,7 +146,7 @@ def test_a_deployment_that_a_node_with_fewer_gpus_made_impossible_holds_nobody_u
     assert reason(cluster, "large/a")[0] == "impossible"
 
 
-def test_what_waits_for_gpus_of_its_own_jobs_other_deployments_is_impossible() -> None:
+def test_a_deployment_that_needs_gpus_of_its_own_job_is_impossible() -> None:
     cluster = cluster_of(4, 4)
     cluster.job("j")
     cluster.deploy("j/one", "rollout", workers=3)
@@ -162,7 +162,7 @@ def test_what_waits_for_gpus_of_its_own_jobs_other_deployments_is_impossible() -
     assert placed(cluster) == ["j/one", "small/a"]
 
 
-def test_on_ray_a_lost_node_does_not_count_for_what_is_accepted() -> None:
+def test_on_ray_a_lost_node_does_not_count_when_deployments_are_checked() -> None:
     cluster = cluster_of(4, 4, lost_nodes_return=False)
     cluster.lose_node("n2")
     cluster.job("j")
@@ -184,7 +184,7 @@ some_needs = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(kinds, some_needs)
-def test_needs_fit_where_some_choice_of_kinds_holds_them_all(
+def test_needs_fit_if_some_choice_of_kinds_holds_them_all(
     free: dict[NodeKind, int], needs: list[Need]
 ) -> None:
     def holds(left: dict[NodeKind, int], rest: list[Need]) -> bool:
@@ -201,7 +201,7 @@ def test_needs_fit_where_some_choice_of_kinds_holds_them_all(
     assert fits(free, needs) == holds(free, needs)
 
 
-def test_the_status_counts_what_a_look_at_every_deployment_finds() -> None:
+def test_the_status_counts_what_a_scan_of_all_deployments_counts() -> None:
     cluster = cluster_of(4, 4, policy="isolated")
     for index in range(3):
         alone(cluster, f"small{index}", 2)

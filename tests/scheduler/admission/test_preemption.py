@@ -1,4 +1,4 @@
-"""Jobs without a controller give their GPUs to jobs that wait, and lose nothing by it."""
+"""Detached jobs give their GPUs to waiting jobs, and lose nothing."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_detached_job_gives_its_gpus_back_and_gets_them_again_when_it_is_attac
     assert cluster.core.deployment_view("a/actor", cluster.now)["state"] == "ready"
 
 
-def test_a_detached_job_keeps_its_gpus_while_nobody_waits_for_any() -> None:
+def test_a_detached_job_keeps_its_gpus_while_no_job_waits() -> None:
     cluster = crowded()
     cluster.send(ev.JobFinished(job="b", outcome="completed"))
     detach(cluster, "a")
@@ -55,7 +55,7 @@ def test_a_detached_job_keeps_its_gpus_while_nobody_waits_for_any() -> None:
     assert placed(cluster) == ["a/actor"]
 
 
-def test_what_a_detached_job_had_submitted_is_carried_out_first() -> None:
+def test_operations_of_a_detached_job_run_before_it_is_set_aside() -> None:
     cluster = crowded()
     cluster.submit("o", "a/actor", "generate")
     detach(cluster, "a")
@@ -66,7 +66,7 @@ def test_what_a_detached_job_had_submitted_is_carried_out_first() -> None:
     assert placed(cluster) == ["b/actor"]
 
 
-def test_a_job_that_gave_way_does_not_take_free_gpus_back_by_itself() -> None:
+def test_a_job_set_aside_does_not_take_free_gpus_by_itself() -> None:
     cluster = crowded()
     detach(cluster, "a")
     cluster.send(ev.JobFinished(job="b", outcome="completed"))
@@ -76,7 +76,7 @@ def test_a_job_that_gave_way_does_not_take_free_gpus_back_by_itself() -> None:
     assert "no controller" in str(story)
 
 
-def test_of_several_detached_jobs_no_more_give_way_than_are_needed() -> None:
+def test_no_more_detached_jobs_are_set_aside_than_needed() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.join_node(4, "n1")
     cluster.join_router()
@@ -91,7 +91,7 @@ def test_of_several_detached_jobs_no_more_give_way_than_are_needed() -> None:
     assert placed(cluster) == ["new/actor", "second/actor"]
 
 
-def test_a_detached_job_does_not_give_way_to_another_one_that_has_nothing_to_run() -> None:
+def test_a_detached_job_is_not_set_aside_for_another_detached_one() -> None:
     cluster = crowded()
     detach(cluster, "b")
     detach(cluster, "a")
@@ -110,7 +110,7 @@ def test_a_silent_controller_counts_as_gone_after_its_timeout() -> None:
     assert placed(cluster) == ["b/actor"]
 
 
-def test_who_gave_way_is_out_of_the_queues_after_a_restart_too() -> None:
+def test_a_job_set_aside_is_in_no_queue_after_a_restart() -> None:
     cluster = crowded()
     detach(cluster, "a")
     cluster.settle()

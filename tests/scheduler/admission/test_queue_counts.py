@@ -1,4 +1,4 @@
-"""Counts of those who wait agree with a scan of all of them."""
+"""Queue counts agree with a scan of all waiting deployments."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ WAITING = st.lists(
 
 
 @given(WAITING)
-def test_a_standing_is_what_a_scan_of_everybody_counts(
+def test_the_standing_equals_a_scan_of_all_waiting_deployments(
     waiting: list[tuple[str, int, int, bool]],
 ) -> None:
     counts = QueueCounts()

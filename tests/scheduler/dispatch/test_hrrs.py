@@ -1,4 +1,4 @@
-"""The ordering rule is the paper's formula, read literally."""
+"""The HRRS score against the paper's formula."""
 
 from dataclasses import replace
 
@@ -39,10 +39,10 @@ def test_urgency_is_the_ratio_for_a_second_of_cycle_within_bounds(
 
 
 @given(candidates, candidates, st.floats(0, 1e6), st.floats(0, 1e6))
-def test_whoever_waits_is_served_in_the_end(
+def test_every_waiting_candidate_is_served_in_the_end(
     waiting: Candidate, other: Candidate, its_cycle_s: float, other_cycle_s: float
 ) -> None:
-    """A newcomer's urgency has a bound, and a waiting one's grows past any."""
+    """A newcomer's urgency is bounded; that of a waiting candidate grows without bound."""
     long_after = waiting.arrived_at + 1e9
     newcomer = replace(other, name="new", arrived_at=long_after, setup_s=0.0, cycle_s=other_cycle_s)
     waiting = replace(waiting, cycle_s=its_cycle_s)

@@ -1,4 +1,4 @@
-"""StateManagers are told when a WPG's state is needed again, as far as the core knows."""
+"""Commands carry the predicted next use of a WPG's state."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_a_state_is_needed_its_usual_pause_after_the_last_burst(
     assert next_use_s(member(**fields), 100.0) == expected
 
 
-def test_an_offload_says_when_the_state_is_needed_again() -> None:
+def test_an_offload_carries_the_next_use_of_the_state() -> None:
     cluster = FakeCluster(ordering="fifo-bursts", policy="pack")
     cluster.start_node(gpus=2)
     for name in ("one", "two"):

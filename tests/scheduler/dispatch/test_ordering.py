@@ -1,4 +1,4 @@
-"""Every ordering rule by example, and the default one against its formula written out."""
+"""Each ordering by example, and the default one against its formula."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def chosen(rule: str, *waiting: Candidate, now: float = 100) -> str:
         ("round-robin", "next"),
     ],
 )
-def test_a_rule_chooses_by_its_own_measure(rule: str, wanted: str) -> None:
+def test_each_ordering_chooses_by_its_own_key(rule: str, wanted: str) -> None:
     assert chosen(rule, OLD, SHORT, NEXT, UNSERVED) == wanted
 
 
@@ -111,7 +111,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_list(
     assert chosen(rule, *waiting, now=now) == chosen(rule, *reversed(waiting), now=now)
 
 
-def test_nobody_waits_and_nobody_is_chosen() -> None:
+def test_without_candidates_none_is_chosen() -> None:
     assert first(make_ordering("hrrs"), [], 0.0) is None
 
 
@@ -121,7 +121,7 @@ def test_an_unknown_rule_is_refused_with_the_names_of_all() -> None:
 
 
 def waiting_rival(ordering: str) -> FakeCluster:
-    """`a` has run an operation of its burst and submits the next; `b` has waited meanwhile."""
+    """`a` has run an operation of its burst and submits the next; `b` waits."""
     cluster = FakeCluster(ordering=ordering)
     cluster.start_node()
     for job in ("a", "b"):
@@ -139,7 +139,7 @@ def waiting_rival(ordering: str) -> FakeCluster:
 
 
 @pytest.mark.parametrize("rule", sorted(ORDERINGS))
-def test_only_rules_of_bursts_keep_a_burst_together(rule: str) -> None:
+def test_only_burst_orderings_keep_a_burst_together(rule: str) -> None:
     cluster = waiting_rival(rule)
     running = [run.kind.value for run in cluster.runs]
     assert running == (["optim_step"] if make_ordering(rule).holds_bursts else ["offload"])
@@ -148,7 +148,7 @@ def test_only_rules_of_bursts_keep_a_burst_together(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(ORDERINGS))
-def test_a_pause_inside_a_burst_is_waited_for_by_rules_of_bursts_only(rule: str) -> None:
+def test_only_burst_orderings_wait_for_a_pause_inside_a_burst(rule: str) -> None:
     cluster = FakeCluster(ordering=rule)
     cluster.start_node()
     for job in ("a", "b"):

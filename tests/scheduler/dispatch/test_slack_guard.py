@@ -1,4 +1,4 @@
-"""Members without time of their own keep out of the critical segments of those that have."""
+"""Members without exclusive slots keep out of the critical segments of members with some."""
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.capacity.overlaps import has_exclusive_slots, overlap_s, update_reservation
@@ -16,7 +16,7 @@ def member(cluster: FakeCluster, job: str) -> Deployment:
 
 
 def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> None:
-    """Lay the member's plan anew, as a cycle's end does."""
+    """Update the member's reservation, as the end of a cycle does."""
     one = member(cluster, job)
     one.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
@@ -29,7 +29,7 @@ def owners(cluster: FakeCluster) -> str:
 
 
 def guarded_cluster() -> FakeCluster:
-    """`a` and `b` take turns and have time of their own; `c`, which was backfilled, has none."""
+    """`a` and `b` alternate and have exclusive slots; `c` was backfilled and has none."""
     cluster = known_cluster(policy="pack", horizon_slots=HORIZON)
     # Packed onto one group, and from here on guarded.
     cluster.core._context.policy.guards_slack = True
@@ -40,7 +40,7 @@ def guarded_cluster() -> FakeCluster:
     return cluster
 
 
-def test_while_a_guest_is_held_back_the_group_is_had_ready_for_the_critical_member() -> None:
+def test_while_a_guest_is_held_back_the_group_switches_to_the_critical_member() -> None:
     cluster = guarded_cluster()
     cycle(cluster, "a", 9)
     cluster.submit("c:9", "c/actor", "barrier")
@@ -55,7 +55,7 @@ def test_while_a_guest_is_held_back_the_group_is_had_ready_for_the_critical_memb
     assert on_the_trainers(cluster) == [("optim_step", "b/actor")]
 
 
-def test_a_guest_that_comes_during_the_offload_is_not_handed_critical_time() -> None:
+def test_a_guest_that_arrives_during_the_offload_does_not_get_critical_time() -> None:
     cluster = guarded_cluster()
     cycle(cluster, "a", 9)
     finish_burst(cluster, "a")
@@ -64,7 +64,7 @@ def test_a_guest_that_comes_during_the_offload_is_not_handed_critical_time() -> 
     assert on_the_trainers(cluster) == [("load", "b/actor")]
 
 
-def test_a_guest_that_starves_is_let_in() -> None:
+def test_a_starving_guest_starts() -> None:
     cluster = guarded_cluster()
     cycle(cluster, "a", 9)
     cluster.submit("c:9", "c/actor", "barrier")
@@ -75,7 +75,7 @@ def test_a_guest_that_starves_is_let_in() -> None:
     assert cluster.state_of("c:9") == "finished"
 
 
-def test_who_follows_its_cycles_into_anothers_time_is_a_guest_until_they_part() -> None:
+def test_a_member_whose_plan_overlaps_is_a_guest_until_the_plans_separate() -> None:
     cluster = guarded_cluster()
     plan(cluster, "c", 80.0, busy_s=10.0)
     assert owners(cluster) == "abc"
@@ -89,7 +89,7 @@ def test_who_follows_its_cycles_into_anothers_time_is_a_guest_until_they_part() 
     assert owners(cluster) == "abc"
 
 
-def test_a_guest_has_time_of_its_own_again_once_the_other_is_gone() -> None:
+def test_a_guest_has_exclusive_slots_once_the_other_member_is_gone() -> None:
     cluster = guarded_cluster()
     plan(cluster, "c", 45.0, busy_s=10.0)
     assert owners(cluster) == "ab"
@@ -100,7 +100,7 @@ def test_a_guest_has_time_of_its_own_again_once_the_other_is_gone() -> None:
     assert owners(cluster) == "ac"
 
 
-def test_what_waits_through_a_move_is_counted_as_waiting() -> None:
+def test_waiting_during_a_move_counts_as_waiting() -> None:
     cluster = FakeCluster(policy="spread", anticipation=False)
     for node in ("n0", "n1"):
         cluster.join_node(2, node)
@@ -110,11 +110,11 @@ def test_what_waits_through_a_move_is_counted_as_waiting() -> None:
     cluster.settle()
     cluster.submit("a:0", "a/actor", "optim_step")
     cluster.settle()
-    (node,) = member(cluster, "a").state_nodes or [member(cluster, "a").ranks[0].node]
+    (node,) = member(cluster, "a").stored.nodes or [member(cluster, "a").ranks[0].node]
     cluster.submit("a:1", "a/actor", "optim_step")
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.send(ev.NodeDrainChanged(node=node, is_draining=True))
-    while member(cluster, "a").moves == 0:
+    while member(cluster, "a").moves.count == 0:
         cluster.execute(cluster.runs[0])
     assert member(cluster, "a").queue
     assert member(cluster, "a").burst.wants_since == cluster.now

@@ -1,4 +1,4 @@
-"""A switch is predicted from where the state lies and from what moves have taken."""
+"""Switch times are predicted from the tier of the state and from measured moves."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def law_of(moves: list[tuple[float, float]]) -> MoveLaw:
     st.lists(st.integers(1, 400), min_size=2, max_size=20, unique=True),
     st.integers(1, 1000),
 )
-def test_a_law_finds_what_is_fixed_and_what_grows(
+def test_the_cost_model_finds_the_fixed_cost_and_the_rate(
     fixed_s: float, rate: float, sizes: list[int], asked: int
 ) -> None:
     sizes = [min(sizes), *sizes, 2 * max(sizes)]
@@ -56,7 +56,7 @@ def test_moves_of_one_size_predict_others_in_proportion(
     st.floats(0, 1e12),
     st.floats(0, 1e12),
 )
-def test_a_law_is_never_negative_and_never_cheaper_for_more(
+def test_the_cost_model_is_never_negative_and_never_decreases(
     moves: list[tuple[float, float]], a: float, b: float
 ) -> None:
     law = law_of(moves)
@@ -64,13 +64,13 @@ def test_a_law_is_never_negative_and_never_cheaper_for_more(
     assert 0.0 <= few <= many + 1e-9 * abs(many)
 
 
-def test_a_law_forgets_a_machine_that_was_slower() -> None:
+def test_the_cost_model_forgets_old_measurements() -> None:
     law = law_of([(STATE, 10.0)] * 100 + [(STATE, 1.0)] * 300)
     assert law.seconds(STATE) == pytest.approx(1.0, rel=0.1)
 
 
 def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000) -> str:
-    """A ready deployment `<name>/actor` of a job of its own."""
+    """A ready deployment `<name>/actor` of its own job."""
     cluster.job(name)
     cluster.send(
         ev.DeploymentCreated(
@@ -90,7 +90,7 @@ def deploy(cluster: FakeCluster, name: str, state_bytes: int = 1000) -> str:
 
 
 def move(cluster: FakeCluster, run: cmd.RunOperation, seconds: float, tier: str) -> None:
-    """Carry out a load or offload that takes so long and meets this tier."""
+    """Execute a load or offload with this duration and tier."""
     cluster.execute(run, report=False)
     cluster.runs.remove(run)
     moved = ev.StateMoved(bytes_moved=STATE, tier=tier)
@@ -102,7 +102,7 @@ def move(cluster: FakeCluster, run: cmd.RunOperation, seconds: float, tier: str)
 
 
 def work(cluster: FakeCluster, deployment: str, index: int, *, tier: str = "host") -> None:
-    """One step of a deployment, with the switch to it if it takes one."""
+    """One step of a deployment, with a switch if needed."""
     cluster.submit(f"{deployment}-{index}", deployment, "optim_step")
     while cluster.runs:
         run = cluster.runs[0]
@@ -129,12 +129,12 @@ def cluster() -> FakeCluster:
     return found
 
 
-def test_without_any_move_the_guess_is_cautious(cluster: FakeCluster) -> None:
+def test_without_measured_moves_the_default_is_cautious(cluster: FakeCluster) -> None:
     first = deploy(cluster, "a", 10**8)
     assert predicted(cluster, first) == (10**8 / MOVE_BYTES_PER_S,) * 2
 
 
-def test_the_load_that_builds_a_model_says_nothing_about_later_ones(cluster: FakeCluster) -> None:
+def test_the_load_that_builds_a_model_is_not_measured(cluster: FakeCluster) -> None:
     first = deploy(cluster, "a", 10**8)
     cluster.submit("a:1", first, "forward")
     (build,) = cluster.runs
@@ -155,8 +155,8 @@ def test_a_newcomer_is_predicted_by_the_moves_of_others(cluster: FakeCluster) ->
     assert offload_s == pytest.approx(1.0)
 
 
-def test_one_without_gpus_is_predicted_on_the_nodes_of_the_group_that_it_is_tried_on() -> None:
-    """Its state would be on four nodes, whose moves go on side by side."""
+def test_a_deployment_without_gpus_is_predicted_on_the_nodes_of_the_candidate_group() -> None:
+    """Its state would be on four nodes, which move in parallel."""
     cluster = FakeCluster(policy="spread")
     for number in range(4):
         cluster.join_node(2, f"n{number}", node_type="h200")
@@ -191,7 +191,7 @@ def deploy_on(cluster: FakeCluster, name: str, workers: int) -> DeploymentId:
     return DeploymentId(f"{name}/actor")
 
 
-def test_state_that_was_spilled_makes_the_load_dearer_until_it_is_back(
+def test_spilled_state_makes_the_load_slower_until_it_is_back(
     cluster: FakeCluster,
 ) -> None:
     first, second = deploy(cluster, "a", STATE), deploy(cluster, "b", STATE)
@@ -220,7 +220,7 @@ def test_a_report_of_a_node_that_the_deployment_is_not_on_changes_nothing(
     assert cluster.core.deployment_view(first, cluster.now)["nvme_bytes"] == 0
 
 
-def test_what_was_learnt_outlives_the_scheduler(cluster: FakeCluster) -> None:
+def test_measured_moves_survive_a_restart(cluster: FakeCluster) -> None:
     first, second = deploy(cluster, "a", STATE), deploy(cluster, "b", STATE)
     work(cluster, first, 0)
     work(cluster, second, 0)

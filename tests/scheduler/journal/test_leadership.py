@@ -1,4 +1,4 @@
-"""Two scheduler processes on one journal: one leads, and what it accepted outlives it."""
+"""Two scheduler processes on one journal: one leads, and its accepted events survive it."""
 
 import asyncio
 import signal
@@ -79,7 +79,7 @@ def test_a_killed_scheduler_takes_over_from_itself_without_waiting(start: Start)
     assert asyncio.run(second.jobs()) == ["j1"]
 
 
-def test_a_standby_that_is_told_to_end_ends(start: Start) -> None:
+def test_a_standby_ends_on_request(start: Start) -> None:
     leader, standby = start("a"), start("b")
     first, second = leader, standby
     asyncio.run(_either_stands_by(leader, standby))
@@ -143,7 +143,7 @@ def test_strange_requests_are_refused_before_the_journal(start: Start, journal_u
     assert [kind for kind in kinds if kind not in comings] == ["SchedulerStarted", "TenantCreated"]
 
 
-def test_a_scheduler_started_on_a_full_journal_holds_and_says_so(
+def test_a_scheduler_started_on_a_full_journal_holds_with_the_reason(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("s")

@@ -1,4 +1,4 @@
-"""A scheduler that comes back decides as if it had never been away."""
+"""A restarted scheduler decides as if it had never stopped."""
 
 import dataclasses
 import logging
@@ -31,7 +31,7 @@ KINDS = ("forward_backward", "optim_step", "forward", "barrier", "generate", "sy
 
 
 class RecordedCluster(FakeCluster):
-    """Remembers what each event led to; a refused one leads to nothing."""
+    """Records the commands of each event; none for a refused one."""
 
     def __init__(self) -> None:
         self.answers: list[list[cmd.Command]] = []
@@ -45,7 +45,7 @@ class RecordedCluster(FakeCluster):
         return self.answers[-1]
 
     def step(self, choice: int) -> None:
-        """One thing that can happen, by number."""
+        """Send one of the possible events, by number."""
         rest, what = divmod(choice, 12)
         name = DEPLOYMENTS[rest % len(DEPLOYMENTS)]
         match what:
@@ -69,7 +69,7 @@ class RecordedCluster(FakeCluster):
                 self.pass_time((0.01, 0.1, 5.0, 100.0)[rest % 4])
 
     def fail(self, run: cmd.RunOperation, *, intact: bool) -> None:
-        """A run ends badly, and what it says of that may be no JSON."""
+        """A run fails; its report may not be JSON."""
         self.runs.remove(run)
         error_json = '{"code":"execution_failed","message":"no"}' if intact else "no JSON"
         self.send(
@@ -88,7 +88,7 @@ def started(**changes: object) -> ev.SchedulerStarted:
 
 
 def history(choices: list[int]) -> RecordedCluster:
-    """A cluster with two jobs, to which all of `choices` happened."""
+    """A cluster with two jobs after the events `choices`."""
     cluster = RecordedCluster()
     cluster.start_node()
     for job in ("a", "b"):
@@ -108,7 +108,7 @@ def answer(core: SchedulerCore, event: ev.Event, at: float) -> list[cmd.Command]
 
 
 def views(core: SchedulerCore, now: float) -> dict[str, Any]:
-    """Everything that can be seen of a core."""
+    """All views of a core."""
     log = core.operation_log(None, ListOperations(), now)
     operations = {row["operation"]: core.operation_view(row["operation"], now) for row in log}
     return {
@@ -124,7 +124,7 @@ def views(core: SchedulerCore, now: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def empty_journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A journal's file to copy: to make its tables takes longer than any test here."""
+    """A journal file to copy, because creating the tables takes longer than any test here."""
     path = tmp_path_factory.mktemp("journal") / "empty.sqlite"
     SqlJournal(str(path)).close()
     return path
@@ -132,7 +132,7 @@ def empty_journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def journal(empty_journal: Path, tmp_path: Path) -> Iterator[SqlJournal]:
-    """A new journal that is led."""
+    """A new journal with an acquired lease."""
     with closing(open_copy(empty_journal, tmp_path)) as opened:
         yield opened
 
@@ -157,7 +157,7 @@ def open_copy(empty: Path, folder: Path) -> SqlJournal:
     snapshots=st.lists(st.floats(0, 1), max_size=3),
 )
 @example(choices=[0, 12, 5, 5, 3, 15, 3], crash=1.0, snapshots=[0.0, 1.0])
-def test_after_a_crash_at_any_point_everything_goes_on_the_same(
+def test_after_a_crash_at_any_point_the_decisions_are_the_same(
     empty_journal: Path,
     tmp_path: Path,
     choices: list[int],
@@ -190,7 +190,7 @@ def test_after_a_crash_at_any_point_everything_goes_on_the_same(
 
 
 def write(journal: SqlJournal, cluster: RecordedCluster, *snapshots: int) -> None:
-    """Journal a history, with snapshots at these positions."""
+    """Journal a history with snapshots at these positions."""
     core = SchedulerCore(cluster.config)
     for index, (event, at) in enumerate(cluster.journal, start=1):
         journal.append([(event, at)])
@@ -241,7 +241,7 @@ def test_no_snapshot_is_made_inside_an_event(to_do: str) -> None:
         encode(context)
 
 
-def test_the_cores_settings_are_all_but_the_processes_own() -> None:
+def test_core_settings_are_all_except_process_settings() -> None:
     names = {field.name for field in dataclasses.fields(config())}
     assert names > PROCESS_SETTINGS
     assert set(core_settings(config())) == names - PROCESS_SETTINGS
@@ -251,7 +251,7 @@ def test_the_cores_settings_are_all_but_the_processes_own() -> None:
         with_core_settings(config(), {"history": "many"})
 
 
-def test_a_snapshot_of_an_unknown_format_gives_way_to_the_events(
+def test_a_snapshot_of_an_unknown_format_is_ignored_for_the_events(
     journal: SqlJournal, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = history(list(range(40)))
@@ -321,7 +321,7 @@ OF_THE_FIRST_VERSION = {("Node", "alive"), ("Tenant", "weight"), ("Job", "attach
 """In every snapshot there is, so that no reader of one needs their defaults."""
 
 
-def test_what_an_older_snapshot_lacks_reads_alike_in_compiled_records() -> None:
+def test_missing_fields_of_an_older_snapshot_read_the_same_in_compiled_records() -> None:
     """msgspec makes a record without its constructor, and takes the zeros in a compiled one for
     given values: a new number must mean nothing when it is zero."""
     hints = get_type_hints(Context)

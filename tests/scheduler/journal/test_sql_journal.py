@@ -1,4 +1,4 @@
-"""The journal's promises, in each database that it can lie in."""
+"""The journal's guarantees in each supported database."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -54,12 +54,12 @@ def fill(journal: Journal, batch: list[tuple[ev.Event, float]]) -> None:
 
 
 def place_of(url: str) -> str:
-    """The URL by which SQLAlchemy knows a journal's database."""
+    """The SQLAlchemy URL of a journal's database."""
     return url.replace("postgresql:", "postgresql+psycopg:") if "://" in url else f"sqlite:///{url}"
 
 
 def execute(url: str, *statements: str) -> None:
-    """Do something to a journal's database behind its back."""
+    """Execute statements on a journal's database directly."""
     place = (
         url.replace("postgresql:", "postgresql+psycopg:") if "://" in url else f"sqlite:///{url}"
     )
@@ -72,7 +72,7 @@ def execute(url: str, *statements: str) -> None:
 
 @pytest.fixture
 def open_journal(journal_url: str) -> Iterator[Callable[[str], SqlJournal]]:
-    """Opens the one journal; an empty holder leaves the lease alone."""
+    """Opens the journal; an empty holder does not take the lease."""
     opened = []
 
     def open_it(holder: str = "") -> SqlJournal:
@@ -87,7 +87,7 @@ def open_journal(journal_url: str) -> Iterator[Callable[[str], SqlJournal]]:
         journal.close()
 
 
-def test_what_was_appended_is_read_back_in_order(open_journal: Callable[[str], SqlJournal]) -> None:
+def test_appended_events_are_read_in_order(open_journal: Callable[[str], SqlJournal]) -> None:
     journal = open_journal("a")
     assert journal.append(joined("r1", "r2")) == 2
     assert journal.append(joined("r3")) == 3
@@ -139,7 +139,7 @@ def test_a_batch_that_fails_halfway_leaves_no_trace(
     assert routers(journal) == [(1, "r1"), (2, "r4"), (3, "r5")]
 
 
-def test_a_full_file_refuses_and_has_room_again_when_the_bound_is_raised(tmp_path: Path) -> None:
+def test_a_full_file_refuses_until_its_limit_is_raised(tmp_path: Path) -> None:
     path = str(tmp_path / "journal.sqlite")
     with closing(SqlJournal(path, bytes_max=131_072)) as small:
         small.acquire("a", TTL_S)
@@ -187,7 +187,7 @@ def test_a_full_disk_of_the_server_is_named(postgres_server: PostgresServer) -> 
         assert journal.append(joined("r1")) == 1
 
 
-def test_the_newest_snapshot_is_given_back(open_journal: Callable[[str], SqlJournal]) -> None:
+def test_the_newest_snapshot_is_returned(open_journal: Callable[[str], SqlJournal]) -> None:
     journal = open_journal("a")
     assert journal.snapshot() is None
     journal.write_snapshot(3, 1.25, b"\x00three")
@@ -202,7 +202,7 @@ def test_the_newest_snapshot_is_given_back(open_journal: Callable[[str], SqlJour
 @pytest.mark.parametrize(
     "damage", ["body = body || body", "position = 8", "at = 9.0", "digest = 'x'"]
 )
-def test_a_damaged_snapshot_is_passed_over(
+def test_a_damaged_snapshot_is_ignored(
     journal_url: str, open_journal: Callable[[str], SqlJournal], damage: str
 ) -> None:
     journal = open_journal("a")
@@ -233,7 +233,7 @@ def test_compaction_keeps_what_the_older_of_two_snapshots_lacks(
     assert journal.snapshot(before=2) is None
 
 
-def test_positions_go_on_after_everything_was_compacted(
+def test_positions_continue_after_a_full_compaction(
     open_journal: Callable[[str], SqlJournal],
 ) -> None:
     journal = open_journal("a")
@@ -277,7 +277,9 @@ def test_a_holder_of_the_same_name_takes_over_at_once(
     second.renew()
 
 
-def test_who_lost_the_lease_writes_nothing(open_journal: Callable[[str], SqlJournal]) -> None:
+def test_a_scheduler_that_lost_the_lease_writes_nothing(
+    open_journal: Callable[[str], SqlJournal],
+) -> None:
     first = open_journal("")
     first.acquire("a", -1.0)
     first.append(joined("r1"))
@@ -300,7 +302,7 @@ def test_who_lost_the_lease_writes_nothing(open_journal: Callable[[str], SqlJour
     assert second.snapshot() is None
 
 
-def test_an_append_that_meets_a_takeover_under_way_writes_nothing(
+def test_an_append_during_a_takeover_writes_nothing(
     journal_url: str, open_journal: Callable[[str], SqlJournal]
 ) -> None:
     journal = open_journal("a")
@@ -332,7 +334,7 @@ def test_a_closed_journal_says_so(open_journal: Callable[[str], SqlJournal]) -> 
         journal.append(joined("r1"))
 
 
-def test_a_file_of_before_the_migrations_is_upgraded_in_place(tmp_path: Path) -> None:
+def test_a_file_older_than_the_migrations_is_upgraded_in_place(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with closing(sqlite3.connect(path)) as old:
         old.executescript(OLD_SCHEMA)
@@ -356,7 +358,7 @@ def test_a_newer_schema_is_refused(
         open_journal("")
 
 
-def test_a_newer_schema_of_before_the_migrations_is_refused(tmp_path: Path) -> None:
+def test_a_newer_schema_without_migrations_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with closing(sqlite3.connect(path)) as old:
         old.executescript(OLD_SCHEMA.replace("('schema', '1')", "('schema', '7')"))
@@ -381,19 +383,19 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["mysql://host/name", "://host", "sqlite://"])
-def test_an_unknown_place_is_refused(url: str) -> None:
+def test_an_unsupported_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="journal"):
         SqlJournal(url)
 
 
-def test_passwords_are_not_told() -> None:
+def test_messages_hide_passwords() -> None:
     with pytest.raises(StorageError) as caught:
         SqlJournal("postgresql://user:hush@localhost:1/name")
     assert "hush" not in str(caught.value)
     assert "hush" not in str(caught.value.details)
 
 
-def test_a_file_that_another_process_is_just_making_is_waited_for(tmp_path: Path) -> None:
+def test_opening_waits_for_a_process_that_creates_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with (
         closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other,

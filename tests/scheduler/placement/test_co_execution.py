@@ -1,4 +1,4 @@
-"""Co-execution groups: whoever joins has a turn in the round, and shared state stays in host
+"""Co-execution groups: each member has its share of the round, and shared states stay in host
 memory."""
 
 import math
@@ -50,14 +50,14 @@ def groups_of(cluster: FakeCluster, *jobs: str) -> list[object]:
     return [group_of(cluster, job) for job in jobs]
 
 
-def test_a_group_takes_members_as_long_as_each_has_a_turn_in_the_longest_cycle() -> None:
+def test_a_group_accepts_members_while_all_shares_fit_into_the_longest_cycle() -> None:
     cluster = cluster_of(load_max=1.0)
     for job in "abcd":
         submit(cluster, job, trace(33.0))
     assert groups_of(cluster, *"abcd") == ["g1", "g1", "g1", "g2"]
 
 
-def test_a_turn_is_planned_for_the_worst() -> None:
+def test_a_share_covers_the_worst_case() -> None:
     cluster = cluster_of()
     for job in "abcd":
         submit(cluster, job, trace(33.0, jitter_s=10.0))
@@ -72,15 +72,15 @@ def test_the_cheapest_group_is_the_one_whose_round_is_as_long_as_the_newcomers_c
     assert groups_of(cluster, "short", "long", "new") == ["g1", "g2", "g2"]
 
 
-def test_of_equal_groups_the_fullest_takes_it() -> None:
+def test_the_fullest_of_equal_groups_is_chosen() -> None:
     cluster = cluster_of()
     for job, busy_s in (("a", 50.0), ("b", 70.0), ("c", 20.0)):
         submit(cluster, job, trace(busy_s))
     assert groups_of(cluster, "a", "b", "c") == ["g1", "g2", "g2"]
 
 
-def test_nobody_is_stretched_beyond_its_service_level() -> None:
-    """In rounds of 200 s a cycle of 100 s would be for one half waiting."""
+def test_no_member_is_stretched_beyond_its_service_level() -> None:
+    """In rounds of 200 s, half of a cycle of 100 s would be waiting."""
     for bound, wanted in ((0.3, "g2"), (0.5, "g1")):
         cluster = cluster_of(waiting_part_max=bound)
         submit(cluster, "short", trace(10.0, 100.0))
@@ -88,7 +88,7 @@ def test_nobody_is_stretched_beyond_its_service_level() -> None:
         assert group_of(cluster, "long") == wanted
 
 
-def test_a_job_without_a_profile_shares_with_nobody() -> None:
+def test_a_job_without_a_profile_does_not_share() -> None:
     cluster = cluster_of()
     submit(cluster, "a", None)
     submit(cluster, "b", trace(1.0))
@@ -104,7 +104,7 @@ def test_states_that_share_a_group_stay_in_host_memory_however_much_nvme_there_i
     assert groups_of(cluster, *"abcde") == ["g1", "g1", "g2", "g2", None]
 
 
-def test_a_new_group_pushes_no_neighbours_state_out_of_host_memory() -> None:
+def test_a_new_group_does_not_evict_a_neighbours_state_from_host_memory() -> None:
     cluster = cluster_of(nodes=2, host_bytes=1500)
     submit(cluster, "a", trace(60.0), workers=2)
     submit(cluster, "b", trace(60.0), workers=2)
@@ -124,7 +124,7 @@ def test_a_state_larger_than_host_memory_has_its_node_to_itself() -> None:
     assert groups_of(cluster, "a", "b") == ["g1", None]
 
 
-def test_who_waits_is_told_that_no_round_takes_it() -> None:
+def test_the_explanation_says_that_no_round_fits() -> None:
     cluster = cluster_of(nodes=1)
     submit(cluster, "a", trace(45.0, jitter_s=20.0))
     submit(cluster, "b", trace(45.0, jitter_s=20.0))
@@ -157,10 +157,10 @@ steps = st.one_of(
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(steps, min_size=4, max_size=30), st.integers(500, 4000))
-def test_whatever_comes_rounds_are_feasible_and_shared_states_in_host_memory(
+def test_in_any_history_rounds_are_feasible_and_shared_states_fit_host_memory(
     history: list[tuple[object, ...]], host_bytes: int
 ) -> None:
-    """What each job asks of a round and of memory is summed here anew, by the job's own demand."""
+    """Sums the shares and the memory again from the jobs' demands."""
     cluster = cluster_of(nodes=3, host_bytes=host_bytes)
     asked: dict[str, DemandTrace | None] = {}
     before: dict[str, object] = {}

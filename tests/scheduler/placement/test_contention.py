@@ -1,4 +1,4 @@
-"""Predicted contention: what must hold of it, and what a slow simulation of its own finds."""
+"""Predicted contention: properties, and agreement with an independent slow simulation."""
 
 import math
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def test_a_resident_alone_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_equal_residents_that_fit_relax_into_waiting_for_nothing(count: int) -> None:
+def test_equal_residents_that_fit_settle_without_waiting(count: int) -> None:
     found = predict([resident()] * count)
     assert found.group == pytest.approx(0.0, abs=1e-9)
 
@@ -51,7 +51,7 @@ def test_without_anticipation_every_cycle_waits_for_its_switch() -> None:
 
 @pytest.mark.parametrize("count", [5, 6, 8])
 @pytest.mark.parametrize("switch_s", [0.0, 4.0])
-def test_past_saturation_it_is_what_a_server_that_never_rests_leaves_over(
+def test_beyond_saturation_waiting_is_that_of_a_saturated_server(
     count: int, switch_s: float
 ) -> None:
     """N bursts and N switches make the cycle: C = N (D + s), of which C - P is waiting."""
@@ -67,7 +67,7 @@ def test_past_saturation_it_is_what_a_server_that_never_rests_leaves_over(
 
 @pytest.mark.parametrize("jitter_s", [0.0, 10.0])
 @pytest.mark.parametrize("count", [3, 4, 6])
-def test_it_grows_with_the_cost_of_a_switch(count: int, jitter_s: float) -> None:
+def test_waiting_grows_with_the_cost_of_a_switch(count: int, jitter_s: float) -> None:
     switches_s = (0.0, 4.0, 8.0, 16.0, 32.0)
     parts = [
         predict([resident(jitter_s=jitter_s, switch_s=s)] * count, bursts=4000).group
@@ -77,12 +77,12 @@ def test_it_grows_with_the_cost_of_a_switch(count: int, jitter_s: float) -> None
     assert parts[-1] > parts[0] or (count == 3 and jitter_s == 0.0)
 
 
-def test_it_grows_with_every_resident() -> None:
+def test_waiting_grows_with_every_resident() -> None:
     parts = [predict([resident(jitter_s=15.0)] * count).group for count in range(1, 9)]
     assert all(lower < higher for lower, higher in pairwise(parts))
 
 
-def test_the_order_of_naming_makes_no_difference() -> None:
+def test_the_order_of_residents_makes_no_difference() -> None:
     named = [
         resident(jitter_s=10.0),
         resident(busy_s=35.0, period_s=120.0, jitter_s=5.0),
@@ -124,26 +124,36 @@ def test_segments_nearer_than_a_switch_are_one_burst() -> None:
     assert predict([cut] * 4).group == pytest.approx(predict([whole] * 4).group, abs=0.01)
 
 
-def test_members_whose_plans_keep_apart_wait_as_without_the_guard() -> None:
+def test_members_with_disjoint_plans_wait_as_without_the_guard() -> None:
     residents = [resident()] * 3
     assert predict(residents, SLACK_RULE) == predict(residents)
 
 
-def test_members_whose_plans_cannot_be_told_apart_are_all_guests() -> None:
-    """Nobody has time of their own, so nobody is kept out."""
+def test_members_with_unreliable_periods_are_all_guests() -> None:
+    """No member has exclusive slots, so none is held back."""
     residents = [resident(jitter_s=15.0, busy_s=30.0)] * 4
     assert predict(residents, SLACK_RULE) == predict(residents)
 
 
-def test_guests_are_kept_out_of_the_time_of_those_whose_plan_is_apart() -> None:
-    """Near saturation some plans always overlap: who is held back then loses time for all."""
+def test_guests_keep_out_of_exclusive_slots() -> None:
+    """Near saturation some plans always overlap, so holding guests back loses time for all."""
     residents = [resident(busy_s=30.0, period_s=120.0)] * 2 + [
         resident(busy_s=60.0, period_s=120.0)
     ]
     assert predict(residents, SLACK_RULE).group > predict(residents).group + 0.01
 
 
-def test_a_guest_that_starves_is_kept_out_no_more() -> None:
+def test_a_starving_member_goes_first() -> None:
+    """Short bursts pass a long one until it has waited for the bound."""
+    residents = [resident(busy_s=100.0, period_s=1000.0)]
+    residents += [resident(busy_s=10.0, period_s=40.0, jitter_s=4.0)] * 5
+    patient, starving = (
+        predict(residents, ContentionConfig(starvation_bound_s=bound_s)) for bound_s in (1e9, 100.0)
+    )
+    assert starving.members[0] < patient.members[0]
+
+
+def test_a_starving_guest_is_no_longer_held_back() -> None:
     residents = [resident(busy_s=30.0, period_s=120.0)] * 2 + [
         resident(busy_s=60.0, period_s=120.0)
     ]
@@ -175,7 +185,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("residents", "rule"), CASES)
-def test_it_is_what_a_slow_simulation_finds(
+def test_the_prediction_agrees_with_a_slow_simulation(
     residents: list[Resident], rule: ContentionConfig
 ) -> None:
     found, expected = predict(residents, rule).group, slow_simulation(residents, rule)
@@ -262,7 +272,7 @@ def most_urgent(asking: list[SlowMember], holder: SlowMember, now: float) -> Slo
 
 
 def draw(resident: Resident, random: Random) -> tuple[float, float]:
-    """(pause, burst) of a cycle that varies as the trace says, both parts alike."""
+    """(pause, burst) of a random cycle with the variation of the trace."""
     trace = resident.trace
     idle_s = trace.period_s - trace.busy_s
     both = trace.busy_s**2 + idle_s**2 + 2 * SHARED_DRAW * trace.busy_s * idle_s

@@ -1,4 +1,4 @@
-"""Moves that find no room or wait for others, and nodes that die or come back smaller."""
+"""Moves without capacity or with dependencies, and nodes that are lost or return smaller."""
 
 import json
 
@@ -9,11 +9,11 @@ from plexrl.errors import InvalidRequestError, LayoutError, PlexRLError, StateTi
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.commands import LaunchWorkers, ReleaseState, StopWorkers
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.test_relocation import cluster_of, drain, explained, moves, with_jobs
+from tests.scheduler.placement.test_relocation import cluster_of, drain, explained, moves, with_jobs
 
 
 def refuse(cluster: FakeCluster, kind: str, error: PlexRLError | None = None) -> None:
-    """The one run in flight, a move, finds no room, or fails by `error`."""
+    """The one run in flight, a move, fails with `error`, by default for lack of space."""
     (run,) = cluster.runs
     assert run.kind.value == kind
     cluster.runs.clear()
@@ -27,7 +27,7 @@ def refuse(cluster: FakeCluster, kind: str, error: PlexRLError | None = None) ->
     )
 
 
-def test_a_job_whose_move_finds_no_room_works_on_and_is_moved_later() -> None:
+def test_a_job_whose_move_finds_no_capacity_continues_and_moves_later() -> None:
     cluster = cluster_of()
     with_jobs(cluster, "a")
     cluster.submit("a:0", "a/actor", "forward_backward")
@@ -47,7 +47,7 @@ def test_a_job_whose_move_finds_no_room_works_on_and_is_moved_later() -> None:
     assert (explained(cluster, "a")["nodes"], moves(cluster, "a")) == (["n1"], 1)
 
 
-def test_a_load_that_finds_no_room_calls_the_move_off_too() -> None:
+def test_a_load_without_capacity_cancels_the_move() -> None:
     cluster = cluster_of()
     with_jobs(cluster, "a")
     cluster.submit("a:0", "a/actor", "forward_backward")
@@ -63,7 +63,7 @@ def test_a_load_that_finds_no_room_calls_the_move_off_too() -> None:
 
 
 @pytest.mark.parametrize("refusal", [InvalidRequestError, LayoutError])
-def test_a_load_that_no_worker_can_carry_out_ends_the_job_and_says_why(
+def test_a_load_that_no_worker_can_do_ends_the_job_with_the_reason(
     refusal: type[PlexRLError],
 ) -> None:
     cluster = cluster_of()
@@ -92,7 +92,7 @@ def test_a_trainer_does_not_wait_for_a_rollout_that_has_no_gpus() -> None:
     assert explained(cluster, "a")["nodes"] == ["n1"]
 
 
-def test_a_trainer_works_on_while_its_weights_are_pulled() -> None:
+def test_a_trainer_continues_while_its_weights_are_pulled() -> None:
     cluster = cluster_of(3)
     cluster.job("a")
     cluster.deploy("a/actor")
@@ -113,7 +113,7 @@ def test_a_trainer_works_on_while_its_weights_are_pulled() -> None:
 
 
 def trained(*, offloaded: bool = False, nodes: int = 2, **changes: object) -> FakeCluster:
-    """`a` has trained two steps on n0, the other nodes are empty; `offloaded`: it has a durable
+    """`a` has trained two steps on n0; the other nodes are empty. `offloaded`: it has a durable
     version there."""
     cluster = cluster_of(nodes, **{"snapshot_operations": 1 if offloaded else 10, **changes})
     with_jobs(cluster, "a")
@@ -128,7 +128,7 @@ def reason_of(cluster: FakeCluster, operation: str) -> str:
     return str(cluster.core.operation_view(operation, cluster.now)["explanation"]["reason"])
 
 
-def test_a_wpg_that_its_log_rebuilds_goes_elsewhere_when_its_node_stays_away() -> None:
+def test_a_wpg_with_a_complete_log_moves_when_its_node_stays_lost() -> None:
     cluster = trained()
     cluster.submit("a:2", "a/actor", "forward_backward")
     cluster.lose_node("n0")
@@ -146,7 +146,7 @@ def test_a_wpg_that_its_log_rebuilds_goes_elsewhere_when_its_node_stays_away() -
     assert explained(cluster, "a")["nodes"] == ["n1"]
 
 
-def test_a_node_that_is_back_in_time_keeps_its_wpgs() -> None:
+def test_a_node_that_returns_in_time_keeps_its_wpgs() -> None:
     cluster = trained()
     cluster.lose_node("n0")
     cluster.pass_time(100.0)
@@ -159,7 +159,7 @@ def test_a_node_that_is_back_in_time_keeps_its_wpgs() -> None:
 
 
 @pytest.mark.parametrize("drained_first", [True, False])
-def test_a_dead_node_that_is_drained_is_not_waited_for(drained_first: bool) -> None:
+def test_a_dead_node_that_is_drained_is_not_awaited(drained_first: bool) -> None:
     cluster = trained()
     cluster.join_node(node="n1")
     if drained_first:
@@ -174,7 +174,7 @@ def test_a_dead_node_that_is_drained_is_not_waited_for(drained_first: bool) -> N
     assert {rank.node for rank in cluster.launches[-1].ranks} == {"n1"}
 
 
-def test_without_room_it_queues_for_gpus_and_loses_nothing() -> None:
+def test_without_capacity_it_queues_for_gpus_and_loses_nothing() -> None:
     cluster = trained(nodes=1)
     cluster.submit("a:2", "a/actor", "forward_backward")
     cluster.lose_node("n0")
@@ -185,7 +185,7 @@ def test_without_room_it_queues_for_gpus_and_loses_nothing() -> None:
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2"]
 
 
-def test_the_only_durable_version_is_waited_for() -> None:
+def test_the_node_with_the_only_durable_version_is_awaited() -> None:
     cluster = trained(offloaded=True, rebuild_operations=0)
     cluster.submit("a:2", "a/actor", "forward_backward")
     cluster.lose_node("n0")
@@ -198,7 +198,7 @@ def test_the_only_durable_version_is_waited_for() -> None:
     assert explained(cluster, "a")["nodes"] == ["n0"]
 
 
-def test_a_version_of_which_a_lost_node_has_a_part_is_waited_for() -> None:
+def test_a_lost_node_with_a_part_of_the_version_is_awaited() -> None:
     cluster = cluster_of(2, snapshot_operations=1, rebuild_operations=0)
     cluster.job("a")
     cluster.deploy("a/actor", workers=4)
@@ -216,7 +216,7 @@ def test_a_version_of_which_a_lost_node_has_a_part_is_waited_for() -> None:
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2"]
 
 
-def test_parts_of_a_version_follow_to_a_node_that_has_others_of_them() -> None:
+def test_parts_of_a_version_follow_to_a_node_with_other_parts() -> None:
     cluster = cluster_of(1, policy="isolated")
     cluster.join_node(6, "n1")
     for job in ("b", "a"):
@@ -252,7 +252,7 @@ def test_a_migration_whose_target_dies_goes_to_another_node() -> None:
     assert ReleaseState(deployment="a/actor", nodes=(target,)) in commands
 
 
-def test_workers_of_a_node_that_was_given_up_are_stopped_when_it_returns() -> None:
+def test_workers_of_a_written_off_node_are_stopped_when_it_returns() -> None:
     cluster = trained()
     incarnation = cluster.wpgs["a/actor"].incarnation
     cluster.send(ev.NodeLost(node="n0"))
@@ -269,7 +269,7 @@ def test_workers_of_a_node_that_was_given_up_are_stopped_when_it_returns() -> No
 
 @pytest.mark.parametrize("offloaded", [True, False])
 @pytest.mark.parametrize("was_lost", [True, False])
-def test_nothing_starts_on_gpus_that_a_node_has_no_more(offloaded: bool, was_lost: bool) -> None:
+def test_nothing_starts_on_gpus_that_a_node_no_longer_has(offloaded: bool, was_lost: bool) -> None:
     cluster = trained(offloaded=offloaded)
     if was_lost:
         cluster.lose_node("n0")

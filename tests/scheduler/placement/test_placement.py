@@ -41,7 +41,7 @@ def placement(cluster: FakeCluster, job: str) -> dict[str, object]:
 
 
 def profiled(cluster: FakeCluster, job: str, cycles: int = 5) -> None:
-    """Enough cycles for a profile, all as fast as they come."""
+    """Enough cycles for a profile, without waiting."""
     for index in range(cycles):
         cluster.submit(f"{job}:{index}:{cluster.now}", f"{job}/actor", "optim_step")
         while cluster.runs:
@@ -50,7 +50,7 @@ def profiled(cluster: FakeCluster, job: str, cycles: int = 5) -> None:
         cluster.pass_time(9.0)
 
 
-def test_isolated_gives_everybody_gpus_of_their_own() -> None:
+def test_isolated_gives_each_deployment_its_own_gpus() -> None:
     cluster = cluster_of(4, "isolated")
     for job in ("a", "b", "c"):
         submit(cluster, job, trace(10.0))
@@ -87,7 +87,7 @@ def test_spread_finds_the_shift_at_which_the_demand_fits() -> None:
     assert (placement(cluster, "c")["way"], placement(cluster, "c")["shift_s"]) == ("strict", 90.0)
 
 
-def test_a_trace_longer_than_its_slots_by_a_rounding_error_gets_what_was_searched() -> None:
+def test_a_trace_longer_than_its_slots_by_a_rounding_error_is_reserved() -> None:
     cluster = FakeCluster(policy="spread+backfill", horizon_slots=600, load_max=1.0)
     cluster.start_node(2)
     cluster.now = 0.0
@@ -112,7 +112,7 @@ def test_a_trace_longer_than_its_slots_by_a_rounding_error_gets_what_was_searche
         max_size=5,
     ),
 )
-def test_whatever_a_search_finds_can_be_reserved(
+def test_every_fit_can_be_reserved(
     now: int, demands: list[tuple[float, float, float, float, float]]
 ) -> None:
     cluster = cluster_of(2, "spread+backfill", load_max=2.0, waiting_part_max=1.0)
@@ -145,7 +145,7 @@ def test_declared_demand_shares_at_once_though_no_move_was_measured(policy: str)
     assert group_of(cluster, "b") == group_of(cluster, "a") == "g1"
 
 
-def test_a_state_too_large_for_the_fastest_link_shares_with_nobody() -> None:
+def test_a_state_too_large_for_the_fastest_link_does_not_share() -> None:
     cluster = FakeCluster(policy="spread")
     large = {"gpu_memory_bytes": 80 << 30, "host_memory_bytes": 2048 << 30}
     cluster.nodes["n"] = ev.NodeJoined(node="n", gpus=1, statemanager="sm:n", **large)
@@ -179,7 +179,7 @@ def test_spread_makes_a_new_group_before_it_overlaps() -> None:
     [(None, 0, "overlap"), (4, 0, "dedicated"), (None, 2, "dedicated")],
     ids=["may have GPUs", "held by its quota", "half a gang"],
 )
-def test_where_others_wait_for_gpus_an_overlap_comes_before_a_new_group(
+def test_if_gpus_are_scarce_an_overlap_comes_before_a_new_group(
     quota: int | None, gang: int, way: str
 ) -> None:
     cluster = cluster_of(8, "spread+backfill", load_max=2.0, waiting_part_max=1.0)
@@ -195,7 +195,7 @@ def test_where_others_wait_for_gpus_an_overlap_comes_before_a_new_group(
 
 @pytest.mark.parametrize(("overlap_max", "way"), [(0.2, None), (0.3, "overlap")])
 def test_overlap_is_accepted_up_to_its_bound(overlap_max: float, way: str | None) -> None:
-    """15 s of 60 s lie on another's time at best: two gaps of 35 s are free."""
+    """At best 15 s of 60 s overlap another plan: two gaps of 35 s are free."""
     cluster = cluster_of(2, "spread", overlap_max=overlap_max, load_max=2.0, waiting_part_max=1.0)
     two = DemandTrace(
         period_s=100.0,
@@ -214,7 +214,7 @@ def test_overlap_is_accepted_up_to_its_bound(overlap_max: float, way: str | None
 
 
 def test_a_group_within_the_overlap_bound_is_found_behind_a_cheaper_one_beyond_it() -> None:
-    """What has slack is cheap to overlap, and too much of it is overlapped."""
+    """Overlapping segments with slack is cheap, but here exceeds the overlap bound."""
     cluster = cluster_of(4, "spread", overlap_max=0.22, load_max=2.0)
     slack = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=80.0, slack_s=80.0),)
@@ -226,7 +226,7 @@ def test_a_group_within_the_overlap_bound_is_found_behind_a_cheaper_one_beyond_i
     assert (record["group"], record["overlap_s"]) == ("g2", 8.0)
 
 
-def test_a_cold_job_gets_a_group_of_its_own_that_is_closed_until_its_profile_is_there() -> None:
+def test_a_cold_job_gets_its_own_group_that_is_closed_until_it_is_profiled() -> None:
     cluster = cluster_of(2, "spread", profile_cycles=2)
     submit(cluster, "a", None)
     cluster.settle()
@@ -280,7 +280,7 @@ def test_states_of_all_groups_of_a_node_fit_its_host_memory_and_nvme(
     assert placed == count
 
 
-def test_a_group_is_of_the_wanted_type_and_size() -> None:
+def test_a_group_has_the_requested_type_and_size() -> None:
     cluster = FakeCluster(policy="pack")
     cluster.send(node("x", node_type="x", host_memory_bytes=10**6))
     cluster.send(node("y", node_type="y", host_memory_bytes=10**6))
@@ -319,7 +319,7 @@ wishes = st.lists(
     wishes,
     st.integers(0, 25),
 )
-def test_a_restored_scheduler_chooses_as_the_one_that_went_on(
+def test_a_restored_scheduler_chooses_as_the_original(
     policy: str, history: list[tuple[object, ...]], at: int
 ) -> None:
     cluster = cluster_of(8, policy, load_max=1.5)

@@ -1,4 +1,4 @@
-"""State that is lost with its node, computed anew from the operations that led to it."""
+"""State that is lost with its node is recomputed from the operations that led to it."""
 
 import json
 
@@ -16,14 +16,14 @@ from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.commands import Command, DiscardBlobs, RunOperation
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
-from tests.scheduler.test_relocation import cluster_of, drain, explained, with_jobs
+from tests.scheduler.placement.test_relocation import cluster_of, drain, explained, with_jobs
 
 GONE_S = 121.0
 """Beyond `node_replace_s`."""
 
 
 def trained(steps: int = 3, nodes: int = 2, **changes: object) -> FakeCluster:
-    """`a` has trained on n0, where its only version lies; every step made one."""
+    """`a` has trained on n0, which has its only version; every step made a version."""
     cluster = cluster_of(nodes, **{"snapshot_operations": 1, "rebuild_operations": 10, **changes})
     with_jobs(cluster, "a")
     train(cluster, *range(steps))
@@ -58,7 +58,7 @@ def refuse(cluster: FakeCluster, run: RunOperation, error: PlexRLError) -> None:
     )
 
 
-def test_a_version_that_is_lost_with_its_node_is_computed_anew_elsewhere() -> None:
+def test_a_version_lost_with_its_node_is_recomputed_elsewhere() -> None:
     cluster = trained()
     cluster.submit("a:3", "a/actor", "forward_backward")
     cluster.lose_node("n0")
@@ -69,7 +69,7 @@ def test_a_version_that_is_lost_with_its_node_is_computed_anew_elsewhere() -> No
     assert cluster.state_of("a:3") == "finished"
 
 
-def test_it_can_be_lost_and_computed_anew_again() -> None:
+def test_a_recomputed_version_can_be_lost_and_recomputed_again() -> None:
     cluster = trained(nodes=3)
     for count, node in enumerate(("n0", "n1")):
         assert explained(cluster, "a")["nodes"] == [node]
@@ -80,7 +80,7 @@ def test_it_can_be_lost_and_computed_anew_again() -> None:
     assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(5)]
 
 
-def test_a_node_that_is_back_in_time_has_its_version_loaded() -> None:
+def test_a_version_on_a_node_that_returns_in_time_is_loaded() -> None:
     cluster = trained()
     cluster.lose_node("n0")
     cluster.pass_time(GONE_S - 10.0)
@@ -90,7 +90,7 @@ def test_a_node_that_is_back_in_time_has_its_version_loaded() -> None:
     assert durable_seq(cluster) > 0
 
 
-def test_a_lost_node_is_awaited_for_as_long_as_the_repetition_takes() -> None:
+def test_a_lost_node_is_awaited_as_long_as_the_replay_takes() -> None:
     cluster = cluster_of(2, snapshot_operations=1, rebuild_operations=10)
     cluster.compute_s = 200.0
     with_jobs(cluster, "a")
@@ -125,7 +125,7 @@ def test_a_node_that_will_not_come_back_is_not_awaited(how: str) -> None:
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1", "a:2", "a:3"]
 
 
-def test_a_scheduler_that_was_restarted_computes_it_anew_too() -> None:
+def test_a_restarted_scheduler_recomputes_too() -> None:
     cluster = trained()
     cluster.lose_node("n0")
     del cluster.nodes["n0"]
@@ -145,7 +145,7 @@ def test_what_a_loaded_checkpoint_replaced_is_not_repeated() -> None:
     assert cluster.wpgs["a/actor"].device == ["load", "a:3", "a:4", "a:5"]
 
 
-def test_a_copy_that_was_on_its_way_from_a_lost_node_is_computed_anew() -> None:
+def test_an_incomplete_copy_from_a_lost_node_is_recomputed() -> None:
     cluster = trained()
     drain(cluster, "n0")
     while not cluster.migrations:
@@ -159,7 +159,7 @@ def test_a_copy_that_was_on_its_way_from_a_lost_node_is_computed_anew() -> None:
 
 
 class Discards(FakeCluster):
-    """Notes which payloads the core gives up."""
+    """Records the payloads that the core discards."""
 
     def __init__(self, **changes: object) -> None:
         self.discarded: list[str] = []
@@ -172,14 +172,14 @@ class Discards(FakeCluster):
         super().take(commands)
 
 
-def test_payloads_are_kept_up_to_the_bound_and_those_behind_an_earlier_version_after() -> None:
+def test_payloads_are_kept_up_to_the_bound_or_an_earlier_version() -> None:
     assert discards(rebuild_operations=3) == [0, 0, 0, 0, 3, 3, 3]
     assert discards(rebuild_payload_bytes_max=300) == [0, 0, 0, 0, 3, 3, 3]
     assert discards(rebuild_operations=0) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def discards(**changes: object) -> list[int]:
-    """Payloads given up after each of seven operations of 100 bytes."""
+    """The payloads discarded after each of seven operations of 100 bytes."""
     cluster = Discards(snapshot_operations=1, **changes)
     cluster.start_node()
     with_jobs(cluster, "a")
@@ -215,7 +215,7 @@ def offloaded_after(steps: int, **changes: object) -> FakeCluster:
 
 
 def load_of_a(cluster: FakeCluster) -> RunOperation:
-    """The load of `a`, once it is under way."""
+    """The load of `a`, once it runs."""
     while True:
         for run in cluster.runs:
             if (run.deployment, run.kind) == ("a/actor", OperationKind.LOAD):
@@ -230,7 +230,7 @@ def load_of_a(cluster: FakeCluster) -> RunOperation:
 
 
 def damage(cluster: FakeCluster, error: PlexRLError) -> int:
-    """The load under way finds its version damaged; returns which it was."""
+    """The running load finds its version damaged; returns the version."""
     run = load_of_a(cluster)
     cluster.wpgs["a/actor"].versions.pop(run.seq, None)
     refuse(cluster, run, error)
@@ -239,7 +239,7 @@ def damage(cluster: FakeCluster, error: PlexRLError) -> int:
 
 @pytest.mark.parametrize("error", [CorruptStateError("a block"), StateLostError("no file")])
 @pytest.mark.parametrize("steps", [3, 9])
-def test_a_damaged_version_is_computed_anew_from_an_earlier_one(
+def test_a_damaged_version_is_recomputed_from_an_earlier_one(
     error: PlexRLError, steps: int
 ) -> None:
     cluster = offloaded_after(steps)
@@ -256,7 +256,7 @@ def test_a_damaged_version_is_computed_anew_from_an_earlier_one(
     assert job(cluster)["state"] != "FAILED"
 
 
-def test_without_an_earlier_version_it_is_computed_anew_from_the_start() -> None:
+def test_without_an_earlier_version_it_is_recomputed_from_the_initial_weights() -> None:
     cluster = offloaded_after(3)
     cluster.submit("a:3", "a/actor", "forward_backward")
     seqs = [damage(cluster, StateLostError("no file")) for _ in range(2)]
@@ -276,7 +276,7 @@ def test_a_job_fails_when_neither_an_earlier_version_nor_the_start_is_left() -> 
     assert cluster.state_of("a:9") == "cancelled"
 
 
-def test_damaged_versions_are_no_failures_of_the_workers() -> None:
+def test_damaged_versions_do_not_count_as_worker_failures() -> None:
     cluster = offloaded_after(3, launch_attempts=1)
     cluster.submit("a:3", "a/actor", "forward_backward")
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_damaged_versions_are_no_failures_of_the_workers() -> None:
     assert cluster.state_of("a:3") == "finished"
 
 
-def test_a_scheduler_that_was_restarted_knows_the_earlier_version() -> None:
+def test_a_restarted_scheduler_remembers_the_earlier_version() -> None:
     cluster = offloaded_after(9)
     cluster.restart_scheduler(restored=True)
     cluster.submit("a:9", "a/actor", "forward_backward")
@@ -294,7 +294,7 @@ def test_a_scheduler_that_was_restarted_knows_the_earlier_version() -> None:
     assert cluster.wpgs["a/actor"].device == [f"a:{index}" for index in range(10)]
 
 
-def test_an_offload_that_finds_its_state_lost_starts_the_workers_over() -> None:
+def test_an_offload_of_lost_state_restarts_the_workers() -> None:
     cluster = offloaded_after(3)
     train(cluster, 3)
     cluster.submit("b:1", "b/actor", "forward_backward")
@@ -309,7 +309,7 @@ def test_an_offload_that_finds_its_state_lost_starts_the_workers_over() -> None:
 
 
 @pytest.mark.parametrize("rebuild_operations", [0, 2])
-def test_beyond_the_bound_the_node_is_waited_for_or_the_job_ends(rebuild_operations: int) -> None:
+def test_beyond_the_bound_the_node_is_awaited_or_the_job_ends(rebuild_operations: int) -> None:
     waiting = trained(5, rebuild_operations=rebuild_operations)
     waiting.lose_node("n0")
     waiting.pass_time(1000.0)
@@ -359,7 +359,7 @@ def test_a_rollout_whose_trainer_lost_what_it_published_has_it_publish_again() -
     assert cluster.state_of("draw") == "finished"
 
 
-def test_a_generation_is_told_the_step_of_the_weights_that_were_published_last() -> None:
+def test_a_generation_reports_the_step_of_the_last_published_weights() -> None:
     cluster = synced()
     cluster.submit("a:1", "a/actor", "optim_step")
     cluster.execute(cluster.runs[0], trainer_step=4)
@@ -384,7 +384,7 @@ def test_a_generation_is_told_the_step_of_the_weights_that_were_published_last()
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_sync_that_is_repeated_is_tried_again_when_its_new_publish_ends_badly(
+def test_a_repeated_sync_is_retried_when_its_new_publish_fails(
     is_cancelled: bool,
 ) -> None:
     cluster = synced()
@@ -419,7 +419,7 @@ def test_a_sync_that_is_repeated_is_tried_again_when_its_new_publish_ends_badly(
     assert cluster.state_of("draw") == "finished"
 
 
-def test_weights_that_cannot_be_pulled_again_and_again_end_the_job() -> None:
+def test_weights_that_repeatedly_cannot_be_pulled_end_the_job() -> None:
     cluster = synced(launch_attempts=2)
     cluster.kill("a/rollout")
     cluster.submit("draw", "a/rollout", "generate")
@@ -433,7 +433,7 @@ def test_weights_that_cannot_be_pulled_again_and_again_end_the_job() -> None:
     assert job(cluster)["state"] == "FAILED"
 
 
-def test_an_error_that_no_publish_mends_restarts_the_rollout() -> None:
+def test_an_error_that_a_publish_cannot_repair_restarts_the_rollout() -> None:
     cluster = synced()
     cluster.kill("a/rollout")
     cluster.submit("draw", "a/rollout", "generate")
@@ -450,7 +450,7 @@ def test_a_negative_bound_is_refused() -> None:
         config(rebuild_operations=-1)
 
 
-def test_a_damaged_version_is_not_waited_for_on_its_way_elsewhere() -> None:
+def test_a_copy_of_a_damaged_version_is_not_awaited() -> None:
     cluster = trained()
     drain(cluster, "n0")
     while not cluster.migrations:

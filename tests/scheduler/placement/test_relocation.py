@@ -1,4 +1,4 @@
-"""WPGs move to other GPUs: where it pays, where they wait too much, where a node is drained."""
+"""WPGs move to other GPUs: if it pays, if they wait too much, or if a node is drained."""
 
 import math
 
@@ -31,7 +31,7 @@ def with_jobs(cluster: FakeCluster, *jobs: str) -> None:
 
 
 def explained(cluster: FakeCluster, job: str) -> dict[str, object]:
-    """What is told of a job's first deployment."""
+    """The view of a job's first deployment."""
     found: dict[str, object] = cluster.core.explain_job(job, cluster.now)["deployments"][0]
     return found
 
@@ -93,8 +93,8 @@ def test_a_job_without_a_gap_stays_alone() -> None:
     assert moves(cluster, "a") + moves(cluster, "b") == 0
 
 
-def test_a_job_alone_makes_room_for_who_waits_though_there_is_no_gap_for_it() -> None:
-    """Where nobody waits the same two stay apart."""
+def test_a_job_alone_moves_for_a_waiting_job_although_no_gap_fits() -> None:
+    """Without a waiting job both stay apart."""
     cluster = cluster_of(waiting_part_max=1.0, load_max=1.0)
     with_jobs(cluster, "a", "b")
     cluster.job("large")
@@ -150,7 +150,7 @@ lives = st.lists(
 
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.sampled_from(("spread", "spread+backfill", "pack")), lives)
-def test_no_sequence_of_profiles_makes_a_job_wander(
+def test_no_sequence_of_profiles_makes_a_job_move_for_ever(
     policy: str, sequence: list[tuple[dict[str, float], float]]
 ) -> None:
     cluster = cluster_of(3, policy=policy, repack_interval_s=REST_S, horizon_slots=1200)
@@ -173,7 +173,7 @@ def test_no_sequence_of_profiles_makes_a_job_wander(
         assert moves(cluster, job) <= most
 
 
-def test_a_group_where_a_member_waits_too_much_takes_no_more_until_it_waits_less() -> None:
+def test_a_group_with_a_member_that_waits_too_much_closes_until_it_waits_less() -> None:
     cluster = cluster_of(1, policy="pack")
     with_jobs(cluster, "a", "b")
     for _ in range(6):
@@ -197,7 +197,7 @@ def test_a_group_where_a_member_waits_too_much_takes_no_more_until_it_waits_less
 
 
 def crowd(cluster: FakeCluster, cycles: int) -> None:
-    """`a` and `b` want the group at the same moments."""
+    """`a` and `b` need the group at the same times."""
     for _ in range(cycles):
         names = [f"{job}:{cluster.now}" for job in "ab"]
         for job, name in zip("ab", names, strict=True):
@@ -215,7 +215,7 @@ def crowd(cluster: FakeCluster, cycles: int) -> None:
         cluster.pass_time(10.0)
 
 
-def test_who_waits_most_moves_where_there_is_room_and_brings_no_old_waits_along() -> None:
+def test_the_member_that_waits_most_moves_and_its_old_waits_do_not_count() -> None:
     cluster = cluster_of(1, policy="pack")
     with_jobs(cluster, "a", "b")
     cluster.join_node(2, "n1")
@@ -261,7 +261,7 @@ def test_a_drain_waits_for_the_operation_and_loses_none() -> None:
     assert not cluster.core.list_nodes()[0]["groups"]
 
 
-def test_a_drain_moves_everything_where_there_is_room_and_nothing_where_there_is_none() -> None:
+def test_a_drain_moves_what_fits_elsewhere() -> None:
     cluster = cluster_of(2, gpus=4)
     cluster.job("a")
     for name, kind in (("a/one", "train"), ("a/two", "rollout")):
@@ -282,7 +282,7 @@ def test_a_drain_moves_everything_where_there_is_room_and_nothing_where_there_is
     assert [node["gpus_reserved"] for node in cluster.core.list_nodes()] == [4, 0]
 
 
-def test_of_two_that_want_the_same_room_one_moves_and_the_other_works_on() -> None:
+def test_of_two_moves_to_the_same_group_one_happens_and_the_other_waits() -> None:
     cluster = cluster_of(1, gpus=4)
     cluster.join_node(2, "n1")
     cluster.job("a")
@@ -299,7 +299,7 @@ def test_of_two_that_want_the_same_room_one_moves_and_the_other_works_on() -> No
     assert [cluster.state_of(f"{name}:2") for name in ("a/one", "a/two")] == ["finished"] * 2
 
 
-def test_a_drain_that_is_undone_calls_the_move_off() -> None:
+def test_ending_a_drain_cancels_the_move() -> None:
     cluster = cluster_of()
     with_jobs(cluster, "a")
     for index in range(3):
@@ -314,7 +314,7 @@ def test_a_drain_that_is_undone_calls_the_move_off() -> None:
 
 
 def migrating() -> FakeCluster:
-    """`a` has trained and is on its way from n0 to n1."""
+    """`a` has trained and migrates from n0 to n1."""
     cluster = cluster_of()
     with_jobs(cluster, "a")
     cluster.submit("a:0", "a/actor", "forward_backward")
@@ -325,7 +325,7 @@ def migrating() -> FakeCluster:
     return cluster
 
 
-def test_a_migration_that_fails_is_tried_again() -> None:
+def test_a_failed_migration_is_retried() -> None:
     cluster = migrating()
     for _ in range(3):
         cluster.migrate(cluster.migrations[0], error="no route")
@@ -363,7 +363,7 @@ def test_a_job_that_ends_during_its_migration_leaves_nothing_behind() -> None:
     assert not cluster.core.list_groups(cluster.now)
 
 
-def test_a_scheduler_that_starts_anew_goes_on_with_a_migration() -> None:
+def test_a_restarted_scheduler_continues_a_migration() -> None:
     cluster = migrating()
     cluster.restart_scheduler()
     cluster.submit("a:1", "a/actor", "forward_backward")
@@ -371,7 +371,7 @@ def test_a_scheduler_that_starts_anew_goes_on_with_a_migration() -> None:
     assert cluster.wpgs["a/actor"].device == ["a:0", "a:1"]
 
 
-def test_a_wpg_that_is_being_rebuilt_moves_only_when_it_is_whole() -> None:
+def test_a_wpg_moves_only_after_its_rebuild_is_complete() -> None:
     cluster = cluster_of(snapshot_operations=10)
     with_jobs(cluster, "a")
     names = [f"a:{index}" for index in range(4)]
@@ -389,7 +389,7 @@ def test_a_wpg_that_is_being_rebuilt_moves_only_when_it_is_whole() -> None:
     assert explained(cluster, "a")["nodes"] == ["n1"]
 
 
-def test_a_trainer_stays_until_what_it_published_is_pulled() -> None:
+def test_a_trainer_stays_until_its_published_weights_are_pulled() -> None:
     cluster = cluster_of(3)
     cluster.job("a")
     cluster.deploy("a/actor")
@@ -412,7 +412,7 @@ def test_a_trainer_stays_until_what_it_published_is_pulled() -> None:
     assert explained(cluster, "a")["nodes"] == ["n2"]
 
 
-def test_a_wpg_that_moves_to_fewer_nodes_has_the_others_drop_its_state() -> None:
+def test_a_wpg_that_moves_to_fewer_nodes_releases_its_state_on_the_others() -> None:
     cluster = cluster_of(2, gpus=2)
     cluster.job("a")
     cluster.deploy("a/actor", workers=4)

@@ -1,4 +1,4 @@
-"""A job that waits for GPUs is told which jobs have them, and which of those were left open."""
+"""The explanation of a waiting job lists the jobs with GPUs, and which of them are abandoned."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ TIMEOUT_S, REATTACH_S = 60.0, 300.0
 
 
 def submit(cluster: FakeCluster, job: str, tenant: str = "t", **fields: Any) -> None:
-    """A job with one deployment of two GPUs, whose controller is heard of no more."""
+    """A job with one deployment of two GPUs whose controller is silent."""
     cluster.send(
         ev.JobSubmitted(
             job=job,
@@ -25,7 +25,7 @@ def submit(cluster: FakeCluster, job: str, tenant: str = "t", **fields: Any) -> 
 
 
 def waiting(**changes: object) -> FakeCluster:
-    """A cluster of two GPUs, which `first` has and `second`, of another tenant, waits for."""
+    """A cluster of two GPUs: `first` has them, and `second`, of another tenant, waits for them."""
     cluster = FakeCluster(policy="isolated", **changes)
     cluster.start_node(2)
     submit(cluster, "first", tenant="u")
@@ -40,14 +40,14 @@ def holders(cluster: FakeCluster, job: str = "second", **rights: bool) -> list[d
 
 
 def beat(cluster: FakeCluster, *jobs: str, seconds: float) -> None:
-    """Time passes, in which the controllers of some jobs are heard of."""
+    """Time passes while the controllers of some jobs send heartbeats."""
     for _ in range(round(seconds / 10)):
         cluster.pass_time(10.0)
         for job in jobs:
             cluster.send(ev.ControllerSeen(job=job))
 
 
-def test_a_job_that_was_left_open_is_named_with_the_time_at_which_it_is_cancelled() -> None:
+def test_an_abandoned_job_is_listed_with_the_time_of_its_cancellation() -> None:
     cluster = waiting()
     cluster.submit("o", "first/actor", "optim_step")
     told = []
@@ -62,7 +62,7 @@ def test_a_job_that_was_left_open_is_named_with_the_time_at_which_it_is_cancelle
     assert holders(cluster) == [], "it has the GPUs itself"
 
 
-def test_a_job_whose_controller_lives_is_idle_or_works() -> None:
+def test_a_job_with_a_live_controller_is_idle_or_working() -> None:
     cluster = waiting()
     cluster.submit("o", "first/actor", "optim_step")
     while not any(run.operation == "o" for run in cluster.runs):
@@ -75,7 +75,7 @@ def test_a_job_whose_controller_lives_is_idle_or_works() -> None:
     assert (row["condition"], row["idle_s"], row["cancelled_in_s"]) == ("idle", 120, None)
 
 
-def test_a_tenant_is_not_told_whose_the_other_tenants_jobs_are() -> None:
+def test_a_tenant_does_not_see_who_owns_other_jobs() -> None:
     (row,) = holders(waiting(), sees_all=False)
     assert (row["job"], row["tenant"], row["name"], row["gpus"]) == (None, None, None, 2)
     own = FakeCluster(policy="isolated")
@@ -85,7 +85,7 @@ def test_a_tenant_is_not_told_whose_the_other_tenants_jobs_are() -> None:
     assert holders(own, sees_all=False)[0]["job"] == "first"
 
 
-def test_those_that_were_left_open_come_first() -> None:
+def test_abandoned_jobs_come_first() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.start_node(6)
     for job in ("busy", "idle", "gone", "last"):
@@ -97,7 +97,7 @@ def test_those_that_were_left_open_come_first() -> None:
     assert found == [("gone", "detached"), ("idle", "idle"), ("busy", "working")]
 
 
-def test_only_gpus_that_would_help_are_named() -> None:
+def test_only_suitable_gpus_are_listed() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.join_node(2, "fast", node_type="fast")
     cluster.start_node(2)
@@ -108,7 +108,7 @@ def test_only_gpus_that_would_help_are_named() -> None:
     assert holders(cluster, "any") == [], "it has what it wants"
 
 
-def test_where_a_quota_keeps_a_job_waiting_its_own_tenants_jobs_are_named() -> None:
+def test_for_a_job_over_quota_the_jobs_of_its_tenant_are_listed() -> None:
     cluster = FakeCluster(policy="isolated")
     cluster.start_node(6)
     for tenant in ("t", "u"):

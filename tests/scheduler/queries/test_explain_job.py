@@ -1,4 +1,4 @@
-"""What is said of a wait is the rule that makes it, and estimates are compared with what came."""
+"""Explanations name the rule that causes a wait; estimates are compared with the real start."""
 
 import sys
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def submit(cluster: FakeCluster, job: str, **fields: object) -> None:
 
 
 def count_calls(work: Callable[[], object]) -> int:
-    """Calls, of Python functions and built-in ones, that `work` makes."""
+    """Number of Python and built-in calls that `work` makes."""
     count = 0
 
     def count_one(frame: FrameType, event: str, detail: object) -> None:
@@ -45,7 +45,7 @@ def summary(cluster: FakeCluster, job: str) -> str:
     return str(cluster.core.explain_job(job, cluster.now)["summary"])
 
 
-def test_a_job_without_gpus_says_how_many_are_before_it_and_what_was_tried() -> None:
+def test_a_waiting_job_reports_its_position_and_the_failed_modes() -> None:
     cluster = cluster_of(policy="isolated")
     for job in ("a", "b", "c"):
         submit(cluster, job)
@@ -56,7 +56,7 @@ def test_a_job_without_gpus_says_how_many_are_before_it_and_what_was_tried() -> 
     assert "0 GPUs are in no group, 2 of one kind are wanted" in summary(cluster, "c")
 
 
-def test_a_poll_costs_the_same_work_however_many_wait() -> None:
+def test_the_cost_of_a_poll_does_not_grow_with_the_backlog() -> None:
     def steps_of_a_poll(backlog: int) -> int:
         cluster = cluster_of(policy="isolated")
         submit(cluster, "holder")
@@ -69,7 +69,7 @@ def test_a_poll_costs_the_same_work_however_many_wait() -> None:
     assert steps_of_a_poll(600) < 2 * steps_of_a_poll(20)
 
 
-def test_a_job_says_when_gpus_come_free_by_what_users_said() -> None:
+def test_a_waiting_job_reports_when_declared_lengths_free_gpus() -> None:
     cluster = cluster_of(policy="isolated")
     submit(cluster, "a", expected_s=500.0)
     submit(cluster, "b")
@@ -79,7 +79,7 @@ def test_a_job_says_when_gpus_come_free_by_what_users_said() -> None:
     assert explanation["eta_s"] == 400.0
 
 
-def test_a_gang_that_is_not_whole_and_a_quota_are_named() -> None:
+def test_an_incomplete_gang_and_a_quota_are_explained() -> None:
     cluster = cluster_of(4)
     submit(cluster, "a", gang=2)
     cluster.submit("a:1", "a/actor", "barrier")
@@ -87,7 +87,7 @@ def test_a_gang_that_is_not_whole_and_a_quota_are_named() -> None:
     assert "gang of 2 has 1" in summary(cluster, "a")
 
 
-def test_operations_of_a_job_that_runs_are_explained_one_by_one() -> None:
+def test_each_operation_of_a_running_job_is_explained() -> None:
     cluster = cluster_of()
     submit(cluster, "a")
     submit(cluster, "b")
@@ -113,7 +113,7 @@ def test_operations_of_a_job_that_runs_are_explained_one_by_one() -> None:
     assert summary(cluster, "b") == "it waits for its controller's next operation"
 
 
-def test_estimates_of_a_start_are_compared_with_it() -> None:
+def test_estimated_starts_are_compared_with_real_ones() -> None:
     cluster = cluster_of()
     for job in ("a", "b"):
         submit(cluster, job)

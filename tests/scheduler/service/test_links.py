@@ -1,4 +1,4 @@
-"""Who comes to the scheduler's socket and goes, and what its node agents are asked."""
+"""Connections of the scheduler's socket, and calls to node agents."""
 
 import asyncio
 from pathlib import Path
@@ -31,25 +31,25 @@ async def is_alive(router: Peer, node: str) -> bool:
 
 
 async def due() -> None:
-    """Let what is due now run up to where it asks for something."""
+    """Run the tasks that are due now until they wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def lost(router: Peer, node: str) -> None:
-    """The node is not alive any more; the test's time limit is the deadline."""
+    """Wait until the node counts as lost; the test's time limit is the deadline."""
     while True:
         if not await is_alive(router, node):
             return
 
 
 async def heard(router: Peer, name: str) -> None:
-    """Everything that was reported before this has been handled: the queue has one order."""
+    """Wait until all earlier reports were handled; the queue is first in, first out."""
     create = {**OPERATOR, "name": name, "key_digest": digest(name)}
     await router.call("create_tenant", create)
 
 
-def test_every_departure_of_an_agent_begins_a_grace_of_its_own(tmp_path: Path) -> None:
+def test_each_disconnection_of_an_agent_starts_a_new_grace_period(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await cluster.router()
@@ -92,7 +92,9 @@ def test_a_newer_connection_of_a_node_replaces_the_former(tmp_path: Path) -> Non
     run_live(talk)
 
 
-def test_a_release_is_said_again_to_an_agent_that_left_before_it_answered(tmp_path: Path) -> None:
+def test_a_release_is_resent_to_an_agent_that_disconnected_before_its_answer(
+    tmp_path: Path,
+) -> None:
     async def talk() -> None:
         told: asyncio.Queue[str] = asyncio.Queue()
 
@@ -119,7 +121,7 @@ def test_a_release_is_said_again_to_an_agent_that_left_before_it_answered(tmp_pa
     run_live(talk)
 
 
-def test_a_connection_leaves_nothing_running(tmp_path: Path) -> None:
+def test_an_ended_connection_leaves_no_task_running(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await cluster.router()

@@ -1,4 +1,4 @@
-"""The scheduler on its socket: who may say what, whose objects are shown, who comes and goes."""
+"""The scheduler's socket: roles, access checks, connections."""
 
 import asyncio
 import math
@@ -84,7 +84,7 @@ ONE_TENANTS_OBJECT = (
 
 
 async def refusal(peer: Peer, method: str, params: Plain) -> errors.PlexRLError:
-    """The error that a call is answered with."""
+    """The error that answers a call."""
     try:
         answer = await peer.call(method, params)
     except errors.PlexRLError as error:
@@ -120,7 +120,7 @@ def test_nothing_but_hello_is_served_before_hello(tmp_path: Path) -> None:
     run_live(talk)
 
 
-def test_a_router_makes_no_agents_reports_and_an_agent_no_routers_calls(tmp_path: Path) -> None:
+def test_routers_and_agents_cannot_make_each_others_calls(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await with_one_job(cluster)
@@ -153,7 +153,7 @@ def test_a_router_learns_which_payloads_no_operation_needs(tmp_path: Path) -> No
     run_live(talk)
 
 
-def test_an_agent_reports_of_its_own_nodes_workers_only(tmp_path: Path) -> None:
+def test_an_agent_reports_only_on_workers_of_its_node(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await with_one_job(cluster)
@@ -213,7 +213,7 @@ def test_a_connection_says_hello_once_and_properly(tmp_path: Path) -> None:
 # Tenants
 
 
-def test_a_routers_call_says_for_whom_it_is_made(tmp_path: Path) -> None:
+def test_a_router_call_names_its_tenant(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await with_one_job(cluster)
@@ -233,7 +233,7 @@ def test_a_routers_call_says_for_whom_it_is_made(tmp_path: Path) -> None:
     run_live(talk)
 
 
-def test_what_is_the_operators_alone_is_no_tenants(tmp_path: Path) -> None:
+def test_tenants_cannot_make_operator_calls(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await cluster.router()
@@ -244,7 +244,7 @@ def test_what_is_the_operators_alone_is_no_tenants(tmp_path: Path) -> None:
     run_live(talk)
 
 
-def test_a_tenant_is_shown_the_machines_and_nothing_of_other_tenants(tmp_path: Path) -> None:
+def test_a_tenant_sees_the_machines_and_nothing_of_other_tenants(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await with_one_job(cluster)
@@ -270,7 +270,7 @@ def test_a_tenant_is_shown_the_machines_and_nothing_of_other_tenants(tmp_path: P
     run_live(talk)
 
 
-def test_a_created_tenant_is_no_operator(tmp_path: Path) -> None:
+def test_a_created_tenant_is_not_an_operator(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await cluster.router()
@@ -337,7 +337,7 @@ def test_weights_are_not_pulled_from_another_tenants_deployment(tmp_path: Path) 
     run_live(talk)
 
 
-def test_a_deployment_bears_its_jobs_name(tmp_path: Path) -> None:
+def test_a_deployment_name_starts_with_its_job(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             router = await with_one_job(cluster)
@@ -406,7 +406,7 @@ def test_any_call_is_answered_and_the_journal_can_be_read_again(
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, -math.inf, math.nan])
-def test_a_number_that_json_has_not_is_refused_before_the_journal(
+def test_a_number_that_json_lacks_is_refused_before_the_journal(
     tmp_path: Path, timeout_s: float
 ) -> None:
     async def talk() -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's shell does when its surroundings do not keep up."""
+"""The shell under slow or failing surroundings."""
 
 import asyncio
 import socket
@@ -31,7 +31,7 @@ WAIT_S = 30.0
 
 
 class SlowJournal:
-    """A journal in memory; an append takes until `may_write` is set, and may fail."""
+    """A journal in memory; an append blocks until `may_write` is set, and may fail."""
 
     def __init__(self, failure: StorageError | None = None) -> None:
         self.failure = failure
@@ -78,7 +78,7 @@ class SlowJournal:
 
 
 class ForgetfulCore:
-    """A core with one operation that runs, until it is forgotten."""
+    """A core with one running operation, until it is evicted."""
 
     def __init__(self) -> None:
         self.knows = True
@@ -97,7 +97,7 @@ class ForgetfulCore:
 
 
 class PatientCore:
-    """A core whose operations never end, and how often it was asked whether one has."""
+    """A core whose operations never end; counts the queries whether one has."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -116,7 +116,7 @@ def tenant(name: str) -> ev.TenantCreated:
     return ev.TenantCreated(tenant=name, key_digest=name)
 
 
-def test_an_end_waits_for_the_commit_that_is_under_way() -> None:
+def test_stopping_waits_for_the_running_commit() -> None:
     async def run() -> None:
         journal = SlowJournal()
         shell = Shell(SchedulerCore(config()), journal, Clock(0.0))
@@ -141,7 +141,7 @@ def test_an_end_waits_for_the_commit_that_is_under_way() -> None:
     asyncio.run(run())
 
 
-def test_snapshots_are_written_every_so_many_events_and_at_the_end() -> None:
+def test_snapshots_are_written_at_intervals_and_at_the_end() -> None:
     async def run() -> None:
         journal = SlowJournal()
         journal.may_write.set()
@@ -161,7 +161,7 @@ def test_snapshots_are_written_every_so_many_events_and_at_the_end() -> None:
     asyncio.run(run())
 
 
-def test_a_lost_lease_ends_the_shell_and_answers_everybody() -> None:
+def test_a_lost_lease_ends_the_shell_and_answers_all_senders() -> None:
     async def run() -> None:
         journal = SlowJournal(LeaseLostError("led by another"))
         shell = Shell(SchedulerCore(config()), journal, Clock(0.0))
@@ -183,7 +183,7 @@ def test_a_lost_lease_ends_the_shell_and_answers_everybody() -> None:
     asyncio.run(run())
 
 
-def test_a_lease_that_another_took_is_lost() -> None:
+def test_a_lease_taken_by_another_scheduler_is_lost() -> None:
     async def run() -> None:
         async with asyncio.timeout(WAIT_S):
             await keep_lead(SlowJournal(LeaseLostError("led by another")), 0.05)
@@ -192,7 +192,7 @@ def test_a_lease_that_another_took_is_lost() -> None:
         asyncio.run(run())
 
 
-def test_a_leader_that_cannot_reach_its_journal_ends_where_another_listens_in_its_place() -> None:
+def test_a_leader_without_its_journal_ends_if_another_listens_at_its_address() -> None:
     async def run() -> None:
         async with asyncio.timeout(WAIT_S):
             await keep_lead(SlowJournal(StorageError("no server")), 0.05, lambda: True)
@@ -202,7 +202,7 @@ def test_a_leader_that_cannot_reach_its_journal_ends_where_another_listens_in_it
 
 
 @pytest.mark.parametrize("failure", [JournalFullError("no room"), StorageError("no server")])
-def test_a_lease_that_nobody_took_is_not_lost(failure: StorageError) -> None:
+def test_an_expired_lease_that_no_scheduler_took_is_not_lost(failure: StorageError) -> None:
     async def run() -> None:
         async with asyncio.timeout(0.3):
             await keep_lead(SlowJournal(failure), 0.05)
@@ -211,7 +211,7 @@ def test_a_lease_that_nobody_took_is_not_lost(failure: StorageError) -> None:
         asyncio.run(run())
 
 
-def test_a_router_that_takes_nothing_is_cut_off_and_the_next_one_is_sent_to() -> None:
+def test_a_router_that_accepts_nothing_is_disconnected_for_the_next_one() -> None:
     async def run() -> None:
         links = RouterLinks(send_timeout_s=0.1)
         deaf, ears = socket.socketpair(), socket.socketpair()
@@ -240,7 +240,7 @@ def test_a_router_that_takes_nothing_is_cut_off_and_the_next_one_is_sent_to() ->
     asyncio.run(run())
 
 
-def test_an_event_that_ends_nothing_looks_at_nobody_who_waits() -> None:
+def test_an_event_that_ends_no_operation_checks_no_waiter() -> None:
     async def run() -> None:
         journal = SlowJournal()
         journal.may_write.set()
@@ -263,7 +263,7 @@ def test_an_event_that_ends_nothing_looks_at_nobody_who_waits() -> None:
     asyncio.run(run())
 
 
-def test_who_waits_for_what_is_forgotten_at_once_is_told_so() -> None:
+def test_the_waiter_of_an_evicted_operation_gets_an_error() -> None:
     async def run() -> None:
         journal = SlowJournal()
         journal.may_write.set()

@@ -1,6 +1,6 @@
-"""Events that the core cannot take in: nothing is changed, and no replay meets them again.
+"""Events that trigger a bug in the core: nothing changes, and replays skip the failing step.
 
-A state with a fault in it is had from a snapshot that says what is not so.
+The tests damage the state through a snapshot.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ TTL_S = 3600.0
 
 
 class StillClock(Clock):
-    """No time passes, so that no timer of the cluster comes due."""
+    """A clock that stands still, so that no timer comes due."""
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -49,7 +49,7 @@ def journal(tmp_path: Path) -> Iterator[SqlJournal]:
 
 
 def ready_cluster() -> FakeCluster:
-    """Two jobs with a group of their own each; `a` is about to run a checkpoint's load."""
+    """Two jobs with a group each; `a` runs the load of a checkpoint."""
     cluster = FakeCluster(policy="isolated")
     cluster.start_node()
     for job in ("a", "b"):
@@ -62,13 +62,13 @@ def ready_cluster() -> FakeCluster:
 
 
 def without_a_group(core: SchedulerCore) -> None:
-    """Whoever asks for the group of `a` trips."""
+    """Every access to the group of `a` fails."""
     state = core._context.state
     del state.groups[next(iter(state.groups))]
 
 
 def with_an_unknown_operation(core: SchedulerCore) -> None:
-    """The first look at the group of `b`, which is due, trips over its queue."""
+    """The group step of `b`, which is due, fails on its queue."""
     context = core._context
     for name, each in context.state.deployments.items():
         if name == "b/actor":
@@ -77,7 +77,7 @@ def with_an_unknown_operation(core: SchedulerCore) -> None:
 
 
 def with_a_misplaced_operation(core: SchedulerCore) -> None:
-    """The deadline of an operation, which is over, trips."""
+    """Handling the expired deadline of an operation fails."""
     context = core._context
     operation = context.state.operations[OperationId("o")]
     operation.state, operation.deadline_at = OperationState.PENDING, 1.0
@@ -85,20 +85,20 @@ def with_a_misplaced_operation(core: SchedulerCore) -> None:
 
 
 def with_a_damaged_log(core: SchedulerCore) -> None:
-    """The end of what runs on `a` trips; to start its workers over does not."""
+    """Handling the end of the run on `a` fails; restarting its workers does not."""
     for name, each in core._context.state.deployments.items():
         if name == "a/actor":
             each.replay.log.append(OperationId("nobody's"))
 
 
 def with_an_endless_sum(core: SchedulerCore) -> None:
-    """The state cannot be written down."""
+    """The state cannot be encoded."""
     usage = core._context.state.jobs[JobId("a")].usage
     usage[OperationKind.BARRIER] = UsageRow(tokens=1 << 70)
 
 
 def spoiled(journal: SqlJournal, spoil: Spoil) -> tuple[FakeCluster, Restored]:
-    """A core whose state has a fault, on a journal that it comes back from with that fault."""
+    """A core with a damaged state, restored from a journal with the same damage."""
     cluster = ready_cluster()
     position = journal.append(cluster.journal)
     damaged = SchedulerCore.restore(cluster.config, cluster.core.dump())
@@ -122,7 +122,7 @@ def shell_of(journal: SqlJournal, restored: Restored, snapshot_events: int = 50_
 
 
 async def told(shell: Shell, *events: ev.Event) -> list[BaseException | None]:
-    """What each of `events`, sent together, is answered."""
+    """The answers to `events`, sent at the same time."""
     running = asyncio.create_task(shell.run())
     async with asyncio.timeout(WAIT_S):
         answers = await asyncio.gather(
@@ -149,7 +149,7 @@ def tenant(name: str) -> ev.TenantCreated:
     return ev.TenantCreated(tenant=name, key_digest=name)
 
 
-def test_an_event_that_fails_halfway_is_no_refusal(journal: SqlJournal) -> None:
+def test_an_event_that_fails_halfway_is_not_a_refusal(journal: SqlJournal) -> None:
     cluster, restored = spoiled(journal, without_a_group)
     with pytest.raises(Fault) as caught:
         restored.core.handle(submitted("a/actor", "x"), cluster.now)
@@ -157,7 +157,7 @@ def test_an_event_that_fails_halfway_is_no_refusal(journal: SqlJournal) -> None:
     assert isinstance(caught.value.error, KeyError)
 
 
-def test_who_sends_an_event_that_fails_is_told_and_nothing_has_changed(
+def test_the_sender_of_a_failing_event_gets_an_error_and_nothing_changes(
     journal: SqlJournal, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster, restored = spoiled(journal, without_a_group)
@@ -182,7 +182,7 @@ def test_who_sends_an_event_that_fails_is_told_and_nothing_has_changed(
     ("spoil", "step"),
     [(with_an_unknown_operation, "group g2"), (with_a_misplaced_operation, "timer deadline:o")],
 )
-def test_of_an_event_only_the_step_that_fails_is_left_out(
+def test_only_the_failing_step_of_an_event_is_skipped(
     journal: SqlJournal, spoil: Spoil, step: str
 ) -> None:
     cluster, restored = spoiled(journal, spoil)
@@ -194,7 +194,7 @@ def test_of_an_event_only_the_step_that_fails_is_left_out(
     assert restore(cluster.config, journal).core.dump() == shell.core.dump()
 
 
-def test_a_report_that_fails_has_the_workers_start_over(journal: SqlJournal) -> None:
+def test_a_failing_report_restarts_the_workers(journal: SqlJournal) -> None:
     cluster, restored = spoiled(journal, with_a_damaged_log)
     shell = shell_of(journal, restored)
     (run,) = cluster.runs
@@ -205,7 +205,7 @@ def test_a_report_that_fails_has_the_workers_start_over(journal: SqlJournal) -> 
     assert shell.core.deployment_view("a/actor", 0.0)["state"] == "recovering"
 
 
-def test_a_journal_with_an_event_that_fails_is_read_all_the_same(journal: SqlJournal) -> None:
+def test_a_journal_with_a_failing_event_can_be_read(journal: SqlJournal) -> None:
     cluster, restored = spoiled(journal, without_a_group)
     events = [tenant("t1"), submitted("a/actor", "x"), tenant("t2")]
     journal.append([(event, cluster.now) for event in events])
@@ -217,7 +217,7 @@ def test_a_journal_with_an_event_that_fails_is_read_all_the_same(journal: SqlJou
         assert journal.skipped_steps() == {restored.position + 2: {EVENT}}
 
 
-def test_a_state_that_cannot_be_written_down_does_not_end_the_service(
+def test_a_state_that_cannot_be_encoded_does_not_end_the_service(
     journal: SqlJournal, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = ready_cluster()

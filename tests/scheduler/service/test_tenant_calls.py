@@ -1,4 +1,4 @@
-"""API keys: a tenant may have several, and no router takes a revoked one."""
+"""API keys: a tenant may have several, and no router accepts a revoked one."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from plexrl.scheduler.state import events as ev
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.live_service import OPERATOR, Plain, digest, live, run_live
-from tests.scheduler.test_service import refusal
+from tests.scheduler.service.test_service import refusal
 
 OLD, NEW = digest("old"), digest("new")
 
@@ -89,7 +89,7 @@ def test_keys_survive_a_snapshot_also_one_from_before_a_tenant_had_several() -> 
     assert restored.authenticate(digest("root")) == ("operator", True)
 
 
-def test_a_revocation_is_answered_once_every_router_has_forgotten_the_key(tmp_path: Path) -> None:
+def test_a_revocation_is_answered_once_every_router_has_dropped_the_key(tmp_path: Path) -> None:
     async def talk() -> None:
         forgotten: list[str] = []
 
@@ -134,7 +134,7 @@ async def keys_of_a(router: Peer) -> list[Plain]:
     return list((await router.call("list_keys", {**OPERATOR, "name": "a"}))["keys"])
 
 
-def test_the_operators_key_is_the_configurations_unless_it_was_revoked(tmp_path: Path) -> None:
+def test_the_configured_operator_key_is_valid_unless_revoked(tmp_path: Path) -> None:
     async def talk() -> None:
         async with live(tmp_path) as cluster:
             await cluster.router()

@@ -1,4 +1,5 @@
-"""`kill -9` of daemon or worker at any time: what loads is whole, and no whole version is lost."""
+"""`kill -9` of daemon or worker at any time: every load is exact, and no complete version is
+lost."""
 
 import multiprocessing
 import os
@@ -91,7 +92,7 @@ def test_an_arena_is_kept_when_the_daemon_does_not_come_back(
 
 
 def stored_versions(daemon: Daemon) -> dict[int, npt.NDArray[np.uint8]]:
-    """By sequence number, what a daemon would find in the directories of one that is dead."""
+    """The versions by sequence number that a new daemon would recover from the directories."""
     store = Store(replace(daemon.config, fault_points=()))
     store.check()
     found = {}
@@ -106,7 +107,7 @@ def stored_versions(daemon: Daemon) -> dict[int, npt.NDArray[np.uint8]]:
 
 
 @pytest.mark.parametrize("host_versions", [1, 8], ids=["spilling", "in memory"])
-def test_a_daemon_killed_at_any_moment_of_an_offload_leaves_nothing_torn(
+def test_a_daemon_killed_during_an_offload_leaves_no_partial_version(
     start_daemon: StartDaemon, make_shard: MakeShard, host_versions: int
 ) -> None:
     chance = random.Random(host_versions)
@@ -117,7 +118,7 @@ def test_a_daemon_killed_at_any_moment_of_an_offload_leaves_nothing_torn(
     shard.fill(1)
     shard.offload(1)
     shard.fill(2)
-    # The second one spills the first, where it has to, as all later ones will.
+    # Each offload after the first spills its predecessor, if necessary.
     typical_s = shard.offload(2, keep_seq=1).seconds
     seconds_of_kill = []
     with ThreadPoolExecutor(1) as pool:
@@ -144,7 +145,7 @@ def test_a_daemon_killed_at_any_moment_of_an_offload_leaves_nothing_torn(
 
 
 def _offload_for_ever(pipe: Connection, daemon: Daemon) -> None:
-    """A worker process that goes from version to version until it is killed."""
+    """A worker process that offloads version after version until it is killed."""
     shard = Shard(daemon, elements=8 * MIB)
     shard.register()
     seq = pipe.recv()

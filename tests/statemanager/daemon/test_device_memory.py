@@ -1,4 +1,4 @@
-"""Memory of the device over a real daemon: who has it, who gets it next, and that none is lost."""
+"""Device memory over a real daemon: allocation, reuse, and no leaks."""
 
 import multiprocessing
 import os
@@ -20,13 +20,13 @@ KILLS = 50
 
 
 def lent_bytes(observer: Shard) -> int:
-    """Device memory that the daemon counts as lent."""
+    """Device memory that the daemon counts as allocated."""
     lent = observer.agent.usage()["device"]["lent_bytes"]
     assert isinstance(lent, int)
     return lent
 
 
-def test_an_offload_gives_memory_that_the_next_job_gets(
+def test_an_offload_frees_memory_for_the_next_job(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(device_bytes=MIB)
@@ -34,7 +34,7 @@ def test_an_offload_gives_memory_that_the_next_job_gets(
     expected = first.fill(1)
     first.offload(1)
     second = make_shard(daemon, deployment="b/actor", elements=MIB // 8)
-    assert not second.contents.any(), "what the first job left is not seen by the second"
+    assert not second.contents.any(), "the second job sees the first job's data"
     second.offload(1)
     first.load(1)
     assert np.array_equal(first.contents, expected)
@@ -65,7 +65,7 @@ def test_a_full_device_refuses_the_next_job_and_changes_nothing(
     assert np.array_equal(first.contents, expected)
 
 
-def test_what_a_load_does_not_bring_reads_as_zero(
+def test_bytes_that_a_load_does_not_write_read_as_zero(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(device_bytes=MIB)
@@ -99,7 +99,7 @@ def test_a_restarted_daemon_adopts_the_memory_of_its_workers(
     assert lent_bytes(shard) == 0
 
 
-def test_a_load_that_fails_lends_nothing(daemon: Daemon, make_shard: MakeShard) -> None:
+def test_a_failed_load_allocates_nothing(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
     shard.offload(1)
     with pytest.raises(StateLostError):
@@ -109,7 +109,7 @@ def test_a_load_that_fails_lends_nothing(daemon: Daemon, make_shard: MakeShard) 
     assert lent_bytes(shard) == MIB // 2
 
 
-def test_memory_is_lent_once(daemon: Daemon, make_shard: MakeShard) -> None:
+def test_memory_is_allocated_once(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon)
     with pytest.raises(ConflictError, match="already has device memory"):
         shard.client._call(Attach(token=1))
@@ -118,7 +118,7 @@ def test_memory_is_lent_once(daemon: Daemon, make_shard: MakeShard) -> None:
     assert lent_bytes(shard) == 0
 
 
-def test_a_rank_that_another_process_took_over_can_be_registered_again(
+def test_a_rank_can_be_registered_again_after_another_process(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     first = make_shard(daemon)
@@ -132,9 +132,7 @@ def test_a_rank_that_another_process_took_over_can_be_registered_again(
     assert np.array_equal(first.contents, expected)
 
 
-def test_another_arena_of_the_same_rank_takes_the_place_of_the_first(
-    daemon: Daemon, make_shard: MakeShard
-) -> None:
+def test_a_second_arena_of_a_rank_replaces_the_first(daemon: Daemon, make_shard: MakeShard) -> None:
     first, second = make_shard(daemon), make_shard(daemon, registered=False)
     expected = second.fill(3)
     first.client.register(second.arena, second.slices, group="g", token=1)
@@ -167,7 +165,7 @@ def _kill(worker: BaseProcess) -> None:
 def test_fifty_killed_workers_leave_no_memory_behind(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
-    """The bound is what the living need, so one loan that is not taken back would be refused."""
+    """The capacity fits the live workers, so a leaked allocation would cause a refusal."""
     chance = random.Random(50)
     elements = MIB // 8
     daemon = start_daemon(device_bytes=3 * MIB)
@@ -178,7 +176,7 @@ def test_fifty_killed_workers_leave_no_memory_behind(
     for kill in range(KILLS):
         if len(workers) == 3:
             worker = workers.pop(chance.randrange(3))
-            # Somewhere in its moves.
+            # At a random time of its moves.
             pause.wait(chance.uniform(0, 0.01))
             _kill(worker)
             wait_until(lambda: lent_bytes(observer) <= 2 * MIB)
@@ -193,7 +191,7 @@ def test_fifty_killed_workers_leave_no_memory_behind(
     wait_until(lambda: lent_bytes(observer) == 0)
     usage = observer.agent.usage()["device"]
     assert usage["idle_bytes"] <= 3 * MIB
-    # What is let go of is no longer lent at once, and gone soon.
+    # Freed memory is uncounted at once, and destroyed soon after.
     wait_until(lambda: daemon.segment_bytes() == usage["idle_bytes"])
     assert memory_file_bytes("plexrl-segment", pid=os.getpid()) == 0
 

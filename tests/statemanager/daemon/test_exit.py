@@ -1,4 +1,4 @@
-"""A clean end: nothing left in memory, and a later daemon serves what was complete."""
+"""Clean exits: no memory is left, and the next daemon serves all complete versions."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_a_clean_exit_persists_versions_and_leaves_no_socket_and_no_memory(
         assert np.array_equal(shard.contents, contents)
 
 
-def test_a_clean_exit_that_is_not_to_persist_leaves_nothing(
+def test_a_clean_exit_without_persistence_leaves_nothing(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(persist_on_exit=False)
@@ -39,7 +39,7 @@ def test_a_clean_exit_that_is_not_to_persist_leaves_nothing(
     assert not daemon.nvme_files()
 
 
-def test_what_nvme_cannot_take_stays_for_the_next_daemon(
+def test_versions_that_do_not_fit_nvme_stay_for_the_next_daemon(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(nvme_bytes=MIB // 2 + MIB // 4)
@@ -59,7 +59,7 @@ def test_what_nvme_cannot_take_stays_for_the_next_daemon(
     assert tiers == {"host", "nvme"}
 
 
-def test_an_offload_under_way_is_finished_before_the_exit(
+def test_a_running_offload_finishes_before_the_exit(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon()

@@ -1,4 +1,4 @@
-"""`kill -9` of the daemon at every point of every move: nothing whole is lost, nothing is torn."""
+"""`kill -9` of the daemon at every fault point: no complete version is lost or mixed."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,24 +24,24 @@ STATE = 8 * ELEMENTS
 PUBLISHED = 9
 
 
-def test_an_unknown_point_is_refused() -> None:
+def test_an_unknown_fault_point_is_refused() -> None:
     for name in ("put.nowhere", "put.copied:x"):
         with pytest.raises(InvalidRequestError, match="unknown fault point"):
             FaultPoints([name])
 
 
 def exercise(daemon: Daemon, shard: Shard) -> None:
-    """Every move there is, in a host tier that takes one version."""
+    """All moves, in a host tier for one version."""
     for seq in (3, 4):
         shard.fill(seq)
-        # The former is kept, so it spills; the one before it is dropped from NVMe.
+        # The previous version is kept, so it spills; its predecessor is dropped from NVMe.
         shard.snapshot(seq, keep_seq=seq - 1)
     shard.load(3)
     shard.load(4)
     shard.client.publish(seq=PUBLISHED, token=1)
     shard.fill(5)
     shard.snapshot(5, keep_seq=4)
-    # It had to spill for the version after it, and comes back.
+    # The next version spilled it, and the load promotes it.
     shard.client.pull(
         sources=[daemon.config.listen], source="job/actor", seq=PUBLISHED, wants=shard.slices[:1]
     )
@@ -74,18 +74,18 @@ def test_a_daemon_killed_at_a_point_loses_nothing_and_leaks_nothing(
         daemon.wait()
         daemon.config = config
         for seq, contents in stored_versions(daemon).items():
-            # What was published is the parameters of version 4.
+            # The published version has the parameters of version 4.
             expected = shard.version(4 if seq == PUBLISHED else seq)
             nbytes = STATE // 2 if seq == PUBLISHED else STATE
             assert np.array_equal(contents, expected[:nbytes])
         daemon.start()
-        # The client connects again and has its request carried out.
+        # The client reconnects and repeats its request.
         assert exercising.result(DEADLINE_S) is None
     for seq in (4, 5):
         shard.load(seq)
         assert np.array_equal(shard.contents, shard.version(seq))
     daemon.kill()
-    # Opened by itself, the store asserts that every page and file has an owner, and one only.
+    # The store's check asserts that every page and file has exactly one owner.
     stored_versions(daemon)
 
 

@@ -1,4 +1,5 @@
-"""Any order of register, offload, load, evict, prefetch, crash and migrate, at the door."""
+"""Random histories of register, offload, load, evict, prefetch, crash and migrate over the
+socket."""
 
 from contextlib import closing
 
@@ -21,14 +22,14 @@ from tests.statemanager.soak_model import Shelf
 from tests.statemanager.soak_worker import STATE_BYTES, Command, Identity, Worker
 
 CRASHES_MAX = 2
-"""In one history: each takes as long as all the rest of it."""
+"""Crashes per history: each takes as long as the rest of the history."""
 FILLER = "filler/actor"
 DEPLOYMENTS = ["blue/actor", "green/actor", "red/actor"]
 TENANTS = {"red/actor": "red", "blue/actor": "blue", "green/actor": "", FILLER: "filler"}
 
 
 class DaemonHistory(RuleBasedStateMachine):
-    """What each deployment has stored, against what its daemon says and gives back."""
+    """Compares the expected versions of each deployment with what the daemons report and load."""
 
     def __init__(self, daemons: list[Daemon]) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class DaemonHistory(RuleBasedStateMachine):
         self.crashes = 0
 
     def worker(self, name: str) -> Worker:
-        """A new launch of the deployment's worker, at its home."""
+        """A new launch of the deployment's worker, on its current node."""
         self.incarnation[name] += 1
         daemon = self.daemons[self.homes[name]]
         ticket = daemon.ticket(
@@ -88,14 +89,14 @@ class DaemonHistory(RuleBasedStateMachine):
         try:
             outcome = self.workers[name].carry_out(Command(what="load", seq=seq))
         except StateLostError:
-            assert seq not in shelf.must, "what is complete is lost"
+            assert seq not in shelf.must, "a complete version is lost"
         else:
-            assert outcome.exact, "a mix was loaded"
-            assert seq in shelf.may, "what was given up came back"
+            assert outcome.exact, "parts of two versions were loaded"
+            assert seq in shelf.may, "a dropped version was loaded"
 
     @rule(node=st.integers(0, 1))
     def evict(self, node: int) -> None:
-        """Others' state fills the host tier, so what was there has to go."""
+        """Fill the host tier with another deployment's state, so that all others are evicted."""
         self.homes[FILLER] = node
         filler = self.worker(FILLER)
         for seq in (1, 2, 3):
@@ -166,8 +167,8 @@ class DaemonHistory(RuleBasedStateMachine):
             assert not daemon.host_files()
 
 
-def test_any_history_at_the_door(start_daemon: StartDaemon) -> None:
-    # Neither host tier takes all that is stored.
+def test_any_history_keeps_complete_versions_exact(start_daemon: StartDaemon) -> None:
+    # Neither host tier can hold all versions.
     tiers = {"host_bytes": int(3.5 * STATE_BYTES), "nvme_bytes": 64 * MIB}
     daemons = [start_daemon(**tiers, segment_bytes_max=STATE_BYTES) for _ in range(2)]
 

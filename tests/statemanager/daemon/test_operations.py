@@ -1,4 +1,4 @@
-"""What an operator sees and relies on: health, figures, systemd, the command line."""
+"""Operations: health, metrics, systemd, the command line."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 class Observed:
-    """A daemon with its figures on a port."""
+    """A daemon that serves metrics on a port."""
 
     def __init__(self, start_daemon: StartDaemon, **fields: Any) -> None:
         self._port = free_port()
@@ -64,7 +64,7 @@ class Observed:
         return httpx.get(f"http://127.0.0.1:{self._port}{path}", timeout=DEADLINE_S)
 
     def figures(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Every sample by name and the values of its labels, by the labels' names."""
+        """All samples, by name and label values in the order of the label names."""
         return {
             (
                 sample.name.removeprefix("plexrl_statemanager_"),
@@ -96,7 +96,7 @@ def test_a_daemon_is_healthy_until_a_directory_is_lost(observed: Observed) -> No
     assert observed.get("/else").status_code == 404
 
 
-def test_full_tiers_are_told(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
+def test_full_tiers_are_reported(start_daemon: StartDaemon, make_shard: MakeShard) -> None:
     shard_bytes = 2 * 4 * 64 * 1024
     bound = shard_bytes + 8192
     observed = Observed(start_daemon, host_bytes=bound, nvme_bytes=bound)
@@ -109,7 +109,7 @@ def test_full_tiers_are_told(start_daemon: StartDaemon, make_shard: MakeShard) -
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[StateManagerConfig]:
-    """Of a store in this process."""
+    """Configuration of a store in this process."""
     host = tempfile.mkdtemp(prefix="plexrl-test-", dir="/dev/shm")
     yield StateManagerConfig(
         node="n",
@@ -123,7 +123,7 @@ def config(tmp_path: Path) -> Iterator[StateManagerConfig]:
     shutil.rmtree(host)
 
 
-def test_a_stuck_move_and_a_dead_socket_are_told(config: StateManagerConfig) -> None:
+def test_a_stuck_move_and_a_closed_socket_are_reported(config: StateManagerConfig) -> None:
     line = FairQueue(1, 1)
     with closing(Store(config)) as store:
         health = Health(config, store, line, lambda: False)
@@ -136,10 +136,10 @@ def test_a_stuck_move_and_a_dead_socket_are_told(config: StateManagerConfig) -> 
             assert not patient.reasons()
 
 
-# Figures
+# Metrics
 
 
-def test_the_figures_tell_what_was_moved_refused_and_stored(
+def test_metrics_report_moves_refusals_and_versions(
     observed: Observed, make_shard: MakeShard
 ) -> None:
     shard = make_shard(observed.daemon)
@@ -163,7 +163,7 @@ def test_the_figures_tell_what_was_moved_refused_and_stored(
     assert figures["moves_running", ()] == figures["moves_waiting", ()] == 0
 
 
-def test_the_figures_tell_replicas_that_are_the_same_from_those_that_are_not(
+def test_metrics_distinguish_equal_and_different_replicas(
     observed: Observed, make_shard: MakeShard
 ) -> None:
     elements = 16 * 1024
@@ -172,7 +172,7 @@ def test_the_figures_tell_replicas_that_are_the_same_from_those_that_are_not(
         for rank in range(3)
     ]
     for rank, shard in enumerate(shards):
-        # Replicas: each rank says that it has the same slices.
+        # Replicas: all ranks declare the same slices.
         shard.slices = shards[0].slices
         shard.fill(7 if rank < 2 else 8)
         shard.register()
@@ -184,7 +184,7 @@ def test_the_figures_tell_replicas_that_are_the_same_from_those_that_are_not(
     assert figures["replica_shared_bytes_total", ()] == 2 * 4 * elements
 
 
-def test_observers_that_ask_nothing_hold_nobody_up() -> None:
+def test_idle_http_clients_block_nobody() -> None:
     server = ObservationServer(0, list, lambda: b"figures")
     silent = socket.create_connection(("127.0.0.1", server.port))
     with silent:
@@ -217,7 +217,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def worker(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
-    """A process with an arena registered, and a published version held in place."""
+    """A process with a registered arena and a leased published version."""
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, msgspec.json.encode(daemon.config).decode()],
         stdin=subprocess.PIPE,
@@ -236,16 +236,14 @@ def worker(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
     process.stdout.close()
 
 
-def test_what_a_killed_worker_held_is_let_go(
-    daemon: Daemon, worker: "subprocess.Popen[str]"
-) -> None:
+def test_the_leases_of_a_killed_worker_end(daemon: Daemon, worker: "subprocess.Popen[str]") -> None:
     agent = daemon.agent()
     try:
         assert "0" in agent.usage()["deployments"]["job/actor"]["arena_bytes"]
         worker.send_signal(signal.SIGKILL)
         wait_until(lambda: not agent.usage()["deployments"]["job/actor"]["arena_bytes"])
         agent.release("job/actor")
-        # What a reader holds counts for as long as it lives.
+        # A leased version counts until its reader ends.
         wait_until(lambda: agent.usage()["host_bytes"] == 0)
     finally:
         agent.close()
@@ -256,7 +254,7 @@ def test_what_a_killed_worker_held_is_let_go(
 
 @pytest.fixture
 def systemd() -> Iterator[socket.socket]:
-    """Where systemd would listen for a service's word."""
+    """A socket in place of systemd's notification socket."""
     folder = Path(tempfile.mkdtemp(prefix="plexrl-"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.settimeout(DEADLINE_S)
@@ -265,7 +263,7 @@ def systemd() -> Iterator[socket.socket]:
     shutil.rmtree(folder)
 
 
-def test_systemd_is_told_of_start_life_and_end(systemd: socket.socket) -> None:
+def test_systemd_is_notified_of_start_watchdog_and_stop(systemd: socket.socket) -> None:
     lives = True
     manager = ServiceManager({"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "2000"})
     manager.ready(lambda: lives)
@@ -279,13 +277,13 @@ def test_systemd_is_told_of_start_life_and_end(systemd: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("path", [None, "/nowhere/at/all", "@plexrl-nobody-listens"])
-def test_without_systemd_nothing_happens(path: str | None) -> None:
+def test_without_systemd_notifications_have_no_effect(path: str | None) -> None:
     manager = ServiceManager({} if path is None else {"NOTIFY_SOCKET": path})
     manager.ready(lambda: True)
     manager.stopping()
 
 
-def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = DEPLOY / "plexrl-statemanager.service"
     parsed = ConfigParser(interpolation=None, strict=False)
     parsed.optionxform = str  # type: ignore[assignment,method-assign]  # as its documentation says
@@ -301,7 +299,7 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
         assert (done.returncode, ours) == (0, [])
 
 
-def test_the_configuration_that_comes_with_the_unit_is_whole() -> None:
+def test_the_units_configuration_is_complete() -> None:
     config = load_config(DEPLOY / "statemanager.json", StateManagerConfig)
     assert config.metrics_port == 9471
 
@@ -320,13 +318,15 @@ def test_the_configuration_that_comes_with_the_unit_is_whole() -> None:
         ),
     ],
 )
-def test_the_daemon_is_tuned_unless_the_operator_did(before: dict[str, str], after: str) -> None:
+def test_allocator_settings_are_defaults_that_the_operator_may_override(
+    before: dict[str, str], after: str
+) -> None:
     environment = tuned({"A": "b", **before})
     assert environment["A"] == "b"
     assert environment.get("GLIBC_TUNABLES", after) == after
 
 
-def test_the_commands_run_a_daemon_and_tell_what_it_holds(
+def test_the_commands_run_a_daemon_and_show_its_usage(
     start_daemon: StartDaemon, systemd: socket.socket, tmp_path: Path
 ) -> None:
     daemon = start_daemon()
@@ -371,14 +371,14 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("ends_with_parent", [False, True], ids=["by hand", "by a cluster"])
-def test_a_daemon_ends_with_the_process_that_started_it_only_if_told_to(
+def test_a_daemon_ends_with_its_parent_only_if_configured(
     start_daemon: StartDaemon, tmp_path: Path, ends_with_parent: bool
 ) -> None:
     daemon = start_daemon()
     daemon.kill()
     path = tmp_path / "statemanager.json"
     path.write_bytes(msgspec.json.encode(daemon.config))
-    # The embedded cluster's way, and what `plexrl statemanager` becomes.
+    # As the embedded cluster starts it, and as `plexrl statemanager` does.
     module = ("plexrl.statemanager", "--end-with-parent")
     command = module if ends_with_parent else ("plexrl.cli.app", "statemanager")
     shell = subprocess.Popen(
@@ -410,7 +410,7 @@ def test_a_daemon_ends_with_the_process_that_started_it_only_if_told_to(
         shell.stdout.close()
 
 
-def test_what_the_commands_lack_they_ask_for(tmp_path: Path) -> None:
+def test_the_commands_name_missing_options(tmp_path: Path) -> None:
     nothing = CliRunner().invoke(app, ["statemanager", "--node", "n"])
     assert isinstance(nothing.exception, InvalidRequestError)
     assert "--listen, --host-dir" in nothing.exception.message

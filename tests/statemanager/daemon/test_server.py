@@ -1,4 +1,4 @@
-"""Who may speak to the daemon, how much, and what it answers to nonsense."""
+"""The daemon's socket: admission, limits, and answers to malformed requests."""
 
 import os
 import resource
@@ -40,7 +40,7 @@ HEAD = struct.Struct("<IHBx")
 
 @pytest.fixture
 def connection(daemon: Daemon) -> Iterator[Channel]:
-    """A worker's connection, on which anything can be said."""
+    """A worker's raw connection, for arbitrary bytes."""
     ticket = daemon.worker_ticket("job/actor")
     with connect(daemon.config.listen, DEADLINE_S, ticket) as connection:
         yield connection
@@ -57,7 +57,7 @@ def connection(daemon: Daemon) -> Iterator[Channel]:
         None,
     ],
 )
-def test_a_malformed_request_is_refused_and_the_connection_goes_on(
+def test_a_malformed_request_is_refused_and_the_connection_stays(
     connection: Channel, request_plain: object
 ) -> None:
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_a_malformed_request_is_refused_and_the_connection_goes_on(
         *("unknown kind", "two at once", "noise"),
     ],
 )
-def test_a_stream_out_of_bounds_ends_its_connection_only(
+def test_an_oversized_frame_ends_only_its_connection(
     daemon: Daemon, make_shard: MakeShard, stream: bytes
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -101,12 +101,12 @@ def test_a_stream_out_of_bounds_ends_its_connection_only(
     ("fields", "message"),
     [
         ({"segment_bytes": (1 << 18,)}, "do not hold an arena of"),
-        ({"segment_bytes": (1 << 30,)}, "0 segments came; 1 are named"),
+        ({"segment_bytes": (1 << 30,)}, "0 descriptors came for 1 segments"),
         ({"keeps_memory": True}, "registered no arena on that device before"),
-        ({"kind": DeviceKind.CUDA}, "this node's StateManager lends cpu memory"),
+        ({"kind": DeviceKind.CUDA}, "this node's StateManager allocates cpu memory"),
     ],
 )
-def test_a_registration_of_memory_that_is_not_there_is_refused(
+def test_a_registration_without_its_memory_is_refused(
     connection: Channel,
     daemon: Daemon,
     make_shard: MakeShard,
@@ -137,11 +137,11 @@ def test_a_registration_of_memory_that_is_not_there_is_refused(
         ({"arena_offset": 4}, "not a multiple of 64"),
         ({"offset": (1,)}, "out of its tensor"),
         ({"shape": (-1,)}, "out of its tensor"),
-        ({"shape": (1, 1)}, "numbers of dimensions"),
+        ({"shape": (1, 1)}, "of different ranks"),
         ({"dtype": "F99"}, "unknown dtype"),
     ],
 )
-def test_a_slice_that_cannot_be_is_refused(
+def test_an_invalid_slice_is_refused(
     daemon: Daemon, make_shard: MakeShard, change: dict[str, object], message: str
 ) -> None:
     shard = make_shard(daemon, registered=False)
@@ -163,7 +163,7 @@ def test_a_refused_registration_leaks_no_descriptor(daemon: Daemon, make_shard: 
 
 
 @pytest.mark.parametrize("meta", ["", "{", "[" * 100_000, '"\\ud800"', str(1 << 64)])
-def test_meta_that_no_load_could_answer_with_is_not_stored(
+def test_metadata_that_a_load_cannot_return_is_refused(
     daemon: Daemon, make_shard: MakeShard, meta: str
 ) -> None:
     shard = make_shard(daemon)
@@ -173,7 +173,7 @@ def test_meta_that_no_load_could_answer_with_is_not_stored(
     assert not daemon.host_files()
 
 
-def test_a_connection_beyond_the_bound_is_told_so(
+def test_a_connection_beyond_the_maximum_is_refused(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(connections_max=3)
@@ -194,7 +194,7 @@ def test_a_connection_beyond_the_bound_is_told_so(
     served[1].offload(1)
 
 
-def test_a_want_of_descriptors_passes(daemon: Daemon, make_shard: MakeShard) -> None:
+def test_the_daemon_survives_a_lack_of_descriptors(daemon: Daemon, make_shard: MakeShard) -> None:
     shard = make_shard(daemon, registered=False)
     shard.client.request(Confirm())
     usual = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
@@ -212,11 +212,11 @@ def test_another_users_process_is_refused() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         check_peer(ours, frozenset({os.getuid()}))
-        with pytest.raises(PermissionDeniedError, match=f"user {os.getuid()} is not"):
+        with pytest.raises(PermissionDeniedError, match=f"does not serve user {os.getuid()}"):
             check_peer(ours, frozenset({os.getuid() + 1}))
 
 
-def test_a_client_that_is_not_a_worker_may_ask_but_not_move(daemon: Daemon) -> None:
+def test_a_client_that_is_not_a_worker_cannot_move_state(daemon: Daemon) -> None:
     client = daemon.agent()
     assert client.usage()["node"] == daemon.config.node
     with pytest.raises(PermissionDeniedError):
@@ -225,7 +225,7 @@ def test_a_client_that_is_not_a_worker_may_ask_but_not_move(daemon: Daemon) -> N
 
 
 @pytest.mark.parametrize("field", ["host_bytes", "nvme_bytes", "published_versions"])
-def test_a_bound_below_one_is_refused(field: str) -> None:
+def test_a_capacity_below_one_is_refused(field: str) -> None:
     fields = {"host_bytes": 1, "nvme_bytes": 1, field: 0}
     with pytest.raises(InvalidRequestError, match=field):
         StateManagerConfig(

@@ -1,7 +1,7 @@
-"""`kill -9` of daemons and workers at any moment and at any point, over and over.
+"""Repeated `kill -9` of daemons and workers at random times and fault points.
 
-What is loaded is bit by bit a version that was completed, or the last one under way, or a typed
-error; nothing complete is lost; and in the end no memory, descriptor or file is left.
+Every load returns exactly a completed version, the last one in progress, or a typed error. No
+complete version is lost. At the end no memory, descriptor or file is left.
 """
 
 import os
@@ -27,12 +27,12 @@ def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> N
     memory = memory_file_bytes("plexrl-segment", pid=os.getpid())
     daemons = [
         start_daemon(
-            # Neither takes all that is stored, so versions spill and come back.
+            # Neither host tier can hold all versions, so versions are spilled and promoted.
             host_bytes=int(3.5 * STATE_BYTES),
             nvme_bytes=64 * MIB,
             segment_bytes_max=STATE_BYTES,
             checkpoint_dir=str(folder),
-            # The same after a restart, since readers know it.
+            # The same port after a restart, because readers have the address.
             serve_tcp=f"127.0.0.1:{free_port()}",
         )
         for _ in range(2)
@@ -49,14 +49,14 @@ def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> N
         played.close()
     for daemon, count in zip(daemons, before, strict=True):
         wait_until(lambda daemon=daemon, count=count: daemon.descriptors() == count)  # type: ignore[misc]
-    # Two are the fork server's.
+    # The fork server uses two.
     assert len(list(Path("/proc/self/fd").iterdir())) <= here + 3
     for daemon in daemons:
         daemon.terminate()
         assert not Path(daemon.config.host_dir).exists()
         assert not Path(daemon.config.listen).exists()
     assert [path.name for path in leftovers(*daemons) if path.name != "ticket.key"] == []
-    # Daemons and workers have ended; what they had is nobody's but ours, if anybody's.
+    # Daemons and workers have ended, so only this process can hold memory.
     assert memory_file_bytes("plexrl-segment", pid=os.getpid()) == memory
 
 

@@ -59,7 +59,7 @@ def as_user(pipe: Connection, uid: int, act: Callable[[Identity], str], identity
 
 
 def told(daemon: Daemon, uid: int, act: Callable[[Identity], str], **claims: Any) -> str:
-    """What comes of it when a process of that user acts with such a ticket."""
+    """The result of requests by a process of that user with such a ticket."""
     ticket = daemon.ticket(role=Role.WORKER, job="job", deployment=DEPLOYMENT, **claims)
     identity = Identity(
         path=daemon.config.listen, deployment=DEPLOYMENT, rank=0, world_size=1, ticket=ticket
@@ -79,28 +79,28 @@ def told(daemon: Daemon, uid: int, act: Callable[[Identity], str], **claims: Any
 
 @pytest.fixture
 def daemon(start_daemon: StartDaemon) -> Daemon:
-    """One that serves two other users, of whom one is a tenant."""
+    """A daemon that serves two other users, one of whom is a tenant's."""
     daemon = start_daemon(served_uids=(OURS,), tenant_uids={"theirs": THEIRS})
     Path(daemon.config.listen).parent.chmod(0o711)
     return daemon
 
 
-def test_a_user_that_is_served_moves_its_state_and_cannot_write_what_is_published(
+def test_a_served_user_moves_its_state_and_cannot_write_published_versions(
     daemon: Daemon,
 ) -> None:
     assert told(daemon, OURS, move) == "reads only"
 
 
-def test_a_tenant_with_a_user_of_its_own_is_served_as_this_user(daemon: Daemon) -> None:
+def test_a_tenant_with_its_own_user_is_served_as_that_user(daemon: Daemon) -> None:
     assert told(daemon, THEIRS, move, tenant="theirs") == "reads only"
 
 
-def test_a_ticket_in_another_users_hands_is_worth_nothing(daemon: Daemon) -> None:
+def test_another_user_cannot_use_a_tenants_ticket(daemon: Daemon) -> None:
     refused = told(daemon, OURS, knock, tenant="theirs")
     assert refused.startswith("permission_denied: user 61001 shows a ticket of tenant 'theirs'")
     assert told(daemon, THEIRS, knock).startswith("permission_denied: user 61002 shows")
 
 
-def test_a_user_that_is_not_named_is_refused_by_the_kernels_word(daemon: Daemon) -> None:
+def test_a_user_that_is_not_served_is_refused(daemon: Daemon) -> None:
     refused = told(daemon, NOBODYS, knock)
-    assert refused.startswith("permission_denied: user 61003 is not the one")
+    assert refused.startswith("permission_denied: this StateManager does not serve user 61003")

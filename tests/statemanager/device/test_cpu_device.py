@@ -1,4 +1,4 @@
-"""What the CPU device keeps idle, for whom, and what it refuses to map."""
+"""The CPU device: reuse of idle segments, and checks of adopted files."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ from tests.statemanager.device_rigs import read, segments, write
 
 MIB = 1 << 20
 F_SEAL_FUTURE_WRITE = 0x10
-"""Linux; the `fcntl` module does not name it."""
+"""Linux value; the `fcntl` module lacks it."""
 UID, OTHER_UID = 1000, 1001
 
 
@@ -23,7 +23,7 @@ def inode(segment_fd: int) -> int:
 
 
 def inodes(device: CpuDevice, uid: int, nbytes: int = MIB) -> set[int]:
-    """Borrow and give back; which files it was."""
+    """Allocate and recycle memory; returns its files."""
     loan = allocate_filled(device, nbytes, device=0, uid=uid)
     fds = loan.descriptors()
     found = {inode(fd) for fd in fds}
@@ -33,7 +33,7 @@ def inodes(device: CpuDevice, uid: int, nbytes: int = MIB) -> set[int]:
     return found
 
 
-def test_a_segment_goes_from_one_to_another_of_the_same_user_only() -> None:
+def test_a_segment_is_reused_for_the_same_user_only() -> None:
     device = CpuDevice()
     first = inodes(device, UID)
     assert inodes(device, UID) == first
@@ -41,7 +41,7 @@ def test_a_segment_goes_from_one_to_another_of_the_same_user_only() -> None:
     device.close()
 
 
-def test_what_was_let_go_of_is_lent_to_no_one() -> None:
+def test_freed_memory_is_not_reused() -> None:
     device = CpuDevice()
     loan = device.allocate(MIB, device=0, uid=UID)
     fds = loan.descriptors()
@@ -53,7 +53,7 @@ def test_what_was_let_go_of_is_lent_to_no_one() -> None:
     device.close()
 
 
-def test_idle_memory_gives_way_and_is_never_more_than_was_lent_at_once() -> None:
+def test_idle_memory_is_evicted_and_never_exceeds_the_peak() -> None:
     device = CpuDevice(bytes_max=4 * MIB)
     loans = [device.allocate(MIB, device=0, uid=UID) for _ in range(3)]
     for loan in loans:
@@ -72,17 +72,17 @@ def test_idle_memory_gives_way_and_is_never_more_than_was_lent_at_once() -> None
     assert device.usage(0).idle_bytes == 0
 
 
-def test_memory_made_ready_at_the_start_is_the_first_to_be_lent() -> None:
+def test_prefaulted_memory_is_allocated_first() -> None:
     device = CpuDevice(prefault_bytes=128 * MIB)
     assert device.usage(0).idle_bytes == 128 * MIB
     loan = device.allocate(64 * MIB, device=0, uid=UID)
-    assert loan.is_clean, "nobody had it before, so there is nothing to clear"
+    assert loan.is_clean, "new memory needs no clearing"
     assert device.usage(0).idle_bytes == 64 * MIB
     device.free(loan)
     device.close()
 
 
-def test_an_arena_carries_over_what_was_written_to_it_before() -> None:
+def test_an_attach_keeps_earlier_writes() -> None:
     device = CpuDevice()
     arena = CpuArena(3 * MIB)
     arena.buffer[0], arena.buffer[2 * MIB], arena.buffer[-1] = 1, 2, 3
@@ -110,7 +110,7 @@ def test_an_arena_that_cannot_be_attached_keeps_its_contents() -> None:
     assert (arena.buffer[0], arena.buffer[-1]) == (1, 2)
     assert not arena.is_attached
     write(loan, 0, b"\x09")
-    assert arena.buffer[0] == 1, "nothing of the loan is left in the arena"
+    assert arena.buffer[0] == 1, "the failed attach left its mapping in the arena"
     device.free(loan)
     device.close()
 
@@ -124,7 +124,7 @@ def test_an_arena_that_cannot_be_attached_keeps_its_contents() -> None:
         SEALS | fcntl.F_SEAL_WRITE,
     ],
 )
-def test_a_file_that_could_be_cut_short_or_closed_to_writing_is_not_mapped(seals: int) -> None:
+def test_a_file_without_the_seals_is_not_mapped(seals: int) -> None:
     device = CpuDevice()
     fd = os.memfd_create("plexrl-forged", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
@@ -135,7 +135,7 @@ def test_a_file_that_could_be_cut_short_or_closed_to_writing_is_not_mapped(seals
     os.close(fd)
 
 
-def test_a_segment_cannot_be_cut_short_grown_or_sealed_by_who_has_it() -> None:
+def test_a_worker_cannot_resize_or_seal_a_segment() -> None:
     device = CpuDevice()
     loan = device.allocate(MIB, device=0, uid=UID)
     (fd,) = loan.descriptors()

@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def driver() -> Iterator[EmulatedCuda]:
-    """One that must be left with nothing of ours."""
+    """An emulated driver, on which the test must leave nothing."""
     made = EmulatedCuda(f"calls-{uuid.uuid4().hex[:8]}")
     made.enter(0)
     yield made
@@ -91,7 +91,9 @@ def test_memory_of_another_device_is_not_adopted(driver: EmulatedCuda) -> None:
         os.close(fd)
 
 
-def test_a_device_that_fails_in_a_copy_loses_state_not_the_daemon(driver: EmulatedCuda) -> None:
+def test_a_device_that_fails_in_a_copy_loses_its_state_but_not_the_daemon(
+    driver: EmulatedCuda,
+) -> None:
     devices = CudaDevices(driver)
     loan = devices.allocate(MIB, device=0, uid=0)
     block = HostBlock(b"x")
@@ -130,7 +132,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_with_one_warning(
     pinning.add(host + 4096, 4096)
     pinning.add(host, 8 * MIB)
     pinning.add(host + 8192 + 1, 4096)
-    assert driver.pinned == {host + 4096: 4096}, "a range is pinned whole or not at all"
+    assert driver.pinned == {host + 4096: 4096}, "a range is pinned completely or not at all"
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
     assert "ulimit" in caplog.text or "locked memory" in caplog.text
     assert len(caplog.records) == 1
@@ -148,9 +150,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_with_one_warning(
         ("CUDA_ERROR_THAT_IS_NEW", DeviceError),
     ],
 )
-def test_a_driver_s_answer_becomes_an_error_that_says_call_code_and_mend(
-    result: str, kind: type[DeviceError]
-) -> None:
+def test_a_driver_error_names_call_code_and_remedy(result: str, kind: type[DeviceError]) -> None:
     error = driver_error("cuMemCreate", result)
     assert type(error) is kind
     assert error.details == {"call": "cuMemCreate", "result": result}
@@ -165,7 +165,7 @@ def test_segments_of_a_gpu_are_whole_units() -> None:
         assert all(size % unit == 0 and size <= CUDA_SEGMENT_BYTES_MAX for size in sizes)
 
 
-def test_an_arena_shows_itself_as_cuda_arrays_are_shown(driver: EmulatedCuda) -> None:
+def test_an_arena_has_a_cuda_array_interface(driver: EmulatedCuda) -> None:
     arena = CudaArena(driver, MIB)
     shown = ArenaBytes(arena).__cuda_array_interface__
     assert shown["shape"] == (MIB,)
@@ -175,7 +175,7 @@ def test_an_arena_shows_itself_as_cuda_arrays_are_shown(driver: EmulatedCuda) ->
     del arena
 
 
-def test_without_a_driver_every_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_reports_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bindings check arguments before they look for the driver, so this tries those too."""
     pytest.importorskip("cuda.bindings.driver")
     bound = BoundDriver()

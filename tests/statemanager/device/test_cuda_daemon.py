@@ -41,7 +41,7 @@ class Node(NamedTuple):
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    """A daemon in this process, whose device has room for one state and a half."""
+    """A daemon in this process, whose device fits one and a half states."""
     name = f"daemon-{uuid.uuid4().hex[:8]}"
     drivers = [EmulatedCuda(name, device_bytes=STATE * 3 // 2) for _ in range(2)]
     drivers[1].enter(0)
@@ -69,7 +69,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         driver.check_nothing_left()
 
 
-def test_two_jobs_take_turns_on_a_device_that_holds_one(node: Node) -> None:
+def test_two_jobs_alternate_on_a_device_for_one(node: Node) -> None:
     jobs = [GpuJob(node.worker, node.listen, node.key, f"job{index}", STATE) for index in range(2)]
     jobs[0].fill()
     with pytest.raises(DeviceMemoryFullError, match="offload another job"):
@@ -93,7 +93,7 @@ def test_two_jobs_take_turns_on_a_device_that_holds_one(node: Node) -> None:
     wait_until(lambda: node.daemon.taken_bytes(0) == 0)
 
 
-def test_a_job_that_leaves_takes_its_memory_along(node: Node) -> None:
+def test_a_job_that_ends_frees_its_memory(node: Node) -> None:
     job = GpuJob(node.worker, node.listen, node.key, "job", STATE)
     job.fill()
     assert node.daemon.taken_bytes(0) >= STATE

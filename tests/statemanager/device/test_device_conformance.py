@@ -107,7 +107,7 @@ def test_an_arena_keeps_its_address_and_nothing_else_over_an_offload(rig: Rig) -
     give_back(rig, again, arena)
 
 
-def test_a_borrower_sees_what_was_filled_and_zero_elsewhere(rig: Rig) -> None:
+def test_a_worker_reads_the_filled_bytes_and_zeros_elsewhere(rig: Rig) -> None:
     former = borrow(rig)
     rig.poke(former[1], 0, b"\xff" * former[1].nbytes)
     give_back(rig, *former)
@@ -126,7 +126,7 @@ def test_a_borrower_sees_what_was_filled_and_zero_elsewhere(rig: Rig) -> None:
     give_back(rig, loan, arena)
 
 
-def test_a_fill_that_fails_lends_nothing(rig: Rig) -> None:
+def test_a_failed_fill_allocates_nothing(rig: Rig) -> None:
     def fill(_: DeviceAllocation) -> Sequence[tuple[int, int]]:
         raise StateLostError("no such version")
 
@@ -135,7 +135,7 @@ def test_a_fill_that_fails_lends_nothing(rig: Rig) -> None:
     assert rig.backend.usage(0).lent_bytes == 0
 
 
-def test_memory_that_is_given_back_is_the_device_s_again(rig: Rig) -> None:
+def test_returned_memory_is_free_again(rig: Rig) -> None:
     for _ in range(3):
         loan, arena = borrow(rig)
         assert rig.taken_bytes() >= ARENA_BYTES
@@ -162,11 +162,11 @@ def test_a_full_device_refuses_and_changes_nothing(rig_name: str) -> None:
         rig.backend.free(rig.backend.allocate(3 << 20, device=0, uid=UID))
 
 
-def test_a_restarted_daemon_adopts_what_its_borrowers_kept(rig: Rig) -> None:
+def test_a_restarted_daemon_adopts_its_workers_memory(rig: Rig) -> None:
     loan, arena = borrow(rig)
     rig.poke(arena, 0, b"before")
     rig.backend.free(loan)
-    assert rig.peek(arena, 0, 6) == b"before", "the daemon's end is not the worker's"
+    assert rig.peek(arena, 0, 6) == b"before", "the worker's memory ended with the daemon"
     restarted = rig.another_backend()
     fds = [segment.fd for segment in arena.segments]
     adopted = restarted.adopt(fds, [s.nbytes for s in arena.segments], device=0, uid=UID)
@@ -177,11 +177,11 @@ def test_a_restarted_daemon_adopts_what_its_borrowers_kept(rig: Rig) -> None:
     arena.detach()
     restarted.recycle(adopted)
     restarted.close()
-    # What is let go of is no longer lent at once, and gone soon.
+    # Freed memory is uncounted at once, and destroyed soon after.
     wait_until(lambda: rig.taken_bytes() == 0)
 
 
-def test_what_is_no_segment_is_not_adopted(rig: Rig) -> None:
+def test_only_segments_are_adopted(rig: Rig) -> None:
     loan, arena = borrow(rig)
     own = arena.segments[0]
     receiving, sending = os.pipe()
@@ -221,7 +221,7 @@ def test_a_copy_stays_in_its_arena(rig: Rig) -> None:
     give_back(rig, loan, arena)
 
 
-def test_a_loan_that_ended_is_not_used(rig: Rig) -> None:
+def test_an_ended_allocation_cannot_be_used(rig: Rig) -> None:
     loan, arena = borrow(rig)
     give_back(rig, loan, arena)
     block = HostBlock(b"x")
@@ -252,7 +252,7 @@ def test_an_unknown_device_is_refused(rig: Rig) -> None:
     assert rig.backend.usage(0).lent_bytes == 0
 
 
-def test_a_killed_borrower_leaves_nothing_taken(rig: Rig) -> None:
+def test_a_killed_worker_leaks_nothing(rig: Rig) -> None:
     loan = allocate_filled(rig.backend, ARENA_BYTES, device=0, uid=UID)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -269,16 +269,16 @@ def test_a_killed_borrower_leaves_nothing_taken(rig: Rig) -> None:
     assert read(loan, 0, 6) == b"worker"
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
-    assert read(loan, 0, 6) == b"worker", "the worker's end is not the daemon's"
+    assert read(loan, 0, 6) == b"worker", "the daemon's memory ended with the worker"
     rig.backend.free(loan)
-    # What is let go of is no longer lent at once, and gone soon.
+    # Freed memory is uncounted at once, and destroyed soon after.
     wait_until(lambda: rig.taken_bytes() == 0)
     assert rig.backend.usage(0).lent_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_mixed_up_or_lost_in_any_order_of_events(rig: Rig, seed: int) -> None:
-    """Against a plain model: a dictionary of what each attached arena should hold."""
+def test_any_order_of_events_keeps_every_arenas_contents(rig: Rig, seed: int) -> None:
+    """The model is a dictionary of the expected contents of each attached arena."""
     chance = random.Random(seed)
     sizes = [100 * KIB, 256 * KIB, 600 * KIB, 1300 * KIB]
     arenas = [rig.make_arena(chance.choice(sizes)) for _ in range(5)]

@@ -362,7 +362,7 @@ def test_full_file_systems_refuse_every_move_and_change_nothing(
     shard.snapshot(1)
     daemon.limit_files(0)
     for _ in range(2):
-        with pytest.raises(StateTierFullError, match="has no room"):
+        with pytest.raises(StateTierFullError, match="is full"):
             MOVES[move](shard)
         assert np.array_equal(shard.contents, expected)
     # The new token was not recorded, so the previous one is still valid.
@@ -383,7 +383,7 @@ def test_a_worker_that_starts_while_the_file_systems_are_full_registers_later(
     expected = shard.fill(1)
     daemon.limit_files(0)
     for _ in range(2):
-        with pytest.raises(StateTierFullError, match="has no room"):
+        with pytest.raises(StateTierFullError, match="is full"):
             shard.register()
     assert np.array_equal(shard.contents, expected)
     daemon.limit_files_no_more()

@@ -27,12 +27,13 @@ from plexrl.router.http.authentication import Caller
 from plexrl.router.http.error_responses import final_response
 from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
 from plexrl.router.http.services import RouterServices, Services
-from plexrl.wire.operation_json import OperationParams, params_to_json
 from plexrl.wire.operations import (
     CheckpointParams,
     GenerateParams,
+    OperationParams,
     OperationState,
     SyncWeightsParams,
+    params_to_json,
 )
 from plexrl.wire.parameter_checks import check_identifier
 from plexrl.wire.tensors import (

@@ -24,13 +24,13 @@ def resume(deployment: Deployment) -> None:
 def await_copies(deployment: Deployment, nodes: list[NodeId]) -> None:
     """The WPG has other GPUs; its processes start once `nodes` have its durable version."""
     _change(deployment, WpgTrigger.MIGRATED)
-    deployment.awaited_nodes = nodes
+    deployment.stored.await_copies(nodes)
 
 
 def connect(deployment: Deployment, now: float) -> None:
     """All its processes are ready."""
     _change(deployment, WpgTrigger.CONNECTED)
-    deployment.ready_at = now
+    deployment.processes.ready_at = now
 
 
 def interrupt(deployment: Deployment) -> None:
@@ -41,7 +41,7 @@ def interrupt(deployment: Deployment) -> None:
 
 def lose_processes(deployment: Deployment) -> None:
     """The processes on the GPUs that it leaves are stopped; the next state is decided later."""
-    deployment.addresses.clear()
+    deployment.processes.lose_all()
     _change_residency(deployment, ResidencyTrigger.PROCESSES_GONE)
 
 
@@ -51,8 +51,8 @@ def displace(deployment: Deployment) -> None:
     deployment.ranks = ()
     deployment.nodes = ()
     deployment.placement = None
-    deployment.awaited_nodes.clear()
-    deployment.launch_at = None
+    deployment.stored.stop_awaiting()
+    deployment.processes.cancel_launch()
 
 
 def end(deployment: Deployment) -> None:

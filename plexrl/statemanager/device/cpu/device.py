@@ -295,8 +295,7 @@ def _check_segment(fd: int, nbytes: int) -> None:
     except OSError as error:
         raise InvalidRequestError(
             f"a segment must be a sealed memory file, and this file is not ({error}): pass back "
-            "what "
-            "the daemon sent"
+            "what the daemon sent"
         ) from error
     if seals != SEALS:
         raise InvalidRequestError(
@@ -308,8 +307,7 @@ def _check_segment(fd: int, nbytes: int) -> None:
     if there.st_size != nbytes or nbytes < SEGMENT_BYTES_MIN or there.st_blksize != PAGE:
         raise InvalidRequestError(
             f"a segment of {nbytes} bytes is expected; the file has {there.st_size}: pass back "
-            "what "
-            "the daemon sent"
+            "what the daemon sent"
         )
 
 
