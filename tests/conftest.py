@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 # How long an example takes says nothing on a machine that others use too.
-settings.register_profile("plexrl", deadline=None)
+settings.register_profile("plexrl", deadline=None, print_blob=True)
 settings.load_profile("plexrl")
 
 # Two torch threads beside any other work slow both up to tenfold; set before torch is imported.

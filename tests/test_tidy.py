@@ -45,6 +45,7 @@ PURE_FOLDERS = (
     "sim/fidelity",
     "sim/results",
     "statemanager/checkpoint/format",
+    "statemanager/eviction",
     "statemanager/layout",
     "statemanager/transfer/delta",
     "client/data",
@@ -162,6 +163,10 @@ STATE_WRITERS = {
     "state": {"job.py", "operation.py", "wpg.py"},
 }
 """Fields of state machines, and the modules of `plexrl/scheduler/state` that write them."""
+DEPLOYMENT_PARTS = {
+    *("backoff", "burst", "cycles", "moves", "processes", "replay", "stored", "switch_times"),
+}
+"""Records of `plexrl/scheduler/state/deployment`, which only their own modules write."""
 
 
 def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
@@ -171,11 +176,13 @@ def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
             for line, target in _assigned(node):
                 writers = STATE_WRITERS.get(target.attr)
                 base = ast.unparse(target.value)
+                if base.rpartition(".")[2] in DEPLOYMENT_PARTS and "state" not in path.parts:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} writes {ast.unparse(target)}")
                 # A record may set its own fields; an operation stores the token of its run.
                 is_own = base == "self" or (base == "operation" and target.attr == "token")
                 if writers is None or is_own:
                     continue
-                if path.parent.name != "state" or path.name not in writers:
+                if "state" not in path.parts or path.name not in writers:
                     name = path.relative_to(ROOT)
                     wrong.append(f"{name}:{line} writes {ast.unparse(target)}")
     assert not wrong, "\n".join(wrong)

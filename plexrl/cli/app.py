@@ -1,4 +1,4 @@
-"""`plexrl`: run a cluster, look at it, try the demo."""
+"""The `plexrl` command line: all commands and the entry point."""
 
 import sys
 from collections.abc import Callable
@@ -30,11 +30,11 @@ COMPARE = "simulate compare"
 
 
 class Commands(CommandGroup):
-    """The commands. `simulate` takes a trace, and the word `compare` behind it is no trace but a
-    command of its own; a file of that name is `./compare`."""
+    """The commands. `simulate compare` is a command of its own, although `simulate` takes a trace;
+    a trace file named compare is given as `./compare`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the words begin with, its name, and the other words."""
+        """Resolve the command, its name and its arguments."""
         if args[:2] == COMPARE.split():
             args = [COMPARE, *args[2:]]
         return super().resolve_command(ctx, args)
@@ -47,7 +47,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    # Boxes break words at 80 columns, and are noise for programs.
+    # Boxes break words at 80 columns, and programs cannot parse them.
     rich_markup_mode=None,
 )
 for command in (
@@ -83,16 +83,16 @@ def root(
 
 
 def run_command(command: Callable[[], Any]) -> int:
-    """Run the command line; a typed error becomes one message and the exit code 1."""
+    """Run the command line; a typed error becomes one message and exit code 1."""
     try:
         command()
     except PlexRLError as error:
         if "--json" in sys.argv:
             write_json({"error": error.to_wire()})
         else:
-            # A file's faults stand a line each; no other message has lines of its own.
-            tell = warn_lines if isinstance(error, TraceError) else warn
-            tell(f"plexrl: {error.message}")
+            # Only the faults of a file have several lines.
+            report = warn_lines if isinstance(error, TraceError) else warn
+            report(f"plexrl: {error.message}")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Traces: what clusters did, in one schema; read, checked, recorded, and made up."""
+"""Workload traces in one schema: reading, checking, recording, converting and generating."""
 
 from plexrl.traces.bundled import bundled
 from plexrl.traces.convert.recorder import record

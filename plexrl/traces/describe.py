@@ -1,4 +1,4 @@
-"""What is in a trace, in one pass and bounded memory. Pure."""
+"""Summarises a trace in one pass and bounded memory. Pure."""
 
 import math
 from collections import Counter
@@ -9,17 +9,17 @@ from typing import Any
 from plexrl.traces.schema import ResponseLength, TraceJob
 
 RELATIVE_ERROR = 0.01
-"""Of a quantile."""
+"""Relative error of a quantile."""
 
 NAMES_MAX = 1000
-"""Tenants and models counted by name; of more, only the total is known."""
+"""Most tenants and models that are counted by name."""
 
 _GROWTH = math.log((1.0 + RELATIVE_ERROR) / (1.0 - RELATIVE_ERROR))
 
 
 @dataclass(slots=True)
 class Sketch:
-    """Quantiles of a stream, each within 1 % of its value: counts by logarithmic bins."""
+    """Quantiles of a stream, correct to 1 %, from counts in logarithmic bins."""
 
     count: int = 0
     total: float = 0.0
@@ -29,7 +29,7 @@ class Sketch:
     _bins: Counter[int] = field(default_factory=Counter)
 
     def add(self, value: float) -> None:
-        """One more value, at least 0."""
+        """Count a value of at least 0."""
         self.count += 1
         self.total += value
         self.low, self.high = min(self.low, value), max(self.high, value)
@@ -40,11 +40,11 @@ class Sketch:
 
     @property
     def mean(self) -> float:
-        """Of all values; 0 where there are none."""
+        """Mean of all values; 0 without values."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, part: float) -> float:
-        """The value that `part` of the values do not exceed; 0 where there are none."""
+        """The `part`-quantile; 0 without values."""
         wanted = max(1, math.ceil(part * self.count))
         passed = self._zeros
         if wanted <= passed or not self.count:
@@ -57,7 +57,7 @@ class Sketch:
         return self.high
 
     def summary(self) -> dict[str, float]:
-        """Mean, quantiles and extremes; zeros where there are no values."""
+        """Mean, quantiles and maximum; zeros without values."""
         parts = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
         return {
             "count": self.count,
@@ -140,8 +140,8 @@ def describe_lengths(lengths: Iterable[ResponseLength]) -> dict[str, Any]:
 
 
 def offered_load(found: dict[str, Any], gpus: int) -> float:
-    """GPU time that the jobs need, by what so many GPUs have from the first arrival to the last; a
-    backlog has no such load, and gives infinity."""
+    """GPU time that the jobs need, relative to the time of `gpus` GPUs between the first and the
+    last arrival; infinity if all jobs arrive at once."""
     offered: float = found["gpu_hours"] * 3600.0
     return offered / (gpus * found["arrivals_s"]) if found["arrivals_s"] else math.inf
 

@@ -1,8 +1,8 @@
-"""The tables of a trace: their columns, and what must hold of a row. Pure.
+"""The tables of a trace: columns, and the validity of rows. Pure.
 
-`docs/traces.md` is the reference for people. A trace is a table of jobs, ordered by `submit_s`; a
-table of response lengths stands by itself. The same values are a line of CSV or a row of Parquet.
-All times are seconds, all sizes bytes.
+`docs/traces.md` is the reference for users. A trace is a table of jobs, ordered by `submit_s`;
+response lengths are a separate table. Rows are stored as CSV or Parquet with equal values. All
+times are in seconds, all sizes in bytes.
 """
 
 import math
@@ -12,77 +12,77 @@ from typing import Any, Generic, Literal, TypeVar
 
 Row = TypeVar("Row")
 Fault = tuple[str, str]
-"""Field, and what is wrong with it."""
+"""Field and error message."""
 
 TIME_S_MAX = 1e9
 COUNT_MAX = (1 << 63) - 1
 SEGMENTS_MAX = 64
-"""Of one cycle, as a demand trace of the scheduler may have."""
+"""Most segments of one cycle; the limit of the scheduler's demand traces."""
 TEXT_CHARACTERS_MAX = 256
 TOLERANCE_S = 1e-6
-"""By which segments may pass each other's edges: sums of decimals do."""
+"""Tolerated overlap of segments, because of rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSegment:
-    """One stretch of a cycle in which the job needs its training GPUs."""
+    """One interval of a cycle in which the job needs its training GPUs."""
 
     function: str
-    """What it computes: `log_prob`, `update`, `sync`, or another name of letters, digits, `_`."""
+    """The computation: `log_prob`, `update`, `sync`, or another name of letters, digits, `_`."""
     offset_s: float
-    """From the start of the cycle."""
+    """Seconds from the start of the cycle."""
     duration_s: float
     slack_s: float = 0.0
-    """How long it can be delayed without making the cycle longer."""
+    """Longest delay that does not extend the cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """One job of a trace. Texts are empty, numbers None where they are not known."""
+    """One job of a trace. Unknown texts are empty, unknown numbers None."""
 
     job_id: str
     submit_s: float
-    """From the start of the trace."""
+    """Seconds from the start of the trace."""
     gpus: int
-    """For training (or for all it does, where a source does not tell them apart)."""
+    """Training GPUs (or all GPUs, if the source does not distinguish them)."""
     tenant: str = ""
     duration_s: float | None = None
-    """From first start to end on GPUs of its own."""
+    """Seconds from the first start to the end, on GPUs of its own."""
     cycles: int | None = None
-    """RL steps."""
+    """Number of RL steps."""
     rollout_gpus: int = 0
-    """Its own beside `gpus`; shared with nobody."""
+    """Rollout GPUs in addition to `gpus`, never shared."""
     node_type: str = ""
     model: str = ""
-    """Model class, as `7B`."""
+    """Model class, such as `7B`."""
     state_bytes: int | None = None
-    """Of parameters, gradients and optimizer together."""
+    """Bytes of parameters, gradients and optimizer state."""
     period_s: float | None = None
-    """Of a median cycle."""
+    """Duration of a median cycle."""
     jitter_s: float = 0.0
-    """Standard deviation of a cycle's length."""
+    """Standard deviation of a cycle's duration."""
     segments: tuple[TraceSegment, ...] = ()
-    """Of a cycle, ordered and disjoint; the rest of it is rollout, reward and controller."""
+    """Busy segments of a cycle, ordered and disjoint; the rest is rollout, reward, controller."""
     staleness: int = 0
-    """Steps that the rollout may run ahead; 0: synchronous."""
+    """Steps that rollouts may run ahead of training; 0: synchronous."""
     priority: int = 0
     wait_s: float | None = None
-    """In the source's queue, from submission to start."""
+    """Wait in the source's queue, from submission to start."""
     outcome: str = ""
     """`completed`, `failed` or `cancelled`."""
 
     @property
     def service_s(self) -> float:
-        """Seconds on GPUs of its own: `duration_s`, else `cycles` periods."""
+        """Seconds on GPUs of its own: `duration_s`, or else `cycles` periods."""
         if self.duration_s is not None:
             return self.duration_s
         assert self.cycles is not None, f"{self.job_id} has neither a duration nor cycles"
-        assert self.period_s is not None, f"{self.job_id} has cycles of no length"
+        assert self.period_s is not None, f"{self.job_id} has cycles without a period"
         return self.cycles * self.period_s
 
     @property
     def gpu_seconds(self) -> float:
-        """Of training and rollout GPUs together."""
+        """GPU-seconds of training and rollout GPUs."""
         return (self.gpus + self.rollout_gpus) * self.service_s
 
 
@@ -94,7 +94,7 @@ class ResponseLength:
     prompt_tokens: int | None = None
     arrival_s: float | None = None
     group: str = ""
-    """Equal for responses to one prompt; empty where the source has no groups."""
+    """Equal for responses to one prompt; empty if the source has no groups."""
     source: str = ""
     """Client or data set."""
 
@@ -104,7 +104,7 @@ ColumnType = Literal["text", "integer", "number", "segments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column: what its cells may hold."""
+    """One column and its valid values."""
 
     name: str
     type: ColumnType
@@ -114,7 +114,7 @@ class Column:
     low: float = 0
     high: float = TIME_S_MAX
     positive: bool = False
-    """More than `low`."""
+    """Whether values must exceed `low`."""
     choices: tuple[str, ...] = ()
 
 
@@ -127,39 +127,38 @@ class Table(Generic[Row]):
     row: type[Row]
     columns: tuple[Column, ...]
     faults: Callable[[Mapping[str, Any]], Iterator[Fault]]
-    """What is wrong with a row whose columns are each right by themselves."""
+    """Faults between the columns of a row whose single values are valid."""
     key: str | None = None
-    """Column whose cells differ from row to row."""
+    """Column with unique values."""
     order: str | None = None
-    """Column whose cells never fall."""
+    """Column with ascending values."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the columns, in the order they are written in."""
+        """Names of the columns in file order."""
         return tuple(column.name for column in self.columns)
 
 
 def row_faults(
     table: Table[Any], values: Mapping[str, Any], unread: list[Fault] | None = None
 ) -> list[Fault]:
-    """Everything that is wrong with typed values of all the table's columns; `unread`: what is
-    known of them already."""
+    """All faults of the typed values of a row; `unread`: faults found while parsing."""
     found = list(unread or ())
     known = {field for field, _ in found}
     for column in table.columns:
         value = values[column.name]
         if value == "" and not column.required:
-            # Most cells of most traces.
+            # Fast path: most cells of most traces are empty.
             continue
         fault = column_fault(column, value)
         if fault is not None and column.name not in known:
             found.append((column.name, fault))
-    # What does not agree is only told where each column is right by itself.
+    # Faults between columns are reported only if each single value is valid.
     return found or list(table.faults(values))
 
 
 def column_fault(column: Column, value: Any) -> str | None:
-    """What is wrong with one typed value; None: nothing."""
+    """The fault of one typed value; None: valid."""
     if value is None:
         return None if column.nullable else "is missing"
     match column.type:
@@ -169,10 +168,10 @@ def column_fault(column: Column, value: Any) -> str | None:
             return _segments_fault(value)
         case "integer":
             if type(value) is not int:
-                return f"is no whole number: {_shown(value)}"
+                return f"is not a whole number: {_shown(value)}"
         case "number":
             if type(value) is not float or not math.isfinite(value):
-                return f"is no finite number: {_shown(value)}"
+                return f"is not a finite number: {_shown(value)}"
     if value < column.low or (column.positive and value <= column.low):
         return f"must be {'more than' if column.positive else 'at least'} {column.low:g}: {value!r}"
     if value > column.high:
@@ -182,7 +181,7 @@ def column_fault(column: Column, value: Any) -> str | None:
 
 def _text_fault(column: Column, value: Any) -> str | None:
     if not isinstance(value, str):
-        return f"is no text: {_shown(value)}"
+        return f"is not text: {_shown(value)}"
     if column.required and not value:
         return "is missing"
     if len(value) > TEXT_CHARACTERS_MAX:
@@ -195,14 +194,14 @@ def _text_fault(column: Column, value: Any) -> str | None:
 
 
 def _is_unwanted(character: str) -> bool:
-    """Control characters would break lines; lone surrogates stand for bytes that are not UTF-8."""
+    """Whether it is a control character, or a lone surrogate (a byte that is not UTF-8)."""
     code = ord(character)
     return code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000
 
 
 def _segments_fault(value: Any) -> str | None:
     if not isinstance(value, tuple):
-        return f"is no list of segments: {_shown(value)}"
+        return f"is not a list of segments: {_shown(value)}"
     if len(value) > SEGMENTS_MAX:
         return f"has {len(value)} segments; at most {SEGMENTS_MAX}: merge neighbours"
     end_s = 0.0
@@ -211,7 +210,9 @@ def _segments_fault(value: Any) -> str | None:
         if not all(type(each) is float and 0 <= each <= TIME_S_MAX for each in times):
             return f"segment {index}: times must be finite and at least 0"
         if not is_function(segment.function):
-            return f"segment {index}: {_shown(segment.function)} is no name of letters, digits, _"
+            return (
+                f"segment {index}: {_shown(segment.function)} is not a name of letters, digits, _"
+            )
         if segment.offset_s < end_s - TOLERANCE_S:
             return f"segment {index} starts at {segment.offset_s:g} s, before {end_s:g} s"
         end_s = segment.offset_s + segment.duration_s
@@ -219,7 +220,7 @@ def _segments_fault(value: Any) -> str | None:
 
 
 def is_function(name: Any) -> bool:
-    """Whether a segment may carry this name."""
+    """Whether the name is a valid function of a segment."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= TEXT_CHARACTERS_MAX
@@ -237,7 +238,7 @@ def _job_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     period_s, segments = values["period_s"], values["segments"]
     if values["duration_s"] is None:
         if values["cycles"] is None:
-            yield "duration_s", "is missing, and so is cycles: one of them says how long the job is"
+            yield "duration_s", "is missing, and so is cycles: give one of them"
         elif period_s is None:
             yield "period_s", "is missing: without it and duration_s, cycles have no length"
     if values["gpus"] + values["rollout_gpus"] < 1:

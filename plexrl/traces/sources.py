@@ -1,4 +1,4 @@
-"""One door to any trace: a file of ours, or a public one by its column layout."""
+"""Opens any trace: a file of this schema, or a public trace by its column layout."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from plexrl.traces.io.problems import Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, TABLES, Table
 
 MOST = 0.6
-"""Part of our required columns by which a file is taken for one of ours with a fault."""
+"""Part of this schema's required columns from which a file counts as a faulty file of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,14 @@ class Source:
 
     path: Path
     format: str
-    """`jobs` or `lengths`: of our own schema; else the name of a public trace's layout."""
+    """`jobs` or `lengths` for this schema, else the name of a public trace's layout."""
     table: Table[Any]
     rows: Iterator[Any]
-    """Good rows. Where bad ones are not to be skipped, it ends in an error that names them all."""
+    """Valid rows. Unless bad rows are skipped, the iterator ends in an error that lists them."""
     problems: Problems
-    """What was wrong with the rows up to now."""
+    """Faults of the rows read so far."""
     left_out: Counter[str]
-    """Rows of a public trace that are no jobs, by reason."""
+    """Rows of a public trace that are not jobs, by reason."""
 
 
 def open_trace(
@@ -46,13 +46,13 @@ def open_trace(
     on_problem: Report | None = None,
     draw: Draw | None = None,
 ) -> Source:
-    """The trace at a path, or `bundled:NAME`; without `format` its header says what it is. `draw`
-    says how many requests are drawn of a source that has distributions only.
+    """Open the trace at a path, or `bundled:NAME`; without `format` the header determines the
+    layout. `draw`: number of requests to draw from a source of distributions.
 
     Raises:
-        TraceError: its header is wrong; or it is of our own schema and has bad rows, which are not
-            to be skipped. (Of a public trace that is known when `rows` ends.)
-        InvalidRequestError: it cannot be read at all.
+        TraceError: the header is invalid; or the file is of this schema and has bad rows that are
+            not skipped. (For a public trace, `rows` raises this at its end.)
+        InvalidRequestError: the file cannot be read.
     """
     path = path_of(str(name))
     chosen = format or _format(path)
@@ -86,7 +86,8 @@ def open_trace(
 def check_trace(
     name: str | Path, *, format: str | None = None, on_problem: Report | None = None
 ) -> tuple[Source, int]:
-    """Read a trace to its end; the source tells its problems, the number its good rows."""
+    """Read a trace to its end; returns the source, with all problems, and the number of good
+    rows."""
     source = open_trace(name, format=format, skip_bad=True, on_problem=on_problem)
     return source, sum(1 for _ in source.rows)
 
@@ -114,7 +115,7 @@ def _format(path: Path) -> str:
     found = detect(path)
     if found is not None:
         return found
-    # Most of our own columns: its faults are told by these.
+    # The file has most of this schema's columns, so report its faults by these.
     ours = {name: [(each,) for each in sorted(of)] for name, of in required.items()}
     own = nearest(names, ours, enough=MOST)
     if own:

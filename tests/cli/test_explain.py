@@ -21,7 +21,7 @@ def test_a_job_that_was_left_open_is_named_with_the_command_that_ends_it(
 ) -> None:
     print_holders([LEFT_OPEN])
     told = capsys.readouterr().out
-    assert "left-open was not ended, and nothing was heard of its controller for" in told
+    assert "left-open has not ended, and its controller has been silent for" in told
     assert "To end it now: plexrl cancel left-open" in told
 
 
@@ -30,5 +30,5 @@ def test_a_job_of_another_tenant_has_no_name_and_no_command(
 ) -> None:
     print_holders([{**LEFT_OPEN, "job": None, "tenant": None, "name": None}])
     told = capsys.readouterr().out
-    assert "A job of another tenant was not ended" in told
+    assert "A job of another tenant has not ended" in told
     assert "plexrl cancel" not in told

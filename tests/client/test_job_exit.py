@@ -1,4 +1,4 @@
-"""How a controller leaves a job that has not ended."""
+"""How a controller ends its job or detaches from it."""
 
 import asyncio
 import sys
@@ -30,15 +30,13 @@ def cluster(router: FakeRouter) -> Iterator[plexrl.Cluster]:
         yield connected
 
 
-def test_a_controller_that_detaches_tells_the_cluster(
-    cluster: plexrl.Cluster, router: FakeRouter
-) -> None:
+def test_detaching_is_reported_to_the_cluster(cluster: plexrl.Cluster, router: FakeRouter) -> None:
     with cluster.create_job("j") as job:
         job.detach()
     assert router.bodies["/v1/jobs/j/finish"]["outcome"] == "detached"
 
 
-def test_an_error_after_that_does_not_end_the_job(
+def test_an_error_after_detaching_does_not_end_the_job(
     cluster: plexrl.Cluster, router: FakeRouter
 ) -> None:
     job = cluster.create_job("j")
@@ -53,14 +51,12 @@ def test_an_error_after_that_does_not_end_the_job(
     assert router.bodies["/v1/jobs/j/finish"]["outcome"] == "detached"
 
 
-def test_who_only_looks_at_a_job_detaches_nothing(
-    cluster: plexrl.Cluster, router: FakeRouter
-) -> None:
+def test_a_reader_of_a_job_does_not_detach_it(cluster: plexrl.Cluster, router: FakeRouter) -> None:
     cluster.attach_job("j", heartbeat=False).detach()
     assert "/v1/jobs/j/finish" not in router.bodies
 
 
-def test_a_cluster_that_does_not_answer_keeps_nobody_from_leaving(
+def test_an_unreachable_cluster_does_not_block_detaching(
     cluster: plexrl.Cluster, router: FakeRouter
 ) -> None:
     job = cluster.create_job("j")
@@ -96,7 +92,7 @@ def test_a_cancelled_job_is_ended_with_its_reason(
         ),
     ],
 )
-def test_the_lines_that_resume_and_cancel_a_job_name_its_cluster(
+def test_the_lines_to_resume_and_cancel_a_job_contain_its_cluster(
     place: ClusterLocation, resume: str, cancel: str
 ) -> None:
     assert (place.attach_line("j"), place.cancel_line("j")) == (resume, cancel)
@@ -105,7 +101,7 @@ def test_the_lines_that_resume_and_cancel_a_job_name_its_cluster(
 @pytest.mark.parametrize(
     ("code", "outcome"), [(None, "completed"), (0, "completed"), (1, "failed")]
 )
-def test_a_script_that_exits_well_inside_the_block_has_completed_its_job(
+def test_a_zero_exit_inside_the_block_completes_the_job(
     cluster: plexrl.Cluster, router: FakeRouter, code: int | None, outcome: str
 ) -> None:
     with pytest.raises(SystemExit), cluster.create_job("j"):
@@ -113,7 +109,7 @@ def test_a_script_that_exits_well_inside_the_block_has_completed_its_job(
     assert router.bodies["/v1/jobs/j/finish"]["outcome"] == outcome
 
 
-def test_an_async_script_that_exits_well_has_completed_its_job_too(router: FakeRouter) -> None:
+def test_a_zero_exit_of_an_async_script_completes_the_job(router: FakeRouter) -> None:
     async def control() -> None:
         async with await plexrl.connect_async(router.url, "key", timeout_s=5.0) as cluster:
             with pytest.raises(SystemExit):
@@ -124,6 +120,6 @@ def test_an_async_script_that_exits_well_has_completed_its_job_too(router: FakeR
     assert router.bodies["/v1/jobs/j/finish"]["outcome"] == "completed"
 
 
-def test_no_line_for_people_has_the_password_of_a_url() -> None:
+def test_no_shown_line_contains_the_password_of_a_url() -> None:
     with plexrl.connect("http://me:secret@h:1", "key") as cluster:
         assert "secret" not in cluster._transport.location.attach_line("j")

@@ -22,34 +22,34 @@ def run_of(steps: int | None, file: "io.TextIOBase") -> None:
 
 
 def all_of(leader: int) -> str:
-    """What a terminal is told until nobody has it open any more."""
-    told = b""
-    # Linux says so by an error.
+    """All output of a terminal until it is closed."""
+    output = b""
+    # Linux reports the close as an error.
     with contextlib.suppress(OSError):
         while chunk := os.read(leader, 4096):
-            told += chunk
+            output += chunk
     os.close(leader)
-    return told.decode()
+    return output.decode()
 
 
-def test_lines_that_are_piped_have_no_escape_codes_and_no_bar() -> None:
-    told = io.StringIO()
-    run_of(2, told)
-    lines = [line.partition(" s  ")[2] for line in told.getvalue().splitlines()]
-    assert ESCAPE not in told.getvalue()
+def test_piped_output_has_no_escape_codes_and_no_bar() -> None:
+    output = io.StringIO()
+    run_of(2, output)
+    lines = [line.partition(" s  ")[2] for line in output.getvalue().splitlines()]
+    assert ESCAPE not in output.getvalue()
     assert lines[0] == "cluster: http://[::1]:8000"
     assert lines[1].startswith("step 1/2  reward/mean  0.2500  loss     nan  ")
     assert lines[2].startswith("step 2/2  reward/mean  0.5000  loss -1.5000  ")
     assert len(lines) == 3
 
 
-def test_steps_of_an_unknown_number_are_counted() -> None:
-    told = io.StringIO()
-    run_of(None, told)
-    assert "step    2  reward/mean" in told.getvalue()
+def test_steps_are_counted_without_a_known_total() -> None:
+    output = io.StringIO()
+    run_of(None, output)
+    assert "step    2  reward/mean" in output.getvalue()
 
 
-def test_at_a_terminal_a_bar_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_terminal_a_bar_shows_the_current_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = os.openpty()
     with ThreadPoolExecutor(1) as pool:
@@ -62,23 +62,23 @@ def test_at_a_terminal_a_bar_says_what_is_waited_for(monkeypatch: pytest.MonkeyP
     assert "2/2" in shown.replace("step 2/2", "")
 
 
-def test_logging_is_as_before_once_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_is_restored_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
     before = (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers))
-    told = io.StringIO()
+    output = io.StringIO()
 
     def fail() -> None:
-        with Progress(file=told):
+        with Progress(file=output):
             LOGGER.warning("once")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)) == before
-    assert told.getvalue().count("once") == 1
+    assert output.getvalue().count("once") == 1
     assert "once" not in caplog.text
 
 
-def test_the_readme_shows_the_first_controller_as_it_is() -> None:
+def test_the_readme_contains_the_first_controller_unchanged() -> None:
     root = Path(__file__).parents[2]
     example = (root / "examples/first_controller.py").read_text()
     core = example[example.index("import random") :]

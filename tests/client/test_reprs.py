@@ -1,4 +1,4 @@
-"""What a controller sees in a notebook or a log: one short line, without a request or a key."""
+"""Reprs of SDK objects: one short line, without a request and without the key."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from plexrl.client.data.results import WeightsSpan, decode_plain
 
 KEY = "s3cret"
 NOWHERE = "http://user:pass@127.0.0.1:9"
-"""Nobody listens there: a repr that made a request would fail."""
+"""Unreachable, so a repr that made a request would fail."""
 PENDING = {
     "operation": "sums-1:ab",
     "state": "pending",
@@ -30,7 +30,7 @@ def transport() -> Iterator[Transport]:
     made.close()
 
 
-def test_handles_show_what_they_stand_for(transport: Transport) -> None:
+def test_handles_show_what_they_refer_to(transport: Transport) -> None:
     assert repr(plexrl.Cluster(transport)) == "<Cluster 'http://127.0.0.1:9'>"
     mine = transport.for_controller(Controller())
     job = plexrl.Job(mine, {"job": "sums-1", "name": "sums"}, heartbeat=False)

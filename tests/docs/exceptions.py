@@ -3,28 +3,28 @@
 from collections.abc import Mapping, Sequence
 
 PARSED = {
-    "curl ": "needs an operation under way; tests/cluster/test_streams.py reads the same stream",
+    "curl ": "needs an operation under way; tests/cluster/rollouts has one",
     "cp ": "changes the machine that it runs on",
     "install ": "changes the machine that it runs on",
     "make ": "changes the environment or takes minutes; one target runs this test",
     "pip ": "changes the environment that it runs in",
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
-    " tests/cluster/test_fidelity.py run it",
+    " tests/cluster/sharing/test_fidelity.py run it",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
-    "plexrl up --ray": "needs a Ray cluster; tests/cluster/test_ray_cluster.py has one",
+    "plexrl up --ray": "needs a Ray cluster; tests/cluster/ray/test_ray_cluster.py has one",
     "gpu_check.sh ": "needs what `make gpu-kit` packed, and a GPU; run by hand",
-    "ray ": "starts a Ray cluster on this machine; tests/cluster/test_ray_cluster.py has one",
+    "ray ": "starts a Ray cluster on this machine; tests/cluster/ray/test_ray_cluster.py has one",
     "systemctl ": "changes the machine that it runs on",
 }
 """Beginnings of commands that are parsed and not run."""
 
 TYPED = {
-    "Parallelism(dp=4)": "12 ranks take minutes to start; tests/cluster/test_layout_switching.py",
-    'backend="megatron"': "four ranks take minutes to start; tests/cluster/test_megatron.py",
-    "# fails, and nobody reads its future": "shows an error; tests/cluster/test_silent_failures.py",
+    "Parallelism(dp=4)": "12 ranks take minutes to start; tests/cluster/sharing",
+    'backend="megatron"': "four ranks take minutes to start; tests/cluster/training",
+    "# fails, and nobody reads its future": "shows an error; tests/cluster/faults",
     'cluster.drain("node3")': "three keys and a node that must be there; tests/cluster",
     'plexrl.ModelSpec(path="/models': "needs Hugging Face models on disk;"
-    " tests/cluster/test_model_directories.py",
+    " tests/cluster/training/test_model_directories.py",
 }
 """Parts of snippets that are type-checked and not run."""
 

@@ -16,6 +16,14 @@ def table() -> list[str]:
     return list(takewhile(bool, lines[first:]))
 
 
+def missing(path: str) -> str:
+    """Says that a path does not exist, and where files of this name are."""
+    top, _, name = path.partition("/")
+    name = name.rpartition("/")[2]
+    others = ", ".join(str(each.relative_to(ROOT)) for each in (ROOT / top).rglob(name))
+    return f"{path} does not exist; files of this name: {others or 'none'}"
+
+
 def test_every_row_has_one_file_and_one_test_that_exist() -> None:
     wrong = []
     for line in table():
@@ -24,7 +32,7 @@ def test_every_row_has_one_file_and_one_test_that_exist() -> None:
             wrong.append(f"not a rule, a file and a test: {line}")
             continue
         _, file, test = found.groups()
-        wrong += [f"{path} does not exist" for path in (file, test) if not (ROOT / path).exists()]
+        wrong += [missing(path) for path in (file, test) if not (ROOT / path).exists()]
         if not test.rpartition("/")[2].startswith("test_"):
             wrong.append(f"{test} is not a test")
     assert not wrong, "\n".join(wrong)

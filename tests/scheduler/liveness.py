@@ -54,7 +54,7 @@ class _Look:
             f"{deployment.deployment} {deployment.state} {deployment.residency} queue="
             f"{deployment.queue[:4]} running={list(deployment.running)} moving="
             f"{deployment.moving and deployment.moving.operation} replaying="
-            f"{deployment.replaying[:3]} relocation={deployment.relocation} group={group}"
+            f"{deployment.replay.replaying[:3]} relocation={deployment.moves.planned} group={group}"
         )
 
     def _has_cause(
@@ -84,7 +84,7 @@ class _Look:
             case WpgState.WAITING:
                 return deployment.deployment in self._cluster.core._context.waiting
             case WpgState.LAUNCHING | WpgState.RECOVERING:
-                key = (deployment.deployment, deployment.incarnation)
+                key = (deployment.deployment, deployment.processes.incarnation)
                 return (
                     key in self._launches
                     or timers.launch(deployment.deployment) in self._timers
@@ -103,7 +103,7 @@ class _Look:
 
     def _misses_a_node(self, deployment: Deployment) -> bool:
         nodes = self._state.nodes
-        names = {*deployment.nodes, *deployment.state_nodes, *deployment.awaited_nodes}
+        names = {*deployment.nodes, *deployment.stored.nodes, *deployment.stored.awaited_nodes}
         if any(not nodes[name].alive for name in names):
             return True
         return any(rank.gpu >= nodes[rank.node].gpus for rank in deployment.ranks)
@@ -130,8 +130,8 @@ class _Look:
         """The publish that the deployment's next operation waits for, if it has not ended."""
         group = self._state.groups[deployment.group or ""]  # type: ignore[index]
         names: list[OperationId] = []
-        if group.holder == deployment.deployment and deployment.replaying:
-            names = deployment.replaying[:1]
+        if group.holder == deployment.deployment and deployment.replay.replaying:
+            names = deployment.replay.replaying[:1]
         elif deployment.queue:
             names = deployment.queue[:1]
         for name in names:
@@ -148,7 +148,7 @@ class _Look:
         members = [self._state.deployments[name] for name in group.members]
         if any(self._is_busy(member) for member in members):
             return True
-        if deployment.relocation is None:
+        if deployment.moves.planned is None:
             return False
         # It stops for a move: that waits for a pull of its weights, which has a cause or has not.
         return any(self._pulls(other, deployment.deployment) for other in self._of_job(deployment))

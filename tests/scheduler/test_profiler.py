@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.jobs import profiler
 from plexrl.scheduler.jobs.profiler import ProfilerConfig
-from plexrl.scheduler.state.cycle import BusySpan, Cycle
 from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind

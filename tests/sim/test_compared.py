@@ -146,13 +146,13 @@ def test_the_command_shows_differences_and_nothing_where_there_are_none(
 ) -> None:
     found = plexrl("simulate", "compare", results["small"], results["large"])
     assert found.exit_code == 0, found.output
-    for word in ("Asked otherwise", "--staleness", "B - A", "drain", "Only in A: isolated"):
+    for word in ("Different settings", "--staleness", "B - A", "drain", "Only in A: isolated"):
         assert word in found.stdout
     assert max(map(len, found.stdout.splitlines())) <= 80
     same = plexrl("simulate", "compare", results["small"], results["small"] / "results.json")
     assert same.exit_code == 0
-    assert "The questions are the same." in same.stdout
-    assert "pack: the same figures." in same.stdout
+    assert "The settings are equal." in same.stdout
+    assert "pack: equal figures." in same.stdout
     assert "B - A" not in same.stdout
 
 
@@ -178,10 +178,10 @@ def test_a_trace_called_compare_is_given_by_its_path(
     ("content", "told"),
     [
         (None, "cannot be read"),
-        ("job_id,submit_s\n", "is no JSON"),
-        ('{"runs": []}', "is no results.json"),
-        ('{"trace": {}, "runs": []}', "has no run that ended"),
-        ('{"trace": {}, "runs": [{"scenario": {}}]}', "is no results.json"),
+        ("job_id,submit_s\n", "is not JSON"),
+        ('{"runs": []}', "is not a results.json"),
+        ('{"trace": {}, "runs": []}', "has no completed run"),
+        ('{"trace": {}, "runs": [{"scenario": {}}]}', "is not a results.json"),
     ],
 )
 def test_what_is_no_result_is_refused(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl.sim.report.comparison import recovered
-from plexrl.sim.results.headline import headlines, said
+from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.scenario import Scenario
 from tests.sim.test_report import run_of
@@ -60,7 +60,7 @@ def test_nothing_is_said_of_a_whole_cluster_whose_rollout_gpus_are_not_known() -
 
 
 def test_seeds_that_are_alike_are_said_to_be_and_have_no_band() -> None:
-    text, alike = said(headlines(runs({"isolated": (10.0, 10.0), "pack": (5.0, 5.0)})))
+    text, alike = sentences(headlines(runs({"isolated": (10.0, 10.0), "pack": (5.0, 5.0)})))
     assert "pack drains in 50.0 % of the time of isolated" in text
     assert "All seeds are alike" in alike
 
@@ -84,7 +84,7 @@ def test_a_policy_is_called_the_quickest_only_where_bands_are_apart(
     pack: tuple[float, ...], spread: tuple[float, ...], said_last: str
 ) -> None:
     isolated = tuple(10.0 for _ in pack)
-    found = said(headlines(runs({"isolated": isolated, "pack": pack, "spread": spread})))
+    found = sentences(headlines(runs({"isolated": isolated, "pack": pack, "spread": spread})))
     assert said_last in found[-1]
     assert len(found) == 3
 

@@ -115,7 +115,7 @@ def test_the_command_says_it_in_a_table_and_in_json(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["fidelity", str(path)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert "Group g1" in shown.stdout
-    assert "Of 34 cycles" in shown.stdout
+    assert "Error over 34 cycles" in shown.stdout
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         '{"format": "plexrl-history/2", "now": 1, "jobs": [], "operations": []}',
     ):
         path.write_text(text)
-        with pytest.raises(InvalidRequestError, match="no recording"):
+        with pytest.raises(InvalidRequestError, match="not a recording"):
             read_history(path)
     with pytest.raises(InvalidRequestError, match="none of the recording's jobs"):
         fidelity_of(history_of([], [], now=0.0), "pack", seeds=(1,), warm_up=0)

@@ -197,7 +197,7 @@ def test_a_trace_becomes_jobs_of_a_cluster_shaped_and_bounded(tmp_path: Path) ->
     assert not next(replace(source, profiles=False).jobs()).segments
     bad = tmp_path / "bad.csv"
     bad.write_text("job_id,submit_s,gpus,duration_s\na,0,8,60\nb,x,8,60\n")
-    with pytest.raises(TraceError, match="submit_s is no number"):
+    with pytest.raises(TraceError, match="submit_s is not a number"):
         surveyed(TraceSource.at(str(bad)).jobs())
     told: list[Problem] = []
     skipping = replace(TraceSource.at(str(bad)), skip_bad=True)

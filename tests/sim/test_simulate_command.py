@@ -333,12 +333,12 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
 ) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("job_id,submit_s,gpus,duration_s\na,0,8,600\nb,x,8,60\n")
-    assert "line 3: submit_s is no number" in refused(monkeypatch, capsys, str(path))
+    assert "line 3: submit_s is not a number" in refused(monkeypatch, capsys, str(path))
     found = CliRunner().invoke(
         app, ["simulate", str(path), "--skip-bad", "--nodes", "1", "--workers", "1", "--json"]
     )
     assert found.exit_code == 0
-    assert f"{path}:3: submit_s is no number" in found.stderr
+    assert f"{path}:3: submit_s is not a number" in found.stderr
     assert json.loads(found.stdout)["trace"]["jobs"] == 1
 
 
@@ -350,10 +350,10 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--gpus-per-node", "4", "--nodes", "1"), r"6 jobs \(job-0, job-1, job-2, …\)"),
         (("--node-type", "h2000"), "'h2000' is unknown"),
         (("--pool", "h200"), "write NODE_TYPE:NODES"),
-        (("--pool", "h200:1", "--pool", "h200:2"), "two have one name"),
+        (("--pool", "h200:1", "--pool", "h200:2"), "a name is repeated"),
         (("--sweep", "colour=red"), "only policy, nodes"),
         (("--slo", "wait<=2h"), "a statistic missing"),
-        (("--slo", "drain<=2h", "--sweep", "seed=1:3"), "can vary policy alone"),
+        (("--slo", "drain<=2h", "--sweep", "seed=1:3"), "can vary only the policy"),
         (("--slo", "drain<=2h", "--gpus-per-node", "1", "--max-nodes", "2"), "needs 8 nodes"),
         (("--what-if", "price"), "write NAME=VALUE"),
         (("--price-reserved", "nan"), "the reserved price of a GPU-hour is a number"),
@@ -380,24 +380,24 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--window", "0:1e308", "--out", "results"), "at most 1e"),
         (("--nodes", "1000000000"), "--nodes 1000000000: .* at most 10,000"),
         (("--gpus-per-node", "1000000000"), "--gpus-per-node 1000000000: .* at most 1,024"),
-        (("--pool", "h200:2", "--nodes", "3"), "--nodes 3 beside --pool is ignored"),
-        (("--pool", "h200:2", "--node-type", "h100"), "--node-type h100 beside --pool is ignored"),
+        (("--pool", "h200:2", "--nodes", "3"), "--nodes 3 with --pool is ignored"),
+        (("--pool", "h200:2", "--node-type", "h100"), "--node-type h100 with --pool is ignored"),
         (("--pool", "h200:99999999"), "a pool has 1 to 10000 nodes"),
         (("--lengths", "r1"), "--lengths r1 without --responses is ignored"),
         (("--repair-minutes", "5"), "without --node-mtbf-hours is ignored"),
         (("--state-survives", "0.5", "--node-mtbf-hours", "0"), "without --node-mtbf-hours is"),
         (("--max-nodes", "5"), "--max-nodes 5 without --slo is ignored"),
-        (("--slo", "drain<=2h", "--nodes", "3"), "--nodes 3 beside --slo is ignored"),
-        (("--slo", "drain<=2h", "--pool", "h200:3"), "--pool h200:3 beside --slo is ignored"),
-        (("--backlog", "--compress", "2"), "--compress 2.0 beside --backlog is ignored"),
-        (("--ray", "auto", "--workers", "2"), "--workers 2 beside --ray is ignored"),
+        (("--slo", "drain<=2h", "--nodes", "3"), "--nodes 3 with --slo is ignored"),
+        (("--slo", "drain<=2h", "--pool", "h200:3"), "--pool h200:3 with --slo is ignored"),
+        (("--backlog", "--compress", "2"), "--compress 2.0 with --backlog is ignored"),
+        (("--ray", "auto", "--workers", "2"), "--workers 2 with --ray is ignored"),
         (("--window", "0:1"), "--window 0:1 without --out or --json is ignored"),
-        (("--sweep", "nodes=1:2", "--nodes", "3"), "--nodes 3 beside --sweep nodes is ignored"),
-        (("--sweep", "nodes=1:2", "--pool", "h200:3"), "--pool h200:3 beside --sweep nodes"),
-        (("--sweep", "policy=pack", "--policy", "pack"), "--policy pack beside --sweep policy"),
-        (("--sweep", "jitter=0", "--jitter", "0.1"), "--jitter 0.1 beside --sweep jitter"),
-        (("--sweep", "staleness=1", "--staleness", "1"), "--staleness 1 beside --sweep stal"),
-        (("--sweep", "switch-s=1", "--switch-s", "1"), "--switch-s 1.0 beside --sweep switch-s"),
+        (("--sweep", "nodes=1:2", "--nodes", "3"), "--nodes 3 with --sweep nodes is ignored"),
+        (("--sweep", "nodes=1:2", "--pool", "h200:3"), "--pool h200:3 with --sweep nodes"),
+        (("--sweep", "policy=pack", "--policy", "pack"), "--policy pack with --sweep policy"),
+        (("--sweep", "jitter=0", "--jitter", "0.1"), "--jitter 0.1 with --sweep jitter"),
+        (("--sweep", "staleness=1", "--staleness", "1"), "--staleness 1 with --sweep stal"),
+        (("--sweep", "switch-s=1", "--switch-s", "1"), "--switch-s 1.0 with --sweep switch-s"),
         (("--sweep", "staleness=99999"), "'99999' is invalid: use 0 to 64 steps"),
         (("--sweep", "nodes=2,2"), "'2' is repeated"),
         (("--policy", "pack,pack"), "'pack' is repeated"),
@@ -411,7 +411,7 @@ def test_bad_rows_are_an_error_or_are_told_and_left_out(
         (("--compress", "nan"), "--compress nan: give"),
         (("--from", ""), "--from is empty"),
         (("--out", "/proc/results"), "/proc cannot be written"),
-        (("--out", str(DOCS / "out")), r"--out .*simulating\.md is no folder"),
+        (("--out", str(DOCS / "out")), r"--out .*simulating\.md is not a folder"),
     ],
 )
 def test_what_cannot_be_answered_is_one_message_before_anything_runs(

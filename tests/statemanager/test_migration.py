@@ -319,7 +319,7 @@ def test_a_file_system_without_room_refuses(
     source, target = start_daemon(), start_daemon()
     target.limit_files(STATE // 2)
     expected = offloaded(source, make_shard)
-    with pytest.raises(StateTierFullError, match="no room on its file system"):
+    with pytest.raises(StateTierFullError, match=r"file system is full|has no space"):
         move(source, target)
     _check_empty(target)
     check_loads(source, make_shard, expected)
@@ -418,7 +418,7 @@ def test_a_manifest_that_cannot_be_is_refused(
             client.adopt(replace(shard, manifest=wrong), fds)
         for offset in (-4096, 1):
             elsewhere = replace(shard.regions[0], offset=offset)
-            with pytest.raises(InvalidRequestError, match="is said to lie at"):
+            with pytest.raises(InvalidRequestError, match="at the invalid offset"):
                 client.adopt(replace(shard, regions=(elsewhere,)), fds)
         with pytest.raises(CorruptStateError, match="its data ends"):
             client.adopt(replace(shard, regions=()), fds)

@@ -57,15 +57,15 @@ def test_faults_are_told_as_lines_that_an_editor_follows(tmp_path: Path) -> None
     found = CliRunner().invoke(app, ["traces", "validate", str(path)])
     assert found.exit_code == 1
     assert found.stdout.splitlines()[:2] == [
-        f"{path}:3: submit_s is no number: 'x'",
-        f"{path}:5: job_id stands in an earlier row too: 'a'",
+        f"{path}:3: submit_s is not a number: 'x'",
+        f"{path}:5: job_id is repeated from an earlier row: 'a'",
     ]
     report = told("validate", path, code=1)
     assert (report["good"], report["bad_lines"], report["faults"]) == (2, 2, 2)
     assert report["problems"][0] == {
         "line": 3,
         "field": "submit_s",
-        "message": "is no number: 'x'",
+        "message": "is not a number: 'x'",
     }
     kept = CliRunner().invoke(app, ["traces", "convert", str(path), str(out), "--skip-bad"])
     assert kept.exit_code == 0

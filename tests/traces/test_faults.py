@@ -231,7 +231,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     cut.write_bytes(b"\x1f\x8b\x08\x00")
     with pytest.raises(InvalidRequestError, match="cannot be read as Parquet"):
         read_jobs(broken)
-    with pytest.raises(TraceError, match="cannot be read on"):
+    with pytest.raises(TraceError, match="cannot be read further"):
         read_jobs(cut)
     with pytest.raises(InvalidRequestError, match="No such file"):
         read_jobs(tmp_path / "none.csv")

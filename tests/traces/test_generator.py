@@ -35,14 +35,14 @@ from plexrl.traces import (
 from plexrl.traces.formats import read_histogram
 from plexrl.traces.generate.daily_rate import HOUR_S, Rhythm, rhythm_of
 from plexrl.traces.generate.distributions import (
+    Distribution,
     Exponential,
     Histogram,
-    Law,
     Lognormal,
     Quantiles,
     Weibull,
 )
-from plexrl.traces.generate.fitting import distance, fit, law_distance
+from plexrl.traces.generate.fitting import distance, fit, kolmogorov_distance
 
 R1 = read_histogram(bundled("r1-lengths"))
 
@@ -114,7 +114,7 @@ def test_lengths_follow_the_histogram_and_go_together_in_groups() -> None:
     """Kolmogorov distance 0.01 over all prompts; the correlation of scores within 0.03."""
     rows = list(generate_lengths(R1, seed=3, prompts=8000, samples_per_prompt=4, correlation=0.6))
     lengths = np.array([row.output_tokens for row in rows], dtype=float)
-    assert law_distance(R1, np.sort(lengths)) <= 0.01
+    assert kolmogorov_distance(R1, np.sort(lengths)) <= 0.01
     assert len({row.group for row in rows}) == 8000
     ranks = (np.argsort(np.argsort(lengths)) + 0.5) / len(lengths)
     scores = np.array([NormalDist().inv_cdf(float(rank)) for rank in ranks]).reshape(-1, 4)
@@ -133,7 +133,7 @@ def test_a_correlation_is_told_only_of_groups() -> None:
     correlation = fit_lengths(pairs).correlation
     assert correlation is not None
     assert correlation > 0.95
-    with pytest.raises(InvalidRequestError, match="one length or more"):
+    with pytest.raises(InvalidRequestError, match="at least one length"):
         fit_lengths([])
 
 
@@ -141,7 +141,7 @@ def test_jobs_that_all_come_at_once_need_a_number() -> None:
     backlog = [TraceJob(job_id=str(at), submit_s=0.0, gpus=1, duration_s=60.0) for at in range(9)]
     workload = fit_workload(backlog)
     assert len(list(generate_jobs(workload, seed=1, jobs=4))) == 4
-    with pytest.raises(InvalidRequestError, match="all come at once"):
+    with pytest.raises(InvalidRequestError, match="all arrive at once"):
         list(generate_jobs(workload, seed=1, span_s=60.0))
 
 
@@ -153,25 +153,25 @@ def test_jobs_that_all_come_at_once_need_a_number() -> None:
         (Weibull(scale=100.0, shape=0.6), "weibull"),
     ],
 )
-def test_a_law_is_found_again_in_what_was_drawn_from_it(law: Law, name: str) -> None:
+def test_a_law_is_found_again_in_what_was_drawn_from_it(law: Distribution, name: str) -> None:
     random = Random(5)
     found = fit([law.quantile(random.random()) for _ in range(20_000)])
-    assert type(found.law) is type(law)
+    assert type(found.distribution) is type(law)
     assert found.distance == found.tried[name] <= 0.02
     for part in (0.1, 0.5, 0.9):
-        assert found.law.quantile(part) == pytest.approx(law.quantile(part), rel=0.06)
+        assert found.distribution.quantile(part) == pytest.approx(law.quantile(part), rel=0.06)
 
 
 def test_what_follows_no_law_is_kept_as_quantiles() -> None:
     numbers = [1.0] * 500 + [1000.0 + at for at in range(500)]
     found = fit(numbers)
-    assert isinstance(found.law, Quantiles)
+    assert isinstance(found.distribution, Quantiles)
     assert min(distance for name, distance in found.tried.items() if name != "quantiles") > 0.1
-    assert fit([0.0, 0.0]).law.quantile(0.5) == 0.0
-    assert fit([5.0]).law.quantile(0.9) == 5.0
+    assert fit([0.0, 0.0]).distribution.quantile(0.5) == 0.0
+    assert fit([5.0]).distribution.quantile(0.9) == 5.0
 
 
-LAWS: tuple[Law, ...] = (
+DISTRIBUTIONS: tuple[Distribution, ...] = (
     *(Exponential(mean=3.0), Lognormal(mu=0.0, sigma=2.0), Weibull(scale=1.0, shape=0.5), R1),
     Quantiles(parts=(0.0, 0.5, 1.0), values=(0.0, 1.0, 50.0)),
     Histogram(((0.0, 0.0, 1.0), (5.0, 9.0, 2.0))),
@@ -179,8 +179,8 @@ LAWS: tuple[Law, ...] = (
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(LAWS), st.floats(0, 1), st.floats(0, 1))
-def test_quantiles_never_fall_and_are_finite(law: Law, one: float, other: float) -> None:
+@given(st.sampled_from(DISTRIBUTIONS), st.floats(0, 1), st.floats(0, 1))
+def test_quantiles_never_fall_and_are_finite(law: Distribution, one: float, other: float) -> None:
     low, high = law.quantile(min(one, other)), law.quantile(max(one, other))
     assert 0 <= low <= high < float("inf")
 
@@ -203,7 +203,7 @@ def test_a_rhythm_is_found_in_the_hours_of_arrivals() -> None:
 
 
 def test_laws_need_two_jobs() -> None:
-    with pytest.raises(InvalidRequestError, match="two jobs or more"):
+    with pytest.raises(InvalidRequestError, match="at least two jobs"):
         fit_workload([TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=1.0)])
 
 

@@ -10,7 +10,7 @@ from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces import Problem, ResponseLength, TraceJob, check_trace, open_trace
 from plexrl.traces.formats import detect
 from plexrl.traces.formats.servegen import Draw
-from plexrl.traces.io.json_list import PIECE_CHARACTERS, json_elements
+from plexrl.traces.io.json_list import CHUNK_CHARACTERS, json_elements
 
 FOLDER = Path(__file__).parent / "layouts"
 
@@ -100,7 +100,7 @@ def test_a_list_longer_than_a_piece_is_read_whole(tmp_path: Path, indent: int | 
     path = tmp_path / "list.json"
     values = [{"at": index, "text": "é" * 1000, "n": 10**index} for index in range(1500)]
     path.write_text(json.dumps(values, indent=indent, ensure_ascii=False), encoding="utf-8")
-    assert path.stat().st_size > 2 * PIECE_CHARACTERS
+    assert path.stat().st_size > 2 * CHUNK_CHARACTERS
     told: list[Problem] = []
     found = list(json_elements(path, told.append))
     assert [value for _, value in found] == values
@@ -165,9 +165,9 @@ def test_one_client_of_servegen_without_its_rates_has_no_arrivals(tmp_path: Path
     ("change", "told"),
     [
         (("1001: 1.0", "1001: -1"), "0.output_tokens has tokens or probabilities below 0"),
-        (("1001: 1.0", "many: 1"), "0.output_tokens is no distribution"),
-        (('"output_tokens"', '"outputs"'), "is no client of ServeGen"),
-        (('"600": {', '"600": 0 {'), "is no JSON"),
+        (("1001: 1.0", "many: 1"), "0.output_tokens is not a distribution"),
+        (('"output_tokens"', '"outputs"'), "is not a client of ServeGen"),
+        (('"600": {', '"600": 0 {'), "is not JSON"),
     ],
 )
 def test_a_client_of_servegen_that_is_none_is_named(
@@ -201,8 +201,8 @@ NEAR = {
     "name,cpu_milli,memory_mib,num_gpu,gpu_milli\n": "nearest is alibaba-2023 (it also needs",
     "instance;gpus;times\n": "separated by semicolons",
     "timing_s/gen,timing_s/update_actor\n": "convert --from wandb",
-    "output_tokens,model\n": "model is no column",
-    "a,b\n": "Known to --from are jobs, lengths",
+    "output_tokens,model\n": "model is not a column",
+    "a,b\n": "--from knows jobs, lengths",
 }
 
 
@@ -219,7 +219,7 @@ def test_a_header_that_is_not_known_is_held_against_the_nearest(
 
 HEADERS = {
     "missing": (b"job_id,gpus,duration_s\na,1,5\n", "submit_s is missing from the header"),
-    "twice": (b"job_id,submit_s,gpus,gpus,duration_s\na,0,1,1,5\n", "gpus stands twice"),
+    "twice": (b"job_id,submit_s,gpus,gpus,duration_s\na,0,1,1,5\n", "gpus is repeated"),
     "misspelt": (b"job_id,submit_s,gpus,duration_s,tennant\na,0,1,5,t\n", "did you mean tenant"),
     "semicolons": (b"job_id;submit_s;gpus;duration_s\na;0;1;5\n", "separated by semicolons"),
     "tabs": (b"job_id\tsubmit_s\tgpus\tduration_s\na\t0\t1\t5\n", "separated by tabs"),
@@ -252,7 +252,7 @@ def test_a_fault_of_the_header_is_fatal_whether_or_not_bad_rows_are_skipped(
     ("change", "told"),
     [
         (("gpu_num", "gpus"), "gpu_num is missing from the header; helios needs it"),
-        (("queue", "duration"), "duration stands twice"),
+        (("queue", "duration"), "duration is repeated"),
         ((",", ";"), "separated by semicolons"),
     ],
 )
@@ -273,6 +273,6 @@ def test_the_wrong_layout_is_told_by_the_right_one() -> None:
 def test_a_column_of_the_user_s_own_is_a_fault_that_can_be_skipped(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("job_id,submit_s,gpus,duration_s,cost_centre\na,0,1,5,x\n")
-    with pytest.raises(TraceError, match="cost_centre is no column"):
+    with pytest.raises(TraceError, match="cost_centre is not a column"):
         open_trace(path)
     assert [job.job_id for job in open_trace(path, skip_bad=True).rows] == ["a"]

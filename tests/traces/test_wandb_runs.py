@@ -107,7 +107,7 @@ def test_metrics_of_ones_own_can_be_named(tmp_path: Path) -> None:
     named = {"gen": "rollout", "train": "update", "iter": "step"}
     [profile] = read_runs(path, metrics=named)
     assert (profile.period_s, profile.phases) == (45.0, (("rollout", 30.0), ("update", 10.0)))
-    with pytest.raises(InvalidRequestError, match="no name of letters"):
+    with pytest.raises(InvalidRequestError, match="not a name of letters"):
         read_runs(path, metrics={"gen": "roll out"})
 
 
@@ -135,5 +135,5 @@ def test_two_runs_of_one_name_in_a_chart_are_told_whatever_is_skipped(tmp_path: 
     path = tmp_path / "chart.csv"
     column = "run - timing_s/update_actor"
     path.write_text(f"Step,{column},{column}\n0,1,2\n1,1,2\n")
-    with pytest.raises(TraceError, match="update_actor stands twice in the header"):
+    with pytest.raises(TraceError, match="update_actor is repeated in the header"):
         read_runs(path, skip_bad=True)

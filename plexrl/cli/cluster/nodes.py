@@ -1,4 +1,4 @@
-"""`plexrl status`, `plexrl nodes` and `plexrl groups`: the machines and who has them."""
+"""`plexrl status`, `plexrl nodes` and `plexrl groups`."""
 
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ NodeName = Annotated[str, typer.Argument(help="The node's name.")]
 def status(
     url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
 ) -> None:
-    """The cluster in a few numbers, and what is wrong with it."""
+    """The cluster in a few numbers, and its problems."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.status()
     shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts")
@@ -70,7 +70,7 @@ def nodes(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Nodes and their GPUs; or empty one, and have it back in use."""
+    """Nodes and their GPUs; drain a node, or return it to use."""
     if context.invoked_subcommand is not None:
         _refuse_lost_options(context)
         return
@@ -98,12 +98,12 @@ def nodes(
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
-    """An option before the subcommand would be the list's, and so be lost."""
+    """Refuse options before a subcommand, which would have no effect."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"put {option} behind {context.invoked_subcommand}")
+            raise typer.BadParameter(f"put {option} after {context.invoked_subcommand}")
 
 
 @nodes_app.command("drain")
@@ -114,7 +114,7 @@ def drain(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Move all work off a node as soon as there is room elsewhere (operator only)."""
+    """Move all work off a node as soon as other nodes have capacity (operator only)."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.drain(node)
     rows = [(node, found["gpus_reserved"], ", ".join(found["groups"]))]
@@ -130,7 +130,7 @@ def undrain(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Have a drained node back in use (operator only)."""
+    """Return a drained node to use (operator only)."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.undrain(node)
     rows = [(node, f"{found['gpus_reserved']}/{found['gpus']}")]
@@ -146,7 +146,7 @@ def groups(
     rows = [
         (
             each["group"],
-            _places(each["gpus"]),
+            _gpu_ranges(each["gpus"]),
             ", ".join(each["members"]),
             each["node_type"],
             f"{each['load']:.0%}",
@@ -165,12 +165,12 @@ def groups(
     Output(as_json).table("", columns, rows, found)
 
 
-def _places(gpus: list[dict[str, Any]]) -> str:
-    """`node0:0-3,6, node1:0`: the GPUs of each node, neighbours as a range."""
+def _gpu_ranges(gpus: list[dict[str, Any]]) -> str:
+    """The GPUs of each node with ranges, such as `node0:0-3,6, node1:0`."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpus:
         by_node.setdefault(gpu["node"], []).append(gpu["gpu"])
-    places = []
+    texts = []
     for node, indexes in by_node.items():
         ranges: list[list[int]] = []
         for index in sorted(indexes):
@@ -178,6 +178,6 @@ def _places(gpus: list[dict[str, Any]]) -> str:
                 ranges[-1][1] = index
             else:
                 ranges.append([index, index])
-        texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
-        places.append(f"{node}:{','.join(texts)}")
-    return ", ".join(places)
+        indexes_text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+        texts.append(f"{node}:{indexes_text}")
+    return ", ".join(texts)

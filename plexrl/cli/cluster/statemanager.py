@@ -1,4 +1,4 @@
-"""`plexrl statemanager` and `plexrl statemanager-status`: a node's own daemon."""
+"""`plexrl statemanager` and `plexrl statemanager-status`: the daemon of a node."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from plexrl.cli.terminal.sizes import byte_size, size_text
 from plexrl.errors import InvalidRequestError, UnavailableError, from_wire
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="JSON file; options given here come before it.")
+    Path | None, typer.Option("--config", help="JSON file; options override its fields.")
 ]
 
 
@@ -24,9 +24,9 @@ def statemanager(
     host_dir: Annotated[
         str | None, typer.Option(help="Directory of the host tier, on a memory file system.")
     ] = None,
-    host_bytes: Annotated[str | None, typer.Option(help="Its bound, as 64GiB.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="Size of the host tier, as 64GiB.")] = None,
     nvme_dir: Annotated[str | None, typer.Option(help="Directory of the NVMe tier.")] = None,
-    nvme_bytes: Annotated[str | None, typer.Option(help="Its bound, as 2TiB.")] = None,
+    nvme_bytes: Annotated[str | None, typer.Option(help="Size of the NVMe tier, as 2TiB.")] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="/healthz and /metrics on 127.0.0.1; 0 takes a free port.")
     ] = None,
@@ -49,9 +49,9 @@ def statemanager(
     required = ("node", "listen", "host_dir", "host_bytes", "nvme_dir", "nvme_bytes")
     missing = [f"--{name.replace('_', '-')}" for name in required if name not in fields]
     if missing:
-        raise InvalidRequestError(f"say {', '.join(missing)}, or name them in --config")
+        raise InvalidRequestError(f"give {', '.join(missing)}, or set them in --config")
     command = [sys.executable, "-m", "plexrl.statemanager", "--config-json", json.dumps(fields)]
-    # Those variables count only from a process's begin. Its id stays, as systemd wants it.
+    # These variables take effect at process start only; exec keeps the process id for systemd.
     os.execve(sys.executable, command, tuned(os.environ))
 
 
@@ -63,7 +63,7 @@ def statemanager_status(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this node's StateManager holds and does."""
+    """What this node's StateManager stores and does."""
     fields = _fields(config)
     listen = listen or fields.get("listen")
     if ticket_key_file is None:
@@ -71,8 +71,8 @@ def statemanager_status(
         if ticket_key_file is None and "nvme_dir" in fields:
             ticket_key_file = str(Path(fields["nvme_dir"]) / "ticket.key")
     if listen is None or ticket_key_file is None:
-        raise InvalidRequestError("say --listen and --ticket-key-file, or --config")
-    found = _ask(listen, ticket_key_file)
+        raise InvalidRequestError("give --listen and --ticket-key-file, or --config")
+    found = _status(listen, ticket_key_file)
     output = Output(as_json)
     if as_json:
         output.table("", (), (), found)
@@ -111,8 +111,8 @@ def statemanager_status(
         found,
     )
     output.table(
-        f"Moves ({found['moves_waiting']} wait in line)",
-        ("what", "whose", "for"),
+        f"Moves ({found['moves_waiting']} queued)",
+        ("kind", "owner", "for"),
         [(m["kind"], m["who"], f"{m['seconds']:.1f} s") for m in found["moves"]],
         found,
     )
@@ -126,18 +126,18 @@ def _fields(config: Path | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f"{config} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise InvalidRequestError(f"{config} holds no JSON object")
+        raise InvalidRequestError(f"{config} does not contain a JSON object")
     return found
 
 
-def _ask(listen: str, ticket_key_file: str) -> dict[str, Any]:
-    """What the daemon says of itself; the process that asks has all it takes to speak to it."""
+def _status(listen: str, ticket_key_file: str) -> dict[str, Any]:
+    """The daemon's status, from a process with the dependencies of its protocol."""
     command = [sys.executable, "-m", "plexrl.statemanager.observe.status", listen, ticket_key_file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
-        raise UnavailableError(f"the StateManager was not asked: {done.stderr}") from error
+        raise UnavailableError(f"the StateManager's status was not read: {done.stderr}") from error
     if "error" in found:
         raise from_wire(found["error"])
     return found

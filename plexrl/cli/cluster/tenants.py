@@ -22,10 +22,10 @@ tenants_app = typer.Typer(
     help="Tenants, their API keys, weights and quotas (operator only).",
     no_args_is_help=True,
 )
-Name = Annotated[str, typer.Argument(help="The tenant; `operator` for the operator's own.")]
+Name = Annotated[str, typer.Argument(help="The tenant; `operator` for the operator.")]
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
 Bound = Annotated[
-    str | None, typer.Option(help="A number, or `none` for the bound that the cluster has for all.")
+    str | None, typer.Option(help="A number, or `none` for the cluster's default limit.")
 ]
 COLUMNS = ("tenant", "weight", "share", "priority at most", "jobs", "GPUs", "GPU-hours")
 STORED = ("tenant", "live jobs", "checkpoints", "GiB of checkpoints")
@@ -50,7 +50,7 @@ def create_tenant(
 def list_tenants(
     url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
 ) -> None:
-    """All tenants: weights, quotas, what they hold and used."""
+    """All tenants: weights, quotas, current and past use."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.tenants()
     _show(Output(as_json), found, found)
@@ -64,14 +64,14 @@ def list_keys(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """A tenant's API keys: their ids, when each was made and last used; never the keys."""
+    """Ids of a tenant's API keys, with creation and last use; never the keys."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.tenant_keys(name)
     rows = [
         (each["key"], local_time(each["created_at"]), local_time(each["last_used_at"]))
         for each in found
     ]
-    columns = ("key", "made", "last used since the scheduler's start")
+    columns = ("key", "created", "last used since the scheduler's start")
     Output(as_json).table("", columns, rows, found)
 
 
@@ -83,7 +83,7 @@ def rotate_key(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Make a new API key for a tenant, shown only now; old keys stay valid until revoked."""
+    """Create a new API key for a tenant, shown only now; old keys stay valid until revoked."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.rotate_key(name)
     columns = ("tenant", "key", "API key")
@@ -94,7 +94,7 @@ def rotate_key(
 @tenants_app.command("revoke")
 def revoke_key(
     name: Name,
-    key: Annotated[str, typer.Argument(help="The key's id, as `plexrl tenants keys` shows it.")],
+    key: Annotated[str, typer.Argument(help="The key's id (`plexrl tenants keys`).")],
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
@@ -112,7 +112,7 @@ def revoke_key(
 def set_tenant(
     name: Annotated[str, typer.Argument(help="The tenant.")],
     weight: Annotated[
-        float | None, typer.Option(help="Share of the cluster, beside those of others.")
+        float | None, typer.Option(help="Share of the cluster relative to other tenants.")
     ] = None,
     jobs_max: Limit = None,
     gpus_max: Limit = None,
@@ -128,7 +128,7 @@ def set_tenant(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Set a tenant's weight, quotas and highest priority; what is not named stays as it is."""
+    """Set a tenant's weight, quotas and highest priority; other settings stay unchanged."""
     settings: dict[str, Any] = {}
     if weight is not None:
         settings["weight"] = weight
@@ -146,7 +146,7 @@ def set_tenant(
             settings[key] = _limit(key, text, kind)
     if not settings:
         raise typer.BadParameter(
-            "nothing to set: name --weight, --jobs-max, --gpus-max, --gpu-seconds-max, "
+            "nothing to set: give --weight, --jobs-max, --gpus-max, --gpu-seconds-max, "
             "--live-jobs-max, --checkpoints-max, --checkpoint-bytes-max or --priority-max"
         )
     with open_cluster(url, api_key, data_dir) as cluster:
@@ -155,10 +155,10 @@ def set_tenant(
 
 
 def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
-    """Two tables, because one of all columns is wider than a terminal."""
+    """Print two tables, because one with all columns is wider than a terminal."""
     output.table("", COLUMNS, [_row(each) for each in tenants], found)
     if not output.is_json:
-        output.table("What they store", STORED, [_stored(each) for each in tenants], found)
+        output.table("Storage", STORED, [_stored(each) for each in tenants], found)
 
 
 def _limit(key: str, text: str, kind: type[int] | type[float]) -> float | None:

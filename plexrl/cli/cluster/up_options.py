@@ -14,12 +14,10 @@ class LocalCluster:
     """Data directory and virtual nodes of a local cluster."""
 
     data_dir: DataDir = DATA_DIR
-    nodes: Annotated[int | None, typer.Option(help="Virtual nodes; 1 if not said.")] = None
+    nodes: Annotated[int | None, typer.Option(help="Virtual nodes; default: 1.")] = None
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(
-            help="Places for workers on each node; if not said 4, or with --ray its GPUs."
-        ),
+        typer.Option(help="Worker slots on each node; default: 4, or with --ray its GPUs."),
     ] = None
     gpu_memory: Annotated[float, typer.Option(help="GiB of each GPU.")] = 2.0
     host_memory: Annotated[float, typer.Option(help="GiB of each node's host tier.")] = 2.0
@@ -31,12 +29,12 @@ class Scheduling:
 
     policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack"
     ordering: Annotated[
-        str, typer.Option(help=f"Turns within a group: {', '.join(ORDERINGS)}.")
+        str, typer.Option(help=f"Order within a group: {', '.join(ORDERINGS)}.")
     ] = "hrrs"
     journal: Annotated[
         str | None,
         typer.Option(
-            help="A path, or postgresql://user@host/name; with a password only by the variable.",
+            help="A path, or postgresql://user@host/name; a password only in the variable.",
             envvar=JOURNAL_VARIABLE,
         ),
     ] = None
@@ -44,7 +42,7 @@ class Scheduling:
         bool,
         typer.Option(
             "--new-journal",
-            help="Begin an empty journal although the data directory has state of former jobs.",
+            help="Begin an empty journal although the data directory has state of earlier jobs.",
         ),
     ] = False
 
@@ -54,9 +52,9 @@ class Topology:
     """Node types and network blocks of virtual nodes."""
 
     node_types: Annotated[
-        str, typer.Option(help="Kinds of the nodes, comma between: one for all, or one each.")
+        str, typer.Option(help="Types of the nodes, separated by commas: one for all, or one each.")
     ] = ""
-    blocks: Annotated[str, typer.Option(help="Where the nodes stand, likewise.")] = ""
+    blocks: Annotated[str, typer.Option(help="Network blocks of the nodes, in the same form.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +64,10 @@ class Api:
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all. There is no TLS.")
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port of the API; 0 takes a free one.")] = 0
+    port: Annotated[int, typer.Option(help="Port of the API; 0: a free one.")] = 0
     api_docs: Annotated[
         bool,
-        typer.Option("--api-docs", help="Describe the HTTP API at /docs, for anybody."),
+        typer.Option("--api-docs", help="Serve the HTTP API's documentation at /docs, no key."),
     ] = False
 
 
@@ -77,9 +75,10 @@ class Api:
 class Durability:
     """Limits of the journal and the scheduler's lease."""
 
-    journal_bytes_max: Annotated[int | None, typer.Option(help="Bound of the journal.")] = None
+    journal_bytes_max: Annotated[int | None, typer.Option(help="Largest journal in bytes.")] = None
     lease_s: Annotated[
-        float | None, typer.Option(help="Silence of the scheduler until a standby leads.")
+        float | None,
+        typer.Option(help="Seconds of the scheduler's lease; then a standby leads."),
     ] = None
 
 
@@ -92,11 +91,11 @@ class OnRay:
     ] = None
     node_replace_s: Annotated[
         float,
-        typer.Option(help="With --ray: seconds that jobs wait for a node of a lost one's name."),
+        typer.Option(help="With --ray: seconds that jobs wait for the replacement of a lost node."),
     ] = 60.0
     rebuild_operations: Annotated[
         int,
-        typer.Option(help="With --ray: operations kept to compute a model's lost state anew."),
+        typer.Option(help="With --ray: operations kept to rebuild a model's lost state."),
     ] = 1024
 
 
@@ -106,7 +105,7 @@ class Routers:
 
     routers: Annotated[int, typer.Option(help="Routers, each with a port of its own.")] = 1
     otlp_endpoint: Annotated[
-        str | None, typer.Option(help="Send operations there as OpenTelemetry spans.")
+        str | None, typer.Option(help="Endpoint for operations as OpenTelemetry spans.")
     ] = None
 
 
@@ -133,7 +132,8 @@ class Limits:
         int | None, typer.Option(help="Checkpoints of one tenant.")
     ] = None
     tenant_checkpoint_bytes_max: Annotated[
-        int | None, typer.Option(help="Bytes of one tenant's checkpoints; else half of the disk.")
+        int | None,
+        typer.Option(help="Bytes of one tenant's checkpoints; default: half the disk."),
     ] = None
     metrics_row_bytes_max: Annotated[
         int | None, typer.Option(help="Bytes of a row of a job's metrics.")
@@ -148,10 +148,10 @@ class Limits:
         int | None, typer.Option(help="Open connections of one client address to one router.")
     ] = None
     header_timeout_s: Annotated[
-        float | None, typer.Option(help="Seconds in which a request's head is there.")
+        float | None, typer.Option(help="Seconds to receive a request's header.")
     ] = None
     body_timeout_s: Annotated[
         float | None,
-        typer.Option(help="Seconds for a request's JSON, and of silence in a payload."),
+        typer.Option(help="Seconds to receive a request's JSON, and of silence in a payload."),
     ] = None
     json_bytes_max: Annotated[int | None, typer.Option(help="Bytes of a request's JSON.")] = None

@@ -1,4 +1,4 @@
-"""`plexrl usage`: who used how much."""
+"""`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ from plexrl.cli.terminal.context import (
 
 COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
 SHARED = ("isolated_gpu_hours", "held_gpu_hours", "saved_gpu_hours")
-"""Of whole jobs, so that sums by kind of operation have none (`plexrl.scheduler.jobs.sharing`)."""
+"""Figures of whole jobs, which sums by kind of operation lack."""
 HOUR_S = 3600.0
 
 
@@ -32,11 +32,11 @@ class By(StrEnum):
 
 
 KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("kind",)}
-"""What tells the rows of each sum apart."""
+"""Key columns of each kind of sum."""
 
 
 def usage(
-    by: Annotated[By, typer.Option(help="Add up by this.")] = By.JOB,
+    by: Annotated[By, typer.Option(help="Key of the sums.")] = By.JOB,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     url: Url = None,
     api_key: Key = None,
@@ -84,8 +84,8 @@ def usage(
 def with_sharing(
     rows: list[dict[str, Any]], sharing: list[dict[str, Any]], by: By
 ) -> list[dict[str, Any]]:
-    """`rows` with what their jobs would have reserved alone, held and saved, in GPU-hours; a row of
-    its own for a job that held GPUs and has run nothing yet."""
+    """`rows` with the GPU-hours that their jobs would have held alone, held and saved. A job that
+    held GPUs without running anything gets a row."""
     found = {tuple(row[name] for name in KEYS[by]): {**row} for row in rows}
     for row in found.values():
         row.update(dict.fromkeys(SHARED, 0.0))
@@ -99,7 +99,7 @@ def with_sharing(
 
 
 def add_up(usage_rows: list[dict[str, Any]], by: By) -> list[dict[str, Any]]:
-    """The sums of the scheduler's rows, in the order in which their keys first appear."""
+    """Sums of the scheduler's rows by key, in the order of first appearance."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in usage_rows:
         key = tuple(row[name] for name in KEYS[by])

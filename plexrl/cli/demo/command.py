@@ -12,13 +12,14 @@ from plexrl.model.parallelism import Parallelism
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
     steps: Annotated[int, typer.Option(min=1, help="RL steps of each job.")] = 150,
-    seed: Annotated[int, typer.Option(help="Of models, data and sampling.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of models, data and sampling.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Workers of a training group.")] = 2,
-    backend: Annotated[str | None, typer.Option(help="That trains; default: fsdp.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Training backend; default: fsdp.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Of a training group, as dp=1,tp=2; default: dp=workers.")
+        str | None,
+        typer.Option(help="Layout of a training group, as dp=1,tp=2; default: dp=workers."),
     ] = None,
-    isolated: Annotated[bool, typer.Option(help="Measure the isolated baseline too.")] = True,
+    isolated: Annotated[bool, typer.Option(help="Also measure the isolated baseline.")] = True,
     as_json: Json = False,
 ) -> None:
     """Train two tenants' jobs on one shared group, then each alone; write a report."""

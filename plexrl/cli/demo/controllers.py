@@ -1,4 +1,4 @@
-"""The demo's controllers: separate processes of `examples/grpo_digits.py`, one a job."""
+"""The demo's controllers: one process of `examples/grpo_digits.py` per job."""
 
 import os
 import subprocess
@@ -22,12 +22,12 @@ class ControllerPlan:
 
 
 def example_path() -> Path:
-    """The controller's script: in the clone's `examples/`, else where the package installed it.
+    """The controller's script, in the clone's `examples/` or in the installed package.
 
     Raises:
         NotFoundError: the package was installed without its examples.
     """
-    clone = Path(__file__).parent.parent.parent
+    clone = Path(__file__).parents[3]
     for folder in (clone / "examples", Path(sys.prefix) / "share" / "plexrl" / "examples"):
         if (folder / EXAMPLE).is_file():
             return folder / EXAMPLE
@@ -52,10 +52,10 @@ class Controller:
         )
 
     def is_running(self) -> bool:
-        """Whether it still runs.
+        """Whether the process still runs.
 
         Raises:
-            ExecutionError: it ended with an error; the message holds the end of its log.
+            ExecutionError: the process failed; the message has the end of its log.
         """
         code = self._process.poll()
         if code is None:
@@ -67,7 +67,7 @@ class Controller:
         return False
 
     def stop(self) -> None:
-        """End it if it still runs."""
+        """End the process if it still runs."""
         if self._process.poll() is None:
             self._process.terminate()
             try:

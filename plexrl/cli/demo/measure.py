@@ -1,7 +1,7 @@
-"""What a demo phase cost, from what the cluster recorded. Pure: rows in, figures out.
+"""Computes the cost of a demo phase from the cluster's operation log. Pure.
 
-A training group is *reserved* from the moment the first of its jobs is submitted until the last of
-them has ended, whether or not anything runs on it: that is what a tenant without PlexRL pays for.
+A training group is *reserved* from the submission of its first job to the end of its last one,
+whether or not anything runs: that is what a tenant without PlexRL pays for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch in which one job held a training group."""
+    """An interval in which one job held a training group."""
 
     group: str
     job: str
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
-    """Both jobs run one way: `shared` (one group, taking turns) or `isolated` (a group each)."""
+    """The results of both jobs in one mode: `shared` (one group) or `isolated` (a group each)."""
 
     name: str
     jobs: tuple[JobResult, ...]
@@ -63,7 +63,7 @@ SWITCH_KINDS = frozenset({"offload", "load"})
 
 
 def measure_phase(name: str, jobs: Sequence[JobResult], rows: Iterable[Row]) -> PhaseResult:
-    """The figures of one phase; `rows` may hold other jobs' operations, which do not count."""
+    """The figures of one phase; operations of other jobs in `rows` are ignored."""
     by_train = {job.train_deployment: job for job in jobs}
     own = [row for row in rows if row["deployment"] in by_train and row["started_at"] is not None]
     group_of = {row["deployment"]: str(row["group"]) for row in own}
@@ -115,9 +115,9 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def count_switches(rows: Sequence[Row]) -> tuple[int, float]:
-    """Context switches and the seconds they took: each offload, and the load it made room for.
+    """Number and seconds of context switches: each offload and the load that follows it.
 
-    The first load of a deployment builds its model on an empty group and is no switch.
+    The first load of a deployment builds its model on an empty group and does not count.
     """
     offloads = [row for row in rows if row["kind"] == "offload" and row["state"] == "finished"]
     grants = {(row["group"], row["token"]) for row in offloads}

@@ -17,11 +17,11 @@ SWITCH_COLOUR = "#444444"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """Everything the report shows."""
+    """The data of the report."""
 
     shared: PhaseResult
     isolated: PhaseResult | None
-    """Absent where the isolated baseline was not asked for."""
+    """Absent without the isolated baseline."""
     machine: str
     versions: str
 
@@ -84,12 +84,12 @@ def phase_json(phase: PhaseResult) -> dict[str, Any]:
 
 
 def saving(shared: PhaseResult, isolated: PhaseResult) -> float:
-    """Share of the isolated reservation that sharing did not need."""
+    """Part of the isolated reservation that sharing saves."""
     return 1.0 - shared.worker_seconds_per_step / isolated.worker_seconds_per_step
 
 
 def same_rewards(shared: PhaseResult, isolated: PhaseResult) -> bool:
-    """Every step of every job earned exactly the same reward both ways: sharing changed nothing."""
+    """Whether every step of every job has exactly the same reward in both modes."""
     alone = {job.name: [(step, reward) for step, _, reward in job.rewards] for job in isolated.jobs}
     together = {
         job.name: [(step, reward) for step, _, reward in job.rewards] for job in shared.jobs
@@ -98,7 +98,7 @@ def same_rewards(shared: PhaseResult, isolated: PhaseResult) -> bool:
 
 
 def plot_timeline(phase: PhaseResult, path: Path) -> None:
-    """Who held the shared group when: the whole run above, a few cycles below."""
+    """Plot the holders of the shared group: the whole run above, a few cycles below."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -144,7 +144,7 @@ def _draw_spans(axes: "Axes", spans: Sequence[Span], names: Sequence[str], start
 
 
 def plot_rewards(result: DemoResult, path: Path) -> None:
-    """Mean reward of each step's rollouts, over the time since the job was submitted."""
+    """Plot the mean reward of each step over the time since submission."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -171,7 +171,7 @@ def plot_rewards(result: DemoResult, path: Path) -> None:
 
 
 def render_page(result: DemoResult) -> str:
-    """The HTML page; its plots lie beside it."""
+    """The HTML page, which refers to the plots in the same folder."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""The demo's course: a cluster, both jobs on one shared group, each alone, the report."""
+"""Runs the demo: a cluster, both jobs on one shared group, each job alone, the report."""
 
 import platform
 import time
@@ -27,7 +27,7 @@ TASKS = (("sort", "alice"), ("reverse", "bob"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What `plexrl demo` was asked for."""
+    """The options of `plexrl demo`."""
 
     out: Path = Path("out/demo")
     """Folder of the report."""
@@ -37,11 +37,11 @@ class DemoOptions:
     workers: int = 2
     """Workers of a training group."""
     backend: str | None = None
-    """That trains; absent: the default."""
+    """Training backend; absent: the default."""
     layout: Parallelism | None = None
-    """Of a training group, over as many workers as it has; absent: dp over `workers`."""
+    """Parallel layout of a training group; absent: data parallel over `workers`."""
     isolated: bool = True
-    """Measure the isolated baseline too."""
+    """Whether to measure the isolated baseline."""
 
     @property
     def group_workers(self) -> int:
@@ -53,7 +53,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     """Run the whole demo and write its report.
 
     Raises:
-        PlexRLError: a controller or the cluster failed; the message holds the end of its log.
+        PlexRLError: a controller or the cluster failed; the message has the end of its log.
     """
     import plexrl
     from plexrl.cluster.embedded.start import start_embedded
@@ -88,7 +88,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
 
 
 def _warm_up(cluster: "Cluster", options: DemoOptions) -> None:
-    """Have every library loaded before anything is measured, so that no phase pays for it."""
+    """Load all libraries before the measurements."""
     import plexrl
 
     model = plexrl.tiny_qwen2("01")
@@ -118,7 +118,7 @@ class _Phases:
         self._console = console
 
     def run(self, name: str, batches: Sequence[Sequence[ControllerPlan]]) -> PhaseResult:
-        """The jobs of each batch run together, the batches one after the other."""
+        """Run the jobs of each batch together, and the batches one after the other."""
         results: list[JobResult] = []
         rows: list[dict[str, Any]] = []
         started_at = time.time()
@@ -138,10 +138,10 @@ class _Phases:
         try:
             with DemoView(self._console) as view:
                 while any(controller.is_running() for controller in controllers):
-                    self._look(screen, known)
+                    self._refresh(screen, known)
                     view.show(screen)
                     time.sleep(POLL_PERIOD_S)
-                self._look(screen, known)
+                self._refresh(screen, known)
         finally:
             for controller in controllers:
                 controller.stop()
@@ -167,15 +167,15 @@ class _Phases:
             log_path=self._logs / f"{phase}-{plan.task}.log",
         )
 
-    def _look(self, screen: Screen, known: set[str]) -> None:
-        """Bring `screen` up to date."""
+    def _refresh(self, screen: Screen, known: set[str]) -> None:
+        """Update `screen` from the cluster."""
         jobs = [job for job in self._cluster.jobs() if job["job"] not in known]
         for line in screen.jobs:
             for job in jobs:
                 if job["name"] == line.name and job["tenant"] == line.tenant:
                     line.job = job["job"]
                     line.state = job["state"].lower()
-                    line.doing = _doing(job)
+                    line.residency = _residency(job)
             if line.job is not None:
                 _read_metrics(line, self._cluster.attach_job(line.job, heartbeat=False).metrics())
         screen.groups = [group for group in self._cluster.groups() if len(group["gpus"]) > 1]
@@ -210,7 +210,7 @@ class _Phases:
 
 
 def _all_rows(page: Callable[[int], list[dict[str, Any]]], after: int) -> list[dict[str, Any]]:
-    """Every row of a paged log behind index `after`."""
+    """All rows of a paged log after index `after`."""
     found: list[dict[str, Any]] = []
     while rows := page(after):
         found += rows
@@ -229,8 +229,8 @@ def _read_metrics(line: JobLine, rows: Sequence[dict[str, Any]]) -> None:
         line.reward_after = evaluations[-1]["eval/reward"]
 
 
-def _doing(job: dict[str, Any]) -> str:
-    """What the job's deployments are at: `actor on device, rollout on device`."""
+def _residency(job: dict[str, Any]) -> str:
+    """The residency of the job's deployments as text."""
     return ", ".join(
         f"{deployment['deployment'].rsplit('/', 1)[1]} {deployment['residency']}"
         for deployment in job["deployments"]

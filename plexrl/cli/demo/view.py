@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: phase of each job, who holds the group, rewards so far."""
+"""The demo's live view: state of each job, holder of the group, rewards so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ PLAIN_PERIOD_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class JobLine:
-    """One job as last seen."""
+    """The latest state of one job."""
 
     name: str
     tenant: str
     job: str | None = None
     state: str = "starting"
-    doing: str = ""
+    residency: str = ""
     step: int = 0
     steps: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class JobLine:
 
 @dataclass(slots=True, kw_only=True)
 class Screen:
-    """Everything one frame shows."""
+    """The contents of one frame."""
 
     title: str
     started_at: float
@@ -43,7 +43,7 @@ class Screen:
 
 
 class DemoView:
-    """A live panel on a terminal; a line every few seconds anywhere else."""
+    """A live panel on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,7 +62,7 @@ class DemoView:
             self._live.stop()
 
     def show(self, screen: Screen) -> None:
-        """Draw `screen`."""
+        """Draw a frame."""
         if self._live is not None:
             self._live.update(render(screen))
         elif time.monotonic() - self._last_plain >= PLAIN_PERIOD_S:
@@ -86,7 +86,7 @@ def render(screen: Screen) -> RenderableType:
             Text(line.name, style="bold"),
             line.tenant,
             line.state,
-            line.doing,
+            line.residency,
             progress,
             Text(recent + sparkline(line.rewards), style="green"),
         )
@@ -98,7 +98,7 @@ def render(screen: Screen) -> RenderableType:
 
 
 def group_line(group: Mapping[str, Any], jobs: Sequence[JobLine]) -> str:
-    """Who holds a shared group, and what switching has cost so far."""
+    """The holder of a shared group and the cost of its switches."""
     names = {line.job: line.name for line in jobs}
     holder = str(group["holder"] or "")
     owner = names.get(holder.rsplit("/", 1)[0], holder) or "nobody"
@@ -109,7 +109,7 @@ def group_line(group: Mapping[str, Any], jobs: Sequence[JobLine]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 30) -> str:
-    """The course of `values` (0 to 1) in at most `width` characters."""
+    """`values` (0 to 1) as at most `width` block characters."""
     if not values:
         return ""
     stride = max(1, -(-len(values) // width))

@@ -1,4 +1,4 @@
-"""`plexrl cancel`: end jobs that their controllers do not."""
+"""`plexrl cancel`: cancels jobs."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 def cancel(
     jobs: Annotated[
-        list[str], typer.Argument(help="Ids of jobs, beginnings of ids, or jobs' names.")
+        list[str], typer.Argument(help="Ids of jobs, prefixes of ids, or jobs' names.")
     ],
-    reason: Annotated[str, typer.Option(help="What the job shall say.")] = "plexrl cancel",
+    reason: Annotated[str, typer.Option(help="Reason recorded with the job.")] = "plexrl cancel",
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Cancel jobs: their operations end, their GPUs come free, their checkpoints stay.
+    """Cancel jobs: their operations end, their GPUs become free, their checkpoints stay.
 
-    Nothing is asked. Where one of JOBS names no job, none is cancelled. A job that has ended is
-    reported, the others are cancelled, and the exit code is 1.
+    There is no confirmation. If one of JOBS is unknown, none is cancelled. If one has ended, the
+    others are cancelled, and the exit code is 1.
     """
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with open_cluster(url, api_key, data_dir) as cluster:
         found = {job.job: job for job in [find_job(cluster, each) for each in jobs]}
         for job in found.values():
             try:
-                told.append(_cancel(job, reason))
+                results.append(_cancel(job, reason))
             except PlexRLError as error:
-                told.append({"job": job.job, "error": error.to_wire()})
+                results.append({"job": job.job, "error": error.to_wire()})
                 if not as_json:
                     warn(f"plexrl: {error.message}")
     if as_json:
-        write_json(told)
+        write_json(results)
     else:
-        for each in told:
+        for each in results:
             if "error" not in each:
-                print_line(f"{each['job']} is cancelled: {_given_back(each)}.")
-    if any("error" in each for each in told):
+                print_line(f"{each['job']} is cancelled: {_released(each)}.")
+    if any("error" in each for each in results):
         raise typer.Exit(1)
 
 
@@ -71,7 +71,7 @@ def _cancel(job: "Job", reason: str) -> dict[str, Any]:
                 "operations_cancelled": _operations(before),
                 "gpus_freed": sum(len(each["ranks"]) for each in _placed(before)),
             }
-        # It ended otherwise in between.
+        # The job ended meanwhile for another reason.
         before = after
     raise JobEndedError(
         f"job {job.job!r} has ended ({before['state'].lower()}): there is nothing to cancel",
@@ -87,7 +87,7 @@ def _placed(view: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in view["deployments"] if each["group"] is not None]
 
 
-def _given_back(told: dict[str, Any]) -> str:
-    operations, gpus = told["operations_cancelled"], told["gpus_freed"]
+def _released(result: dict[str, Any]) -> str:
+    operations, gpus = result["operations_cancelled"], result["gpus_freed"]
     ends = "1 operation ends" if operations == 1 else f"{operations} operations end"
-    return f"{ends} unfinished, it gives back {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}"
+    return f"{ends} unfinished, it releases {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}"

@@ -1,4 +1,4 @@
-"""`plexrl checkpoints`: what jobs have saved."""
+"""`plexrl checkpoints`: lists and deletes checkpoints."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 checkpoints_app = typer.Typer(
     cls=ListGroup,
-    help="Checkpoints of jobs, those being written too: `plexrl checkpoints [JOB]` lists them.",
+    help="Checkpoints of jobs, finished or in progress: `plexrl checkpoints [JOB]` lists them.",
 )
 COLUMNS = ("job", "name", "step", "state", "size", "when", "path")
 
@@ -35,24 +35,24 @@ COLUMNS = ("job", "name", "step", "state", "size", "when", "path")
 @checkpoints_app.command("list")
 def list_checkpoints(
     job: Annotated[
-        str | None, typer.Argument(help="Of this job; none: of all that the key may see.")
+        str | None, typer.Argument(help="The job; default: all jobs that the key may see.")
     ] = None,
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """List checkpoints: step, state, bytes, when each was asked for, and where it lies."""
+    """List checkpoints: step, state, bytes, time of the request, and path."""
     found: list[dict[str, Any]] = []
     silent: dict[str, str] = {}
     with open_cluster(url, api_key, data_dir) as cluster:
-        names = _that_saved(cluster) if job is None else [find_job(cluster, job).job]
+        names = _jobs_with_checkpoints(cluster) if job is None else [find_job(cluster, job).job]
         for name in names:
             listing = cluster.read_checkpoints(name)
             found += listing["checkpoints"]
             silent |= {node["node"]: node["reason"] for node in listing["failed"]}
     for node, reason in silent.items():
-        warn(f"plexrl: node {node} was not heard: {reason}")
+        warn(f"plexrl: no answer from node {node}: {reason}")
     rows = [
         (
             each["job"],
@@ -82,15 +82,15 @@ def delete_checkpoints(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Delete checkpoints of a job from the disk; where one is not there, none is deleted."""
+    """Delete checkpoints of a job from the disk; if one does not exist, none is deleted."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = find_job(cluster, job)
         known = {each["name"]: each for each in found.checkpoints()}
         unknown = [name for name in names if name not in known]
         if unknown:
-            there = ", ".join(sorted(known)) or "none"
+            existing = ", ".join(sorted(known)) or "none"
             raise CheckpointNotFoundError(
-                f"job {found.job!r} has no checkpoint {unknown[0]!r}; it has {there}"
+                f"job {found.job!r} has no checkpoint {unknown[0]!r}; it has {existing}"
             )
         for name in dict.fromkeys(names):
             found.delete_checkpoint(name)
@@ -101,7 +101,7 @@ def delete_checkpoints(
         print_line(f"{found.job} {name} is deleted: {known[name]['path']}")
 
 
-def _that_saved(cluster: "Cluster") -> list[str]:
+def _jobs_with_checkpoints(cluster: "Cluster") -> list[str]:
     """Jobs that have written a checkpoint, oldest first."""
     rows = cluster.usage()
     return list(dict.fromkeys(row["job"] for row in rows if row["kind"] == "save_checkpoint"))

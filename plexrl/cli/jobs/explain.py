@@ -1,4 +1,4 @@
-"""`plexrl explain`: a job's story, for people."""
+"""`plexrl explain`: shows why a job waits or runs."""
 
 from itertools import groupby
 from typing import Any
@@ -20,7 +20,7 @@ from plexrl.cli.terminal.job_ids import JobArgument, find_job
 Plain = dict[str, Any]
 
 IDLE_S = 60.0
-"""A job that is idle for less is between two steps."""
+"""Shorter idle times are normal between two steps."""
 
 
 def explain(
@@ -32,22 +32,22 @@ def explain(
 ) -> None:
     """Why a job waits or runs as it does: its operations, its GPUs, and until when."""
     with open_cluster(url, api_key, data_dir) as cluster:
-        story = find_job(cluster, job).explain()
+        view = find_job(cluster, job).explain()
     if as_json:
-        write_json(story)
+        write_json(view)
         return
-    print_line(f"{story['name']} of {story['tenant']} is {story['state']}: {story['summary']}.")
-    print_holders(story["holders"])
-    _operations(story["operations"])
-    _deployments(story["deployments"])
-    for deployment in story["deployments"]:
+    print_line(f"{view['name']} of {view['tenant']} is {view['state']}: {view['summary']}.")
+    print_holders(view["holders"])
+    _operations(view["operations"])
+    _deployments(view["deployments"])
+    for deployment in view["deployments"]:
         _attempts(deployment)
         _near(deployment)
-    _quality(story["eta_quality"])
+    _quality(view["eta_quality"])
 
 
 def print_holders(holders: list[Plain]) -> None:
-    """Who has the GPUs that the job waits for, and which of those jobs nobody works with."""
+    """Print the holders of the GPUs that the job waits for, and those that look abandoned."""
     if not holders:
         return
     rows = [
@@ -62,33 +62,33 @@ def print_holders(holders: list[Plain]) -> None:
         )
         for each in holders
     ]
-    heard = ("controller silent for", "idle for", "cancelled in")
-    print_table("Who has the GPUs", ("job", "tenant", "GPUs", "it is", *heard), rows)
+    times = ("controller silent for", "idle for", "cancelled in")
+    print_table("Who has the GPUs", ("job", "tenant", "GPUs", "condition", *times), rows)
     for each in holders:
         if each["condition"] in ("detached", "silent") or (each["idle_s"] or 0.0) > IDLE_S:
             print_line("")
-            print_line(_left_open(each))
+            print_line(_abandoned(each))
 
 
-def _left_open(holder: Plain) -> str:
+def _abandoned(holder: Plain) -> str:
     if holder["condition"] == "idle":
         what = (
-            f"has run nothing for {seconds(holder['idle_s'])}; its controller lives, so it keeps "
-            "its GPUs until it ends"
+            f"has run nothing for {seconds(holder['idle_s'])}; its controller is alive, so it "
+            "keeps its GPUs until it ends"
         )
     else:
         what = (
-            f"was not ended, and nothing was heard of its controller for "
+            f"has not ended, and its controller has been silent for "
             f"{seconds(holder['silent_s'])}; it is cancelled in "
-            f"{seconds(holder['cancelled_in_s'])} unless one comes back"
+            f"{seconds(holder['cancelled_in_s'])} unless a controller returns"
         )
     if holder["job"] is None:
-        return f"A job of another tenant {what}. An operator can end it before."
+        return f"A job of another tenant {what}. An operator can end it earlier."
     return f"{holder['job']} {what}. To end it now: plexrl cancel {holder['job']}"
 
 
 def _operations(operations: list[Plain]) -> None:
-    """One row for each run of operations that wait for the same; the first one's times."""
+    """Print one row for consecutive operations with the same cause, with the first one's times."""
     if not operations:
         return
     rows = []
@@ -115,13 +115,13 @@ def _cause(operation: Plain) -> tuple[Any, ...]:
 
 
 def _short(operation: str) -> str:
-    """Enough of `<job>:<name>` to tell it from its neighbours."""
+    """A short form of `<job>:<name>`."""
     return operation.rpartition(":")[2][:8]
 
 
 def _eta(operation: Plain) -> str:
     if operation["eta_s"] is None:
-        return "not known"
+        return "unknown"
     verb = "ends" if operation["rule"] == "running" else "starts"
     return f"{verb} in {seconds(operation['eta_s'])}"
 
@@ -145,14 +145,14 @@ def _deployments(deployments: list[Plain]) -> None:
                 each["moved_because"],
             )
         )
-    columns = ("deployment", "state", "group", "nodes", "way", "shift", "overlap", "moves", "why")
+    columns = ("deployment", "state", "group", "nodes", "mode", "shift", "overlap", "moves", "why")
     print_table("Deployments", columns, rows)
 
 
 def _attempts(deployment: Plain) -> None:
     if deployment["attempts"]:
         rows = [(each["way"], each["why"]) for each in deployment["attempts"]]
-        columns = ("way of getting GPUs", "what is there")
+        columns = ("placement mode", "obstacle")
         print_table(f"Why {deployment['deployment']} has no GPUs", columns, rows)
 
 
@@ -171,16 +171,16 @@ def _near(deployment: Plain) -> None:
         for each in deployment["near"]
     ]
     columns = ("group", "members", "shift", "overlap", "interference", "load")
-    print_table(f"Groups in whose gaps {deployment['deployment']} fits best", columns, rows)
+    print_table(f"Groups with the best gaps for {deployment['deployment']}", columns, rows)
 
 
 def _quality(quality: Plain) -> None:
     print_line("")
     if not quality["estimates"]:
-        print_line("No estimate of a start has been checked yet.")
+        print_line("No estimated start has been verified yet.")
         return
     print_line(
-        f"The {quality['estimates']} estimated starts of this cluster so far were wrong by "
-        f"{seconds(quality['mean_error_s'])} on average and late by "
+        f"The {quality['estimates']} estimated starts of this cluster so far had a mean error of "
+        f"{seconds(quality['mean_error_s'])} and a mean delay of "
         f"{seconds(quality['mean_late_s'])}; {quality['slipped']} were missed by far."
     )

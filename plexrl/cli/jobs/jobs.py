@@ -1,4 +1,4 @@
-"""`plexrl jobs` and `plexrl logs`: what runs, and what its workers said."""
+"""`plexrl jobs` and `plexrl logs`: jobs and their workers' logs."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,19 +32,19 @@ STATES = (
 def jobs(
     job: Annotated[
         str | None,
-        typer.Argument(help="Show this one in full: its id, the beginning of it, or its name."),
+        typer.Argument(help="Show one job in full: its id, a prefix of it, or its name."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", "-a", help="Ended ones too.")] = False,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Include ended jobs.")] = False,
     state: Annotated[
         list[str] | None,
-        typer.Option(help="Only those in this state, such as queued or failed; may be repeated."),
+        typer.Option(help="Only jobs in this state, such as queued or failed; may be repeated."),
     ] = None,
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Jobs: who runs, who waits, where their models are."""
+    """Jobs: which run, which wait, and where their models are."""
     wanted = _states(state)
     with open_cluster(url, api_key, data_dir) as cluster:
         if job is not None:
@@ -79,11 +79,11 @@ def jobs(
 
 
 def _states(given: list[str] | None) -> frozenset[str]:
-    """The states that are asked for; none: no filter."""
+    """The requested states; empty: no filter."""
     wanted = frozenset(each.upper() for each in given or ())
     if unknown := sorted(wanted - frozenset(STATES)):
         names = ", ".join(STATES).lower()
-        raise InvalidRequestError(f"no job is ever {unknown[0].lower()!r}: --state takes {names}")
+        raise InvalidRequestError(f"unknown state {unknown[0].lower()!r}: --state takes {names}")
     return wanted
 
 
@@ -114,7 +114,7 @@ def logs(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """The ends of a job's worker logs."""
+    """The last lines of a job's worker logs."""
     with open_cluster(url, api_key, data_dir) as cluster:
         answer = find_job(cluster, job).read_logs(deployment, lines=lines)
     for each in answer["failed"]:
@@ -128,7 +128,7 @@ def logs(
 
 
 def _with_engines(job: "Job") -> dict[str, Any]:
-    """A job with how the engines of its rollouts stand."""
+    """A job's view with the state of its rollout engines."""
     found = job.status()
     for each in found["deployments"]:
         rollout = each["kind"] == "rollout"
@@ -137,7 +137,7 @@ def _with_engines(job: "Job") -> dict[str, Any]:
 
 
 def _engine(stats: dict[str, Any]) -> str:
-    """`3 run, 1 waits, cache 40 %, 2 preemptions`."""
+    """An engine as text, such as `3 run, 1 wait, cache 40 %, 2 preemptions`."""
     used = 100 * stats["blocks_held"] / stats["blocks"]
     paused = "paused, " if stats["paused"] else ""
     return (

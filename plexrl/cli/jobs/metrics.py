@@ -1,4 +1,4 @@
-"""`plexrl metrics`: what a job's controller has reported with `job.log`."""
+"""`plexrl metrics`: shows the metrics that a job's controller logs with `job.log`."""
 
 import csv
 import io
@@ -34,8 +34,8 @@ from plexrl.errors import InvalidRequestError
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
 
-LOOK_S = 1.0
-"""Between two looks for new rows."""
+POLL_S = 1.0
+"""Interval between polls for new rows."""
 
 TREND_POINTS = 16
 Row = dict[str, Any]
@@ -47,10 +47,10 @@ def metrics(
         list[str] | None,
         typer.Option("--metric", "-m", help="Only these; `*` stands for anything: -m 'reward/*'."),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, help="So many of the newest rows.")] = 20,
-    every: Annotated[bool, typer.Option("--all", help="All rows, however many.")] = False,
+    last: Annotated[int, typer.Option(min=1, help="Number of newest rows.")] = 20,
+    every: Annotated[bool, typer.Option("--all", help="All rows.")] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new rows until the job has ended.")
+        bool, typer.Option("--follow", "-f", help="Print new rows until the job has ended.")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw all rows into this file: .png, .svg or .pdf.")
@@ -65,7 +65,7 @@ def metrics(
     if as_csv and as_json:
         raise typer.BadParameter("--csv and --json are two formats: choose one")
     if follow and (plot is not None or as_csv):
-        raise typer.BadParameter("--follow shows rows as they come, without --plot and --csv")
+        raise typer.BadParameter("--follow prints rows as they arrive: omit --plot and --csv")
     with open_cluster(url, api_key, data_dir) as cluster:
         found = find_job(cluster, job)
         rows = found.metrics()
@@ -77,8 +77,8 @@ def metrics(
             return
     if plot is not None:
         write_plot(plot, found.name, known, names)
-        told = {"path": str(plot), "metrics": names, "rows": len(known)}
-        write_json(told) if as_json else print_line(f"{plot}: {len(known)} rows are drawn.")
+        result = {"path": str(plot), "metrics": names, "rows": len(known)}
+        write_json(result) if as_json else print_line(f"{plot}: {len(known)} rows are drawn.")
     elif as_json:
         write_rows(newest)
     elif as_csv:
@@ -90,10 +90,10 @@ def metrics(
 
 
 def _chosen(job: str, rows: Sequence[Row], patterns: Sequence[str] | None) -> list[str]:
-    """Names of the metrics that are asked for, in the order in which they first came.
+    """Names of the requested metrics, in the order of first appearance.
 
     Raises:
-        InvalidRequestError: one of the patterns fits none.
+        InvalidRequestError: a pattern matches no metric.
     """
     known = list(dict.fromkeys(name for row in rows for name in row["values"]))
     if patterns is None:
@@ -116,13 +116,13 @@ def write_rows(rows: Sequence[Row]) -> None:
 
 
 def _as_json(row: Row) -> Row:
-    """The row as it travels, for JSON has no numbers that are not finite."""
+    """The row in its wire form, because JSON has no non-finite numbers."""
     return {**row, **metrics_row(row["step"], row["values"])}
 
 
 def _show(job: str, known: Sequence[Row], newest: Sequence[Row], names: Sequence[str]) -> None:
-    """The newest rows, in several tables where one is too wide for the terminal, and, for a person,
-    what all rows come to."""
+    """Print the newest rows, in several tables if one is too wide, and at a terminal a summary of
+    all rows."""
     width = terminal_width()
     for columns in _parts(newest, names, width):
         print_table("", ("step", *columns), _cells(newest, columns))
@@ -140,7 +140,7 @@ def _show(job: str, known: Sequence[Row], newest: Sequence[Row], names: Sequence
 
 
 def _parts(rows: Sequence[Row], names: Sequence[str], width: int | None) -> Iterator[list[str]]:
-    """The metrics, cut into as many as fit side by side."""
+    """The metrics, split into tables that fit the width."""
     part: list[str] = []
     for name in names:
         wider = [*part, name]
@@ -181,12 +181,12 @@ def _follow(
     *,
     as_json: bool,
 ) -> None:
-    """A line for each row, until the job has ended and all its rows are shown."""
+    """Print each new row until the job has ended."""
     after = rows[-1]["index"] if rows else 0
     shown = newest
     while True:
         for row in shown:
-            _tell(row, as_json=as_json)
+            _print_row(row, as_json=as_json)
         view = job.status()
         fresh = job.metrics(after=after)
         if not fresh and not is_live(view):
@@ -200,10 +200,10 @@ def _follow(
             for row in fresh
         ]
         if not fresh:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
-def _tell(row: Row, *, as_json: bool) -> None:
+def _print_row(row: Row, *, as_json: bool) -> None:
     if as_json:
         write_json(_as_json(row))
         return

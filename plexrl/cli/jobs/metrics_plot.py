@@ -1,4 +1,4 @@
-"""A job's metrics where people would rather look: as a line of blocks, or a file."""
+"""Plots a job's metrics as a line of block characters or as a file."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,11 @@ from plexrl.errors import InvalidRequestError, StorageError
 FORMATS = (".png", ".svg", ".pdf")
 COLUMNS_MAX = 3
 PLOT_INCHES = (4.0, 2.6)
-"""Of one metric."""
+"""Size of the plot of one metric."""
 
 
 def trend(values: Sequence[float], points: int) -> str:
-    """Those of `values` that are finite as blocks between their least and their most, in at most
-    `points` characters."""
+    """The finite values as at most `points` block characters, scaled from minimum to maximum."""
     from plexrl.cli.demo.view import sparkline
 
     finite = [value for value in values if math.isfinite(value)]
@@ -27,15 +26,15 @@ def trend(values: Sequence[float], points: int) -> str:
 def write_plot(
     path: Path, title: str, rows: Sequence[dict[str, Any]], names: Sequence[str]
 ) -> None:
-    """Draw each metric over the steps into a file of the kind that its name says.
+    """Draw each metric over the steps into a file, in the format of its suffix.
 
     Raises:
-        InvalidRequestError: no such kind, nothing to draw, or matplotlib is not installed.
+        InvalidRequestError: unknown format, no metrics, or matplotlib is not installed.
         StorageError: the file cannot be written.
     """
     if path.suffix.lower() not in FORMATS:
         raise InvalidRequestError(
-            f"{path} is no file to draw into: name it *{', *'.join(FORMATS[:-1])} or *{FORMATS[-1]}"
+            f"{path} has no known format: name it *{', *'.join(FORMATS[:-1])} or *{FORMATS[-1]}"
         )
     if not names:
         raise InvalidRequestError("the job has logged no metrics: there is nothing to draw")

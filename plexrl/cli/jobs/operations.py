@@ -1,4 +1,4 @@
-"""`plexrl operations` and `plexrl trace`: where the time of a job's operations went."""
+"""`plexrl operations` and `plexrl trace`: the durations of a job's operations."""
 
 import json
 from pathlib import Path
@@ -22,20 +22,20 @@ from plexrl.cli.terminal.job_ids import JobArgument, find_job
 from plexrl.errors import StorageError
 
 ERROR_MAX = 300
-"""Characters of an error's message below the table."""
+"""Most characters of an error message below the table."""
 
 
 def operations(
     job: JobArgument,
     deployment: Annotated[str | None, typer.Option(help="Only this deployment's.")] = None,
     kind: Annotated[str | None, typer.Option(help="Only this kind.")] = None,
-    last: Annotated[int, typer.Option(min=1, help="So many of the newest.")] = 50,
+    last: Annotated[int, typer.Option(min=1, help="Number of newest operations.")] = 50,
     url: Url = None,
     api_key: Key = None,
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """A job's finished operations: how long each waited, was switched to, travelled, computed."""
+    """A job's finished operations: seconds in the queue, in switches, in transfer, computing."""
     from plexrl.client.display.chrome_trace import operation_rows
 
     with open_cluster(url, api_key, data_dir) as cluster:
@@ -48,8 +48,8 @@ def operations(
     ]
     found = [row for row in of_deployment if kind in (None, row["kind"])][-last:]
     if known and not found and not as_json:
-        there = {(row["deployment"].rpartition("/")[2], row["kind"]) for row in known}
-        names = ", ".join(" ".join(pair) for pair in sorted(there))
+        existing = {(row["deployment"].rpartition("/")[2], row["kind"]) for row in known}
+        names = ", ".join(" ".join(pair) for pair in sorted(existing))
         print_line(f"{job} has no finished operations of that deployment and kind. It has: {names}")
         return
     rows = [
@@ -75,14 +75,15 @@ def operations(
 
 
 def _error(error: dict[str, str]) -> str:
-    """An error's code and the beginning of its message; `--json` has all of it."""
+    """An error's code and the beginning of its message; `--json` has the whole message."""
     text = f"{error['code']}: {error['message']}"
     return text if len(text) <= ERROR_MAX else text[: ERROR_MAX - 1] + "…"
 
 
 def trace(
     job: Annotated[
-        str | None, typer.Argument(help="The job's id, its beginning or name; none: all jobs.")
+        str | None,
+        typer.Argument(help="The job's id, a prefix of it, or its name; default: all."),
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
     url: Url = None,
@@ -90,13 +91,13 @@ def trace(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Write a trace of operations and of who held the GPUs, for chrome://tracing or Perfetto."""
+    """Write a trace of operations and GPU holders for chrome://tracing or Perfetto."""
     from plexrl.client.display.chrome_trace import chrome_trace, operation_rows
 
     with open_cluster(url, api_key, data_dir) as cluster:
         if job is not None:
             job = find_job(cluster, job).job
-        # Of all jobs, for others held the job's GPUs too, where the key may know.
+        # Rows of all jobs: others held the job's GPUs too, as far as the key may see them.
         found = chrome_trace(operation_rows(cluster), job)
     try:
         out.write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""The answers of `plexrl simulate`, found."""
+"""Runs the simulations of `plexrl simulate` and collects the answers."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from plexrl.traces import Problem, Problems, TraceJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """All that was found."""
+    """All answers."""
 
     trace: str
     survey: Survey
@@ -53,23 +53,23 @@ def answered(
     quiet: bool,
     jobs_out: Path | None = None,
 ) -> Answers:
-    """Look through the trace, run what is asked, and put the answers together; with `jobs_out` a
-    row of each job of each answer goes into that file.
+    """Check the trace, execute the runs, and collect the answers; `jobs_out`: file for one row per
+    job of each answer.
 
     Raises:
-        TraceError: rows are bad, and not to be skipped.
+        TraceError: rows are bad and not skipped.
         CapacityError: jobs are larger than the cluster.
-        InvalidRequestError: something that was asked cannot be, said before anything runs.
+        InvalidRequestError: a question is invalid; raised before any run.
     """
     with TemporaryDirectory(prefix="plexrl-jobs-") as folder:
         copy = Path(folder) / "jobs"
-        base, survey = _looked_through(trace, base, copy)
+        base, survey = _checked_trace(trace, base, copy)
         scenarios = () if asked.objectives else _checked(base, asked, survey)
         if survey.without_rollout_gpus:
             warn(
                 f"plexrl: {survey.without_rollout_gpus:,} of {survey.jobs:,} jobs have rollouts "
-                "and no rollout GPUs, so cost and GPU-hours leave those rollouts out: give the "
-                "trace a column rollout_gpus"
+                "and no rollout GPUs, so cost and GPU-hours exclude those rollouts: add a column "
+                "rollout_gpus to the trace"
             )
         if not quiet:
             print_survey(trace, survey)
@@ -103,14 +103,14 @@ def answered(
     )
 
 
-def _looked_through(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Survey]:
-    """The scenario for the runs, and what its jobs ask for; they are copied on the way."""
+def _checked_trace(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Survey]:
+    """The scenario for the runs and the survey of its jobs, which are copied at the same time."""
     source = base.source
     assert isinstance(source, TraceSource | PublishedSource)
     skips = isinstance(source, TraceSource) and source.skip_bad
     problems = Problems(_printer(trace) if skips else None)
     if isinstance(source, TraceSource):
-        # Read once: what is wrong is known at the end, and nothing runs before that.
+        # A single pass: faults are known at its end, before any run.
         source = replace(source, skip_bad=True)
     jobs = source.read(problems)
     survey = surveyed(copied(jobs if skips else _all_good(jobs, problems, trace), copy))
@@ -127,7 +127,7 @@ def _all_good(jobs: Iterator[TraceJob], problems: Problems, trace: str) -> Itera
 
 
 def _checked(base: Scenario, asked: Questions, survey: Survey) -> tuple[Scenario, ...]:
-    """The scenarios that are asked for, all of which can be run."""
+    """The requested scenarios, after checking that all can run."""
     scenarios = tuple(scenarios_along(base, asked.axes))
     others = [changed(scenario, what) for scenario in scenarios for what in asked.changes]
     for scenario in (*scenarios, *others):
@@ -207,7 +207,7 @@ def _sizes(survey: Survey, base: Scenario, max_nodes: int) -> tuple[int, int]:
     if max_nodes < lowest:
         raise InvalidRequestError(
             f"the largest job needs {lowest} nodes, and --max-nodes is {max_nodes}: raise it, or "
-            "leave large jobs out by --max-gpus"
+            "exclude large jobs by --max-gpus"
         )
     pool = replace(base.pools[0], nodes=lowest)
     check_fits(survey, (pool, *base.pools[1:]))
@@ -223,8 +223,8 @@ def _chosen(base: Scenario, plan: CapacityPlan) -> Run:
 
 
 def _printer(trace: str) -> Any:
-    def tell(problem: Problem) -> None:
+    def report(problem: Problem) -> None:
         field = f"{problem.field} " if problem.field else ""
         warn(f"{trace}:{problem.line}: {field}{problem.message}")
 
-    return tell
+    return report

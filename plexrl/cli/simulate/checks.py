@@ -1,6 +1,5 @@
-"""What options of `plexrl simulate` do not go together, and what values make no sense: said before
-anything is read or run. An option that would be ignored is refused, for whoever gave it expects
-that it counts."""
+"""Checks the options of `plexrl simulate` before anything is read or run: ranges and combinations.
+An option that would have no effect is refused, because the user expects one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "state_survives": (0.0, 1.0),
     "workers": (1, WORKERS_MAX),
 }
-"""Least and most of every number."""
+"""Range of every number."""
 
 HINTS = {"jitter": ", as 0.15 for 15 %"}
 
@@ -55,17 +54,17 @@ NEEDS: dict[str, tuple[str, str]] = {
     "state_survives": ("node_mtbf_hours", "nodes fail only with --node-mtbf-hours above 0"),
     "max_nodes": ("slo", "only the search of --slo has a largest size"),
 }
-"""Options that count only beside another, and why."""
+"""Options that need another one, and why."""
 
 EXCLUDES: tuple[tuple[str, str, str], ...] = (
-    ("nodes", "pool", "each --pool says its own nodes"),
-    ("node_type", "pool", "each --pool says its own node type"),
+    ("nodes", "pool", "each --pool has its own nodes"),
+    ("node_type", "pool", "each --pool has its own node type"),
     ("nodes", "slo", "--slo searches for the number of nodes; --max-nodes bounds it"),
-    ("pool", "slo", "--slo searches for the number of nodes; say their kind by --node-type"),
-    ("compress", "backlog", "with --backlog all jobs are there at the start"),
-    ("workers", "ray", "with --ray the Ray cluster says how many runs go at a time"),
+    ("pool", "slo", "--slo searches for the number of nodes; give their type by --node-type"),
+    ("compress", "backlog", "with --backlog all jobs are submitted at the start"),
+    ("workers", "ray", "with --ray the Ray cluster limits the parallel runs"),
 )
-"""Options of which the first is ignored beside the second, and why."""
+"""Pairs of options of which the second makes the first ineffective, and why."""
 
 SWEPT = {
     "nodes": ("nodes", "pool"),
@@ -74,14 +73,14 @@ SWEPT = {
     "staleness": ("staleness",),
     "switch-s": ("switch_s",),
 }
-"""Options that an axis of --sweep takes the place of."""
+"""Options that an axis of --sweep replaces."""
 
 OF_FILES = ("layout", "skip_bad", "any_node_type", "profiles")
-"""Options of a trace that is read, not made up."""
+"""Options for traces that are read, not generated."""
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:
-    """The options that were written on the command line, by parameter name."""
+    """The options on the command line, by parameter name."""
     return {
         name: value
         for name, value in context.params.items()
@@ -91,8 +90,11 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 
 
 def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
-    """Raises `InvalidRequestError` where an option has a value that makes no sense, or would be
-    ignored."""
+    """Check all options.
+
+    Raises:
+        InvalidRequestError: a value is invalid, or an option would have no effect.
+    """
     for name, (least, most) in RANGES.items():
         if name in given:
             _check_range(name, given[name], least, most)
@@ -110,21 +112,21 @@ def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
             raise _ignored(name, given[name], f"without {option(other)}", why)
     for name, other, why in EXCLUDES:
         if name in given and given.get(other):
-            raise _ignored(name, given[name], f"beside {option(other)}", why)
+            raise _ignored(name, given[name], f"with {option(other)}", why)
     if given.get("window") and not given.get("out") and not given.get("as_json"):
-        why = "what ran then is drawn in the report of --out, and listed by --json"
+        why = "the report of --out shows the window, and --json lists it"
         raise _ignored("window", given["window"], "without --out or --json", why)
     for sweep in given.get("sweep") or ():
         axis = sweep.partition("=")[0]
         for name in SWEPT.get(axis, ()):
             if name in given:
-                why = "the sweep says all its values"
-                raise _ignored(name, given[name], f"beside --sweep {axis}", why)
+                why = "the sweep has all its values"
+                raise _ignored(name, given[name], f"with --sweep {axis}", why)
     _check_trace(given, is_published=is_published)
 
 
 def option(name: str) -> str:
-    """A parameter as it is written on the command line."""
+    """The command-line option of a parameter."""
     names = {"layout": "from", "as_json": "json"}
     return "--" + names.get(name, name).replace("_", "-")
 
@@ -141,23 +143,23 @@ def _check_range(name: str, value: Any, least: float, most: float) -> None:
 def _check_once(name: str, values: Sequence[str]) -> None:
     for value in values:
         if values.count(value) > 1:
-            raise InvalidRequestError(f"{option(name)} {value} is given twice: leave one away")
+            raise InvalidRequestError(f"{option(name)} {value} is given twice: omit one")
 
 
 def _check_empty(given: Mapping[str, Any]) -> None:
-    """An empty text is what an unset variable of a shell leaves."""
+    """Refuse empty texts, which come from unset shell variables."""
     for name, value in given.items():
         texts = value if isinstance(value, list | tuple) else (value,)
         if any(isinstance(text, str) and not text.strip() for text in texts):
-            raise InvalidRequestError(f"{option(name)} is empty: give it a value, or leave it away")
+            raise InvalidRequestError(f"{option(name)} is empty: give it a value or omit it")
 
 
 def _check_trace(given: Mapping[str, Any], *, is_published: bool) -> None:
     for name in OF_FILES if is_published else ():
         if name in given:
-            raise _ignored(name, given[name], "with `published`", "its jobs are made up")
+            raise _ignored(name, given[name], "with `published`", "its jobs are generated")
     if "jobs_per_day" in given and not is_published:
-        why = "only the jobs of `published` are made up"
+        why = "only the jobs of `published` are generated"
         raise _ignored("jobs_per_day", given["jobs_per_day"], "with a trace", why)
     least, most = given.get("min_gpus"), given.get("max_gpus")
     if least is not None and most is not None and least > most:
@@ -167,10 +169,10 @@ def _check_trace(given: Mapping[str, Any], *, is_published: bool) -> None:
 
 
 def _ignored(name: str, value: Any, where: str, why: str) -> InvalidRequestError:
-    said = option(name)
+    text = option(name)
     if name == "profiles":
-        said = "--profiles" if value else "--no-profiles"
+        text = "--profiles" if value else "--no-profiles"
     elif not isinstance(value, bool):
         values = value if isinstance(value, list | tuple) else (value,)
-        said = " ".join(f"{said} {each}" for each in values)
-    return InvalidRequestError(f"{said} {where} is ignored: {why}; leave it away")
+        text = " ".join(f"{text} {each}" for each in values)
+    return InvalidRequestError(f"{text} {where} is ignored: {why}; omit it")

@@ -1,4 +1,4 @@
-"""`plexrl simulate compare`: two results beside each other."""
+"""`plexrl simulate compare`: compares two results."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.json"
 SHOWN_VALUES = 3
-"""Of a setting that a document sweeps."""
+"""Most values that are shown of a swept setting."""
 
 HELP = "A folder of `plexrl simulate --out`, or its results.json."
 First = Annotated[Path, typer.Argument(metavar="A", help=HELP)]
@@ -25,7 +25,7 @@ Second = Annotated[Path, typer.Argument(metavar="B", help=HELP)]
 
 
 def compare(a: First, b: Second, as_json: Json = False) -> None:
-    """Two results of `plexrl simulate --out` side by side: what was asked, and what came out."""
+    """Compare two results of `plexrl simulate --out`: settings and figures."""
     from plexrl.sim.results.compared import compared
 
     documents = [_document(each) for each in (a, b)]
@@ -38,8 +38,8 @@ def compare(a: First, b: Second, as_json: Json = False) -> None:
         _show(a, b, found)
     if not found.pairs:
         raise InvalidRequestError(
-            f"no run of {a} has its like in {b}: the first has {_listed(found.only_a)}, the other "
-            f"{_listed(found.only_b)}; ask both for a policy, size and seed in common"
+            f"no run of {a} has a counterpart in {b}: the first has {_listed(found.only_a)}, the "
+            f"other {_listed(found.only_b)}; run both with a common policy, size and seed"
         )
 
 
@@ -47,25 +47,25 @@ def _document(path: Path) -> dict[str, Any]:
     """The results in a folder or file.
 
     Raises:
-        InvalidRequestError: there are none.
+        InvalidRequestError: there are no results.
     """
     file = path / RESULTS if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidRequestError(
-            f"{file} cannot be read: {error.strerror}; name what `plexrl simulate --out` wrote"
+            f"{file} cannot be read: {error.strerror}; give a folder of `plexrl simulate --out`"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{file} is no JSON: {error}") from error
+        raise InvalidRequestError(f"{file} is not JSON: {error}") from error
     if not _is_document(found):
         raise InvalidRequestError(
-            f"{file} is no {RESULTS} of `plexrl simulate --out`: it has no trace and runs with a "
-            "scenario and a result each"
+            f"{file} is not a {RESULTS} of `plexrl simulate --out`: it lacks a trace, or runs with "
+            "a scenario and a result each"
         )
     if not found["runs"]:
-        raise InvalidRequestError(f"{file} has no run that ended: there is nothing to compare")
-    assert isinstance(found, dict), "it was looked at"
+        raise InvalidRequestError(f"{file} has no completed run: there is nothing to compare")
+    assert isinstance(found, dict), "checked above"
     return found
 
 
@@ -86,8 +86,8 @@ def _is_document(found: Any) -> bool:
 def _values(found: "Comparison") -> dict[str, Any]:
     values = asdict(found)
     for of in ("pairs", "smallest"):
-        for pair, told in zip(getattr(found, of), values[of], strict=True):
-            for figure, each in zip(pair.figures, told["figures"], strict=True):
+        for pair, plain in zip(getattr(found, of), values[of], strict=True):
+            for figure, each in zip(pair.figures, plain["figures"], strict=True):
                 each |= {"difference": figure.difference, "change": figure.change}
     return values
 
@@ -96,15 +96,15 @@ def _show(a: Path, b: Path, found: "Comparison") -> None:
     print_line(f"A: {a}")
     print_line(f"B: {b}")
     if found.settings:
-        print_table("Asked otherwise", ("", "A", "B"), map(_setting, found.settings))
+        print_table("Different settings", ("", "A", "B"), map(_setting, found.settings))
     else:
-        print_line("The questions are the same.")
+        print_line("The settings are equal.")
     for pair in found.smallest:
         sizes = [_figure(each) for each in pair.figures]
         print_table(f"Smallest cluster, {pair.label}", ("", "A", "B", "B - A", "change"), sizes)
     for pair in found.pairs:
         if not any(each.differs for each in pair.figures):
-            print_line(f"{pair.label}: the same figures.")
+            print_line(f"{pair.label}: equal figures.")
             continue
         rows = [_figure(each) for each in pair.figures if each.a or each.b]
         print_table(pair.label, ("", "A", "B", "B - A", "change"), rows)
@@ -125,9 +125,9 @@ def _shown_value(value: Any) -> str:
 
 
 def _listed(values: "Iterable[str]") -> str:
-    told = [*values]
-    more = f" and {len(told) - SHOWN_VALUES} more" if len(told) > SHOWN_VALUES else ""
-    return "; ".join(told[:SHOWN_VALUES]) + more
+    texts = [*values]
+    more = f" and {len(texts) - SHOWN_VALUES} more" if len(texts) > SHOWN_VALUES else ""
+    return "; ".join(texts[:SHOWN_VALUES]) + more
 
 
 def _figure(figure: "Figure") -> tuple[str, str, str, str, str]:
@@ -137,10 +137,10 @@ def _figure(figure: "Figure") -> tuple[str, str, str, str, str]:
         return figure.name, a, b, "", ""
     if a == b:
         return figure.name, a, b, "=", ""
-    told = ("+" if difference > 0 else "-") + _amount(abs(difference), unit)
+    text = ("+" if difference > 0 else "-") + _amount(abs(difference), unit)
     if unit == "part":
-        return figure.name, a, b, told.replace("%", "points"), ""
-    return figure.name, a, b, told, "" if change is None else f"{100 * change:+.1f} %"
+        return figure.name, a, b, text.replace("%", "points"), ""
+    return figure.name, a, b, text, "" if change is None else f"{100 * change:+.1f} %"
 
 
 def _amount(value: float | None, unit: "Unit") -> str:

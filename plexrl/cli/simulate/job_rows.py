@@ -1,4 +1,4 @@
-"""`plexrl simulate --jobs-out`: a row of each job of each run."""
+"""`plexrl simulate --jobs-out`: writes one row for each job of each run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,26 +12,24 @@ from plexrl.traces.io.parquet_file import pyarrow_or_refusal
 
 
 def check_jobs_out(path: Path, trace: str, ray: str | None, out: Path | None) -> None:
-    """Before anything runs: the rows can be written, perhaps in the folder `out` of the results,
-    which is made with them.
+    """Check before the runs that the rows can be written; their folder may be `out`, which the
+    command creates.
 
     Raises:
-        InvalidRequestError: they cannot, or would be written on other machines.
+        InvalidRequestError: they cannot, or the runs would write them on other machines.
     """
     if ray is not None:
-        raise InvalidRequestError(
-            "--jobs-out would be written on Ray's machines, a part on each: leave --ray away"
-        )
+        raise InvalidRequestError("--jobs-out would be written in parts on Ray's nodes: omit --ray")
     check_out(path, trace, SUFFIXES, to_be_made=out)
     if path.name.endswith(".parquet"):
         pyarrow_or_refusal()
 
 
 def write_rows(path: Path, runs: Sequence[Run], parts: Mapping[Scenario, Path]) -> None:
-    """One table of all jobs of the runs, which have written their `parts`.
+    """Write one table of all jobs of the runs from the files in `parts`.
 
     Raises:
-        InvalidRequestError: it cannot be written.
+        InvalidRequestError: the table cannot be written.
     """
     write_job_rows(
         path,

@@ -1,4 +1,4 @@
-"""The answers of `plexrl simulate`: shown to people, and written for programs."""
+"""Prints and writes the answers of `plexrl simulate`."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -26,11 +26,11 @@ from plexrl.sim.results.result_json import dumps, result_values, scenario_values
 from plexrl.sim.search.capacity_search import CapacityPlan
 
 WRITTEN = ("results.json", "report.html")
-"""Into the folder of --out."""
+"""Files in the folder of --out."""
 
 
 def output(found: Answers, out: Path | None, *, as_json: bool) -> None:
-    """The answers, on stdout and in the folder.
+    """Print the answers, and write them into the folder.
 
     Raises:
         InvalidRequestError: the folder cannot be written.
@@ -48,7 +48,7 @@ def output(found: Answers, out: Path | None, *, as_json: bool) -> None:
 
 
 def show(found: Answers) -> None:
-    """For people."""
+    """Print the answers as tables."""
     if found.plans:
         print_plans(found.plans)
     if found.runs:
@@ -61,7 +61,7 @@ def show(found: Answers) -> None:
 
 
 def document(found: Answers) -> str:
-    """For programs: the same for the same question, all but `speed`."""
+    """The answers as JSON; equal questions give equal text except `speed`."""
     isolated = isolated_runs(found.runs)
     survey = found.survey
     return dumps(
@@ -109,48 +109,48 @@ def document(found: Answers) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Before anything runs: results can be written there.
+    """Check before the runs that results can be written.
 
     Raises:
-        InvalidRequestError: the folder is a file, or stands where nothing can be made.
+        InvalidRequestError: the folder is a file or cannot be created.
     """
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise InvalidRequestError(f"--out {folder}: {there} is no folder; name another")
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise InvalidRequestError(f"--out {folder}: {parent} is not a folder; name another")
     try:
-        # Asked for by trying: root may write by its rights where the file system lets nobody.
-        with TemporaryDirectory(prefix=".plexrl-", dir=there):
+        # Try to write: root's permissions do not show a read-only file system.
+        with TemporaryDirectory(prefix=".plexrl-", dir=parent):
             pass
     except OSError as error:
         raise InvalidRequestError(
-            f"--out {folder}: {there} cannot be written ({error.strerror}); name another"
+            f"--out {folder}: {parent} cannot be written ({error.strerror}); name another"
         ) from error
     for name in WRITTEN:
         if (folder / name).is_dir():
             raise InvalidRequestError(
-                f"--out {folder}: {folder / name} is a folder, where a file is to be; name another"
+                f"--out {folder}: {folder / name} is a folder instead of a file; name another"
             )
 
 
 def write(found: Answers, folder: Path, *, quiet: bool) -> None:
-    """`results.json`, and `report.html` where there is what it takes.
+    """Write `results.json`, and `report.html` if its packages are installed.
 
     Raises:
         InvalidRequestError: the folder cannot be written.
     """
-    told = [folder / WRITTEN[0]]
+    written = [folder / WRITTEN[0]]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(told[0], document(found) + "\n")
+        write_whole(written[0], document(found) + "\n")
         if found.runs:
             page = report(found.trace, found.survey, found.runs, found.plans, found.changes, folder)
-            told += [page] if page else []
+            written += [page] if page else []
     except OSError as error:
         raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
     if not quiet:
-        print_line("Written: " + ", ".join(map(str, told)))
+        print_line("Written: " + ", ".join(map(str, written)))
 
 
 def _headline_values(line: Headline) -> dict[str, Any]:

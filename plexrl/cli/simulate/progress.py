@@ -1,4 +1,4 @@
-"""How far simulated runs are: a bar to each, and a line for all."""
+"""Progress bars of simulated runs: one per run, and one for all."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from plexrl.sim.engine.simulate import Progress
 
 BARS_KEPT = 12
-"""Of runs that ended; with more runs than this they go, so that those under way stay in sight."""
+"""Most runs whose bars stay after their end; with more runs only live bars are shown."""
 
 
 class Runs:
-    """Runs scenarios and shows how far they are, on stderr where that is a terminal.
+    """Runs scenarios and shows their progress on stderr, if that is a terminal.
 
-    `with Runs(jobs=…, workers=…, ray_address=…, copies=…) as run: outcomes = run(scenarios)`, as
-    often as needed.
+    `with Runs(jobs=…, workers=…, ray_address=…, copies=…) as run: outcomes = run(scenarios)`; `run`
+    may be called several times.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Runs:
         quiet: bool = False,
         rows_in: Path | None = None,
     ) -> None:
-        """`rows_in`: a folder in which each run writes a row of each of its jobs."""
+        """`rows_in`: folder for the job rows of each run."""
         self._jobs = jobs
         self._workers = workers
         self._ray_address = ray_address
@@ -46,7 +46,7 @@ class Runs:
         self._quiet = quiet
         self._rows_in = rows_in
         self.job_rows: dict[Scenario, Path] = {}
-        """Where they are, by run."""
+        """File of job rows by run."""
         self._asked = 0
         self._ended = 0
         self._display: Display | None = None
@@ -61,7 +61,7 @@ class Runs:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[told]}", markup=False),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -75,33 +75,33 @@ class Runs:
             self._display.stop()
 
     def __call__(self, scenarios: Sequence[Scenario]) -> tuple[Outcome, ...]:
-        """The outcomes, in the scenarios' order."""
+        """The outcomes in the order of the scenarios."""
         display = self._display
         assert display is not None, "enter it first"
         self._asked += len(scenarios)
         if self._overall is None:
-            self._overall = display.add_task("all runs", total=self._asked, told="")
+            self._overall = display.add_task("all runs", total=self._asked, status="")
         display.update(self._overall, total=self._asked)
         bars: dict[int, TaskID] = {}
 
         def bar(index: int) -> "TaskID":
             if index not in bars:
                 name = one_line(label(scenarios[index]))
-                bars[index] = display.add_task(name, total=self._jobs, told="")
+                bars[index] = display.add_task(name, total=self._jobs, status="")
             return bars[index]
 
         def moved(index: int, progress: "Progress") -> None:
-            told = f"{progress.jobs_done:,} jobs, day {progress.now_s / 86_400:,.1f}"
-            display.update(bar(index), completed=progress.jobs_done, told=told)
+            status = f"{progress.jobs_done:,} jobs, day {progress.now_s / 86_400:,.1f}"
+            display.update(bar(index), completed=progress.jobs_done, status=status)
 
         def ended(index: int, outcome: Outcome) -> None:
             from plexrl.sim.results.result import SimResult
 
-            told = "failed"
+            status = "failed"
             if isinstance(outcome, SimResult):
-                told = f"drained in {span(outcome.drain_s)}"
+                status = f"drained in {span(outcome.drain_s)}"
             visible = self._asked <= BARS_KEPT
-            display.update(bar(index), completed=self._jobs, told=told, visible=visible)
+            display.update(bar(index), completed=self._jobs, status=status, visible=visible)
             self._ended += 1
             assert self._overall is not None
             display.update(self._overall, completed=self._ended)

@@ -1,4 +1,4 @@
-"""What the report of simulated runs says of where they come from."""
+"""Writes the report of `plexrl simulate`, with a description of the scenario."""
 
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from plexrl.sim.workload.trace_source import PublishedSource, TraceSource
 from plexrl.traces import Shape
 
 NEEDS = ("jinja2", "matplotlib")
-"""Of the extra `simulator`."""
+"""Packages of the extra `simulator` that the report needs."""
 
 
 def report(
@@ -37,7 +37,7 @@ def report(
     changes: Sequence[Changed],
     folder: Path,
 ) -> Path | None:
-    """Write `report.html` into `folder`; where what it takes is not installed, say so instead."""
+    """Write `report.html` into `folder`, or warn if its packages are not installed."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         warn(
@@ -68,7 +68,7 @@ def report(
 
 
 def labels(scenarios: Sequence[Scenario]) -> list[str]:
-    """Of each run: its policy, and what else differs; sizes the report tells itself."""
+    """The label of each run: policy and differing settings; the report shows sizes itself."""
     names = varying(scenarios)
     types = {nodes_of(each) for each in scenarios if len(each.pools) > 1}
     found = []
@@ -81,7 +81,7 @@ def labels(scenarios: Sequence[Scenario]) -> list[str]:
 
 
 def billed(runs: Sequence[Run]) -> list[Billed]:
-    """The runs, with their labels and what says their prices."""
+    """The runs with labels and prices."""
     named = zip(labels([scenario for scenario, _ in runs]), runs, strict=True)
     return [
         Billed(label=label, scenario=scenario, result=result) for label, (scenario, result) in named
@@ -89,7 +89,7 @@ def billed(runs: Sequence[Run]) -> list[Billed]:
 
 
 def change_line(run: Run, change: Changed) -> tuple[str, str]:
-    """What a what-if comes to, by how much of what `run` was."""
+    """(name, value) of a what-if: its figures, and the change relative to `run`."""
     (scenario, was), now = run, change.result
     drain = difference(was.drain_s, now.drain_s, span(now.drain_s))
     cost = difference(was.cost, now.cost, money(now.cost))
@@ -102,7 +102,7 @@ def change_line(run: Run, change: Changed) -> tuple[str, str]:
 def scenario_lines(
     trace: str, survey: Survey, scenarios: Sequence[Scenario]
 ) -> list[tuple[str, str]]:
-    """(name, value) of what the runs have in common."""
+    """(name, value) of the runs' common settings."""
     first = scenarios[0]
     lines = [
         ("trace", ", ".join((trace, *_shaping(first)))),
@@ -134,19 +134,19 @@ def _shaping(scenario: Scenario) -> list[str]:
     if not isinstance(source, TraceSource | PublishedSource):
         return []
     shape, plain = source.shape, Shape(gpus_min=1)
-    said_of = [
+    parts = [
         (shape.compress != plain.compress, f"arrivals {shape.compress:g} times as fast"),
-        (shape.backlog, "all jobs there at the start"),
+        (shape.backlog, "all jobs at the start"),
         (shape.gpus_min > plain.gpus_min, f"jobs of at least {shape.gpus_min} GPUs"),
         (shape.duration_s_min > 0, f"jobs of at least {span(shape.duration_s_min)}"),
     ]
     if shape.cap_s is not None:
-        said_of.append((True, f"durations capped at {span(shape.cap_s)}"))
+        parts.append((True, f"durations capped at {span(shape.cap_s)}"))
     if source.gpus_max is not None:
-        said_of.append((True, f"jobs of at most {source.gpus_max} GPUs"))
+        parts.append((True, f"jobs of at most {source.gpus_max} GPUs"))
     if source.span_s is not None:
-        said_of.append((True, f"the first {span(source.span_s)}"))
-    return [text for holds, text in said_of if holds]
+        parts.append((True, f"the first {span(source.span_s)}"))
+    return [text for holds, text in parts if holds]
 
 
 def _types(scenario: Scenario) -> str:
@@ -162,7 +162,7 @@ def _types(scenario: Scenario) -> str:
 
 def _jitter(scenario: Scenario) -> str:
     jitter = scenario.behaviour.jitter
-    return "as the trace has it" if jitter is None else percent(jitter)
+    return "from the trace" if jitter is None else percent(jitter)
 
 
 def _switch(scenario: Scenario) -> str:
@@ -182,6 +182,6 @@ def _failures(scenario: Scenario) -> str:
 
 
 def _same(values: Iterable[str]) -> str:
-    """The value, or the first and the last."""
+    """The common value, or the first and the last."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} … {distinct[-1]}"

@@ -1,4 +1,4 @@
-"""The tables of `plexrl simulate` for people."""
+"""The tables of `plexrl simulate`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,7 @@ from plexrl.cli.terminal.context import plain_cell, print_line, print_table, ter
 from plexrl.sim.report.bills import Billed, bill_table, price_lines, with_own_prices
 from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BACKFILLED, BASELINE, GAP_PART_MIN, recovered
-from plexrl.sim.results.headline import headlines
-from plexrl.sim.results.headline import said as said_of_headlines
+from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.sim.search.objectives import utilisation
@@ -26,31 +25,31 @@ Run = tuple[Scenario, SimResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A run as it would be otherwise."""
+    """The result of a changed run."""
 
     what: str
     of: int
-    """Number of the run that it is compared with."""
+    """Index of the original run."""
     scenario: Scenario
     result: SimResult
     ran: bool
-    """Otherwise its price was worked out anew."""
+    """Whether it was run; otherwise it was only repriced."""
 
 
 WORDS_WIDTH = 22
-"""That no column of words is squeezed below."""
+"""Smallest width of text columns."""
 UNBOUNDED = 10_000
-"""Characters, of a terminal that any table fits."""
+"""Width in characters of a terminal that fits any table."""
 HEADLINES_MAX = 12
 NO_GAP = "\N{EN DASH}"
-"""Where a part of the gap would say nothing."""
+"""Shown if the gap is too small for a meaningful part."""
 SLOWDOWN = "Slowdown"
 LEFT = ("policy", "what if", "by")
-"""Columns of words."""
+"""Left-aligned text columns."""
 
 
 def print_survey(trace: str, survey: Survey) -> None:
-    """What the trace asks for."""
+    """Print the total demand of the trace."""
     print_line(
         f"{trace}: {job_count(survey.jobs)} over {span(survey.arrivals_s)}, "
         f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training "
@@ -59,7 +58,7 @@ def print_survey(trace: str, survey: Survey) -> None:
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """A row a run, in one table where the terminal is wide enough for it."""
+    """Print one row per run, in one table if the terminal is wide enough."""
     varies = varying([scenario for scenario, _ in runs])
     isolated = isolated_runs(runs)
     names: Columns = {"policy": [], "nodes": [], **{name: [] for name in varies}}
@@ -109,7 +108,7 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 
 def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) -> None:
-    """What a reader of the table has to know, and what several runs come to."""
+    """Print notes on the table and the headlines."""
     if any(result.rollout_gpu_hours for _, result in runs):
         print_line(
             "Drain and bound count training GPUs only; cost and GPU-h/cycle rollout GPUs as well."
@@ -121,8 +120,8 @@ def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) ->
         print_line(f"{BASELINE} lets no job pass one that has waited 10 min; {BACKFILLED} does.")
     if any(gap_cell(*run, isolated) == NO_GAP for run in runs):
         print_line(
-            f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: a part of so "
-            "small a gap says nothing."
+            f"{NO_GAP} {BASELINE} is within {percent(GAP_PART_MIN)} of the bound: the gap is too "
+            "small for a meaningful part."
         )
     lines = headline_texts(runs)
     for line in lines[:HEADLINES_MAX]:
@@ -132,7 +131,7 @@ def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) ->
 
 
 def headline_texts(runs: Sequence[Run]) -> list[str]:
-    """What the runs come to, each line with its cluster where they are several."""
+    """The headlines of the runs, each with its cluster if there are several."""
     lines = headlines(runs)
     scenarios = [each.scenario for each in lines]
     varies = varying(scenarios)
@@ -144,14 +143,14 @@ def headline_texts(runs: Sequence[Run]) -> list[str]:
         )
         for each in scenarios
     ]
-    return said_of_headlines(lines, names if any(names) else ())
+    return sentences(lines, names if any(names) else ())
 
 
 def print_plans(plans: Sequence[CapacityPlan]) -> None:
-    """The answer in a sentence, all sizes that were run, and how far to trust it."""
+    """Print the answer in one sentence, all sizes that were run, and the certainty."""
     print_line(headline(plans))
     table = probe_table(plans)
-    # An objective breaks after the parts of its name, so that several stand side by side.
+    # Allow line breaks between the parts of an objective, so that columns stay narrow.
     titles = [re.sub(r"(?=\.\D|[<>]=)", " ", name) for name in table.columns]
     columns = {
         name: [row[place] for row in table.rows]
@@ -165,7 +164,7 @@ def print_plans(plans: Sequence[CapacityPlan]) -> None:
 
 
 def print_bills(billed: Sequence[Billed]) -> None:
-    """The bills of runs with prices of their own, and when reserving a node pays."""
+    """Print the bills of runs with prices of their own, and the break-even point."""
     shown = with_own_prices(billed)
     if not shown:
         return
@@ -178,7 +177,7 @@ def print_bills(billed: Sequence[Billed]) -> None:
 
 
 def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
-    """What-ifs, and what they come to."""
+    """Print the what-ifs and their figures."""
     names: Columns = {}
     figures: Columns = {}
     for each in changes:
@@ -199,15 +198,15 @@ def print_changes(runs: Sequence[Run], changes: Sequence[Changed]) -> None:
 
 
 def isolated_runs(runs: Sequence[Run]) -> dict[Scenario, SimResult]:
-    """The isolated runs, by their scenarios."""
+    """The isolated runs by scenario."""
     return {_isolated(scenario): result for scenario, result in runs if scenario.policy == BASELINE}
 
 
 def gap_recovered(
     scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]
 ) -> float | None:
-    """Part of the time between the isolated run's drain and the bound that is saved; None where no
-    isolated run is beside it, or leaves nothing to save."""
+    """Recovered part of the gap between the isolated drain time and the bound; None without an
+    isolated run or without a gap."""
     alone = isolated.get(_isolated(scenario))
     if alone is None or scenario.policy == BASELINE:
         return None
@@ -215,7 +214,7 @@ def gap_recovered(
 
 
 def gap_cell(scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, SimResult]) -> str:
-    """`gap_recovered` for people: by how much longer it takes, where it does."""
+    """`gap_recovered` as text, or how much longer the run takes than the isolated one."""
     alone = isolated.get(_isolated(scenario))
     if alone is None or scenario.policy == BASELINE:
         return ""
@@ -227,14 +226,14 @@ def gap_cell(scenario: Scenario, result: SimResult, isolated: Mapping[Scenario, 
 
 
 def nodes_of(scenario: Scenario) -> str:
-    """Of its pools."""
+    """The nodes of all pools as text."""
     if len(scenario.pools) == 1:
         return f"{scenario.pools[0].nodes:,}"
     return " + ".join(f"{pool.nodes:,} {pool.node_type.name}" for pool in scenario.pools)
 
 
 def span(value_s: float) -> str:
-    """A time in the unit that suits it."""
+    """A duration as text in a suitable unit."""
     for unit, length_s in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
         if value_s >= 2 * length_s:
             return f"{value_s / length_s:,.1f} {unit}"
@@ -242,28 +241,28 @@ def span(value_s: float) -> str:
 
 
 def percent(part: float) -> str:
-    """A part of one."""
-    # What is rounded to nothing has no sign.
+    """A fraction as a percentage."""
+    # Adding 0 avoids a negative zero.
     return f"{round(100 * part, 1) + 0.0:,.1f} %"
 
 
 def job_count(jobs: int) -> str:
-    """As `1 job` and `2 jobs`."""
+    """A count such as `1 job` or `2 jobs`."""
     return f"{jobs:,} job" if jobs == 1 else f"{jobs:,} jobs"
 
 
 def hours(value: float) -> str:
-    """Whole ones."""
+    """Whole hours."""
     return f"{value:,.0f}"
 
 
 def money(value: float) -> str:
-    """Of whatever currency prices have; whole units unless they are few."""
+    """An amount of money, without decimals from 100 on."""
     return f"{value:,.0f}" if value >= 100 or not value else f"{value:.2f}"
 
 
 def difference(was: float, now: float, absolute: str) -> str:
-    """By how much of what it was; from nothing it is `absolute`."""
+    """The relative change, or `absolute` if `was` is 0."""
     if was == now:
         return "="
     return f"{100 * (now - was) / was:+.1f} %" if was else f"+{absolute}"
@@ -281,7 +280,7 @@ _SETTINGS = ("seed", "jitter", "staleness", "switch")
 
 
 def setting(scenario: Scenario, name: str) -> str:
-    """A setting that sweeps vary, as text; empty where the trace decides."""
+    """A swept setting as text; empty if it comes from the trace."""
     value = {
         "seed": scenario.seed,
         "jitter": scenario.behaviour.jitter,
@@ -290,17 +289,17 @@ def setting(scenario: Scenario, name: str) -> str:
     }[name]
     if value is None:
         return ""
-    # Whole: `g` would make seeds of more than six digits look alike.
+    # `g` would shorten seeds of more than six digits.
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def varying(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
-    """Names of the settings, but policy and size, in which scenarios differ."""
+    """Names of differing settings, except policy and size."""
     return tuple(name for name in _SETTINGS if len({setting(each, name) for each in scenarios}) > 1)
 
 
 Columns = dict[str, list[str]]
-"""Cells, by their column's name."""
+"""Cells by column name."""
 
 
 def _add(columns: Columns, cells: Mapping[str, str]) -> None:
@@ -309,12 +308,12 @@ def _add(columns: Columns, cells: Mapping[str, str]) -> None:
 
 
 def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
-    """All groups beside `names`, or each by itself on a narrow terminal. A column that says nothing
-    in any row only takes room."""
-    said_of = {title: _saying(columns) for title, columns in groups.items()}
+    """Print all groups in one table with `names`, or one table per group on a narrow terminal.
+    Columns without any text are omitted."""
+    shown = {title: _non_empty(columns) for title, columns in groups.items()}
     joined: Columns = {
         f"{title.lower()} {name}" if title == SLOWDOWN else name: cells
-        for title, columns in said_of.items()
+        for title, columns in shown.items()
         for name, cells in columns.items()
     }
     if terminal_width() is None:
@@ -328,13 +327,13 @@ def _print_groups(names: Columns, groups: Mapping[str, Columns]) -> None:
     if console.measure(one, options=unbounded).minimum <= console.width:
         console.print(one)
         return
-    for title, columns in said_of.items():
+    for title, columns in shown.items():
         for part in _fitting(names, columns, console):
             console.print(_table(title, {**names, **part}))
 
 
 def _fitting(names: Columns, columns: Columns, console: "Console") -> list[Columns]:
-    """The columns of a group in as many parts as the terminal's width asks for."""
+    """The columns of a group, split into parts that fit the terminal."""
     unbounded = console.options.update(max_width=UNBOUNDED)
     width = console.measure(_table("", {**names, **columns}), options=unbounded).minimum
     if width <= console.width or len(columns) < 2:
@@ -348,7 +347,7 @@ def _fitting(names: Columns, columns: Columns, console: "Console") -> list[Colum
     ]
 
 
-def _saying(columns: Columns) -> Columns:
+def _non_empty(columns: Columns) -> Columns:
     return {name: cells for name, cells in columns.items() if any(cells)}
 
 
@@ -364,7 +363,7 @@ def _table(title: str, columns: Columns) -> "Table":
             width = max(len(text) for text in (*cells, name))
             table.add_column(name, overflow="fold", min_width=min(width, WORDS_WIDTH))
         else:
-            # A heading takes a line for each word, a number one.
+            # A heading has one line per word, a number one line.
             words = name.split() or [""]
             width = max(len(text) for text in (*cells, *words))
             table.add_column("\n".join(words), justify="right", min_width=width)

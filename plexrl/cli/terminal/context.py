@@ -1,4 +1,4 @@
-"""What the commands share: which cluster is meant, and how its answers are shown."""
+"""Shared parts of the commands: connecting to a cluster, and output."""
 
 import json
 import os
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from plexrl.client import Cluster
 
-PATIENCE_S = 5.0
-"""A person at a terminal would rather hear that nobody answers."""
+TIMEOUT_S = 5.0
+"""Request timeout of interactive commands."""
 GIB = 1 << 30
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -42,10 +42,10 @@ def data_dir_option(path: Path) -> Path:
 
 
 def open_cluster(url: str | None, api_key: str | None, data_dir: Path) -> "Cluster":
-    """The cluster at `url`, or the local one that runs on `data_dir`.
+    """Connect to the cluster at `url`, or to the local cluster on `data_dir`.
 
     Raises:
-        ConnectionLostError: no URL was given and no local cluster runs.
+        ConnectionLostError: there is neither a URL nor a local cluster.
     """
     from plexrl.client import connect
     from plexrl.cluster.endpoint import read_endpoint
@@ -58,7 +58,7 @@ def open_cluster(url: str | None, api_key: str | None, data_dir: Path) -> "Clust
                 f"no cluster runs on {folder}: start one with `plexrl up`, or set PLEXRL_URL"
             )
         url, api_key = endpoint.url, api_key or endpoint.api_key
-    return connect(url, api_key, timeout_s=PATIENCE_S)
+    return connect(url, api_key, timeout_s=TIMEOUT_S)
 
 
 class Output:
@@ -70,20 +70,20 @@ class Output:
     def table(
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], found: Any
     ) -> None:
-        """`rows` as a table, or `found` as JSON."""
+        """Print `rows` as a table, or `found` as JSON."""
         if self.is_json:
             write_json(found)
             return
         print_table(title, columns, rows)
 
 
-# All output of the command line passes through the functions below. They show what controls a
-# terminal as escapes: names, reasons and logs are written by tenants.
+# All output of the command line passes through the functions below. They escape control characters,
+# because tenants choose names, reasons and logs.
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table, under a title where there is one, that fits the terminal
-    (`plexrl.cli.terminal.tables`)."""
+    """Print a table that fits the terminal (`plexrl.cli.terminal.tables`), with an optional
+    title."""
     texts = [[one_line("" if cell is None else str(cell)) for cell in row] for row in rows]
     head = ["", one_line(title)] if title else []
     for line in [*head, *table_lines(columns, texts, terminal_width())]:
@@ -91,22 +91,21 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 
 def plain_cell(text: str) -> "Text":
-    """`text` for a table, on one line."""
+    """`text` as a table cell on one line."""
     from rich.text import Text
 
     return Text(one_line(text))
 
 
 def print_line(text: str) -> None:
-    """One paragraph: at a terminal on as many lines as it needs, else on one."""
+    """Print one paragraph, wrapped at a terminal and on one line otherwise."""
     _write_paragraph(sys.stdout, text)
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Characters of a line of the terminal, or as `COLUMNS` says; absent where a program or a file
-    reads the output."""
-    is_said = bool(os.environ.get("COLUMNS"))
-    if is_said or (stream or sys.stdout).isatty():
+    """Width of the terminal in characters, or `COLUMNS`; None if the output is a pipe or a file."""
+    is_set = bool(os.environ.get("COLUMNS"))
+    if is_set or (stream or sys.stdout).isatty():
         return shutil.get_terminal_size().columns
     return None
 
@@ -118,34 +117,34 @@ def _write_paragraph(stream: TextIO, text: str) -> None:
 
 
 def write_json(found: Any) -> None:
-    """One line of JSON for programs, in ASCII."""
+    """Print one line of JSON in ASCII."""
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 def write_text(text: str) -> None:
-    """Lines as they are, such as those of a log."""
+    """Print lines unchanged, such as those of a log."""
     sys.stdout.write(many_lines(text))
 
 
 def warn(text: str) -> None:
-    """One paragraph on standard error, as `print_line` writes one."""
+    """Print one paragraph on standard error, like `print_line`."""
     _write_paragraph(sys.stderr, text)
 
 
 def warn_lines(text: str) -> None:
-    """Lines on standard error, such as the faults of a file."""
+    """Print lines on standard error, such as the faults of a file."""
     sys.stderr.write(many_lines(text) + "\n")
 
 
 def local_time(at: float | None) -> str:
-    """Seconds since the epoch as this machine's time; nothing where it is not known."""
+    """Seconds since the epoch as local time; empty if unknown."""
     if at is None:
         return ""
     return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def seconds(value: float | None) -> str:
-    """A span of time for people; nothing where it is not known."""
+    """A duration as text; empty if unknown."""
     if value is None:
         return ""
     if abs(value) < 120:

@@ -1,18 +1,18 @@
-"""How the help shows commands and their options."""
+"""Formatting of the help of commands and options."""
 
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 HELP_MAX = 1000
-"""Characters of a command's line in the help of its group, which goes over several lines."""
+"""Most characters of a command's description in the help of its group."""
 
 
 class CommandGroup(TyperGroup):
-    """Tells of each command its whole first sentence, where the library would cut it off."""
+    """Shows the whole first sentence of each command, which the library would truncate."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the section of the commands."""
+        """Write the commands section."""
         known = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [(name, found.get_short_help_str(HELP_MAX)) for name, found in known if found]
         with formatter.section("Commands"):
@@ -20,10 +20,10 @@ class CommandGroup(TyperGroup):
 
 
 class PanelCommand(TyperCommand):
-    """A command with many options, which its help shows by panel."""
+    """A command with many options, grouped by panel in its help."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each panel; what is in none comes last."""
+        """Write a section for each panel; options without a panel come last."""
         panels: dict[str, list[tuple[str, str]]] = {}
         rest: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
@@ -41,10 +41,10 @@ class PanelCommand(TyperCommand):
 
 
 class ListGroup(CommandGroup):
-    """A group that is its command `list` where no command is named."""
+    """A group that runs its command `list` if no command is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take what is no command's name for what is to be listed."""
+        """Treat arguments without a command name as arguments of `list`."""
         if not args or args[0] not in (*self.commands, "--help"):
             args = ["list", *args]
         return super().parse_args(ctx, args)

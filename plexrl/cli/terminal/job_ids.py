@@ -1,4 +1,4 @@
-"""Which job is meant where a command takes one: by id, by name, or by the beginning of its id."""
+"""Resolves a job argument: an id, a name, or a prefix of an id."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
 
 CANDIDATES_MAX = 8
-"""Jobs that are named where several could be meant."""
+"""Most jobs that the error of an ambiguous argument names."""
 
 JobArgument = Annotated[
     str, typer.Argument(help="The job's id, the beginning of it, or the job's name.")
@@ -21,19 +21,19 @@ View = dict[str, Any]
 
 
 def find_job(cluster: "Cluster", text: str) -> "Job":
-    """The job that `text` names, only looked at: the one of this id; else of this name; else whose
-    id begins so. Where several are named, the one that has not ended.
+    """Attach to the job with this id, or else this name, or else this prefix of its id, without
+    sending heartbeats. Among several matches a single live job wins.
 
     Raises:
-        UnknownJobError: there is none.
-        InvalidRequestError: there are several.
+        UnknownJobError: no job matches.
+        InvalidRequestError: several jobs match.
     """
     if text:
         try:
             return cluster.attach_job(text, heartbeat=False)
         except UnknownJobError:
             pass
-        view = _meant(cluster.jobs(), text)
+        view = _matching(cluster.jobs(), text)
         if view is not None:
             return cluster.attach_job(view["job"], heartbeat=False)
     raise UnknownJobError(
@@ -47,7 +47,7 @@ def is_live(view: View) -> bool:
     return view["ended_at"] is None
 
 
-def _meant(jobs: Sequence[View], text: str) -> View | None:
+def _matching(jobs: Sequence[View], text: str) -> View | None:
     for found in (
         [view for view in jobs if view["name"] == text],
         [view for view in jobs if view["job"].startswith(text)],

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Parses and formats amounts of memory."""
 
 import re
 
@@ -9,19 +9,19 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def byte_size(text: str) -> int:
-    """Bytes that `64GiB`, `1.5 TiB` or `4096` stand for.
+    """Parse `64GiB`, `1.5 TiB` or `4096` into bytes.
 
     Raises:
-        typer.BadParameter: it is no size.
+        typer.BadParameter: the text is not a size.
     """
     found = _SIZE.fullmatch(text)
     if found is None or found[2].upper() not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is no size: write it as 64GiB, 512MiB or 4096")
+        raise typer.BadParameter(f"{text!r} is not a size: write it as 64GiB, 512MiB or 4096")
     return round(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def size_text(nbytes: int) -> str:
-    """`1.5 GiB` for so many bytes."""
+    """Bytes as text, such as `1.5 GiB`."""
     for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.1f} {unit}"

@@ -1,9 +1,8 @@
-"""Tables as lines of plain text: for a program as wide as they are, for a person as wide as fits.
+"""Formats tables as plain text: in full width for programs, fitted to the terminal for people.
 
-Columns are two spaces apart, and a cell without text is `-`, so that every row has all of them. No
-word is ever cut: where a terminal is narrower than a table, cells go over several lines between
-words, and where even the longest words do not fit side by side, each row becomes a block with a
-line for every column.
+Columns are two spaces apart, and an empty cell is `-`, so that every row has all columns. Words are
+never cut: on a narrow terminal cells wrap between words, and if even the longest words do not fit,
+each row becomes a block with one line per column.
 """
 
 from collections.abc import Sequence
@@ -11,36 +10,36 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 
 GAP = "  "
-NOTHING = "-"
+EMPTY = "-"
 
 Row = Sequence[str]
 
 
 def table_lines(columns: Row, rows: Sequence[Row], width: int | None) -> list[str]:
-    """The table for a terminal of `width` characters; absent: for a program or a file."""
-    cells = [[cell or NOTHING for cell in row] for row in rows]
+    """The lines of a table for a terminal of `width` characters; None: a pipe or a file."""
+    cells = [[cell or EMPTY for cell in row] for row in rows]
     head = [columns] if any(columns) else []
     whole = [columns, *cells]
     natural = [max(cell_len(row[at]) for row in whole) for at in range(len(columns))]
     if width is None:
         return [line for row in [*head, *cells] for line in _row_lines(row, natural)]
     least = [max(_longest_word(row[at]) for row in whole) for at in range(len(columns))]
-    room = width - len(GAP) * (len(columns) - 1)
-    if sum(least) > room:
+    available = width - len(GAP) * (len(columns) - 1)
+    if sum(least) > available:
         return _blocks(columns, cells, width)
-    widths = _shrunk(natural, least, room)
+    widths = _shrunk(natural, least, available)
     rule = [["─" * each for each in widths]] if head else []
     return [line for row in [*head, *rule, *cells] for line in _row_lines(row, widths)]
 
 
 def table_width(columns: Row, rows: Sequence[Row]) -> int:
-    """Characters that the table takes where nothing goes over several lines."""
+    """Width of the table without wrapping."""
     widest = [max(cell_len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
     return sum(widest) + len(GAP) * (len(columns) - 1)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """`text` on lines of at most `width` characters, but for words that are longer."""
+    """`text` wrapped to `width` characters; longer words have lines of their own."""
     lines: list[str] = []
     for word in text.split(" "):
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
@@ -63,7 +62,7 @@ def _row_lines(row: Row, widths: Sequence[int]) -> list[str]:
 
 
 def _blocks(columns: Row, rows: Sequence[Row], width: int) -> list[str]:
-    """A block for each row, with a line for every column."""
+    """One block per row, with one line per column."""
     label = max(map(cell_len, columns), default=0)
     lines: list[str] = []
     for number, row in enumerate(rows):
@@ -81,10 +80,10 @@ def _longest_word(text: str) -> int:
     return max(map(cell_len, text.split(" ")))
 
 
-def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths that fit into `room`: the widest columns give way first, none below its `least`."""
+def _shrunk(natural: Sequence[int], least: Sequence[int], available: int) -> list[int]:
+    """Widths with a sum of `available`: the widest columns shrink first, none below `least`."""
     widths = list(natural)
-    for _ in range(sum(natural) - room):
+    for _ in range(sum(natural) - available):
         _, at = max((width, at) for at, width in enumerate(widths) if width > least[at])
         widths[at] -= 1
     return widths

@@ -1,6 +1,6 @@
-"""What `plexrl traces` checks before it works: options without effect, and where to write.
+"""Checks of `plexrl traces` before it reads: options without effect, and the output file.
 
-An option that would be ignored is an error: the user expects that it counts.
+An option without effect is an error, because the user expects one.
 """
 
 import os
@@ -15,7 +15,7 @@ from plexrl.errors import InvalidRequestError
 _LEFT_OUT = frozenset({"DEFAULT", "DEFAULT_MAP"})
 
 DAYS_MAX = 11_574
-"""Of a trace, whose times are at most 1e9 seconds."""
+"""Longest trace in days: times are at most 1e9 seconds."""
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
@@ -29,24 +29,24 @@ def given_options(context: typer.Context) -> frozenset[str]:
 
 
 def refuse(given: frozenset[str], ignored: Mapping[str, str], because: str) -> None:
-    """That none of the options is given which `ignored` names, by parameter.
+    """Refuse options without effect. `ignored`: options by parameter name.
 
     Raises:
-        InvalidRequestError: some are; they would have no effect, and `because` says why.
+        InvalidRequestError: an option in `ignored` is given; the message has `because`.
     """
     idle = [flag for name, flag in ignored.items() if name in given]
     if idle:
         raise InvalidRequestError(
-            f"{', '.join(idle)} would have no effect: {because}; leave {_them(idle)} away"
+            f"{', '.join(idle)} would have no effect: {because}; omit {_them(idle)}"
         )
 
 
 def check_amounts(**amounts: float | None) -> None:
-    """That each number is one that can be reckoned with, above 0 unless it is a minimum, and that
-    days are no more than a trace can have.
+    """Check that each number is finite and above 0 (minimums: at least 0), and that days are at
+    most `DAYS_MAX`.
 
     Raises:
-        InvalidRequestError: one is not; which is said.
+        InvalidRequestError: a number is invalid.
     """
     for name, value in amounts.items():
         if value is not None and name.endswith("days") and value > DAYS_MAX:
@@ -67,12 +67,12 @@ def check_out(
     suffixes: tuple[str, ...] = SUFFIXES,
     to_be_made: Path | None = None,
 ) -> None:
-    """Before anything is read: the file can be written. One that is there will be replaced.
-    `to_be_made`: a folder that need not be there.
+    """Check that the file can be written; an existing file will be replaced. `to_be_made`: a folder
+    that the command creates.
 
     Raises:
-        InvalidRequestError: its name is of no kind that is written, it is a folder, its folder is
-            not there or not to be written, or it is the file that is read.
+        InvalidRequestError: the suffix is unknown, the path is a folder, its folder is missing or
+            not writable, or it is the input file.
     """
     if not out.name.lower().endswith(suffixes):
         raise InvalidRequestError(f"{out}: name a file {' or '.join(f'*{s}' for s in suffixes)}")
@@ -82,7 +82,7 @@ def check_out(
     if not folder.exists() and to_be_made is not None and folder == to_be_made.absolute():
         return
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "is not there: make it first"
+        what = "is not a folder" if folder.exists() else "is not there: make it first"
         raise InvalidRequestError(f"{out} cannot be written: {folder} {what}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidRequestError(f"{out} cannot be written: {folder} is not yours to write")

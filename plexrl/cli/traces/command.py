@@ -18,7 +18,7 @@ from plexrl.cli.terminal.context import (
     write_json,
 )
 from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, given_options, refuse
-from plexrl.cli.traces.tables import print_description, print_laws
+from plexrl.cli.traces.tables import print_description, print_distributions
 from plexrl.process.plain_text import one_line
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from plexrl.traces import Problem, Shape, Source, TraceJob
     from plexrl.traces.formats.servegen import Draw
-    from plexrl.traces.generate.distributions import Law
+    from plexrl.traces.generate.distributions import Distribution
 
 traces_app = typer.Typer(
     help="Traces of jobs: check, convert, describe, generate, record.", no_args_is_help=True
@@ -44,19 +44,17 @@ Out = Annotated[
 From = Annotated[
     str | None,
     typer.Option(
-        "--from", help="Its column layout, where the header does not say (docs/traces.md)."
+        "--from", help="Column layout (docs/traces.md); default: detected from the header."
     ),
 ]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Name bad rows on stderr and go on without them.")
-]
-Seed = Annotated[int, typer.Option(help="Of all that is drawn: same seed, same bytes.")]
-Gpus = Annotated[int | None, typer.Option(min=1, help="Tell the load on so many GPUs.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="List bad rows on stderr and skip them.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random draws: same seed, same bytes.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Show the load on so many GPUs.")]
 
 
 @traces_app.command()
 def validate(trace: Trace, layout: From = None, as_json: Json = False) -> None:
-    """Name everything that is wrong with a trace, by line and field."""
+    """List all faults of a trace by line and field."""
     from plexrl.traces import check_trace
 
     source, good = check_trace(
@@ -92,9 +90,9 @@ SHAPING = {
 }
 """Options of `convert` that change jobs."""
 OF_A_RUN = {"gpus": "--gpus", "rollout_gpus": "--rollout-gpus", "metric": "--metric"}
-"""Those that a W&B export needs."""
+"""Options of `convert` for W&B exports."""
 DRAWN = {"requests": "--requests"}
-"""Of a source that has distributions only."""
+"""Options for sources of distributions."""
 SEED = {"seed": "--seed"}
 
 
@@ -108,18 +106,18 @@ def convert(
     profiles: Annotated[
         bool, typer.Option(help="Give jobs without cycles those of the published RL profiles.")
     ] = False,
-    compress: Annotated[float, typer.Option(help="Arrivals come so many times as fast.")] = 1.0,
-    backlog: Annotated[bool, typer.Option(help="All jobs are there at the start.")] = False,
-    cap_days: Annotated[float | None, typer.Option(help="Cut longer jobs to this.")] = None,
-    min_gpus: Annotated[int, typer.Option(min=0, help="Leave smaller jobs out.")] = 0,
-    min_duration: Annotated[float, typer.Option(help="Leave shorter jobs out; seconds.")] = 0.0,
-    gpus: Annotated[int, typer.Option(min=1, help="Of a W&B run: its training GPUs.")] = 8,
-    rollout_gpus: Annotated[int, typer.Option(min=0, help="Of a W&B run.")] = 0,
+    compress: Annotated[float, typer.Option(help="Factor by which arrivals are faster.")] = 1.0,
+    backlog: Annotated[bool, typer.Option(help="Submit all jobs at the start.")] = False,
+    cap_days: Annotated[float | None, typer.Option(help="Cut longer jobs to so many days.")] = None,
+    min_gpus: Annotated[int, typer.Option(min=0, help="Exclude smaller jobs.")] = 0,
+    min_duration: Annotated[float, typer.Option(help="Exclude shorter jobs; seconds.")] = 0.0,
+    gpus: Annotated[int, typer.Option(min=1, help="Training GPUs of a W&B run.")] = 8,
+    rollout_gpus: Annotated[int, typer.Option(min=0, help="Rollout GPUs of a W&B run.")] = 0,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Of a W&B run: NAME=PHASE, as my/gen_s=rollout.")
+        list[str] | None, typer.Option(help="Metric of a W&B run: NAME=PHASE, as my/gen_s=rollout.")
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, help="Of ServeGen's distributions: draw so many.")
+        int, typer.Option(min=1, help="Requests to draw from ServeGen's distributions.")
     ] = 10_000,
     seed: Seed = 0,
     as_json: Json = False,
@@ -132,23 +130,23 @@ def convert(
     check_out(out, trace)
     check_amounts(compress=compress, cap_days=cap_days, min_duration=min_duration)
     if "compress" in given:
-        refuse(given, {"backlog": "--backlog"}, "--compress says when jobs arrive")
+        refuse(given, {"backlog": "--backlog"}, "--compress determines the arrivals")
     if layout == "wandb":
         refuse(given, {**SHAPING, **DRAWN, **SEED}, "a W&B export is not shaped")
         on_problem = _printer(trace, sys.stderr) if skip_bad else None
         runs = read_runs(trace, metrics=_metrics(metric), skip_bad=skip_bad, on_problem=on_problem)
         jobs: Iterator[TraceJob] = (run.job(gpus=gpus, rollout_gpus=rollout_gpus) for run in runs)
-        _told(out, write_jobs(out, jobs), {}, as_json)
+        _report(out, write_jobs(out, jobs), {}, as_json)
         return
-    refuse(given, OF_A_RUN, "it is of W&B exports (--from wandb)")
+    refuse(given, OF_A_RUN, "it applies to W&B exports (--from wandb)")
     source = _opened(trace, layout, skip_bad, Draw(requests=requests, seed=seed))
     if source.format != "servegen":
-        refuse(given, DRAWN, "nothing is drawn of a trace that has its requests or jobs")
+        refuse(given, DRAWN, "nothing is drawn from a trace of requests or jobs")
     if source.table.name == "lengths":
-        refuse(given, SHAPING, "it is of jobs, and this trace has response lengths")
+        refuse(given, SHAPING, "it applies to jobs, and this trace has response lengths")
         if source.format != "servegen":
             refuse(given, SEED, "nothing is drawn")
-        _told(out, write_lengths(out, source.rows), dict(source.left_out), as_json)
+        _report(out, write_lengths(out, source.rows), dict(source.left_out), as_json)
         return
     if not profiles:
         refuse(given, SEED, "nothing is drawn without --profiles")
@@ -161,11 +159,11 @@ def convert(
     )
     jobs = _shaped(source, shape, skip_bad)
     count = write_jobs(out, with_profiles(jobs, seed=seed) if profiles else jobs)
-    _told(out, count, dict(source.left_out), as_json)
+    _report(out, count, dict(source.left_out), as_json)
 
 
 def _shaped(source: "Source", shape: "Shape", skip_bad: bool) -> "Iterator[TraceJob]":
-    """The jobs as asked for; a whole file of our own schema keeps its clock."""
+    """The shaped jobs; an unchanged file of this schema keeps its clock."""
     from plexrl.traces import Shape, shaped
 
     if source.format == "jobs" and shape == Shape() and not skip_bad:
@@ -179,7 +177,7 @@ def describe(
     layout: From = None,
     skip_bad: SkipBad = False,
     gpus: Gpus = None,
-    fit: Annotated[bool, typer.Option(help="Tell the laws that fit, and how well.")] = False,
+    fit: Annotated[bool, typer.Option(help="Show fitted distributions and their errors.")] = False,
     as_json: Json = False,
 ) -> None:
     """Counts, sums and quantiles of a trace."""
@@ -189,7 +187,7 @@ def describe(
     source = _opened(trace, layout, skip_bad)
     if source.table.name == "lengths":
         if gpus is not None:
-            refuse(frozenset({"gpus"}), {"gpus": "--gpus"}, "response lengths are no load on GPUs")
+            refuse(frozenset({"gpus"}), {"gpus": "--gpus"}, "response lengths have no load on GPUs")
         found = describe_lengths(source.rows)
     else:
         found = describe_jobs(source.rows)
@@ -203,14 +201,14 @@ def describe(
         else:
             model = fit_lengths(rows)
             found["group_correlation"] = model.correlation
-            laws = [("output_tokens", model.fit.law.describe(), model.fit.distance)]
+            laws = [("output_tokens", model.fit.distribution.describe(), model.fit.distance)]
         found["laws"] = [{"of": of, "law": law, "distance": off} for of, law, off in laws]
     if as_json:
         write_json(found)
         return
     print_description(trace, found)
     if laws:
-        print_laws(laws)
+        print_distributions(laws)
 
 
 OF_JOBS = {
@@ -220,7 +218,7 @@ OF_JOBS = {
     "profiles": "--profiles",
     "cap_days": "--cap-days",
 }
-"""Options of `generate` that say what jobs are made up."""
+"""Options of `generate` for jobs."""
 OF_LENGTHS = {"samples": "--samples", "correlation": "--correlation"}
 
 
@@ -228,16 +226,16 @@ OF_LENGTHS = {"samples": "--samples", "correlation": "--correlation"}
 def generate(
     context: typer.Context,
     out: Out,
-    jobs: Annotated[int | None, typer.Option(min=1, help="So many jobs.")] = None,
-    days: Annotated[
-        float | None, typer.Option(min=0.0, help="Those that arrive in so many days.")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of jobs.")] = None,
+    days: Annotated[float | None, typer.Option(min=0.0, help="Days in which jobs arrive.")] = None,
     fit: Annotated[
-        str | None, typer.Option(help="Follow the laws of this trace; none: the published profile.")
+        str | None, typer.Option(help="Trace to fit; default: the published profile.")
     ] = None,
-    jobs_per_day: Annotated[float, typer.Option(min=1e-3, help="Of the published profile.")] = 12.0,
+    jobs_per_day: Annotated[
+        float, typer.Option(min=1e-3, help="For the published profile.")
+    ] = 12.0,
     profiles: Annotated[bool, typer.Option(help="Give jobs RL cycles.")] = True,
-    cap_days: Annotated[float, typer.Option(min=1e-3, help="Longest job.")] = 14.0,
+    cap_days: Annotated[float, typer.Option(min=1e-3, help="Longest job in days.")] = 14.0,
     lengths: Annotated[
         int | None, typer.Option(min=1, help="Write response lengths of so many prompts instead.")
     ] = None,
@@ -247,30 +245,30 @@ def generate(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Of the lengths of responses to one prompt; else that of --fit, else 0.5.",
+            help="Correlation of response lengths to one prompt; default: of --fit, else 0.5.",
         ),
     ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Make up a trace that follows the published profile or another trace's laws."""
+    """Generate a trace from the published profile or from distributions fitted to a trace."""
     from plexrl.traces import fit_workload, generate_jobs, published_workload, write_jobs
 
     given = given_options(context)
     check_out(out, fit)
     check_amounts(days=days, cap_days=cap_days, jobs_per_day=jobs_per_day)
     if lengths is not None:
-        refuse(given, OF_JOBS, "--lengths makes up responses, no jobs")
+        refuse(given, OF_JOBS, "--lengths generates responses, not jobs")
         if correlation != correlation:
             raise typer.BadParameter("--correlation is 0 to 1, not nan")
         count = _generate_lengths(out, lengths, samples, correlation, fit, seed)
-        _told(out, count, {}, as_json)
+        _report(out, count, {}, as_json)
         return
-    refuse(given, OF_LENGTHS, "it is of response lengths (--lengths)")
+    refuse(given, OF_LENGTHS, "it applies to response lengths (--lengths)")
     if fit is not None:
-        refuse(given, {"jobs_per_day": "--jobs-per-day"}, "--fit says how often jobs arrive")
+        refuse(given, {"jobs_per_day": "--jobs-per-day"}, "--fit determines the arrivals")
     if jobs is None and days is None:
-        raise typer.BadParameter("say how much: --jobs or --days")
+        raise typer.BadParameter("give --jobs or --days")
     workload = published_workload(jobs_per_day) if fit is None else fit_workload(_job_rows(fit))
     made = generate_jobs(
         workload,
@@ -282,8 +280,8 @@ def generate(
     )
     count = write_jobs(out, made)
     if not as_json:
-        print_laws(workload.describe())
-    _told(out, count, {}, as_json)
+        print_distributions(workload.describe())
+    _report(out, count, {}, as_json)
 
 
 @traces_app.command()
@@ -294,8 +292,8 @@ def record(
     data_dir: DataDir = DATA_DIR,
     as_json: Json = False,
 ) -> None:
-    """Write what a cluster's jobs did, as far back as its operation log remembers: a row each, or,
-    to a file named *.json, their whole history (for `plexrl fidelity`)."""
+    """Record a cluster's jobs as far back as its operation log goes: one row each, or, to a file
+    named *.json, their whole history (for `plexrl fidelity`)."""
     from plexrl.client.display.chrome_trace import operation_rows
     from plexrl.traces import record as recorded
     from plexrl.traces import write_jobs
@@ -309,7 +307,7 @@ def record(
         count = write_history(out, history_of(jobs, operations, now))
     else:
         count = write_jobs(out, recorded(jobs, operations, now))
-    _told(out, count, {}, as_json)
+    _report(out, count, {}, as_json)
 
 
 def _generate_lengths(
@@ -319,18 +317,18 @@ def _generate_lengths(
     from plexrl.traces.formats import read_histogram
     from plexrl.traces.generate.generator import GROUP_CORRELATION
 
-    law: Law
+    distribution: Distribution
     if fit is None:
-        law = read_histogram(bundled("r1-lengths"))
+        distribution = read_histogram(bundled("r1-lengths"))
     else:
         source = _opened(fit, None, False)
         if source.table.name != "lengths":
-            raise typer.BadParameter(f"{fit} has no response lengths to follow")
+            raise typer.BadParameter(f"{fit} has no response lengths to fit")
         model = fit_lengths(source.rows)
-        law = model.fit.law
+        distribution = model.fit.distribution
         correlation = model.correlation if correlation is None else correlation
     made = generate_lengths(
-        law,
+        distribution,
         seed=seed,
         prompts=prompts,
         samples_per_prompt=samples,
@@ -342,7 +340,7 @@ def _generate_lengths(
 def _job_rows(trace: str) -> "Iterable[TraceJob]":
     source = _opened(trace, None, False)
     if source.table.name != "jobs":
-        raise typer.BadParameter(f"{trace} has response lengths, no jobs")
+        raise typer.BadParameter(f"{trace} has response lengths, not jobs")
     return source.rows
 
 
@@ -354,13 +352,13 @@ def _opened(trace: str, layout: str | None, skip_bad: bool, draw: "Draw | None" 
 
 
 def _printer(trace: str, stream: Any) -> Any:
-    """Tells each problem as `file:line: field message`, which editors can follow."""
+    """A report that prints each problem as `file:line: field message`, which editors parse."""
 
-    def tell(problem: "Problem") -> None:
+    def report(problem: "Problem") -> None:
         field = f"{problem.field} " if problem.field else ""
         stream.write(one_line(f"{trace}:{problem.line}: {field}{problem.message}") + "\n")
 
-    return tell
+    return report
 
 
 def _metrics(given: list[str] | None) -> dict[str, str]:
@@ -373,7 +371,7 @@ def _metrics(given: list[str] | None) -> dict[str, str]:
     return found
 
 
-def _told(out: Path, count: int, left_out: dict[str, int], as_json: bool) -> None:
+def _report(out: Path, count: int, left_out: dict[str, int], as_json: bool) -> None:
     if as_json:
         found = {"path": str(out), "rows": count, "left_out": left_out}
         write_json(found)

@@ -1,4 +1,4 @@
-"""`plexrl fidelity`: a live cluster's history, predicted by the simulator."""
+"""`plexrl fidelity`: compares simulated cycles with a live cluster's history."""
 
 from pathlib import Path
 from statistics import median
@@ -20,22 +20,22 @@ COLUMNS = (
 
 def fidelity(
     recording: Annotated[
-        Path, typer.Argument(help="What `plexrl traces record NAME.json` wrote of a cluster.")
+        Path, typer.Argument(help="A recording by `plexrl traces record NAME.json`.")
     ],
     alone: Annotated[
         Path | None,
-        typer.Option(help="A recording of the same jobs, by name, that shared with nobody."),
+        typer.Option(help="A recording of the same jobs, by name, without sharing."),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="The simulated policy that is as the cluster's was.")
+        str, typer.Option(help="Simulated policy; it should match the cluster's.")
     ] = "pack",
     warm_up: Annotated[
         int, typer.Option(min=0, help="First cycles of each job that are not compared.")
     ] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Of the predictions by law.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of predictions by law.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Replay a live cluster's history, and hold predicted against measured cycle times."""
+    """Replay a live cluster's history, and compare predicted with measured cycle times."""
     from plexrl.sim.fidelity.history import fidelity_of
     from plexrl.traces.convert.history import read_history
 
@@ -92,24 +92,23 @@ def _print(group: "GroupFidelity") -> None:
     rows = []
     for job in group.recorded.jobs:
         values = _job_values(group, job.job)
-        was, said, error = values["measured_s"], values["predicted_s"], values["error"]
+        was, predicted, error = values["measured_s"], values["predicted_s"], values["error"]
         rows.append(
             (
                 job.job,
                 values["cycles"],
                 f"{was['median']:.2f} / {was['p95']:.2f} s",
-                f"{said['median']:.2f} / {said['p95']:.2f} s",
+                f"{predicted['median']:.2f} / {predicted['p95']:.2f} s",
                 f"{100 * error['median']:.1f} / {100 * error['p95']:.1f} %",
-                _beside(values["law_s"], was["median"]),
-                _beside(values["alone_s"], was["median"]),
+                _with_error(values["law_s"], was["median"]),
+                _with_error(values["alone_s"], was["median"]),
             )
         )
     print_table(f"Group {group.group}", COLUMNS, rows)
     errors, unwaited = group.recorded.errors, group.recorded.alone_errors
     print_line(
-        f"Of {len(group.recorded.cycles)} cycles the prediction misses the median one by "
-        f"{100 * errors.median:.1f} %, one in twenty by {100 * errors.p95:.1f} % or more; "
-        f"predicting that nobody waits, by {100 * unwaited.median:.1f} % and "
+        f"Error over {len(group.recorded.cycles)} cycles: median {100 * errors.median:.1f} %, 95th "
+        f"percentile {100 * errors.p95:.1f} %; if no job waited: {100 * unwaited.median:.1f} % and "
         f"{100 * unwaited.p95:.1f} %."
     )
 
@@ -128,7 +127,7 @@ def _errors(errors: "Errors") -> dict[str, float]:
     return {"median": errors.median, "mean": errors.mean, "p95": errors.p95}
 
 
-def _beside(predicted_s: float | None, measured_s: float) -> str:
+def _with_error(predicted_s: float | None, measured_s: float) -> str:
     if predicted_s is None:
         return ""
     return f"{predicted_s:.2f} s ({100 * (predicted_s / measured_s - 1.0):+.0f} %)"

@@ -1,4 +1,4 @@
-"""The tables of `plexrl traces` for people."""
+"""The tables of `plexrl traces`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from plexrl.cli.terminal.context import print_table, seconds
 
 LABELS = {"gpus": "gpus + rollout_gpus"}
-"""Of quantities that are no column of the trace."""
+"""Labels of quantities that are not columns of the trace."""
 UNITS = ("p50", "p90", "p99", "max", "mean")
 
 
 def print_description(title: str, found: dict[str, Any]) -> None:
-    """What `describe_jobs` or `describe_lengths` found."""
+    """Print the result of `describe_jobs` or `describe_lengths`."""
     if found["table"] == "jobs":
         facts = [
             ("jobs", f"{found['jobs']:,}"),
             ("arrivals over", seconds(found["arrivals_s"])),
-            ("GPU-hours, rollouts as well", f"{found['gpu_hours']:,.0f}"),
+            ("GPU-hours with rollouts", f"{found['gpu_hours']:,.0f}"),
             ("tenants", found["tenants"]),
         ]
         if "offered_load" in found:
@@ -49,12 +49,12 @@ def print_description(title: str, found: dict[str, Any]) -> None:
         )
 
 
-def print_laws(laws: Iterable[tuple[str, str, float | None]]) -> None:
-    """Laws, and their Kolmogorov distance from what they were fitted on."""
+def print_distributions(found: Iterable[tuple[str, str, float | None]]) -> None:
+    """Print distributions and their Kolmogorov distances from the sample."""
     print_table(
-        "Laws",
-        ("of", "law", "distance"),
-        ((of, law, "" if off is None else f"{off:.3f}") for of, law, off in laws),
+        "Distributions",
+        ("of", "distribution", "distance"),
+        ((of, text, "" if off is None else f"{off:.3f}") for of, text, off in found),
     )
 
 

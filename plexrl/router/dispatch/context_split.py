@@ -24,14 +24,13 @@ class ContextPart:
     """Index of each token in the batch; -1 at padding."""
     target_index: Array
     """Index in the batch of the next token, which is predicted; -1 if the row has none."""
-    """Of the tokens after them in the batch, which they predict; -1 where the row has none."""
 
 
 def context_part(starts: Array, lengths: Array, cp: int, cp_rank: int) -> ContextPart:
     """The part of the rows that begin at `starts` in the batch (both int64 `[R]`)."""
     chunks = local_lengths(lengths, cp) // 2
     firsts = np.stack([cp_rank * chunks, (2 * cp - 1 - cp_rank) * chunks], axis=1)
-    positions = runs(firsts.ravel(), np.repeat(chunks, 2))
+    positions = index_ranges(firsts.ravel(), np.repeat(chunks, 2))
     token_index = positions + np.repeat(starts, 2 * chunks)
     left = np.repeat(lengths, 2 * chunks) - positions
     return ContextPart(
@@ -49,7 +48,7 @@ def local_lengths(lengths: Array, cp: int) -> Array:
     return found
 
 
-def runs(starts: Array, lengths: Array) -> Array:
+def index_ranges(starts: Array, lengths: Array) -> Array:
     """The numbers `start` to `start + length - 1` of every pair, concatenated. int64."""
     ends = np.cumsum(lengths, dtype=np.int64)
     found: Array = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)

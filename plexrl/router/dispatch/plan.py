@@ -27,7 +27,12 @@ import numpy as np
 
 from plexrl.model.parallelism import Parallelism
 from plexrl.router.dispatch.balance import balanced
-from plexrl.router.dispatch.context_split import ContextPart, context_part, local_lengths, runs
+from plexrl.router.dispatch.context_split import (
+    ContextPart,
+    context_part,
+    index_ranges,
+    local_lengths,
+)
 from plexrl.router.dispatch.micro_batches import packed, packed_count, padded_count
 from plexrl.router.dispatch.reductions import row_masks
 from plexrl.wire.tensors import Array, Arrays
@@ -141,7 +146,7 @@ class DispatchPlan:
 
     def _token_index(self, shard: Shard) -> Array:
         """Index in the batch of a shard's tokens, in the order of its rows."""
-        return runs(self._starts(shard), self.lengths[shard.rows])
+        return index_ranges(self._starts(shard), self.lengths[shard.rows])
 
     def _context_part(self, shard: Shard, cp_rank: int) -> ContextPart:
         return context_part(self._starts(shard), self.lengths[shard.rows], self.layout.cp, cp_rank)

@@ -105,16 +105,17 @@ def _check_sequence_length(spec: DeploymentSpec) -> None:
 
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
-    """Of all ranks: a trainer's are shards; of the others each data rank has all weights."""
+    """Bytes of model state over all ranks: a trainer shards its state over data ranks; in other
+    kinds each data rank has all weights."""
     adapters = adapter_parameter_count(spec.model, spec.lora) if spec.lora is not None else 0
     if spec.kind == "train" and spec.lora is not None:
-        # The frozen weights are on the device too, if only once for all that lie on them.
+        # The frozen weights are on the device too, once for all adapters of the model.
         return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
     if spec.backend == "megatron":
         return megatron_state_bytes(_dimensions(spec.model), spec.layout, parameters)
     if spec.kind == "train":
         return parameters * TRAIN_BYTES_PER_PARAMETER
-    # What adapters are added to is kept beside what comes of it.
+    # With adapters, both the frozen weights and the merged weights are kept.
     copies = 2 if spec.lora is not None else 1
     weights = parameters * WEIGHT_BYTES[spec.dtype] * copies
     return (weights + adapters * WEIGHT_BYTES["float32"]) * spec.layout.dp
@@ -137,8 +138,8 @@ def _layout(body: DeploymentRequest) -> Parallelism:
     layout = Parallelism(**body.parallelism.model_dump())
     if body.workers not in (None, layout.world_size):
         raise LayoutError(
-            f"{body.workers} workers were asked for and {layout.describe()} needs "
-            f"{layout.world_size} (dp·tp·pp·cp): leave workers out, or make them agree",
+            f"workers is {body.workers}, but {layout.describe()} needs {layout.world_size} "
+            "(dp·tp·pp·cp): leave workers out, or make them equal",
             field="workers",
         )
     return layout

@@ -1,4 +1,5 @@
-"""Who gets GPUs next: quotas, priorities, weighted fairness and response ratio (PlexRL §5.2.3).
+"""Admission of waiting deployments: quotas, priorities, weighted fairness and response ratio
+(PlexRL §5.2.3).
 
 Waiting deployments are considered in the order of `admission.order`. A job that asked for a gang
 gets GPUs for all its deployments at once, or for none. A deployment that has waited beyond the
@@ -10,7 +11,7 @@ jobs ended (`fit.feasibility`) blocks no other.
 from plexrl.scheduler.admission.admission_pass import AdmissionPass
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import patience_ends_at, shares
+from plexrl.scheduler.placement.placement import patience_ends_at
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import Deployment
 
@@ -30,7 +31,7 @@ def reset_patience_timers(context: Context) -> None:
 
 
 def _wake_when_patience_ends(context: Context, deployment: Deployment) -> None:
-    if context.policy.repacks and shares(deployment):
+    if context.policy.repacks and deployment.shares:
         # From then on the deployment may share a group.
         context.wake(patience_ends_at(context, deployment), timers.PLACEMENT)
 

@@ -327,8 +327,8 @@ class AdmissionPass:
             self._push_next_head(where)
 
     def _bound(self, where: _IndexId) -> FitBound | None:
-        """What may fit for an index behind the blocking requests, and after the searches so far;
-        None: nothing."""
+        """The fit bound of an index, given the blocking requests and the searches so far; None:
+        nothing fits."""
         sizes, searches_max = where.sizes, self._context.config.searches_max
         if len(sizes) > 1 and self._gang_searches >= searches_max:
             return None

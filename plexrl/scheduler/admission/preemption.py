@@ -37,7 +37,7 @@ def resume(context: Context, job: Job, now: float) -> None:
     for deployment in map(context.deployment, job.deployments):
         if deployment.state == WpgState.WAITING:
             context.wait(deployment)
-            for node in deployment.state_nodes:
+            for node in deployment.stored.nodes:
                 # A node may have been lost in the meantime.
                 context.wake(now, timers.node_check(node))
     context.place_waiting = True

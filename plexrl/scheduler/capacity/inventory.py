@@ -79,8 +79,8 @@ class Inventory:
         """Add a group formed of free GPUs."""
         self.pool.take(group.gpus)
         self.index.add_group(group.group, shape_of(group), group.serial)
-        lies = self._parts_of[group.group] = _parts(group)
-        for node in lies:
+        parts = self._parts_of[group.group] = _parts(group)
+        for node in parts:
             self._groups_on.setdefault(node, {})[group.group] = None
 
     def remove_group(self, group: Group) -> None:

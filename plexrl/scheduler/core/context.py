@@ -104,7 +104,7 @@ class Context:
             if deployment.ranks and not deployment.nodes:
                 # Of a snapshot from before they were kept.
                 deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
-            if deployment.relocation is not None:
+            if deployment.moves.planned is not None:
                 self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:
                 if not self.job(deployment.job).is_set_aside:

@@ -75,7 +75,7 @@ from plexrl.scheduler.placement.nodes import (
     node_lost,
     state_migrated,
 )
-from plexrl.scheduler.queries.eta import promise
+from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.explain_job import explain_job
 from plexrl.scheduler.queries.views import (
     View,
@@ -94,6 +94,7 @@ from plexrl.scheduler.queries.views import (
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import Command
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
@@ -197,8 +198,6 @@ class SchedulerCore:
         """Assert the laws of `plexrl.scheduler.state.records`."""
         check(self._context)
 
-    # Events
-
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
@@ -279,7 +278,7 @@ class SchedulerCore:
             exclusive=event.exclusive or event.kind == "rollout",
             spec_json=event.spec_json,
             created_at=now,
-            past_is_whole=True,
+            replay=ReplayLog(past_is_whole=True),
             estimates=Estimates(event.state_bytes),
             node_type=event.node_type,
             trace=event.trace,
@@ -314,11 +313,12 @@ class SchedulerCore:
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
         """The deployment if that incarnation of its workers is the one that is wanted."""
         deployment = self._context.state.deployments.get(name)
-        if deployment is None or deployment.incarnation != incarnation:
+        if deployment is None or deployment.processes.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
         # Where a launch waits for room, the processes of before it are stopped.
-        return None if deployment.state in gone or deployment.launch_at is not None else deployment
+        waits = deployment.processes.launch_at is not None
+        return None if waits or deployment.state in gone else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
@@ -348,7 +348,7 @@ class SchedulerCore:
         check_room(context, event, deployment, source)
         seen(context, job, now)
         operation = enqueue(context, event, deployment, now)
-        promise(context, deployment, operation, now)
+        record_estimate(context, deployment, operation, now)
         if event.deadline_s is not None:
             await_deadline(context, operation)
 
@@ -365,8 +365,6 @@ class SchedulerCore:
         """Time has passed, as with every event; the wake-up that was asked for is used up."""
         del event, now
         self._context.timer_at = None
-
-    # Look-ups
 
     def _job(self, name: JobId) -> Job:
         return find_job(self._context.state, name)
@@ -391,8 +389,6 @@ class SchedulerCore:
     def tenant_of_operation(self, operation: OperationId) -> TenantId:
         """Whose operation it is. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
-
-    # Views
 
     def operation_view(self, operation: OperationId, now: float) -> View:
         """One operation, and as `job_failure` the error of what fails for its job's first
@@ -474,7 +470,7 @@ class SchedulerCore:
         return held_view(self._context, self._context.state.deployments)
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
-        """Those of no operation that is yet to end or kept for a recovery."""
+        """The payloads that neither an unfinished operation nor a recovery needs."""
         return unreferenced_payloads(self._context.state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:

@@ -23,7 +23,8 @@ from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
-from plexrl.scheduler.state import group_lock, timers, wpg
+from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
@@ -56,12 +57,12 @@ def advance(context: Context, group: Group, now: float) -> None:
     holder = context.state.deployments[group.holder]
     if holder.moving is not None or holder.state is not _READY:
         return
-    if holder.replaying:
+    if holder.replay.replaying:
         held = now < holder.backoff.until
         if not holder.running and not held and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
-    if holder.relocation is not None and is_stopping(context, holder):
+    if holder.moves.planned is not None and is_stopping(context, holder):
         return
     if holder.kind == "forward" and _leans_on_its_source(holder, now):
         _snapshot(context, group, holder, now)
@@ -105,7 +106,7 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
     queue = deployment.queue
     if not queue or deployment.state is not _READY or now < deployment.backoff.until:
         return False
-    if deployment.relocation is not None and is_stopping(context, deployment):
+    if deployment.moves.planned is not None and is_stopping(context, deployment):
         return False
     after = context.state.operations[queue[0]].after
     return after is None or _is_over(context, after)
@@ -344,7 +345,7 @@ def load(context: Context, group: Group, deployment: Deployment, now: float) -> 
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
         group.prefetched = None
-    start_move(context, group, deployment, _LOAD, deployment.durable_seq, now)
+    start_move(context, group, deployment, _LOAD, deployment.replay.durable_seq, now)
 
 
 def _switch(
@@ -361,7 +362,7 @@ def _offload(context: Context, group: Group, holder: Deployment, now: float) -> 
     end_burst(holder, now)
     group_lock.fence(context.state, group)
     wpg.begin_offload(holder)
-    start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
+    start_move(context, group, holder, _OFFLOAD, holder.replay.completed_seq, now)
 
 
 def end_burst(holder: Deployment, now: float) -> None:
@@ -400,7 +401,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
 
 def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
     """Whether a recovery would repeat as many mutations, or as much computing, as it may."""
-    log, config = holder.log, context.config
+    log, config = holder.replay.log, context.config
     if len(log) >= config.snapshot_operations:
         return True
     operations = context.state.operations
@@ -411,12 +412,12 @@ def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
 def _leans_on_its_source(holder: Deployment, now: float) -> bool:
     """Whether a recovery of a forward deployment would replay a sync or load of weights: it keeps
     them for long after its trainer's are published no more, so it is to be stored before that."""
-    return not holder.running and now >= holder.no_snapshot_until and bool(holder.log)
+    return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)
 
 
 def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
     holder.burst.forget_pause()
-    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
+    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.replay.completed_seq, now)
 
 
 def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
@@ -456,6 +457,6 @@ def _gap_s_max(context: Context, deployment: Deployment) -> float:
 
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    operation = context.state.operations[holder.replaying[0]]
+    operation = context.state.operations[holder.replay.replaying[0]]
     renew_token(context, group, operation)
     start(context, group, holder, operation, now, replay=True)

@@ -1,5 +1,5 @@
-"""When a WPG's state will be needed on the GPUs again. StateManagers evict the state with the
-latest next use first.
+"""Predicts when a WPG's state will be needed on the GPUs again. StateManagers evict the state with
+the latest next use first.
 
 The owner of all rules about how long a member that paused is still expected.
 """
@@ -23,7 +23,7 @@ def next_use_s(member: "Deployment", now: float) -> float | None:
     expected one usual pause after its last burst. Before its first burst, the usual pause is the
     mean pause of the declared or remembered cycle.
     """
-    if member.queue or member.replaying:
+    if member.queue or member.replay.replaying:
         return 0.0
     pause_s, ended_at = _pause_s(member), worked_until(member)
     if pause_s is None or ended_at is None:

@@ -1,4 +1,4 @@
-"""Which member of a group goes next: one small class for each rule.
+"""The order of a group's members: one small class for each rule.
 
 A rule decides two things. First, the unit that competes: a whole burst (the holder keeps the lock
 until the burst ends or reaches its bound) or a single operation (the lock is contested at every

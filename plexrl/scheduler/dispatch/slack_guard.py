@@ -75,14 +75,14 @@ def holds_back(
 def prefetch(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Send a prefetch hint for the member that is likely to be loaded next, if its state may lie on
     NVMe."""
-    if group.prefetched == deployment.deployment or not deployment.durable_seq:
+    if group.prefetched == deployment.deployment or not deployment.replay.durable_seq:
         return
     group.prefetched = deployment.deployment
     if context.inventory.spills(group):
         context.emit(
             PrefetchState(
                 deployment=deployment.deployment,
-                seq=deployment.durable_seq,
+                seq=deployment.replay.durable_seq,
                 nodes=deployment.nodes,
                 next_use_s=next_use_s(deployment, now),
             )

@@ -4,7 +4,6 @@ from plexrl.scheduler.capacity.overlaps import update_reservation
 from plexrl.scheduler.capacity.shift_search import is_off_plan
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.profiler import refresh
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.placement.relocation import (
     consider_relief,
     consider_repacking,
@@ -17,7 +16,7 @@ from plexrl.scheduler.state.records import Deployment
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Take in the deployment's newest cycle."""
-    if deployment.group is None or not shares(deployment):
+    if deployment.group is None or not deployment.shares:
         return
     if refresh(deployment, context.profiler):
         remember(context, deployment)
@@ -60,13 +59,15 @@ def profile_key(context: Context, deployment: Deployment) -> str:
 
 def _follow(context: Context, deployment: Deployment) -> None:
     """Lay the reservation where the job really runs."""
-    cycle = deployment.cycle
-    started_at = cycle.started_at if cycle is not None else deployment.cycles[-1].started_at
+    cycle = deployment.cycles.open
+    started_at = (
+        cycle.started_at if cycle is not None else deployment.cycles.measured[-1].started_at
+    )
     update_reservation(context, deployment, started_at % context.config.horizon_slots)
 
 
 def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
-    reservation, cycle = deployment.reservation, deployment.cycle
+    reservation, cycle = deployment.reservation, deployment.cycles.open
     if reservation is None or reservation.trace is None or cycle is None:
         return False
     assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"

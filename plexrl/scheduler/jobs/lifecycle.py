@@ -10,11 +10,13 @@ from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
-from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
+from plexrl.scheduler.operations.operations import fail
+from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
-from plexrl.scheduler.state import timers, wpg
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
@@ -75,13 +77,15 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     drop_log(context, deployment)
     drop_past(context, deployment)
     nodes = deployment.nodes
-    if deployment.incarnation:
+    if deployment.processes.incarnation:
         context.emit(
             StopWorkers(
-                deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+                deployment=deployment.deployment,
+                incarnation=deployment.processes.incarnation,
+                nodes=nodes,
             )
         )
-        kept = tuple(sorted({*nodes, *deployment.state_nodes}))
+        kept = tuple(sorted({*nodes, *deployment.stored.nodes}))
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
     context.waiting.remove(deployment.deployment)
     if deployment.group is not None:
@@ -90,8 +94,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     wpg.end(deployment)
     # What nobody asks for any more would be written into every snapshot.
     forget_open_cycle(deployment)
-    deployment.waiting_part = waiting_part(deployment.cycles)
-    deployment.cycles.clear()
+    deployment.cycles.end(waiting_part(deployment.cycles.measured))
 
 
 def place_waiting(context: Context, now: float) -> None:
@@ -99,7 +102,7 @@ def place_waiting(context: Context, now: float) -> None:
     for deployment in admit(context, now):
         context.touch(deployment.group)
         job = context.job(deployment.job)
-        if deployment.incarnation:
+        if deployment.processes.incarnation:
             # It had GPUs before, and lost them with their node.
             settle(context, deployment)
         else:
@@ -139,10 +142,10 @@ def granted(context: Context, deployment: Deployment) -> None:
 
 def launch(context: Context, deployment: Deployment) -> None:
     """Start the next incarnation of the WPG's processes, where all its nodes are there."""
-    before = deployment.incarnation or last_incarnation(context.state, deployment.deployment)
-    deployment.incarnation = before + 1
-    deployment.launch_at = None
-    deployment.addresses.clear()
+    before = deployment.processes.incarnation or last_incarnation(
+        context.state, deployment.deployment
+    )
+    deployment.processes.begin_launch(before)
     send_launch(context, deployment)
 
 
@@ -155,7 +158,7 @@ def has_gpu(context: Context, rank: RankPlacement) -> bool:
 def send_launch(context: Context, deployment: Deployment) -> None:
     """Issue (or issue again) the launch of the current incarnation. One that waits for room is
     stopped, and another follows it."""
-    if deployment.launch_at is not None:
+    if deployment.processes.launch_at is not None:
         return
     if not all(has_gpu(context, rank) for rank in deployment.ranks):
         return
@@ -165,7 +168,7 @@ def send_launch(context: Context, deployment: Deployment) -> None:
             deployment=deployment.deployment,
             tenant=context.job(deployment.job).tenant,
             kind=deployment.kind,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.processes.incarnation,
             group=deployment.group,
             ranks=deployment.ranks,
             spec_json=deployment.spec_json,
@@ -188,13 +191,14 @@ def restart_when_there_is_room(
     theirs, and they are tried again for as long as it lasts."""
     if stop(context, deployment, reason, now, counts=False):
         deployment.backoff.report(StorageFullError.code, reason, now)
-        deployment.launch_at = now + NO_ROOM_PAUSE_S
-        context.wake(deployment.launch_at, timers.launch(deployment.deployment))
+        launch_at = now + NO_ROOM_PAUSE_S
+        deployment.processes.delay_launch(launch_at)
+        context.wake(launch_at, timers.launch(deployment.deployment))
 
 
 def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
     """Start the processes that waited for room."""
-    at = deployment.launch_at
+    at = deployment.processes.launch_at
     if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
         launch(context, deployment)
 
@@ -205,7 +209,8 @@ def stop(
     """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
     the job has ended. `counts`: as one more failure of the WPG."""
     job = context.job(deployment.job)
-    deployment.failures += counts
+    if counts:
+        deployment.processes.fail()
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:
@@ -224,17 +229,17 @@ def stop(
         # It is made anew when it is needed again, under a name of its own.
         del context.state.operations[deployment.moving.operation]
         deployment.moving = None
-    if deployment.failures > context.config.launch_attempts:
+    if deployment.processes.failures > context.config.launch_attempts:
         end_job(
             context,
             job,
             JobTrigger.FAILED,
-            f"the workers of {deployment.deployment!r} were lost {deployment.failures} times "
-            f"without completing an operation; the last time: {reason}",
+            f"the workers of {deployment.deployment!r} were lost {deployment.processes.failures} "
+            f"times without completing an operation; the last time: {reason}",
             now,
         )
         return False
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
@@ -243,7 +248,7 @@ def stop(
     context.emit(
         StopWorkers(
             deployment=deployment.deployment,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.processes.incarnation,
             nodes=deployment.nodes,
         )
     )
@@ -255,14 +260,13 @@ def worker_ready(
     context: Context, deployment: Deployment, rank: int, address: str, now: float
 ) -> None:
     """A rank of the current incarnation listens."""
-    deployment.addresses[rank] = address
-    if len(deployment.addresses) < deployment.workers:
+    if deployment.processes.add(rank, address) < deployment.workers:
         return
-    deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
+    deployment.processes.connect()
     if not deployment.is_ready:
         wpg.connect(deployment, now)
         context.touch(deployment.group)
-        if not deployment.queue and not deployment.log:
+        if not deployment.queue and not deployment.replay.log:
             deployment.backoff.clear()
         if now < deployment.backoff.until and deployment.group is not None:
             # The group that was to be looked at then may have been another.

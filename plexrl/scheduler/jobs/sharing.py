@@ -122,7 +122,7 @@ def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
     if deployment.residency == Residency.DEVICE and (switched_at is None or switched_at <= since):
         # It had the group all the time: what it waited for was its own.
         return None
-    since = max(since, deployment.ready_at)
+    since = max(since, deployment.processes.ready_at)
     until = now if len(group.members) > 1 else group.alone_since
     return _Span(since, until) if until > since else None
 

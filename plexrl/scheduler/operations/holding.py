@@ -44,8 +44,8 @@ def hold(
     context.wake(deployment.backoff.until, timers.group_step(deployment.group))
     context.touch(deployment.group)
     # The cycle at hand is no measure of the job's demand.
-    deployment.cycle = None
-    if operation.operation in deployment.replaying:
+    deployment.cycles.abandon()
+    if operation.operation in deployment.replay.replaying:
         return
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None

@@ -19,6 +19,7 @@ from plexrl.scheduler.operations.backpressure import ended, taken_in
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import note_start
+from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.state.commands import RunOperation
 from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
@@ -127,7 +128,7 @@ def start(
     else:
         deployment.metered_at = now
     if not replay:
-        seq = deployment.completed_seq
+        seq = deployment.replay.completed_seq
         operation.seq = seq + 1 if operation.kind in MUTATING else seq
         change_operation(operation, _STARTED)
         operation.started_at = now
@@ -153,13 +154,13 @@ def start(
         replay,
         operation.params_json,
         operation.payload,
-        deployment.endpoints,
+        deployment.processes.endpoints,
         () if source is None else _statemanagers(context, source),
         source,
         operation.source_seq,
-        deployment.durable_seq,
+        deployment.replay.durable_seq,
         None,
-        deployment.previous_seq,
+        deployment.replay.previous_seq,
         deployment.trainer_step if source is None else operation.source_step,
     )
     deployment.running[operation.operation] = command
@@ -208,14 +209,14 @@ def start_move(
         False,
         "{}",
         None,
-        deployment.endpoints,
+        deployment.processes.endpoints,
         (),
         None,
         0,
-        deployment.durable_seq,
+        deployment.replay.durable_seq,
         due_s,
         # A new version makes the former one the earlier one, unless the bounds reach back further.
-        deployment.previous_seq,
+        deployment.replay.previous_seq,
     )
     deployment.moving = command
     if state.routers:
@@ -257,13 +258,12 @@ def complete(
     operation.result_bytes = event.result_bytes
     kind = operation.kind
     if kind in MUTATING:
-        deployment.completed_seq = operation.seq
         deployment.waiting_gradients = gradients_after(kind, deployment.waiting_gradients)
         if kind in SUPERSEDING:
             drop_log(context, deployment)
             drop_past(context, deployment)
-            deployment.past_is_whole = True
-        deployment.log.append(operation.operation)
+            deployment.replay.supersede()
+        deployment.replay.append(operation.operation, operation.seq)
         operation.is_logged = True
     elif operation.payload is not None:
         context.discards.append(operation.payload)
@@ -307,7 +307,7 @@ def fail(
     context.discard(operation.payload)
     own = context.deployment(operation.deployment)
     _into_history(context, own, operation, now)
-    if not own.queue and not own.running and not own.replaying:
+    if not own.queue and not own.running and not own.replay.replaying:
         own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(context, own, operation, error, now, place)
@@ -373,84 +373,6 @@ def _served(context: Context, operation: Operation) -> Operation | None:
         # Its id may have been used again, for a sync that waits for another publish.
         return None
     return served
-
-
-def drop_log(context: Context, deployment: Deployment) -> None:
-    """Nothing in the replay log is needed any more."""
-    if deployment.log:
-        _forget(context, deployment.log)
-    deployment.replaying.clear()
-
-
-def drop_past(context: Context, deployment: Deployment) -> None:
-    """What led to the durable version is not needed any more, or too much."""
-    if deployment.past:
-        _forget(context, deployment.past)
-    deployment.past_payload_bytes = 0
-    deployment.past_is_whole = False
-    deployment.previous_seq = 0
-
-
-def retire_log(context: Context, deployment: Deployment, former_seq: int) -> None:
-    """The durable version includes the replay log: the log is needed only should that version be
-    damaged or lost, and is kept for this as far as the bounds allow.
-
-    `former_seq` is the durable version before. Where the bounds do not reach back further, it is
-    the earlier version from which the newest can be computed anew.
-    """
-    past, log = deployment.past, deployment.log
-    log_bytes = payload_bytes(context, log)
-    deployment.past_payload_bytes += log_bytes
-    if not _is_kept(context, len(past) + len(log), deployment.past_payload_bytes):
-        drop_past(context, deployment)
-        if not former_seq or not _is_kept(context, len(log), log_bytes):
-            drop_log(context, deployment)
-            return
-        deployment.past_payload_bytes = log_bytes
-        deployment.previous_seq = former_seq
-    elif deployment.past_is_whole:
-        deployment.previous_seq = deployment.previous_seq or former_seq
-    elif not deployment.previous_seq:
-        # Nothing that leads to `former_seq` is kept, so `past` begins there.
-        if not former_seq:
-            drop_past(context, deployment)
-            drop_log(context, deployment)
-            return
-        deployment.previous_seq = former_seq
-    past += log
-    log.clear()
-    deployment.replaying.clear()
-
-
-def forget_previous(context: Context, deployment: Deployment) -> None:
-    """The StateManagers that hold the durable version do not have the earlier one."""
-    if not deployment.past_is_whole:
-        drop_past(context, deployment)
-    deployment.previous_seq = 0
-
-
-def payload_bytes(context: Context, names: list[OperationId]) -> int:
-    """Of these operations together."""
-    operations = context.state.operations
-    return sum([operations[name].payload_bytes for name in names])
-
-
-def _is_kept(context: Context, count: int, nbytes: int) -> bool:
-    """Whether so many operations with so large payloads are kept to compute a version anew."""
-    config = context.config
-    return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
-
-
-def _forget(context: Context, names: list[OperationId]) -> None:
-    operations = context.state.operations
-    for name in names:
-        operation = operations[name]
-        if operation.payload is not None:
-            context.discards.append(operation.payload)
-        operation.is_logged = False
-        if operation.is_forgotten:
-            del operations[name]
-    names.clear()
 
 
 def finish(

@@ -10,7 +10,7 @@ from plexrl.errors import (
 from plexrl.ids import FencingToken
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
-from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
 from plexrl.scheduler.jobs.lifecycle import (
     end_job,
     granted,
@@ -22,10 +22,12 @@ from plexrl.scheduler.jobs.usage import meter_run
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import hold, is_held
-from plexrl.scheduler.operations.operations import complete, fail, finish, retire_log
+from plexrl.scheduler.operations.operations import complete, fail, finish
+from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, republish
 from plexrl.scheduler.placement.relocation import cancel_move
-from plexrl.scheduler.state import group_lock, timers, wpg
+from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
@@ -63,14 +65,14 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
         deployment.backoff.clear()
         if command.replay:
-            deployment.replaying.remove(name)
+            deployment.replay.replayed(name)
             if deployment.no_snapshot_until:
                 # The newest snapshot found no room: new work is done before the next one is tried.
                 deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         else:
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
-            deployment.failures = 0
+            deployment.processes.succeed()
             complete(context, deployment, operation, event, now)
         if not deployment.running:
             deployment.burst.pause(now)
@@ -138,7 +140,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         deployment.backoff.clear()
     fail(context, operation, error, now)
     if event.state_intact:
-        deployment.failures = 0
+        deployment.processes.succeed()
         if not deployment.running:
             deployment.burst.pause(now)
         context.touch(deployment.group)
@@ -185,9 +187,9 @@ def _move_finished(
         observe_move(context, deployment, operation, event)
         wpg.end_load(deployment)
         deployment.switch_times.end(now)
-        deployment.replaying = deployment.log.copy()
+        deployment.replay.begin_replay()
         # Without anything to run the load was made in anticipation: no burst has begun.
-        if deployment.queue or deployment.replaying:
+        if deployment.queue or deployment.replay.replaying:
             deployment.burst.begin_loaded(now)
         else:
             deployment.burst.stay_over()
@@ -210,12 +212,11 @@ def _move_finished(
 
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
-    former_seq = deployment.durable_seq
-    deployment.durable_seq = deployment.completed_seq
-    deployment.state_nodes[:] = deployment.nodes
+    former_seq = deployment.replay.store()
+    deployment.stored.move_to(deployment.nodes)
     moved = event.moved
-    state_lies(deployment, HOST if moved is None else moved.tier)
-    if former_seq < deployment.durable_seq:
+    record_tier(deployment, HOST if moved is None else moved.tier)
+    if former_seq < deployment.replay.durable_seq:
         retire_log(context, deployment, former_seq)
 
 
@@ -258,7 +259,7 @@ def _move_called_off(
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
-    if deployment.relocation is not None:
+    if deployment.moves.planned is not None:
         cancel_move(context, deployment, now)
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # Nobody waits for the group: it goes on with its own work.

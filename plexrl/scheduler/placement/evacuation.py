@@ -19,8 +19,8 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rebuilding import rebuild
 from plexrl.scheduler.placement.relocation import drain
-from plexrl.scheduler.state import wpg
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -51,7 +51,7 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
             if not stop(context, deployment, reason, now):
                 continue
             # Workers that still run there must not be adopted.
-            deployment.incarnation += 1
+            deployment.processes.outdate()
         _evacuate(context, deployment, now)
 
 
@@ -65,12 +65,12 @@ def may_displace(context: Context, deployment: Deployment) -> bool:
 def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
     """Take the GPUs of a WPG that runs nothing; it waits for others and keeps its queue."""
     assert may_displace(context, deployment), f"{deployment.deployment} cannot be moved"
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
     deployment.burst.interrupt()
-    deployment.moved_because = reason
+    deployment.moves.displaced(reason)
     _evacuate(context, deployment, now)
 
 
@@ -91,8 +91,8 @@ def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes that the WPG needs to continue: it has ranks on them, or only they hold its state.
     Empty if it waits for its processes only."""
     nodes = context.state.nodes
-    dead = [each for each in deployment.state_nodes if not nodes[each].alive]
-    if deployment.durable_seq and dead:
+    dead = [each for each in deployment.stored.nodes if not nodes[each].alive]
+    if deployment.replay.durable_seq and dead:
         return tuple(sorted(dead))
     lacking = {rank.node for rank in deployment.ranks if not has_gpu(context, rank)}
     return tuple(sorted(lacking))
@@ -107,7 +107,7 @@ def _with_state_on(context: Context, node: NodeId) -> list[Deployment]:
         deployment
         for deployment in found
         if deployment.state in (WpgState.MIGRATING, WpgState.WAITING)
-        and node in deployment.state_nodes
+        and node in deployment.stored.nodes
         and node not in deployment.nodes
     ]
 
@@ -119,10 +119,10 @@ def _is_written_off(context: Context, node: Node, now: float) -> bool:
 
 
 def _survives(context: Context, deployment: Deployment) -> bool:
-    if not deployment.durable_seq:
+    if not deployment.replay.durable_seq:
         return True
     nodes = context.state.nodes
-    return context.config.migrates and all(nodes[each].alive for each in deployment.state_nodes)
+    return context.config.migrates and all(nodes[each].alive for each in deployment.stored.nodes)
 
 
 def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
@@ -138,10 +138,12 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     nodes = deployment.nodes
     context.emit(
         StopWorkers(
-            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+            deployment=deployment.deployment,
+            incarnation=deployment.processes.incarnation,
+            nodes=nodes,
         )
     )
-    unwanted = tuple(each for each in nodes if each not in deployment.state_nodes)
+    unwanted = tuple(each for each in nodes if each not in deployment.stored.nodes)
     if unwanted:
         # Incomplete copies of the version.
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
@@ -156,7 +158,7 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
 
 
 def _end_if_lost(context: Context, deployment: Deployment, now: float) -> None:
-    lost = [each for each in deployment.state_nodes if not context.state.nodes[each].alive]
+    lost = [each for each in deployment.stored.nodes if not context.state.nodes[each].alive]
     if context.config.lost_nodes_return or not lost:
         return
     reason = (

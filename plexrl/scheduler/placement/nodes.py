@@ -44,7 +44,9 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         missing = False
         for rank in ranks:
             worker = seen.get((deployment.deployment, rank))
-            incarnation = deployment.incarnation if deployment.launch_at is None else None
+            incarnation = (
+                deployment.processes.incarnation if deployment.processes.launch_at is None else None
+            )
             if worker is not None and worker.incarnation == incarnation:
                 wanted.add((worker.deployment, worker.rank))
                 worker_ready(context, deployment, rank, worker.address, now)
@@ -96,7 +98,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     for name in sorted(context.relocating):
         deployment = context.deployment(name)
         if event.node in deployment.nodes:
-            deployment.relocation = None
+            deployment.moves.cancel()
             del context.relocating[name]
             context.touch(deployment.group)
 
@@ -106,7 +108,7 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     deployment = context.state.deployments.get(event.deployment)
     if deployment is None or deployment.state != WpgState.MIGRATING:
         return
-    if event.seq != deployment.durable_seq:
+    if event.seq != deployment.replay.durable_seq:
         return
     if event.code in LOST_CODES:
         _copy_another(context, deployment, event, now)
@@ -138,7 +140,7 @@ def _keeps_state(deployment: Deployment, node: NodeId) -> bool:
     """Whether the node's StateManager has a reason to hold state of the deployment."""
     if deployment.state == WpgState.STOPPED:
         return False
-    return node in deployment.state_nodes or node in deployment.nodes
+    return node in deployment.stored.nodes or node in deployment.nodes
 
 
 def node_lost(context: Context, event: NodeLost, now: float) -> None:
@@ -160,7 +162,7 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
         if deployment.state == WpgState.RECOVERING:
             # It is launched again when the node is back; its ready workers there are dead.
             for rank in here:
-                deployment.addresses.pop(rank, None)
+                deployment.processes.lose(rank)
         else:
             restart(context, deployment, f"node {event.node!r} was lost", now)
     reconcile_node(context, event.node, now)

@@ -25,9 +25,9 @@ from plexrl.scheduler.placement.contention import Contention, ContentionConfig, 
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.commands import RankPlacement
 from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
-from plexrl.scheduler.state.wpg import lose_processes
 
 CANDIDATES_PER_PASS = 256
 """Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
@@ -97,7 +97,7 @@ def join(
     deployment.group = group.group
     deployment.ranks = group.gpus
     deployment.nodes = context.inventory.nodes(group)
-    trace = deployment.trace if shares(deployment) else None
+    trace = deployment.trace if deployment.shares else None
     start_slot = int(now) % context.config.horizon_slots
     deployment.reservation = Reservation(
         shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
@@ -125,7 +125,7 @@ def join(
 
 def modes(context: Context, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
     """The placement modes to try for `deployment`, best first."""
-    if not shares(deployment):
+    if not deployment.shares:
         return (PlacementMode.DEDICATED,)
     has_profile = deployment.trace is not None
     return context.policy.modes(
@@ -138,11 +138,6 @@ def modes(context: Context, deployment: Deployment, now: float) -> tuple[Placeme
 def patience_ends_at(context: Context, deployment: Deployment) -> float:
     """When a job without a profile stops waiting for a group of its own."""
     return deployment.created_at + context.config.cold_start_patience_s
-
-
-def shares(deployment: Deployment) -> bool:
-    """Whether the deployment may share a group."""
-    return deployment.shares
 
 
 def leave(context: Context, deployment: Deployment, now: float) -> None:
@@ -175,7 +170,7 @@ def vacate(context: Context, deployment: Deployment, now: float) -> None:
     release_lock(context, deployment)
     leave(context, deployment, now)
     lose_processes(deployment)
-    deployment.relocation = None
+    deployment.moves.cancel()
     context.relocating.pop(deployment.deployment, None)
 
 
@@ -426,7 +421,7 @@ def _new_group(context: Context, deployment: Deployment) -> Group | None:
         group=GroupId(f"g{state.groups_made}"),
         serial=state.groups_made,
         gpus=gpus,
-        shared=shares(deployment),
+        shared=deployment.shares,
         node_type=node.node_type,
         gpu_memory_bytes=node.gpu_memory_bytes,
     )

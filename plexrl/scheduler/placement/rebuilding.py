@@ -9,8 +9,8 @@ newer.
 
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.operations.operations import enqueue_publish, payload_bytes, publish_name
-from plexrl.scheduler.placement.placement import shares
+from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
+from plexrl.scheduler.operations.replay import payload_bytes
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
@@ -32,8 +32,8 @@ def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
     at most twice that of the better choice.
     """
     nodes = context.state.nodes
-    lost = [each for each in deployment.state_nodes if not nodes[each].alive]
-    if not lost or not deployment.past_is_whole:
+    lost = [each for each in deployment.stored.nodes if not nodes[each].alive]
+    if not lost or not deployment.replay.past_is_whole:
         return False
     for name in lost if context.config.lost_nodes_return else ():
         node = nodes[name]
@@ -47,45 +47,30 @@ def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
 def _replay_s(context: Context, deployment: Deployment) -> float:
     """Compute time of a replay from the initial weights."""
     operations = context.state.operations
-    names = [*deployment.past, *deployment.log]
+    names = [*deployment.replay.past, *deployment.replay.log]
     return sum(operations[name].compute_s or 0.0 for name in names)
 
 
 def fall_back(context: Context, deployment: Deployment) -> bool:
     """Make the next load start from the version before the damaged or missing durable one, or from
     the initial weights. False: neither leads to the present state; nothing has changed."""
-    previous_seq = deployment.previous_seq
-    if not previous_seq:
+    replay = deployment.replay
+    if not replay.previous_seq:
         return _restart_from_initial(deployment)
     operations = context.state.operations
-    behind = [name for name in deployment.past if operations[name].seq > previous_seq]
-    del deployment.past[len(deployment.past) - len(behind) :]
-    deployment.past_payload_bytes -= payload_bytes(context, behind)
-    deployment.log[:0] = behind
-    deployment.durable_seq = previous_seq
-    deployment.previous_seq = 0
-    _forget_tier(deployment)
+    behind = [name for name in replay.past if operations[name].seq > replay.previous_seq]
+    replay.fall_back(len(behind), payload_bytes(context, behind))
+    deployment.stored.forget_tier()
     return True
 
 
 def _restart_from_initial(deployment: Deployment) -> bool:
     """Make the next load start from the initial weights, if all operations since are kept."""
-    if not deployment.past_is_whole:
+    if not deployment.replay.past_is_whole:
         return False
-    deployment.log[:0] = deployment.past
-    deployment.past.clear()
-    deployment.past_payload_bytes = 0
-    deployment.durable_seq = 0
-    deployment.previous_seq = 0
-    deployment.state_nodes = []
-    _forget_tier(deployment)
+    deployment.replay.begin_again()
+    deployment.stored.lose()
     return True
-
-
-def _forget_tier(deployment: Deployment) -> None:
-    """Forget the tier of the version."""
-    deployment.nvme_bytes = 0
-    deployment.nvme_bytes_by_node.clear()
 
 
 def republish(
@@ -99,15 +84,15 @@ def republish(
     False: another publish would not help; nothing has changed."""
     if operation.source is None or error.code not in OUT_OF_REACH:
         return False
-    if shares(deployment):
+    if deployment.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if deployment.failures >= context.config.launch_attempts:
+    if deployment.processes.failures >= context.config.launch_attempts:
         return False
-    deployment.failures += 1
+    deployment.processes.fail()
     del deployment.running[operation.operation]
     trainer = context.deployment(operation.source)
-    name = publish_name(context, operation.operation, str(deployment.failures))
+    name = publish_name(context, operation.operation, str(deployment.processes.failures))
     operation.after = name
     enqueue_publish(context, trainer, name, operation.operation, now)
     return True
@@ -115,7 +100,7 @@ def republish(
 
 def may_replay(context: Context, deployment: Deployment) -> bool:
     """Whether the inputs of the next operation to replay are available."""
-    operation = context.state.operations[deployment.replaying[0]]
+    operation = context.state.operations[deployment.replay.replaying[0]]
     if operation.kind != OperationKind.SYNC_WEIGHTS or operation.after is None:
         return True
     publish = context.state.operations.get(operation.after)

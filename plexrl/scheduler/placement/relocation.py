@@ -18,10 +18,10 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.overlaps import overlap_s
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.dispatch.switch_cost import HOST, round_trip_s, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.operations.operations import forget_previous
+from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.placement import (
     Choice,
     find,
@@ -29,16 +29,17 @@ from plexrl.scheduler.placement.placement import (
     modes,
     nearest,
     place,
-    shares,
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state import timers, wpg
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
+from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation
+from plexrl.scheduler.state.records import Deployment
 
 REPACK_WINDOW_S = 3600.0
 """Time in which a move must pay."""
@@ -85,7 +86,7 @@ def consider_repacking(context: Context, deployment: Deployment, now: float) -> 
 def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
     """After a cycle: close the group if a member waits too much, and move the one that waits
     most."""
-    if deployment.group is None or not shares(deployment):
+    if deployment.group is None or not deployment.shares:
         return
     group = context.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:
@@ -121,7 +122,7 @@ def drain(context: Context, node: NodeId, now: float) -> None:
     for name in context.inventory.groups_on(node):
         for member in list(context.state.groups[name].members):
             deployment = context.deployment(member)
-            if deployment.relocation is not None or now < deployment.no_move_until:
+            if deployment.moves.planned is not None or now < deployment.moves.not_before:
                 continue
             if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
@@ -130,14 +131,14 @@ def drain(context: Context, node: NodeId, now: float) -> None:
 
 def may_move(context: Context, deployment: Deployment, now: float) -> bool:
     """Whether the deployment may move: enough time has passed, doubled by each former move."""
-    if deployment.relocation is not None or deployment.state != WpgState.READY:
+    if deployment.moves.planned is not None or deployment.state != WpgState.READY:
         return False
-    if now < deployment.no_move_until:
+    if now < deployment.moves.not_before:
         return False
-    if deployment.moved_at is None:
+    if deployment.moves.last_at is None:
         return True
-    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves, 10)
-    return now - deployment.moved_at >= rest_s
+    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves.count, 10)
+    return now - deployment.moves.last_at >= rest_s
 
 
 def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
@@ -162,10 +163,10 @@ def is_due(context: Context, deployment: Deployment) -> bool:
     """Whether a decided move can run: the WPG is between operations, its state is complete, and no
     rollout still has to pull its published weights."""
     return (
-        deployment.relocation is not None
+        deployment.moves.planned is not None
         and deployment.state == WpgState.READY
         and not deployment.running
-        and not deployment.replaying
+        and not deployment.replay.replaying
         and deployment.moving is None
         and not _has_pending_pulls(context, deployment)
     )
@@ -174,23 +175,22 @@ def is_due(context: Context, deployment: Deployment) -> bool:
 def is_stopping(context: Context, deployment: Deployment) -> bool:
     """Whether the deployment starts no more operations until it has moved. While others pull its
     weights it continues, because they may wait for its work."""
-    return deployment.relocation is not None and not _has_pending_pulls(context, deployment)
+    return deployment.moves.planned is not None and not _has_pending_pulls(context, deployment)
 
 
 def cancel_move(context: Context, deployment: Deployment, now: float) -> None:
     """Cancel a move that found no capacity; the WPG stays for at least `BACK_OFF_S`."""
-    deployment.relocation = None
+    deployment.moves.postpone(now + BACK_OFF_S)
     context.relocating.pop(deployment.deployment, None)
-    deployment.no_move_until = now + BACK_OFF_S
     for node in deployment.nodes:
-        context.wake(deployment.no_move_until, timers.node_check(node))
+        context.wake(deployment.moves.not_before, timers.node_check(node))
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
     """Move after the offload, if there still is a destination. False: it stays."""
-    relocation = deployment.relocation
+    relocation = deployment.moves.planned
     assert relocation is not None, f"{deployment.deployment} is not relocating"
-    deployment.relocation = None
+    deployment.moves.cancel()
     context.relocating.pop(deployment.deployment, None)
     choice = _destination(context, deployment, relocation.cause, now)
     if choice is None or deployment.group is None:
@@ -200,10 +200,12 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     note_wait(context.state, old_group, deployment, now)
     context.emit(
         StopWorkers(
-            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
+            deployment=deployment.deployment,
+            incarnation=deployment.processes.incarnation,
+            nodes=old_nodes,
         )
     )
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
@@ -213,9 +215,7 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
         assert joined is not None, "the destination search found free GPUs"
     else:
         join(context, context.state.groups[choice.group], deployment, choice, now)
-    deployment.moves += 1
-    deployment.moved_at = now
-    deployment.moved_because = relocation.reason
+    deployment.moves.done(relocation.reason, now)
     context.place_waiting = True
     settle(context, deployment)
     return True
@@ -224,9 +224,9 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
 def settle(context: Context, deployment: Deployment) -> None:
     """After a change of GPUs: start the migration of the state, or let the workers launch."""
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
-    held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
+    held = set(deployment.stored.nodes) if len(deployment.stored.nodes) == 1 else set()
     missing = sorted(set(deployment.nodes) - held)
-    if deployment.durable_seq and missing:
+    if deployment.replay.durable_seq and missing:
         wpg.await_copies(deployment, missing)
         send_migration(context, deployment)
     else:
@@ -237,13 +237,13 @@ def settle(context: Context, deployment: Deployment) -> None:
 def send_migration(context: Context, deployment: Deployment) -> None:
     """Send (or resend) the order to copy the durable version to the nodes that lack it."""
     nodes = context.state.nodes
-    alive = tuple(node for node in deployment.awaited_nodes if nodes[node].alive)
-    sources = tuple(nodes[node].statemanager for node in deployment.state_nodes)
+    alive = tuple(node for node in deployment.stored.awaited_nodes if nodes[node].alive)
+    sources = tuple(nodes[node].statemanager for node in deployment.stored.nodes)
     if alive:
         context.emit(
             MigrateState(
                 deployment=deployment.deployment,
-                seq=deployment.durable_seq,
+                seq=deployment.replay.durable_seq,
                 sources=sources,
                 nodes=alive,
             )
@@ -252,16 +252,15 @@ def send_migration(context: Context, deployment: Deployment) -> None:
 
 def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
     """Note that a node has the durable version. True once all have, so the workers can launch."""
-    if deployment.state != WpgState.MIGRATING or node not in deployment.awaited_nodes:
+    if deployment.state != WpgState.MIGRATING or node not in deployment.stored.awaited_nodes:
         return False
-    deployment.awaited_nodes.remove(node)
-    if deployment.awaited_nodes:
+    if not deployment.stored.copied_to(node):
         return False
     _release_left_nodes(context, deployment)
-    deployment.state_nodes = list(deployment.nodes)
+    deployment.stored.move_to(deployment.nodes)
     # Only the durable version was copied.
     forget_previous(context, deployment)
-    state_lies(deployment, HOST)
+    record_tier(deployment, HOST)
     wpg.resume(deployment)
     return True
 
@@ -269,7 +268,7 @@ def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
 def _begin(
     context: Context, deployment: Deployment, cause: MoveCause, reason: str, now: float
 ) -> None:
-    deployment.relocation = Relocation(reason=reason, asked_at=now, cause=cause)
+    deployment.moves.plan(Relocation(reason=reason, asked_at=now, cause=cause))
     context.relocating[deployment.deployment] = None
     context.touch(deployment.group)
 
@@ -277,10 +276,10 @@ def _begin(
 def _release_left_nodes(context: Context, deployment: Deployment) -> None:
     """Release the state on nodes that the deployment has left."""
     here = deployment.nodes
-    gone = tuple(each for each in deployment.state_nodes if each not in here)
+    gone = tuple(each for each in deployment.stored.nodes if each not in here)
     if gone:
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
-        deployment.state_nodes = [each for each in deployment.state_nodes if each in here]
+        deployment.stored.keep_only(here)
 
 
 def _has_pending_pulls(context: Context, deployment: Deployment) -> bool:
@@ -351,7 +350,7 @@ def _elsewhere(
                 gpus = context.inventory.find_gpus(deployment)
                 reach = context.config.migrates or gpus is None or not _has_state(deployment)
                 if gpus is not None and (
-                    reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
+                    reach or {gpu.node for gpu in gpus} <= set(deployment.stored.nodes)
                 ):
                     assert deployment.group is not None
                     own = Choice(group=deployment.group, mode=mode)
@@ -375,7 +374,7 @@ def _elsewhere(
 def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) -> list[Choice]:
     if context.config.migrates or not _has_state(deployment):
         return choices
-    there = set(deployment.state_nodes)
+    there = set(deployment.stored.nodes)
     return [
         choice
         for choice in choices
@@ -384,14 +383,14 @@ def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) 
 
 
 def _has_state(deployment: Deployment) -> bool:
-    return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
+    return deployment.replay.durable_seq > 0 or deployment.residency == Residency.DEVICE
 
 
 def _waiting(deployment: Deployment) -> float:
     """The part of its time that a member has waited since it joined its group."""
     record = deployment.placement
     since = -math.inf if record is None else record.at
-    cycles = deployment.cycles
+    cycles = deployment.cycles.measured
     if cycles and cycles[0].started_at < since:
         cycles = [cycle for cycle in cycles if cycle.started_at >= since]
     if len(cycles) < CYCLES_MIN:

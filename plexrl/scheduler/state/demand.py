@@ -122,8 +122,8 @@ class Footprint:
     segments: tuple[tuple[float, float, int], ...]
     """(offset, duration, weight) in slots."""
     turns: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """Cache of `period_mask` for all shifts: the slots of a segment that starts with the ring's
-    first cycle, by the segment's length in parts of a slot."""
+    """Cache of `period_mask`: the slots of a segment that starts with the ring's first cycle, by
+    the segment's length in parts of a slot. All shifts share it."""
 
     @property
     def period(self) -> float:

@@ -9,7 +9,6 @@ Laws, checked by `SchedulerCore.check_invariants`:
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from plexrl.ids import (
     DeploymentId,
@@ -22,10 +21,14 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.commands import RankPlacement, RunOperation
-from plexrl.scheduler.state.cycle import Cycle, OpenCycle
 from plexrl.scheduler.state.demand import DemandTrace
 from plexrl.scheduler.state.deployment.backoff import Backoff
 from plexrl.scheduler.state.deployment.burst import Burst
+from plexrl.scheduler.state.deployment.cycles import Cycles
+from plexrl.scheduler.state.deployment.moves import Moves
+from plexrl.scheduler.state.deployment.processes import Processes
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
+from plexrl.scheduler.state.deployment.stored_version import StoredVersion
 from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
 from plexrl.scheduler.state.estimates import Estimates, MoveLaw
 from plexrl.scheduler.state.machines.job_states import JobState
@@ -143,26 +146,6 @@ class HeldTime:
     """When one of its deployments last began to wait for GPUs, or got some."""
 
 
-class MoveCause(StrEnum):
-    """Why a WPG is to move: it says where it may go."""
-
-    REPACK = "repack"
-    """Only into a gap that pays."""
-    RELIEF = "relief"
-    """Only to where it waits less."""
-    DRAIN = "drain"
-    """Anywhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relocation:
-    """A move to other GPUs that waits for an operation boundary."""
-
-    reason: str
-    asked_at: float
-    cause: MoveCause = MoveCause.DRAIN
-
-
 @dataclass(slots=True, kw_only=True)
 class Deployment:
     """A deployment and the WPG that realises it."""
@@ -188,79 +171,29 @@ class Deployment:
     """Its demand, once profiled or where the user declared it."""
     reservation: Reservation | None = None
     placement: PlacementRecord | None = None
-    incarnation: int = 0
-    addresses: dict[int, str] = field(default_factory=dict)
-    """Of the workers that are there, by rank."""
-    endpoints: tuple[str, ...] = ()
-    """All of them in the order of ranks, once the WPG is ready."""
-    failures: int = 0
-    """Launches since an operation last completed."""
-    launch_at: float | None = None
-    """When its processes are started again: at the last start there was no room on a disk. Absent:
-    they are being started, or run."""
     queue: list[OperationId] = field(default_factory=list)
     running: dict[OperationId, RunOperation] = field(default_factory=dict)
     moving: RunOperation | None = None
     """The internal move (load, offload, snapshot) in flight."""
-    log: list[OperationId] = field(default_factory=list)
-    """Completed mutations behind `durable_seq`, oldest first."""
-    past: list[OperationId] = field(default_factory=list)
-    """Mutations that led to `durable_seq`, oldest first, for the case that this version is damaged
-    or lost. They begin at the initial weights, or else at version `previous_seq`."""
-    past_payload_bytes: int = 0
-    """Of the operations in `past`."""
-    past_is_whole: bool = False
-    """`past` and `log` together make the present state out of the initial weights. False: some were
-    given up, being too many."""
-    previous_seq: int = 0
-    """An earlier complete version that the same StateManagers keep while they have room; `past`
-    leads from it to `durable_seq`. 0: there is none."""
-    replaying: list[OperationId] = field(default_factory=list)
-    """Part of `log` that the device's state still lacks."""
-    completed_seq: int = 0
-    """Number of the last completed mutation."""
     waiting_gradients: int = 0
     """Completed `forward_backward`s whose gradients wait for a step."""
     unacknowledged: list[Failure] = field(default_factory=list)
     """What halts its mutations, syncs and checkpoints until the controller takes note of it; the
     oldest first."""
-    durable_seq: int = 0
-    """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
     published_seq: int | None = None
     trainer_step: int = 0
     """Optimizer steps in its weights; of a rollout or reference, those of its trainer that are in
     what was synced or loaded last."""
-    relocation: Relocation | None = None
-    no_move_until: float = 0.0
-    """After a move for which a node found no room; it works on where it is meanwhile."""
-    moves: int = 0
-    """Relocations so far."""
-    moved_at: float | None = None
-    moved_because: str = ""
-    state_nodes: list[NodeId] = field(default_factory=list)
-    """Whose StateManagers hold version `durable_seq`."""
-    nvme_bytes: int = 0
-    """Of that version on the node that has most of it on NVMe alone; 0: all is in host memory."""
-    nvme_bytes_by_node: dict[NodeId, int] = field(default_factory=dict)
-    awaited_nodes: list[NodeId] = field(default_factory=list)
-    """Whose StateManagers are still to get it."""
-    ready_at: float = 0.0
-    """When its processes were last all there."""
-    cycle: OpenCycle | None = None
-    cycles: list[Cycle] = field(default_factory=list)
-    """The newest ones, behind the warm-up."""
-    waiting_part: float | None = None
-    """waiting / (waiting + running) over the last `cycles` of one that has ended; until then these
-    say it."""
-    cycles_seen: int = 0
-    """By the present processes."""
-    publishes: bool = False
-    """Its cycles end with a publish."""
     metered_at: float | None = None
     """Up to when the GPU time of its runs is accounted for."""
     in_flight: InFlight = field(default_factory=InFlight)
     no_snapshot_until: float = 0.0
     """After a snapshot that found no room; the log grows meanwhile. 0: the last one found room."""
+    processes: Processes = field(default_factory=Processes)
+    moves: Moves = field(default_factory=Moves)
+    stored: StoredVersion = field(default_factory=StoredVersion)
+    cycles: Cycles = field(default_factory=Cycles)
+    replay: ReplayLog = field(default_factory=ReplayLog)
     burst: Burst = field(default_factory=Burst)
     switch_times: SwitchTimes = field(default_factory=SwitchTimes)
     backoff: Backoff = field(default_factory=Backoff)

@@ -100,7 +100,7 @@ def headlines(runs: Sequence[tuple[Scenario, SimResult]]) -> tuple[Headline, ...
     return tuple(replace(each, is_quickest=_is_quickest(each, found)) for each in found)
 
 
-def said(lines: Sequence[Headline], clusters_named: Sequence[str] = ()) -> list[str]:
+def sentences(lines: Sequence[Headline], clusters_named: Sequence[str] = ()) -> list[str]:
     """The sentences: each headline, and whether one policy is the fastest. With several clusters,
     `clusters_named` has the name of each line's cluster."""
     names = [f"{name}: " for name in clusters_named] or [""] * len(lines)

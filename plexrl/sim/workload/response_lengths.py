@@ -16,7 +16,7 @@ from itertools import pairwise
 from plexrl.errors import InvalidRequestError
 from plexrl.traces.bundled import bundled
 from plexrl.traces.formats import read_histogram
-from plexrl.traces.generate.distributions import Law
+from plexrl.traces.generate.distributions import Distribution
 from plexrl.traces.generate.length_model import fit_lengths
 from plexrl.traces.sources import open_trace
 
@@ -76,14 +76,14 @@ class LongestOf:
         return longest / self.longest_mean, total / (count * self.sums[-1])
 
 
-def longest_of(responses: int, law: Law) -> LongestOf:
-    """The draws for `responses` responses with lengths of distribution `law`.
+def longest_of(responses: int, distribution: Distribution) -> LongestOf:
+    """The draws for `responses` responses with lengths of distribution `distribution`.
 
     Raises:
         InvalidRequestError: all lengths are 0.
     """
     parts = _parts()
-    lengths = tuple(law.quantile(part) for part in parts)
+    lengths = tuple(distribution.quantile(part) for part in parts)
     sums, squares, longest_mean = [0.0], [0.0], 0.0
     for (begin, low), (end, high) in pairwise(zip(parts, lengths, strict=True)):
         sums.append(sums[-1] + (end - begin) * (low + high) / 2.0)
@@ -120,7 +120,7 @@ def read_longest_of(responses: int, lengths: str) -> LongestOf:
             f"{lengths} contains {source.table.name}, not response lengths: use a trace of lengths "
             f"or {R1!r}"
         )
-    return longest_of(responses, fit_lengths(source.rows).fit.law)
+    return longest_of(responses, fit_lengths(source.rows).fit.distribution)
 
 
 def _parts() -> tuple[float, ...]:

@@ -1,7 +1,7 @@
-"""The memory that a worker's tensors live in, which it borrows from its node's StateManager.
+"""Arena: the memory of a worker's tensors, borrowed from its node's StateManager.
 
-The range of addresses is the worker's for good; what is behind them comes with a registration or a
-load, and goes with an offload (`plexrl.statemanager.device.backend`).
+Its addresses never change. Its memory is borrowed by a registration or a load, and returned by an
+offload (`plexrl.statemanager.device.backend`).
 """
 
 from plexrl.statemanager.device.cpu.arena import CpuArena as Arena

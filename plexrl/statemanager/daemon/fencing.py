@@ -40,8 +40,7 @@ class Fencing:
             if highest and token > highest + LEAP_MAX:
                 raise InvalidRequestError(
                     f"token {token} of group {group!r} is far beyond the last one, {highest}: use "
-                    "the "
-                    "token that the scheduler granted",
+                    "the token that the scheduler granted",
                     token=token,
                     highest=highest,
                 )

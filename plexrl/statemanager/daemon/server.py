@@ -32,7 +32,7 @@ from plexrl.statemanager.store.background.drain import Drainer
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 LOG = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Server:
             devices=devices,
             key=key,
             incarnations=Incarnations(Path(config.host_dir) / "incarnations.json"),
-            move_queue=MoveLine(config.moves_max, config.moves_waiting_max),
+            move_queue=FairQueue(config.moves_max, config.moves_waiting_max),
             counters=Counters(),
             run_id=uuid.uuid4().hex,
             frozen_weights=FrozenWeightsCache(devices),

@@ -89,7 +89,7 @@ class Session:
         caller = self._caller
         services, name = caller.services, type(request).__name__
         claims = caller.claims
-        with services.move_queue.place(name, claims.holder, claims.tenant, self._is_there):
+        with services.move_queue.slot(name, claims.holder, claims.tenant, self._is_there):
             outcome, answer = "failed", dict[str, Any]()
             started = time.perf_counter()
             try:

@@ -87,8 +87,7 @@ class FrozenWeightsCache:
             if not self._filled.wait_for(lambda: self._may_borrow(key, user), FILL_TIMEOUT_S):
                 raise OverloadedError(
                     f"frozen weights of {key.nbytes} bytes are still being filled by another "
-                    "worker "
-                    f"after {FILL_TIMEOUT_S:g} s: try again",
+                    f"worker after {FILL_TIMEOUT_S:g} s: try again",
                     retry_after_s=1.0,
                 )
 

@@ -6,14 +6,17 @@ bytes that only superseded versions refer to.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from plexrl.statemanager.eviction.policy import EvictionCandidate, TierName
-from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.objects import StoredObject, Version
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.store.catalog import Catalog
+    from plexrl.statemanager.store.objects import StoredObject, Version
 
 
 def eviction_candidates(
-    catalog: Catalog, superseded: Collection[str], next_use: Callable[[Version], float]
+    catalog: "Catalog", superseded: Collection[str], next_use: Callable[["Version"], float]
 ) -> tuple[list[EvictionCandidate], dict[str, list[str]]]:
     """The candidates, and the names of each candidate's versions. The catalog's lock is held."""
     found: list[EvictionCandidate] = []
@@ -46,7 +49,7 @@ def eviction_candidates(
     return found, members
 
 
-def spill_bytes(versions: Sequence[Version]) -> int:
+def spill_bytes(versions: Sequence["Version"]) -> int:
     """Bytes to write to NVMe before these versions can leave the host tier."""
     without_copy = [version for version in versions if TierName.NVME not in version.header_bytes]
     objects = {found for version in without_copy for found in version.objects if not found.on_nvme}
@@ -54,7 +57,7 @@ def spill_bytes(versions: Sequence[Version]) -> int:
     return headers + sum(found.file_bytes for found in objects)
 
 
-def _groups_sharing_objects(versions: Sequence[Version]) -> list[list[Version]]:
+def _groups_sharing_objects(versions: Sequence["Version"]) -> list[list["Version"]]:
     """Groups of versions; versions of different groups share no object."""
     groups: dict[str, list[Version]] = {}
     owner: dict[StoredObject, str] = {}

@@ -261,14 +261,12 @@ class _Joined:
         self.nbytes = state.start + state.nbytes
 
     def read(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.read`."""
         self._device.read([run for run in runs if run.offset < self._start])
         for run in runs:
             if run.offset >= self._start:
                 move(run.address, self._address + run.offset - self._start, run.nbytes)
 
     def write(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.write`."""
         self._device.write([run for run in runs if run.offset < self._start])
         for run in runs:
             if run.offset >= self._start:

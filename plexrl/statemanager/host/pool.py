@@ -279,8 +279,8 @@ class HostPool:
         """Bytes to prefault next."""
         warm = self._warm_bytes()
         wanted = max(self._resident_bytes_wanted - self._used_bytes, self._free_bytes_wanted)
-        room = self.bytes_max - self._used_bytes - warm - self._other_bytes
-        return min(wanted - warm, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
+        free = self.bytes_max - self._used_bytes - warm - self._other_bytes
+        return min(wanted - warm, free, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def _warm_bytes(self) -> int:
         return sum(one.warm.nbytes for one in self._free.values())
@@ -345,10 +345,10 @@ class HostPool:
             least = min(nbytes, self._segment_bytes_max)
             if tenant is not None:
                 total -= self._remove_idle_segments(total + size - self.bytes_max, tenant)
-            room = (self.bytes_max - total) // PAGE_BYTES * PAGE_BYTES
-            if self._on_map is not None and least > room:
+            free = (self.bytes_max - total) // PAGE_BYTES * PAGE_BYTES
+            if self._on_map is not None and least > free:
                 raise self._full(nbytes, "segments of other tenants are partly in use")
-            size = max(min(size, room), least)
+            size = max(min(size, free), least)
             try:
                 self._create(size, tenant)
             except OSError as error:
@@ -422,7 +422,7 @@ class HostPool:
 
     def _full(self, nbytes: int, why: str) -> StateTierFullError:
         return StateTierFullError(
-            f"the host tier {self._directory} has no room on its file system for {nbytes} bytes "
+            f"the host tier {self._directory} has no space for {nbytes} bytes "
             f"({why}): free space there or lower the tier's capacity; the state stays where it was",
             tier="host",
         )

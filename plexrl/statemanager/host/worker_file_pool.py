@@ -42,7 +42,6 @@ class WorkerFilePool(HostPool):
             return self._other_bytes - self._worker_files.nbytes
 
     def claim(self, pieces: Sequence[Piece], tenant: str) -> bool:
-        """As `HostPool.claim`."""
         with self._lock:
             if len(pieces) == 1 and pieces[0].segment in self._worker_files:
                 file = self._worker_files[pieces[0].segment]
@@ -101,7 +100,6 @@ class WorkerFilePool(HostPool):
             return [file.whole for file in held]
 
     def free(self, pieces: Iterable[Piece]) -> None:
-        """As `HostPool.free`."""
         others = []
         for piece in pieces:
             if piece.segment not in self._worker_files:
@@ -114,7 +112,6 @@ class WorkerFilePool(HostPool):
         super().free(others)
 
     def view(self, piece: Piece) -> memoryview:
-        """As `HostPool.view`."""
         if piece.segment in self._worker_files:
             return self._worker_files[piece.segment].view[
                 piece.offset : piece.offset + piece.nbytes
@@ -122,19 +119,16 @@ class WorkerFilePool(HostPool):
         return super().view(piece)
 
     def address(self, piece: Piece) -> int:
-        """As `HostPool.address`."""
         if piece.segment in self._worker_files:
             return self._worker_files[piece.segment].address + piece.offset
         return super().address(piece)
 
     def descriptor(self, segment: int) -> int:
-        """As `HostPool.descriptor`."""
         if segment in self._worker_files:
             return self._worker_files[segment].reader
         return super().descriptor(segment)
 
     def close(self) -> None:
-        """As `HostPool.close`."""
         super().close()
         for file in self._worker_files:
             self._unpin(file)

@@ -7,69 +7,29 @@ descriptor gives access to nothing but its own file.
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from plexrl.statemanager.host.free_ranges import Piece
 from plexrl.statemanager.host.ofd_locks import has_holder
-from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, MappedFile
+from plexrl.statemanager.host.tier_file import TierFile
+from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 SUFFIX = ".lent"
 
 
-class WorkerFile:
+class WorkerFile(TierFile):
     """One file, also mapped in the daemon, which accesses it only while no worker can write to
     it."""
 
     def __init__(self, directory: Path, number: int, nbytes: int | None = None) -> None:
-        """Create a file of `nbytes` zeros; absent: map the existing file.
-
-        Raises:
-            OSError: it failed; no new file is left behind.
-        """
-        self.number = number
-        self.path = directory / f"{number:06d}{SUFFIX}"
+        super().__init__(directory / f"{number:06d}{SUFFIX}", number, nbytes)
         self.owner = ""
         """Last owner; empty if unknown."""
         self.is_idle = nbytes is None
-        flags = os.O_RDWR | os.O_CLOEXEC | (0 if nbytes is None else os.O_CREAT | os.O_EXCL)
-        fd = os.open(self.path, flags, 0o600)
-        try:
-            if nbytes is not None:
-                os.posix_fallocate(fd, 0, nbytes)
-            self._file = MappedFile(fd, os.fstat(fd).st_size)
-            self.reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            if nbytes is not None:
-                self.path.unlink()
-            raise
-        finally:
-            os.close(fd)
-        self.nbytes = self._file.nbytes
-        self.address = self._file.address
-        self.view = self._file.view
-
-    @property
-    def whole(self) -> Piece:
-        """The whole file."""
-        return Piece(self.number, 0, self.nbytes)
 
     def is_intact(self) -> bool:
         """Whether the file has all its pages; a worker could have truncated it."""
         found = os.fstat(self.reader)
         return found.st_size == self.nbytes and found.st_blocks * 512 >= self.nbytes
-
-    def close(self) -> None:
-        """Unmap the file without deleting it."""
-        os.close(self.reader)
-        # An exception's traceback may still hold a view; the mapping ends with it.
-        with suppress(BufferError):
-            self._file.close()
-
-    def remove(self) -> None:
-        """Unmap and delete the file. Other processes keep their mappings."""
-        self.path.unlink(missing_ok=True)
-        self.close()
 
 
 class WorkerFiles:

@@ -8,7 +8,7 @@ from pathlib import Path
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 
 FULL = 0.99
 """Share of a tier's capacity from which it counts as full."""
@@ -21,7 +21,7 @@ class Health:
         self,
         config: StateManagerConfig,
         store: Store,
-        move_queue: MoveLine,
+        move_queue: FairQueue,
         accepting: Callable[[], bool],
     ) -> None:
         """`accepting()` returns whether the socket still accepts connections."""

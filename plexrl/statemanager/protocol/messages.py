@@ -245,6 +245,6 @@ def regions_of(regions: Sequence[Region], fds: Sequence[int]) -> list[Region]:
     """
     if any(not 0 <= region.fd < len(fds) for region in regions):
         raise InvalidRequestError(
-            f"regions refer to descriptors beyond the {len(fds)} that were sent: send one for each file"
+            f"regions refer to descriptors beyond the {len(fds)} sent: send one for each file"
         )
     return [replace(region, fd=fds[region.fd]) for region in regions]

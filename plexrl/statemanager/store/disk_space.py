@@ -33,8 +33,8 @@ def checkpoint_write_error(what: str, error: OSError, file: str) -> StorageError
     """The error for a failed write to a checkpoint."""
     if is_full(error):
         return StorageFullError(
-            f"{what} has no room on its file system ({error}): free space there; the checkpoint is "
-            "written when there is room",
+            f"{what} does not fit, its file system is full ({error}): free space there; the "
+            "checkpoint is written then",
             file=file,
         )
     return StorageError(
@@ -48,7 +48,7 @@ def write_error(what: str, error: OSError, **details: object) -> StorageError:
     """The error for a failed write; `what` names the file or tier."""
     if is_full(error):
         return StateTierFullError(
-            f"{what} has no room on its file system ({error}): free space there or lower the "
+            f"{what}: the file system is full ({error}): free space there or lower the "
             "tier's capacity; the state stays where it was",
             **details,
         )

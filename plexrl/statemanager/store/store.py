@@ -104,21 +104,22 @@ class Store:
         self._mover = Mover(self._pool, self._objects, self.plane, self._faults)
         bounds = {HOST: config.host_bytes, NVME: config.nvme_bytes}
         self._catalog = Catalog(self._tiers, bounds, self._pool, self._objects)
-        self._allocator = TierAllocator(self._catalog, self._tiers, self._mover, clock)
+        self.allocator = TierAllocator(self._catalog, self._tiers, self._mover, clock)
+        """Reserves space, and moves versions in the background."""
         self._saver = Saver(
-            self._catalog, self._tiers, self._pool, self._mover, self._allocator, self._faults
+            self._catalog, self._tiers, self._pool, self._mover, self.allocator, self._faults
         )
         self._promoter = Promoter(
-            self._catalog, self._tiers, self._pool, self._mover, self._allocator
+            self._catalog, self._tiers, self._pool, self._mover, self.allocator
         )
-        self.host_allocations = HostAllocations(self._catalog, self._pool, self._allocator)
+        self.host_allocations = HostAllocations(self._catalog, self._pool, self.allocator)
         """Host memory of workers. `allocate_host` allocates it, within the quotas."""
         self.quotas = TenantQuotas(config, self._catalog, self.host_allocations)
         recover(self._catalog, self._tiers, self._pool, self._objects, clock())
-        self._arrivals = ResumableReceive(
-            self._catalog, host, self._pool, self._allocator, self._faults
+        self._receiver = ResumableReceive(
+            self._catalog, host, self._pool, self.allocator, self._faults
         )
-        self._arrivals.recover()
+        self._receiver.recover()
         self.host_allocations.recover()
         self._pool.remove_unclaimed()
         if config.host_prefault_bytes:
@@ -193,7 +194,7 @@ class Store:
             OperationCancelledError: the deployment was released meanwhile.
             PlexRLError: raised by `fetch`.
         """
-        with self._arrivals.turn(manifest) as cancelled:
+        with self._receiver.turn(manifest) as cancelled:
             for stored in self.find(lambda m: m.name == manifest.name):
                 if stored.manifest.stamp == manifest.stamp:
                     return stored, 0
@@ -201,7 +202,7 @@ class Store:
                 host_allowed = self.quotas.check(manifest, frozenset())
             if host_allowed:
                 try:
-                    version, moved = self._arrivals.receive(manifest, digests, fetch, cancelled)
+                    version, moved = self._receiver.receive(manifest, digests, fetch, cancelled)
                 except StateTierFullError as error:
                     LOG.info("%s goes to NVMe: %s", manifest.description, error)
                 else:
@@ -258,7 +259,7 @@ class Store:
         with self.lease(name, description) as lease:
             if check is not None:
                 check(lease.manifest)
-            self._allocator.cancel_background(lease.manifest.deployment)
+            self.allocator.cancel_background(lease.manifest.deployment)
             if host is not None and not self.host_allocations.read_snapshot(
                 host, lease.last_object
             ):
@@ -290,35 +291,22 @@ class Store:
             if not self.quotas.fits_host_quota(version):
                 return False
             with (
-                self._allocator.background_move(version.manifest.deployment) as move,
+                self.allocator.background_move(version.manifest.deployment) as move,
                 describe_damage(version.manifest, tier),
             ):
                 return self._promoter.promote_if_free(version, move.cancelled)
 
-    def copy_to_nvme(self, name: str) -> bool:
-        """Copy a version from host to NVMe, so that its eviction is free. As
-        `TierAllocator.copy_to_nvme`."""
-        return self._allocator.copy_to_nvme(name)
-
     def without_nvme_copy(self) -> list[str]:
         """Names of the versions without a copy on NVMe, in eviction order."""
         with self._catalog.lock:
-            found = [
-                version
-                for version in self._catalog.current.values()
-                if NVME not in version.header_bytes
-            ]
-            found.sort(key=lambda v: (-self._allocator.next_use(v), v.last_use, v.manifest.name))
+            versions = self._catalog.current.values()
+            found = [version for version in versions if NVME not in version.header_bytes]
+            found.sort(key=lambda v: (-self.allocator.next_use(v), v.last_use, v.manifest.name))
             return [version.manifest.name for version in found]
 
-    def expect_use(self, deployment: str, next_use: float | None) -> None:
-        """Predict the next use of a deployment's state, in seconds on the store's clock; absent:
-        unknown. The latest next use is evicted first (`plexrl.statemanager.eviction.policy`)."""
-        self._allocator.expect_use(deployment, next_use)
-
     def expect_use_in(self, deployment: str, seconds: float) -> None:
-        """As `expect_use`, `seconds` from now."""
-        self._allocator.expect_use(deployment, self._allocator.now() + max(0.0, seconds))
+        """As `TierAllocator.expect_use`, `seconds` from now."""
+        self.allocator.expect_use(deployment, self.allocator.now() + max(0.0, seconds))
 
     def state_locations(self, since: int) -> tuple[int, list[StateLocation]]:
         """Locations of the newest state of each deployment that may have changed after change
@@ -350,10 +338,6 @@ class Store:
                     if self.quotas.is_exceeded(version.manifest.tenant):
                         self._catalog.drop([name])
 
-    def move_to_nvme(self, name: str) -> None:
-        """As `TierAllocator.move_to_nvme`."""
-        self._allocator.move_to_nvme(name)
-
     def drop(self, names: Iterable[str]) -> None:
         """Drop versions; a version in use is freed after its last reader."""
         with self._catalog.lock:
@@ -361,21 +345,17 @@ class Store:
 
     def release(self, deployment: str) -> None:
         """Cancel a deployment's background moves, then drop its versions."""
-        self._allocator.cancel_background(deployment)
-        self._arrivals.release(deployment)
-        self._allocator.expect_use(deployment, None)
+        self.allocator.cancel_background(deployment)
+        self._receiver.release(deployment)
+        self.allocator.expect_use(deployment, None)
         versions = self.find(lambda manifest: manifest.deployment == deployment)
         self.drop(version.manifest.name for version in versions)
-
-    def cancel_background(self) -> None:
-        """Cancel all background moves and wait until they end."""
-        self._allocator.cancel_background()
 
     def touch(self, name: str) -> None:
         """Record a use of a version."""
         with self._catalog.lock:
             if name in self._catalog.current:
-                self._allocator.record_use(self._catalog.current[name])
+                self.allocator.record_use(self._catalog.current[name])
 
     def used_bytes(self, tier: TierName) -> int:
         """Used bytes of a tier, including objects being written or read."""
@@ -397,18 +377,15 @@ class Store:
         Returns the names of the versions that could not be spilled.
         """
         with self._catalog.lock:
-            found = [
-                version
-                for version in self._catalog.current.values()
-                if version.manifest.kind == VersionKind.STATE and version.tier == HOST
-            ]
-        return self._allocator.spill_all(
-            sorted(found, key=lambda v: (-v.manifest.seq, v.manifest.name))
-        )
+            versions = self._catalog.current.values()
+            in_host = [version for version in versions if version.tier == HOST]
+        states = [each for each in in_host if each.manifest.kind == VersionKind.STATE]
+        states.sort(key=lambda version: (-version.manifest.seq, version.manifest.name))
+        return self.allocator.spill_all(states)
 
     def close(self) -> None:
         """Unlock the directories. No call may be in progress."""
-        self._allocator.cancel_background()
+        self.allocator.cancel_background()
         self.plane.close()
         self._pool.close()
         for tier in self._tiers.values():
@@ -419,7 +396,7 @@ class Store:
         self._pool.check()
         with self._catalog.lock:
             headers = sum(v.header_bytes.get(HOST, 0) for v in self._catalog.current.values())
-            headers += self._arrivals.reserved_bytes()
+            headers += self._receiver.reserved_bytes()
             assert self._catalog.used_bytes[HOST] == self._pool.used_bytes + headers
             assert set(self._objects.ids()) == {
                 found.id
@@ -445,13 +422,13 @@ class Store:
                 donated.piece.nbytes if donated is not None and donated.piece is not None else 0
             )
             # Expendable versions do not count against their own tenant.
-            expendable = self._allocator.expendable_names(manifest.tenant)
+            expendable = self.allocator.expendable_names(manifest.tenant)
             host_allowed = self.quotas.check(manifest, superseded | expendable, donated_bytes)
             manifest = replace(manifest, ordinal=self._catalog.next_ordinal())
             self.quotas.begin(manifest, superseded, host_allowed=host_allowed)
-        saved = partial(self._saver.save, manifest, memory, extents, superseded)
+        save = partial(self._saver.save, manifest, memory, extents, superseded)
         try:
-            version = saved(host_allowed=host_allowed, digest_wanted=digest, donated=donated)
+            version = save(host_allowed=host_allowed, digest_wanted=digest, donated=donated)
         finally:
             self.quotas.end(manifest)
         with self._catalog.lock:
@@ -462,7 +439,7 @@ class Store:
     def _drop_expendable(self, tenant: str) -> bool:
         """Drop a tenant's expendable versions; returns whether there were any."""
         with self._catalog.lock:
-            names = self._allocator.expendable_names(tenant)
+            names = self.allocator.expendable_names(tenant)
             self._catalog.drop(names)
             return bool(names)
 
@@ -487,7 +464,7 @@ class Store:
             catalog.acquire(version.objects, tier)
             version.users += 1
             if counts:
-                self._allocator.record_use(version)
+                self.allocator.record_use(version)
         try:
             yield version, tier
         finally:

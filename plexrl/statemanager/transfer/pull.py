@@ -1,13 +1,12 @@
-"""Bringing a published version into a target's memory, from wherever it is held.
+"""Pull of a published version into a target's memory, from all its sources at once.
 
-Laws:
+Invariants:
 
-- What has arrived counts only once every source has confirmed that it held the version all the
-  time; until then the target holds nothing that may be used. A source that is lost is done without:
-  what it was to bring is planned again from the others, and what the others brought stays.
-- A version is of one seq and, from one source, of one stamp; never a mix.
-- Readers share a version, and whoever publishes the next one never waits for them: versions do
-  not change, and a lease keeps the one that is read (where StaleFlow §5.1 takes a lock).
+- Received bytes are valid only after each source has confirmed that it held the version throughout.
+  If a source is lost, the others send its part, and the parts of the others are kept.
+- A pull is of one seq and, from one source, of one stamp (ETag); versions never mix.
+- Publishing never waits for readers: versions are immutable, and a lease keeps the one that is read
+  (StaleFlow §5.1 takes a lock instead).
 """
 
 import threading
@@ -34,54 +33,54 @@ from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, Sha
 
 
 class PullMode(StrEnum):
-    """What was brought."""
+    """What a pull transferred."""
 
     FULL = "full"
     DELTA = "delta"
-    """Less than all: what differs from the version that the target held."""
+    """Only the differences from the version that the target held."""
 
 
 ATTEMPTS_MAX = 4
-"""Times that sources may be lost in one pull."""
+"""Maximum attempts of one pull; each lost source costs one."""
 LAYOUTS_MAX = 1024
 
 Opener = Callable[[str, str, int, Collection[str]], OpenSource]
-"""Opens (address, deployment, seq, digests of known layouts); the address says which way."""
+"""Opens a source: (address, deployment, seq, digests of cached layouts)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
-    """What a pull did."""
+    """Result of a pull."""
 
     bytes_wanted: int
-    """Of the target's own slices."""
+    """Size of the target's slices."""
     bytes_moved: int
-    """That were brought; `bytes_wanted` where no source was lost on the way."""
+    """Bytes transferred; equal to `bytes_wanted` if no source was lost and no delta was used."""
     bytes_by_source: dict[str, int]
-    """Address → bytes that it brought."""
+    """Address → bytes from that source."""
     mode: PullMode
     attempts: int
 
 
 class KnownLayouts:
-    """Layouts by digest, the most recently used. Thread-safe."""
+    """Cache of layouts by digest. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
 
     def find(self, digest: str) -> Layout | None:
-        """The layout of that digest, if it was seen."""
+        """The layout with that digest, if cached."""
         with self._lock:
             return self._layouts.get(digest)
 
     def digests(self) -> list[str]:
-        """Of all that are known."""
+        """The digests of all cached layouts."""
         with self._lock:
             return list(self._layouts)
 
     def add(self, layout: Layout) -> None:
-        """Remember one."""
+        """Cache a layout."""
         with self._lock:
             self._layouts[layout.digest] = layout
             self._layouts.move_to_end(layout.digest)
@@ -91,14 +90,14 @@ class KnownLayouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bases:
-    """What the target holds."""
+    """Versions that the target holds, the bases of a delta."""
 
     deployment: str
     layout: str
-    """Digest of the slices that hold it."""
+    """Digest of the target's layout."""
     stamps: Mapping[tuple[str, int], str]
-    """(address, rank) → stamp of its version. Shards that were passed over count as well: of one
-    seq, replicas have the same bytes."""
+    """(address, rank) → stamp of every offered shard. Unread replicas are included: with equal seq
+    they have equal bytes."""
 
     def fit(self, deployment: str, wants: Layout) -> bool:
         return (deployment, wants.digest) == (self.deployment, self.layout)
@@ -108,26 +107,26 @@ _NO_BASES = _Bases(deployment="", layout="", stamps={})
 
 
 class Puller:
-    """Pulls into one target; keeps plans, layouts and open ways between pulls."""
+    """Pulls into one target; caches plans and layouts between pulls."""
 
     def __init__(self, opener: Opener, layouts: KnownLayouts, timeout_s: float) -> None:
-        """`timeout_s` bounds the wait for a source that is restarting."""
+        """`timeout_s` bounds the wait for a restarting source."""
         self._opener = opener
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._plans = PlanCache()
         self.is_torn = False
-        """A pull was cut after it had begun, so the target is of no version."""
+        """Whether a pull failed after its start, so that the target holds no complete version."""
         self._bases = _NO_BASES
         self._pace = DeltaPace()
 
     def forget(self) -> None:
-        """The target has been changed by others: it is of no version that was pulled."""
+        """Record that the target now holds other state than a pulled version."""
         self.is_torn = False
         self._bases = _NO_BASES
 
     def forget_bases(self) -> None:
-        """Others have written to the target, so the next pull brings all bytes."""
+        """Record that the target was written to, so that the next pull is a full one."""
         self._bases = _NO_BASES
 
     def pull(
@@ -139,15 +138,15 @@ class Puller:
         target: Bytes,
         delta: DeltaPolicy | None = None,
     ) -> PullResult:
-        """Fill the slices of `wants`, which lie in `target`.
+        """Fill the slices of `wants` in `target`.
 
-        With `delta`, and where the last pull filled the same slices from the same deployment and
-        `target` was not changed since, only what differs from that version is brought.
+        With `delta`, only the differences are transferred if the last pull filled the same slices
+        from the same deployment and `target` has not changed since.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
-            InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
-            UnavailableError: sources are lost again and again.
+            InvalidRequestError: a tensor has another shape there, or a dtype without a cast.
+            UnavailableError: sources were lost in every attempt.
         """
         arrived: list[StridedCopies] = []
         moved_bytes = 0
@@ -212,10 +211,10 @@ class Puller:
         wants: Layout,
         arrived: Sequence[StridedCopies],
     ) -> list["_Job"]:
-        """What each source is to bring, without what has arrived already.
+        """The copies for each source, without those that are done.
 
-        Sources that are gone, or that were lost in the last attempt, are waited for only if the
-        others do not have everything.
+        Sources that are gone, or were lost in the last attempt, are awaited only if the others do
+        not hold everything.
         """
         opened: list[OpenSource] = []
         awaited: list[str] = list(suspects)
@@ -265,7 +264,7 @@ class Puller:
 
 
 _Held = tuple[OpenSource, int, Shard]
-"""A source, and one of its shards with its index."""
+"""A source, and the index of one of its shards with the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,11 +276,11 @@ class _Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
     copies: StridedCopies
-    """That have arrived."""
+    """The copies that are done."""
     nbytes: int
-    """That it took."""
+    """Bytes transferred for them."""
     lost: Exception | None
-    """Why the source is to be done without."""
+    """Why the source was lost; absent: it was not."""
 
 
 def _by_source(held: Sequence[_Held], plan: Plan, done: StridedCopies) -> list[_Job]:
@@ -322,7 +321,7 @@ def _stamps(jobs: Sequence[_Job]) -> dict[tuple[str, int], str]:
 
 
 def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -> list[_Fetched]:
-    """All sources at once, the first on this thread."""
+    """Fetch from all sources concurrently, from the first one on this thread."""
     if len(jobs) < 2:
         return [_fetch(job, target, delta) for job in jobs]
     with ThreadPoolExecutor(len(jobs) - 1, thread_name_prefix="plexrl-pull") as pool:
@@ -335,13 +334,13 @@ def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
     arrived: list[StridedCopies] = []
     moved: list[int] = []
 
-    def tell(copies: StridedCopies, nbytes: int) -> None:
+    def report(copies: StridedCopies, nbytes: int) -> None:
         arrived.append(copies)
         moved.append(nbytes)
 
     lost: Exception | None = None
     try:
-        job.source.read(job.parts, target, tell, delta)
+        job.source.read(job.parts, target, report, delta)
         job.source.confirm()
     except (ConnectionLostError, CorruptStateError, OSError) as error:
         lost = error

@@ -1,14 +1,13 @@
-"""Versions on their way here from another node: straight into host segments, block by block.
+"""Resumable receive of versions from another node, directly into host segments, block by block.
 
-Laws:
+Invariants:
 
-- A block counts as arrived once its bytes are in place and match the digest that the source gave;
-  then a byte of the arrival's record says so. So whatever is cut or killed, only blocks that are
-  missing are asked for again.
-- A record names the version that it is of by its stamp, and is of no other. It is removed when the
-  version is stored, when another version of its name comes, or the deployment is released; one that
-  nobody carries on with gives way to whoever needs the room.
-- What another rank has here already, by key and digests, is shared and not sent.
+- A block has arrived when its bytes are in place and match the source's checksum; then a byte in
+  the version's record marks it. After a lost connection or a crash, only missing blocks are sent.
+- A record belongs to the version with its stamp. It is removed when the version is stored, when
+  another version of the name comes, when the deployment is released, or when its space is needed
+  while no transfer uses it.
+- Sections that another rank already has here, by key and checksums, are shared and not sent.
 
     magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest and pieces | zeros | a byte a block
 """
@@ -50,32 +49,32 @@ HOST = TierName.HOST
 MAGIC = b"PLEXRLA1"
 SUFFIX = ".arriving"
 TRIES = 3
-"""Times that a block may arrive damaged."""
+"""Attempts for a block that arrives damaged."""
 
 Fetch = Callable[[int, Sequence[memoryview]], None]
-"""Fills memory with the version's data from a place on."""
+"""Callback: fills memory with the version's data from an offset on."""
 
 
 @dataclass(slots=True, eq=False)
 class PartialVersion:
-    """One version, as far as it has come."""
+    """A version of which some blocks have arrived."""
 
     manifest: Manifest
     objects: tuple[StoredObject, ...]
-    """One for each section."""
+    """One object for each section."""
     own: tuple[StoredObject, ...]
-    """Those that are to be filled."""
+    """The objects to be filled; the others are shared."""
     reserved: int
     """Bytes of the bound for the header and the record; what objects take is theirs."""
     path: Path
     marks_at: int
-    """Where in the record the marks begin."""
+    """Offset of the marks in the record."""
     marks: bytearray = field(default_factory=bytearray)
-    """A byte for each block of `own`, one object after the other."""
+    """One byte for each block of `own`, in order."""
 
 
 class ResumableReceive:
-    """Thread-safe; one version of a name arrives at a time."""
+    """Receives versions, one at a time for each name. Thread-safe."""
 
     def __init__(
         self,
@@ -93,12 +92,12 @@ class ResumableReceive:
         self._changed = threading.Condition(catalog.lock)
         self._idle: dict[str, PartialVersion] = {}
         self._busy: dict[str, tuple[str, threading.Event]] = {}
-        """Names of what is under way: whose it is, and what ends it."""
+        """Running receives: name → deployment, and the event that cancels it."""
         allocator.on_shortage = self.drop_idle
 
     @contextmanager
     def turn(self, manifest: Manifest) -> Iterator[threading.Event]:
-        """One at a time for each name; the event is set when it is to end."""
+        """Serialise receives of one name; the event is set when the receive is cancelled."""
         cancelled = threading.Event()
         with self._catalog.lock:
             self._changed.wait_for(lambda: manifest.name not in self._busy)
@@ -113,15 +112,15 @@ class ResumableReceive:
     def receive(
         self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, cancelled: threading.Event
     ) -> tuple[Version, int]:
-        """Store a version, within its `turn`; returns it, and the bytes that were fetched.
+        """Receive and store a version, within its `turn`; returns it and the bytes fetched.
 
-        `digests`: of the blocks of each section.
+        `digests` are the checksums of the blocks of each section.
 
         Raises:
-            StateTierFullError: the host tier has no room; nothing is left behind.
-            CorruptStateError: a block arrives damaged again and again; the others are kept.
-            OperationCancelledError: its deployment was released; nothing is left behind.
-            PlexRLError: what `fetch` raises; what has arrived is kept.
+            StateTierFullError: the host tier has no free space; nothing is kept.
+            CorruptStateError: a block arrives damaged in every attempt; the others are kept.
+            OperationCancelledError: its deployment was released; nothing is kept.
+            PlexRLError: `fetch` raised it; received blocks are kept.
         """
         arrival = self._begun(manifest, digests)
         moved = 0
@@ -145,7 +144,7 @@ class ResumableReceive:
         return version, moved
 
     def release(self, deployment: str) -> None:
-        """Give up what is arriving of a deployment; returns when nothing of it does any more."""
+        """Cancel a deployment's receives, wait for their end, and drop its partial versions."""
         with self._catalog.lock:
             self._changed.wait_for(lambda: not self._end_busy(deployment))
             for name, arrival in list(self._idle.items()):
@@ -153,17 +152,17 @@ class ResumableReceive:
                     self._drop(self._idle.pop(name))
 
     def drop_idle(self) -> None:
-        """Give up what nobody carries on with."""
+        """Drop the partial versions that no transfer uses."""
         with self._catalog.lock:
             for name in list(self._idle):
                 self._drop(self._idle.pop(name))
 
     def reserved_bytes(self) -> int:
-        """For the records of what is not under way. The catalog's lock is held."""
+        """Bytes of the records of idle partial versions. The caller holds the catalog's lock."""
         return sum(arrival.reserved for arrival in self._idle.values())
 
     def recover(self) -> None:
-        """Take in what a daemon before this one had received; the versions are there already."""
+        """Restore partial versions of an earlier daemon; stored versions are restored before."""
         for path in sorted(self._tier.directory.glob(f"*{SUFFIX}")):
             with self._catalog.lock:
                 arrival = self._recovered(path)
@@ -226,7 +225,7 @@ class ResumableReceive:
         return arrival
 
     def _shared(self, manifest: Manifest, index: int, digests: bytes) -> StoredObject | None:
-        """Another rank's object in host that is this section, if there is one."""
+        """Another rank's object in the host tier with the same section, if any."""
         key = share_keys(manifest)[index]
         found = None if key is None else self._catalog.shared.get(key)
         if found is None or found.state != ObjectState.WHOLE or found.pieces is None:
@@ -262,13 +261,13 @@ class ResumableReceive:
         )
 
     def _recovered(self, path: Path) -> PartialVersion | None:
-        """What a record says, its memory claimed; None where that is another's by now."""
+        """The partial version of a record, its memory claimed; None if the memory is in use."""
         try:
             contents = path.read_bytes()
             text = decode_page(MAGIC, contents)
             record, own_ids = msgspec.json.decode(text, type=tuple[VersionRecord, list[str]])
         except (OSError, CorruptStateError, msgspec.MsgspecError) as error:
-            LOG.warning("%s cannot be carried on with (%s); removed", path, error)
+            LOG.warning("%s cannot be resumed (%s); removed", path, error)
             return None
         known = {found.id: found for v in self._catalog.current.values() for found in v.objects}
         objects: list[StoredObject] = []
@@ -289,7 +288,7 @@ class ResumableReceive:
                 )
                 claimed.append(found)
             elif one.id in own_ids or found is None or found.pieces is None:
-                # It is stored, or a replica that was shared has gone: there is nothing to go on.
+                # The version is stored, or a shared replica is gone: the receive cannot resume.
                 for each in claimed:
                     self._pool.free(each.pieces or ())
                 return None
@@ -320,7 +319,7 @@ class ResumableReceive:
             fetch(section.start + start, _first(views, count))
             if digest(views, count) == found.digests[at : at + DIGEST_BYTES]:
                 if tail:
-                    # Segments are recycled: what another left behind the data goes.
+                    # Segments are recycled: clear the bytes after the data.
                     views[-1][len(views[-1]) - tail :] = bytes(tail)
                 return count
         raise CorruptStateError(
@@ -338,7 +337,7 @@ class ResumableReceive:
     def _finish(self, arrival: PartialVersion) -> Version:
         catalog = self._catalog
         with catalog.lock:
-            # Versions of its name may have come and gone while it arrived.
+            # Other versions of the name may have been stored and dropped meanwhile.
             manifest = replace(arrival.manifest, ordinal=catalog.next_ordinal())
             for found, key in zip(arrival.objects, share_keys(manifest), strict=True):
                 if found in arrival.own and key is not None and key not in catalog.shared:
@@ -355,7 +354,7 @@ class ResumableReceive:
                 catalog.finish_object(found, ObjectState.WHOLE)
             catalog.set_current(version)
             catalog.add_header(version, HOST, header)
-            # The header takes its room from the record's.
+            # The header takes its space from the record's reservation.
             catalog.used_bytes[HOST] += header
             self._let_go(arrival)
         self._pool.reserve_other(header)
@@ -367,7 +366,7 @@ class ResumableReceive:
         self._let_go(arrival)
 
     def _let_go(self, arrival: PartialVersion) -> None:
-        """Remove the record; objects that no version has go with it. The lock is held."""
+        """Remove the record and the objects without a version. The caller holds the lock."""
         arrival.path.unlink(missing_ok=True)
         self._catalog.release(arrival.objects, HOST)
         self._catalog.unreserve(HOST, arrival.reserved)
@@ -381,7 +380,7 @@ class ResumableReceive:
 
 
 def _missing(arrival: PartialVersion) -> Iterator[tuple[StoredObject, int, int]]:
-    """(object, place in it, number of its mark) of each block that is still to come."""
+    """(object, offset, index of its mark) of each missing block."""
     at = 0
     for found in arrival.own:
         for start in range(0, found.nbytes, BLOCK_BYTES):
@@ -391,7 +390,7 @@ def _missing(arrival: PartialVersion) -> Iterator[tuple[StoredObject, int, int]]
 
 
 def _first(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first bytes of some memory."""
+    """The first `nbytes` bytes of `views`."""
     found = []
     for view in views:
         if nbytes > 0:

@@ -1,4 +1,4 @@
-"""Public traces that may be shipped with the package; `ATTRIBUTION.md` says whose they are."""
+"""Public traces that are shipped with the package; sources in `ATTRIBUTION.md`."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ def bundled(name: str) -> Path:
     """The file of a bundled trace.
 
     Raises:
-        InvalidRequestError: there is none of that name.
+        InvalidRequestError: the name is unknown.
     """
     if name not in FILES:
-        raise InvalidRequestError(f"no trace {name!r} is bundled: there are {', '.join(FILES)}")
+        raise InvalidRequestError(f"no bundled trace {name!r}: use {', '.join(FILES)}")
     return Path(__file__).parent / FILES[name]
 
 
 def path_of(name: str) -> Path:
-    """The file that a user means: a path, or `bundled:NAME`."""
+    """The file of a path or of `bundled:NAME`."""
     return bundled(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else Path(name)

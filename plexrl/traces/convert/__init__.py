@@ -1,1 +1,1 @@
-"""Traces made from other traces, from W&B exports and from live clusters."""
+"""Conversion: from live clusters, from W&B exports, and between traces."""

@@ -1,17 +1,18 @@
-"""The whole history of a live cluster as a file: what `plexrl fidelity` predicts anew. JSON.
+"""The recorded history of a live cluster as a JSON file, the input of `plexrl fidelity`.
 
-Of the job views and the operation log as much as recorder and simulator look at; no payloads, no
-results. Whatever else a cluster says is left out, and may be there in a file that others wrote.
+It contains the fields of jobs and operations that the recorder and the simulator use, without
+payloads and results. Unknown fields are ignored.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.traces.convert.cycles import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class PastDeployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastJob:
-    """A job, as `/v1/jobs` has it."""
+    """A job of `/v1/jobs`."""
 
     job: str
     name: str
@@ -40,7 +41,7 @@ class PastJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastOperation:
-    """An operation, as `/v1/operations` has it."""
+    """An operation of `/v1/operations`."""
 
     deployment: str
     kind: str
@@ -56,7 +57,7 @@ class PastOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a cluster remembers. Times are of its clock."""
+    """A cluster's jobs and operations. Times are on its clock."""
 
     now: float
     jobs: tuple[PastJob, ...]
@@ -64,18 +65,15 @@ class History:
     format: Literal["plexrl-history/1"] = "plexrl-history/1"
 
 
-Row = Mapping[str, Any]
-
-
 def history_of(jobs: Iterable[Row], operations: Iterable[Row], now: float) -> History:
-    """Of a cluster's views."""
+    """The history from a cluster's API views."""
     return msgspec.convert(
         {"now": now, "jobs": list(jobs), "operations": list(operations)}, History, strict=False
     )
 
 
 def write_history(path: Path, history: History) -> int:
-    """Write it; returns the number of jobs.
+    """Write a history; returns the number of jobs.
 
     Raises:
         InvalidRequestError: the file cannot be written.
@@ -88,10 +86,10 @@ def write_history(path: Path, history: History) -> int:
 
 
 def read_history(path: Path) -> History:
-    """What `write_history` wrote.
+    """Read a file of `write_history`.
 
     Raises:
-        InvalidRequestError: it cannot be read, or is something else.
+        InvalidRequestError: the file cannot be read or is not a history.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=History)
@@ -99,6 +97,6 @@ def read_history(path: Path) -> History:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
-            f"{path} is no recording of a cluster's history ({error}): make one by "
+            f"{path} is not a recording of a cluster's history ({error}): record one with "
             "`plexrl traces record NAME.json`"
         ) from error

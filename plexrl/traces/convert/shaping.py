@@ -1,4 +1,4 @@
-"""Changes to a trace on its way into a simulation: faster arrivals, capped lengths, a backlog."""
+"""Changes a trace before a simulation: faster arrivals, capped durations, a backlog."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,54 +9,54 @@ from plexrl.traces.schema import TraceJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What to change; as it stands, nothing."""
+    """The changes; by default none."""
 
     compress: float = 1.0
-    """Arrivals come so many times as fast."""
+    """Factor by which arrivals are faster."""
     backlog: bool = False
-    """All jobs are there at the start, in their order."""
+    """Submit all jobs at the start, in their order."""
     cap_s: float | None = None
-    """Longer jobs are cut to this."""
+    """Cap on a job's duration."""
     gpus_min: int = 0
-    """Smaller jobs are left out."""
+    """Exclude smaller jobs."""
     duration_s_min: float = 0.0
-    """Shorter jobs are left out."""
+    """Exclude shorter jobs."""
 
     def __post_init__(self) -> None:
         if not 0 < self.compress < 1e6:
-            raise InvalidRequestError(f"compress arrivals by more than 0, not {self.compress}")
+            raise InvalidRequestError(f"compress arrivals by a factor above 0, not {self.compress}")
         if self.cap_s is not None and not 0 < self.cap_s < 1e9:
             raise InvalidRequestError(f"cap durations at more than 0 s, not {self.cap_s}")
         if not self.duration_s_min < 1e9:
             raise InvalidRequestError(
-                f"leave out jobs shorter than some seconds, not {self.duration_s_min}"
+                f"a minimum duration is below 1e9 s, not {self.duration_s_min}"
             )
 
 
 def shaped(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
-    """The jobs, changed so, still in order of submission. The first that is kept comes at 0."""
+    """The changed jobs in order of submission; the first included job is submitted at 0."""
     return changed(from_first(kept(jobs, shape)), shape)
 
 
 def kept(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
-    """The jobs that the shape does not leave out."""
+    """The jobs that the shape includes."""
     return (
         job for job in jobs if job.gpus >= shape.gpus_min and job.service_s >= shape.duration_s_min
     )
 
 
 def from_first(jobs: Iterable[TraceJob]) -> Iterator[TraceJob]:
-    """The jobs by a clock that starts at the first of them: nobody waits or pays before it."""
+    """The jobs on a clock that starts at the first submission."""
     start_s: float | None = None
     for job in jobs:
         if start_s is None:
             start_s = job.submit_s
-        # Sources count in milliseconds at best; the difference of two clocks' floats does not.
+        # Sources have milliseconds at best; rounding removes float noise of the difference.
         yield replace(job, submit_s=round(job.submit_s - start_s, 6)) if start_s else job
 
 
 def changed(jobs: Iterable[TraceJob], shape: Shape) -> Iterator[TraceJob]:
-    """The jobs at their new times, none longer than the cap."""
+    """The jobs with changed submission times and capped durations."""
     for job in jobs:
         submit_s = 0.0 if shape.backlog else job.submit_s / shape.compress
         job = replace(job, submit_s=submit_s)

@@ -1,4 +1,4 @@
-"""A trace in order of submission, however long it is and however its source orders it."""
+"""Sorts a trace of any length by submission, in bounded memory."""
 
 import heapq
 import pickle
@@ -11,11 +11,11 @@ from plexrl.traces.convert.shaping import from_first
 from plexrl.traces.schema import TraceJob
 
 IN_MEMORY = 100_000
-"""Jobs; more are sorted in parts, which lie in files until they are merged."""
+"""Jobs in memory; longer traces are sorted in files and merged."""
 
 
 def by_submission(jobs: Iterable[TraceJob], in_memory: int = IN_MEMORY) -> Iterator[TraceJob]:
-    """The jobs by `submit_s`, the first at 0; those of equal times stay as they were."""
+    """The jobs by `submit_s`, the first at 0; the sort is stable."""
     return from_first(_sorted(jobs, in_memory))
 
 
@@ -31,7 +31,7 @@ def _sorted(jobs: Iterable[TraceJob], in_memory: int) -> Iterator[TraceJob]:
                 runs.append(_write(Path(folder) / str(len(runs)), held))
                 held = []
         held.sort(key=key)
-        # The merge keeps the order of its inputs among equals, and they are in reading order.
+        # The merge is stable, and its inputs are in reading order.
         yield from heapq.merge(*(_read(run) for run in runs), held, key=key)
 
 

@@ -1,8 +1,8 @@
-"""From the export of a Weights & Biases run to what its cycles demand.
+"""Converts the export of a Weights & Biases run into the demand of a job's cycles.
 
-An export is a table of the run's history with a row for each RL step: CSV as the web page or
-`run.history()` writes it, or JSON lines as `run.scan_history()` gives them. Which metric is which
-phase follows the names that training frameworks log; others can be named.
+An export is a table of the run's history with one row per RL step: CSV from the web page or
+`run.history()`, or JSON lines from `run.scan_history()`. The metric names of training frameworks
+determine the phases; further names can be given.
 """
 
 import re
@@ -22,10 +22,10 @@ STEP = "step"
 """The whole cycle."""
 
 OFF_GROUP = frozenset({"rollout", "reward"})
-"""Phases that do not need the training GPUs."""
+"""Phases that do not use the training GPUs."""
 
 ORDER = ("rollout", "reward", "log_prob", "ref_log_prob", "values", "advantage", "update_critic")
-"""Of phases in a cycle; names not listed here come next in the file's order, then these:"""
+"""Order of phases in a cycle; other names follow in the file's order, then those of `LAST`."""
 LAST = ("update", "sync")
 
 METRICS: dict[str, str] = {
@@ -59,35 +59,35 @@ METRICS: dict[str, str] = {
     "timing/broadcast": "sync",
     "timing/step_total": STEP,
 }
-"""Metric to phase. Times of evaluation and of checkpoints are no part of a cycle and not listed."""
+"""Phase by metric. Times of evaluation and checkpoints are excluded: they are not in a cycle."""
 
 WARM_UP = 1
-"""First steps of a run that are left out: they compile and fill caches."""
+"""First steps of a run that are excluded: they compile and fill caches."""
 
 MAD_TO_DEVIATION = 1.4826
-"""Median absolute deviation to standard deviation, for a normal law."""
+"""Ratio of standard deviation to median absolute deviation of a normal distribution."""
 
 _CHART = re.compile(r"(?P<run>.+) - (?P<metric>[^ ].*)")
-"""A chart's CSV calls its columns so, and adds `__MIN` and `__MAX` of each."""
+"""Column names of a chart's CSV, which also has `__MIN` and `__MAX` columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """What the steps of a run took: medians, so one straggler or evaluation leaves no mark."""
+    """Median durations of a run's steps; a single slow step has no effect."""
 
     run: str
-    """Name of the run, where the export says it."""
+    """Name of the run, if the export has it."""
     steps: int
-    """That were measured."""
+    """Number of measured steps."""
     period_s: float
     jitter_s: float
     phases: tuple[tuple[str, float], ...]
-    """Names and seconds, in the order of a cycle, those off the training GPUs too."""
+    """Names and seconds in the order of a cycle, with phases off the training GPUs."""
 
     @property
     def segments(self) -> tuple[TraceSegment, ...]:
-        """The phases on the training GPUs. What a step takes beyond its phases is put in front,
-        with the rollout: nobody measured it."""
+        """The phases on the training GPUs. Unmeasured time of a step counts as rollout, at the
+        beginning."""
         busy_s = sum(length_s for name, length_s in self.phases if name not in OFF_GROUP)
         at_s = max(0.0, self.period_s - busy_s)
         found = []
@@ -100,11 +100,11 @@ class RunProfile:
 
     @property
     def bubble(self) -> float:
-        """Part of a cycle in which the training GPUs idle (PlexRL Tab. 1)."""
+        """Part of a cycle in which the training GPUs are idle (PlexRL Tab. 1)."""
         return 1.0 - sum(each.duration_s for each in self.segments) / self.period_s
 
     def job(self, *, gpus: int, **fields: Any) -> TraceJob:
-        """The run as a job of a trace; its other fields are the caller's to know."""
+        """The run as a trace job; the caller provides the other fields."""
         given = {"job_id": self.run or "run", "submit_s": 0.0, "cycles": self.steps, **fields}
         return TraceJob(
             gpus=gpus,
@@ -122,30 +122,31 @@ def read_runs(
     skip_bad: bool = False,
     on_problem: Report | None = None,
 ) -> list[RunProfile]:
-    """The profiles of an export: of one run, or of each run of a chart.
+    """The profiles of an export, of one run or of each run of a chart.
 
-    `metrics` names further metrics, as `{"my/gen_s": "rollout"}`; they come before the known ones.
+    `metrics`: phases of further metrics, as `{"my/gen_s": "rollout"}`, with precedence over known
+    ones.
 
     Raises:
-        TraceError: lines cannot be read, and `skip_bad` is not set; or no phase is in the file.
+        TraceError: bad lines are not skipped, or the file has no phase.
     """
     path = Path(path)
     known = {**METRICS, **(metrics or {})}
     for metric, phase in (metrics or {}).items():
         if not is_function(phase):
-            raise InvalidRequestError(f"{metric!r}: {phase!r} is no name of letters, digits, _")
+            raise InvalidRequestError(f"{metric!r}: {phase!r} is not a name of letters, digits, _")
     problems = Problems(on_problem)
     header = read_header(path)
     columns = _columns(header.names, known)
     if not any(phase not in OFF_GROUP | {STEP} for _, _, phase in columns):
         raise TraceError(
-            f"{path} has no metric of a training phase: name yours by --metric NAME=PHASE; known "
+            f"{path} has no metric of a training phase: give yours by --metric NAME=PHASE; known "
             f"are {', '.join(METRICS)}"
         )
     taken_of = [name for name, _, _ in columns]
     twice = [name for name in dict.fromkeys(taken_of) if taken_of.count(name) > 1]
     if twice:
-        faults = [(name, "stands twice in the header: rename or remove one") for name in twice]
+        faults = [(name, "is repeated in the header: rename or remove one") for name in twice]
         raise header_error(path, header.line, faults)
     steps: dict[str, list[dict[str, float]]] = {}
     for line, cells in _records(path, header, problems):
@@ -162,7 +163,7 @@ def read_runs(
 
 
 def is_run_export(names: Iterable[str]) -> bool:
-    """Whether the columns are metrics that a training framework logs of its steps."""
+    """Whether the columns are step metrics of a training framework."""
     columns = _columns(tuple(names), METRICS)
     return any(phase not in OFF_GROUP | {STEP} for _, _, phase in columns)
 
@@ -174,7 +175,7 @@ def _records(path: Path, header: Header, report: Report) -> Iterator[Record]:
 
 
 def _columns(names: tuple[str, ...], known: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(column, run, phase) of each column that says how long a phase took."""
+    """(column, run, phase) of each column with the duration of a phase."""
     found = []
     for name in names:
         chart = _CHART.fullmatch(name)
@@ -187,7 +188,7 @@ def _columns(names: tuple[str, ...], known: Mapping[str, str]) -> list[tuple[str
 def _taken(
     line: int, cells: Mapping[str, str], columns: list[tuple[str, str, str]], report: Report
 ) -> dict[str, dict[str, float]]:
-    """Seconds by phase, by run, of one line. A history has lines that log other things."""
+    """Seconds by run and phase of one line; lines without phases give an empty result."""
     found: dict[str, dict[str, float]] = {}
     for name, run, phase in columns:
         text = cells.get(name, "").strip()
@@ -198,7 +199,9 @@ def _taken(
         except ValueError:
             value = -1.0
         if not 0.0 <= value < 1e9:
-            report(Problem(line=line, field=name, message=f"is no time in seconds: {text[:60]!r}"))
+            report(
+                Problem(line=line, field=name, message=f"is not a time in seconds: {text[:60]!r}")
+            )
             continue
         taken = found.setdefault(run, {})
         taken[phase] = taken.get(phase, 0.0) + value

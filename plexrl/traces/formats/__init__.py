@@ -1,4 +1,4 @@
-"""Loaders for public traces: their column layouts, told apart by their headers."""
+"""Loaders of public traces: column layouts and their detection by header."""
 
 from plexrl.traces.formats.lengths import read_histogram
 from plexrl.traces.formats.load import FORMATS, Format, Loaded, detect, load, unknown_layout

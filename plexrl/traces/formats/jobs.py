@@ -1,7 +1,7 @@
-"""Column layouts of public job traces. Each loader makes one of our jobs of one of their rows.
+"""Column layouts of public job traces; each loader converts one row to one job.
 
-None of these sources is of RL jobs: they give arrivals, sizes and durations. `submit_s` is left in
-the source's own clock here, and comes to start at 0 when the trace is sorted.
+None of these sources has RL jobs; they provide arrivals, sizes and durations. Here `submit_s` is on
+the source's clock; sorting shifts it to start at 0.
 """
 
 import math
@@ -14,20 +14,20 @@ Values = dict[str, Any]
 """Fields of a `TraceJob`."""
 
 NO_GPU, NEVER_RAN, NO_ID = "asks for no GPU", "never ran", "has no id"
-"""Why a row of theirs is no job of ours."""
+"""Reasons why a row is not a job."""
 
 OUTCOMES = {
     **dict.fromkeys(("completed", "succeeded", "terminated", "pass"), "completed"),
     **dict.fromkeys(("failed", "timeout", "node_fail"), "failed"),
     **dict.fromkeys(("cancelled", "killed"), "cancelled"),
 }
-"""By how sources call it; `TIMEOUT` and `NODE_FAIL` are failures by the papers' own count."""
+"""Outcome by the sources' names; the papers count `TIMEOUT` and `NODE_FAIL` as failures."""
 
 
 def philly_flat(fields: Fields) -> Values | str:
-    """Microsoft Philly in the flat copy that simulators pass on (Pollux, Sia): one row a job.
+    """Microsoft Philly in the flat copy of Pollux and Sia: one row per job.
 
-    It has no ids, so a job is called by its line. `cluster` is Philly's virtual cluster.
+    The copy has no ids, so a job's id is its line number. `cluster` is Philly's virtual cluster.
     """
     values = {
         "job_id": f"philly-{fields.line}",
@@ -40,7 +40,7 @@ def philly_flat(fields: Fields) -> Values | str:
 
 
 def philly(fields: Fields) -> Values | str:
-    """Microsoft Philly as it is bundled: job_id, tenant, submit_s, duration_s, gpus."""
+    """Microsoft Philly as bundled: job_id, tenant, submit_s, duration_s, gpus."""
     values = {
         "job_id": fields.text("job_id"),
         "tenant": fields.text("tenant"),
@@ -52,9 +52,9 @@ def philly(fields: Fields) -> Values | str:
 
 
 def slurm(fields: Fields) -> Values | str:
-    """Helios `cluster_log.csv` and Acme `trace_seren.csv`, `trace_kalos.csv`: one row a Slurm job.
+    """Helios `cluster_log.csv`, Acme `trace_seren.csv`, `trace_kalos.csv`: one Slurm job per row.
 
-    The tenant is the virtual cluster, where there is none (Acme) the user.
+    The tenant is the virtual cluster, or the user if there is none (Acme).
     """
     values = {
         "job_id": fields.text("job_id"),
@@ -66,7 +66,7 @@ def slurm(fields: Fields) -> Values | str:
         "outcome": OUTCOMES.get(fields.text("state").lower(), ""),
     }
     if fields.has("queue"):
-        # Clocks of two machines: a few waits of the sources are a second below 0.
+        # Some waits are a second below 0, because of two machines' clocks.
         values["wait_s"] = max(0.0, fields.number("queue"))
     return kept(fields, values)
 
@@ -75,7 +75,7 @@ PAI_TASK_COLUMNS = (
     *("job_name", "task_name", "inst_num", "status", "start_time", "end_time"),
     *("plan_cpu", "plan_mem", "plan_gpu", "gpu_type"),
 )
-"""Of Alibaba PAI's `pai_task_table.csv`, whose header is a file of its own."""
+"""Columns of Alibaba PAI's `pai_task_table.csv`, whose header is a separate file."""
 
 
 _PAI_STATUS = frozenset({"Terminated", "Failed", "Running", "Waiting", "Interrupted"})
@@ -95,10 +95,10 @@ def _is_amount(cell: str) -> bool:
 
 
 def alibaba_2020(fields: Fields) -> Values | str:
-    """Alibaba PAI 2020 tasks: instances of a share of GPUs each, of which a job may have several.
+    """Alibaba PAI 2020 tasks, with instances that have a share of GPUs each.
 
-    Each task is a job here, for tasks are what is started; its time of submission is not in the
-    table, its start stands for it. Shares of GPUs are rounded up to whole ones.
+    Each task becomes a job. The table has no submission times, so the start is used. Shares of GPUs
+    are rounded up to whole GPUs.
     """
     if not fields.has("start_time") or not fields.has("end_time"):
         return NEVER_RAN
@@ -135,7 +135,8 @@ def alibaba_2023(fields: Fields) -> Values | str:
 
 
 def alibaba_2026(fields: Fields) -> Values | str:
-    """Alibaba spot-GPU trace 2026 (`job_info_df.csv`): high-priority jobs before spot ones."""
+    """Alibaba spot-GPU trace 2026 (`job_info_df.csv`): priority 1 for high-priority jobs, else
+    0."""
     values = {
         "job_id": fields.text("job_name"),
         "tenant": fields.text("organization"),
@@ -149,7 +150,7 @@ def alibaba_2026(fields: Fields) -> Values | str:
 
 
 def kept(fields: Fields, values: Values) -> Values | str:
-    """The values, or why the row is no job; nothing of a row with faults is decided."""
+    """The values, or the reason why the row is not a job; rows with faults pass unchanged."""
     if fields.faults:
         return values
     if not values["job_id"]:

@@ -1,4 +1,4 @@
-"""Column layouts of public response-length traces, by the names that each gives its columns."""
+"""Column layouts of public traces of response lengths."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ SOURCE = ("client", "source")
 
 
 def source_fields(names: Sequence[str]) -> dict[str, str]:
-    """Our fields to those of a file whose columns these are."""
+    """Source column by field, for a file with these columns."""
     ours = {
         "output_tokens": OUTPUT,
         "prompt_tokens": PROMPT,
@@ -30,7 +30,7 @@ def source_fields(names: Sequence[str]) -> dict[str, str]:
 
 
 def requests(fields: Fields) -> dict[str, Any]:
-    """Azure, Mooncake or vidur: whichever names are there."""
+    """A row of Azure, Mooncake or vidur, by the column names that exist."""
     values: dict[str, Any] = {"output_tokens": fields.integer(_first(fields, OUTPUT))}
     if any(fields.has(name) for name in PROMPT):
         values["prompt_tokens"] = fields.integer(_first(fields, PROMPT))
@@ -39,14 +39,14 @@ def requests(fields: Fields) -> dict[str, Any]:
     elif fields.has("TIMESTAMP"):
         values["arrival_s"] = fields.time("TIMESTAMP")
     elif fields.has("timestamp"):
-        # Mooncake's are milliseconds from its start.
+        # Mooncake has milliseconds from the start.
         values["arrival_s"] = fields.number("timestamp") / 1000.0
     values["source"] = next((fields.text(name) for name in SOURCE if fields.has(name)), "")
     return values
 
 
 def read_histogram(path: Path) -> Histogram:
-    """A distribution of lengths: output_tokens_from, output_tokens_to, probability.
+    """Read a histogram of lengths: output_tokens_from, output_tokens_to, probability.
 
     Raises:
         TraceError: rows are bad, or there are none.
@@ -60,7 +60,7 @@ def read_histogram(path: Path) -> Histogram:
         high = fields.integer("output_tokens_to")
         part = fields.number("probability")
         if not fields.faults and (high < low or low < 0 or part < 0 or low <= last):
-            fields.faults.append(("output_tokens_from", "is no bin behind the one before"))
+            fields.faults.append(("output_tokens_from", "is not a bin after the one before"))
         for field, message in fields.faults:
             problems(Problem(line=line, field=field, message=message))
         if not fields.faults:
@@ -74,6 +74,6 @@ def read_histogram(path: Path) -> Histogram:
 
 
 def _first(fields: Fields, names: tuple[str, ...]) -> str:
-    """The name that says something; else one that stands there, to be told that it does not."""
-    there = (*(n for n in names if fields.has(n)), *(n for n in names if fields.stands(n)))
-    return next(iter(there), names[0])
+    """The first name with a value; else the first existing one, for the error message."""
+    present = (*(n for n in names if fields.has(n)), *(n for n in names if fields.exists(n)))
+    return next(iter(present), names[0])

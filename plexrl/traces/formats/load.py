@@ -1,4 +1,4 @@
-"""From a file of a known column layout to rows of our tables."""
+"""Loads a file of a known column layout as rows of this schema."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,21 +28,21 @@ from plexrl.traces.schema import JOBS, LENGTHS, Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A column layout of somebody else's."""
+    """A column layout of a public source."""
 
     table: Table[Any]
-    """Of ours, that its rows become rows of."""
+    """Table of this schema that the rows convert to."""
     columns: tuple[tuple[str, ...], ...]
-    """By which it is known: each a column, or several names that it may have."""
+    """Required columns, each with its possible names."""
     row: Callable[[Fields], dict[str, Any] | str]
-    """Our values of one of its rows, or why the row is left out."""
+    """Converts a row to field values, or to the reason why it is excluded."""
     source: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Our field to the source's that it is made of, so that faults are told by the latter."""
+    """Source column by field, for error messages in the source's names."""
     names: tuple[str, ...] | None = None
-    """Of its columns, where its files have no header line."""
+    """Column names, if the files have no header line."""
     kind: Kind = "csv"
-    """Of its files; a layout of records is read from CSV and from JSON lines."""
+    """Kind of its files; layouts of records are also read from JSON lines."""
 
 
 def _each(*names: str) -> tuple[tuple[str, ...], ...]:
@@ -62,7 +62,7 @@ _SLURM_FIELDS = {
 FORMATS: dict[str, Format] = {
     "philly": Format(
         table=JOBS,
-        # `submit_time` tells it from a table of ours with a misspelt column.
+        # `submit_time` distinguishes it from this schema with a misspelt column.
         columns=_each("job_id", "tenant", "submit_time", "submit_s", "duration_s", "gpus"),
         row=jobs.philly,
         source="Microsoft Philly (ATC'19), as it is bundled",
@@ -168,20 +168,20 @@ FORMATS: dict[str, Format] = {
         kind="json object",
     ),
 }
-"""By the names that `plexrl traces convert --from` takes."""
+"""Layouts by the names of `plexrl traces convert --from`."""
 
 
 SHOWN_NAMES = 12
-"""Columns of an unknown header, in its error."""
+"""Most columns of an unknown header that its error message lists."""
 
 DATES_FROM_S = 1e8
-"""Seconds beyond this are a date since 1970: no trace of requests is three years long."""
+"""Larger values are dates in seconds since 1970: no trace of requests lasts three years."""
 
 _UNORDERED = replace(
     JOBS,
     order=None,
     columns=tuple(
-        # In the source's own clock, perhaps since 1970, perhaps below 0.
+        # On the source's clock: perhaps since 1970, perhaps negative.
         replace(column, low=-1e15, high=1e15) if column.name == "submit_s" else column
         for column in JOBS.columns
     ),
@@ -190,17 +190,17 @@ _UNORDERED = replace(
 
 @dataclass(slots=True)
 class Loaded:
-    """A file being read: iterate `rows`, then look at the rest."""
+    """A file being read; the other fields are complete after `rows` is consumed."""
 
     table: Table[Any]
     rows: Iterator[Any]
     problems: Problems
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rows that are no jobs of ours, by reason."""
+    """Excluded rows by reason."""
 
 
 def detect(path: Path) -> str | None:
-    """The name of the layout that a file's content shows; None where none fits."""
+    """The name of the layout of a file; None if none fits."""
     if servegen.client_files(path):
         return "servegen"
     header = read_header(path)
@@ -213,15 +213,15 @@ def detect(path: Path) -> str | None:
 
 
 def unknown_layout(path: Path) -> InvalidRequestError:
-    """The error of a header that fits no layout: what is nearest to it, and all there are."""
+    """The error of an unknown header: the nearest layouts and all known ones."""
     header = read_header(path)
     shown = ", ".join(map(ascii, header.names[:SHOWN_NAMES]))
     more = ", …" if len(header.names) > SHOWN_NAMES else ""
-    told = f"{path}: no known trace has its columns ({shown}{more})"
+    message = f"{path}: no known trace has these columns ({shown}{more})"
     separator = other_separator(header)
     if separator:
         return InvalidRequestError(
-            f"{told}: cells are separated by {separator}; save it with commas"
+            f"{message}: cells are separated by {separator}; save it with commas"
         )
     layouts = {
         "jobs": tuple((each.name,) for each in JOBS.columns if each.required),
@@ -232,9 +232,9 @@ def unknown_layout(path: Path) -> InvalidRequestError:
         for name, missing in nearest(header.names, layouts)
         if missing
     )
-    told += f"; nearest is {near}: rename what is called otherwise here" if near else ""
+    message += f"; nearest is {near}: rename columns that differ" if near else ""
     return InvalidRequestError(
-        f"{told}. Known to --from are jobs, lengths (docs/traces.md), {', '.join(FORMATS)}, wandb"
+        f"{message}. --from knows jobs, lengths (docs/traces.md), {', '.join(FORMATS)}, wandb"
     )
 
 
@@ -244,14 +244,14 @@ def load(
     on_problem: Report | None = None,
     draw: servegen.Draw | None = None,
 ) -> Loaded:
-    """The rows of a public trace: jobs in order of submission, lengths as they stand.
+    """The rows of a public trace: jobs in order of submission, lengths in file order.
 
-    Bad rows are reported by their line and the source's own field, and left out. `draw` says how
-    many requests are drawn of a source that has distributions only.
+    Bad rows are reported by line and source column, and skipped. `draw`: number of requests to draw
+    from a source of distributions.
 
     Raises:
-        InvalidRequestError: no such layout, or none fits the file's header.
-        TraceError: the header is not the layout's.
+        InvalidRequestError: the layout is unknown, or none fits the file's header.
+        TraceError: the header does not fit the layout.
     """
     path = Path(path)
     name = name or detect(path)
@@ -259,7 +259,7 @@ def load(
         raise unknown_layout(path)
     if name not in FORMATS:
         raise InvalidRequestError(
-            f"no layout is called {name!r}: use jobs, lengths, {', '.join(FORMATS)}, wandb"
+            f"unknown layout {name!r}: use jobs, lengths, {', '.join(FORMATS)}, wandb"
         )
     known = FORMATS[name]
     problems = Problems(on_problem)
@@ -270,11 +270,11 @@ def load(
     records, header = _records(path, name, problems)
     parsed = _parsed(records, known, loaded.left_out)
     if known.table is LENGTHS:
-        told = _in_their_words(problems, lengths.source_fields(header.names))
-        loaded.rows = checked(_relative(parsed), LENGTHS, told)
+        report = _by_source_column(problems, lengths.source_fields(header.names))
+        loaded.rows = checked(_relative(parsed), LENGTHS, report)
     else:
-        # Sources are not in our order, nor are their times of ours before they are sorted.
-        unordered = checked(parsed, _UNORDERED, _in_their_words(problems, known.fields))
+        # Rows are unordered, and times are on the source's clock, until they are sorted.
+        unordered = checked(parsed, _UNORDERED, _by_source_column(problems, known.fields))
         loaded.rows = by_submission(unordered)
     return loaded
 
@@ -288,13 +288,13 @@ def _drawn(path: Path, draw: servegen.Draw) -> Iterator[Any]:
     return servegen.drawn_requests(files, draw)
 
 
-def _in_their_words(report: Report, fields: Mapping[str, str]) -> Report:
-    """Faults by the source's own fields: what is checked are the values that we made of them."""
+def _by_source_column(report: Report, fields: Mapping[str, str]) -> Report:
+    """A report that names the source's columns instead of this schema's fields."""
 
-    def tell(problem: Problem) -> None:
+    def translated(problem: Problem) -> None:
         report(replace(problem, field=fields.get(problem.field, problem.field)))
 
-    return tell
+    return translated
 
 
 def _records(path: Path, name: str, report: Report) -> tuple[Iterator[Record], Header]:
@@ -313,8 +313,8 @@ def _records(path: Path, name: str, report: Report) -> tuple[Iterator[Record], H
     faults = column_faults(header, known.columns, name)
     if faults:
         fits = detect(path)
-        told = [("", f"its columns are not those of {name} but of --from {fits}")]
-        raise header_error(path, header.line, told if fits not in (None, name) else faults)
+        other = [("", f"its columns are not those of {name} but of --from {fits}")]
+        raise header_error(path, header.line, other if fits not in (None, name) else faults)
     if header.kind == "json list":
         return philly_log.philly_log_records(path, report), header
     if header.kind == "json lines":
@@ -334,7 +334,7 @@ def _parsed(records: Iterator[Record], known: Format, left_out: Counter[str]) ->
 
 
 def _relative(parsed: Iterator[Parsed]) -> Iterator[Parsed]:
-    """Arrivals that are dates come to count from the first; others stay as they are."""
+    """Shift arrivals that are dates to start at 0; leave others unchanged."""
     start_s: float | None = None
     for line, values, faults in parsed:
         arrival_s = values["arrival_s"]

@@ -1,7 +1,7 @@
-"""Microsoft Philly as it was released: `cluster_job_log`, one JSON list of jobs with attempts.
+"""Microsoft Philly as released: `cluster_job_log`, one JSON list of jobs with attempts.
 
-A job that was preempted or failed was begun again, so it has several attempts, each with its times
-and the GPUs that it had on each machine.
+A job that was preempted or failed was restarted, so it has several attempts, each with its times
+and its GPUs on each machine.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,25 +17,25 @@ STILL_RAN = "still ran when the log was taken"
 
 PLAIN = ("status", "vc", "jobid", "submitted_time", "user")
 NAMES = (*PLAIN, "attempts")
-"""Of a job's fields."""
+"""Names of a job's fields."""
 
 RUN_S = "attempts[].end_time"
-"""Names a job's run time in messages: the sum over its attempts."""
+"""Name of a job's run time in messages: the sum over its attempts."""
 FIRST_START = "attempts[0].start_time"
 GPUS = "attempts[0].detail[].gpus"
 IS_OVER = "attempts[-1].end_time"
 
 
 def philly_log_records(path: Path, report: Report) -> Iterator[Record]:
-    """The jobs, their attempts as cells named by where they stand."""
+    """The jobs as records; cells of attempts are named by their path."""
     for line, value in json_elements(path, report):
         if not isinstance(value, Mapping):
-            report(Problem(line=line, field="", message="is no JSON object"))
+            report(Problem(line=line, field="", message="is not a JSON object"))
             continue
         cells = {name: json_text(value.get(name)) for name in PLAIN}
         attempts = _attempts(value.get("attempts"))
         if attempts is None:
-            message = "is no list of attempts with detail[].gpus"
+            message = "is not a list of attempts with detail[].gpus"
             report(Problem(line=line, field="attempts", message=message))
             continue
         for index, attempt in enumerate(attempts):
@@ -48,9 +48,9 @@ def philly_log_records(path: Path, report: Report) -> Iterator[Record]:
 
 
 def philly_log(fields: Fields) -> Values | str:
-    """The GPUs are those of the first attempt, the duration the sum of all attempts'.
+    """A job with the GPUs of its first attempt and the total duration of all attempts.
 
-    An attempt without a start or an end, which the log has a few of, adds nothing.
+    The log has a few attempts without a start or an end; they add nothing.
     """
     if not fields.has(GPUS):
         return NEVER_RAN
@@ -58,7 +58,7 @@ def philly_log(fields: Fields) -> Values | str:
         return STILL_RAN
     run_s, first_start_s = 0.0, None
     index = 0
-    while fields.stands(f"attempts[{index}].start_time"):
+    while fields.exists(f"attempts[{index}].start_time"):
         start, end = f"attempts[{index}].start_time", f"attempts[{index}].end_time"
         if fields.has(start) and fields.has(end):
             start_s = fields.time(start)
@@ -75,13 +75,13 @@ def philly_log(fields: Fields) -> Values | str:
         "outcome": OUTCOMES.get(fields.text("status").lower(), ""),
     }
     if first_start_s is not None and not fields.faults:
-        # The scheduler's clock and the machines' differ by seconds.
+        # The clocks of the scheduler and the machines differ by seconds.
         values["wait_s"] = max(0.0, first_start_s - submit_s)
     return kept(fields, values)
 
 
 def _attempts(value: Any) -> list[Mapping[str, Any]] | None:
-    """The attempts, if they are a list of what attempts are."""
+    """The attempts, if the value is a valid list of attempts."""
     if not isinstance(value, list) or not all(map(_is_attempt, value)):
         return None
     return value

@@ -1,4 +1,4 @@
-"""Foreign files as records of text, and how a loader takes fields out of one."""
+"""Reads files of other layouts as records of text, and parses their fields."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,59 +13,59 @@ if TYPE_CHECKING:
     from plexrl.traces.schema import Fault
 
 Record = tuple[int, Mapping[str, str]]
-"""Line, and its cells by column."""
+"""Line number, and cells by column."""
 
 ABSENT = frozenset({"", "nan", "none", "null", "na", "n/a", "-"})
-"""How sources write that a value is not known, in any case."""
+"""Texts for unknown values, in any letter case."""
 
 
 class Fields:
-    """Takes typed fields out of one record and remembers what is wrong with any of them."""
+    """Parses typed fields of one record and collects the faults."""
 
     def __init__(self, cells: Mapping[str, str], line: int = 0) -> None:
         self._cells = cells
         self.line = line
         self.faults: list[Fault] = []
 
-    def stands(self, name: str) -> bool:
-        """Whether the record has the field, which may say nothing."""
+    def exists(self, name: str) -> bool:
+        """Whether the record has the field, with or without a value."""
         return name in self._cells
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and says something."""
+        """Whether the field has a value."""
         return self._cells.get(name, "").strip().lower() not in ABSENT
 
     def text(self, name: str) -> str:
-        """The field's text, empty where absent."""
+        """The field's text; empty if absent."""
         return self._cells[name].strip() if self.has(name) else ""
 
     def number(self, name: str) -> float:
-        """The field's finite number."""
+        """The field as a finite number."""
         if not self.has(name):
             return self._fault(name, "is missing")
         try:
             value = float(self._cells[name])
         except ValueError:
-            return self._fault(name, f"is no number: {self._shown(name)}")
+            return self._fault(name, f"is not a number: {self._shown(name)}")
         if abs(value) > 1e15 or value != value:
-            return self._fault(name, f"is no finite number: {self._shown(name)}")
+            return self._fault(name, f"is not a finite number: {self._shown(name)}")
         return value
 
     def integer(self, name: str) -> int:
-        """The field's whole number; 8.0 is one."""
+        """The field as a whole number; 8.0 counts as 8."""
         value = self.number(name)
         if not value.is_integer():
-            return int(self._fault(name, f"is no whole number: {self._shown(name)}"))
+            return int(self._fault(name, f"is not a whole number: {self._shown(name)}"))
         return int(value)
 
     def time(self, name: str) -> float:
-        """Seconds since 1970 of the field's date and time; without a zone it is UTC."""
+        """The field's date and time in seconds since 1970; without a zone it is UTC."""
         if not self.has(name):
             return self._fault(name, "is missing")
         try:
             value = datetime.fromisoformat(self._cells[name].strip())
         except ValueError:
-            return self._fault(name, f"is no date and time: {self._shown(name)}")
+            return self._fault(name, f"is not a date and time: {self._shown(name)}")
         zoned = value if value.tzinfo else value.replace(tzinfo=UTC)
         return zoned.timestamp()
 
@@ -79,7 +79,7 @@ class Fields:
 
 
 def csv_records(path: Path, report: Report, names: tuple[str, ...] | None) -> Iterator[Record]:
-    """The records of a CSV file; `names` of the columns where it has no header line."""
+    """The records of a CSV file; `names`: columns of a file without a header line."""
     found = cells(path, report)
     if names is None:
         first = next(found, None)
@@ -89,28 +89,28 @@ def csv_records(path: Path, report: Report, names: tuple[str, ...] | None) -> It
         names = tuple(name.strip() for name in first[1])
     for line, row in found:
         if len(row) != len(names):
-            message = f"has {len(row)} cells where {len(names)} are due"
+            message = f"has {len(row)} cells instead of {len(names)}"
             report(Problem(line=line, field="", message=message))
             continue
         yield line, dict(zip(names, row, strict=True))
 
 
 def json_records(path: Path, report: Report) -> Iterator[Record]:
-    """The records of a file with one JSON object a line."""
+    """The records of a file with one JSON object per line."""
     for line, text in lines(path, report):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            report(Problem(line=line, field="", message="is no JSON"))
+            report(Problem(line=line, field="", message="is not JSON"))
             continue
         if not isinstance(value, dict):
-            report(Problem(line=line, field="", message="is no JSON object"))
+            report(Problem(line=line, field="", message="is not a JSON object"))
             continue
         yield line, {str(name): json_text(each) for name, each in value.items()}
 
 
 def json_text(value: Any) -> str:
-    """A JSON value as the text of a cell; what is none or has parts is an empty one."""
+    """A JSON value as the text of a cell; null, booleans and containers are empty."""
     if value is None or isinstance(value, bool | list | dict):
         return ""
     return str(value)

@@ -1,10 +1,10 @@
-"""ServeGen as it is published: per client, distributions of lengths and the rates of its requests.
+"""Draws requests from ServeGen's published distributions of lengths and rates, per client.
 
-`chunk-N-dataset.json` has, for each stretch of time by its first second, a distribution
-`{tokens: probability}` of each length, written as text. `chunk-N-trace.csv` beside it, which has
-no header, has the client's rate of requests in each ten minutes. There are no requests in it, so
-requests are drawn: when and whose by the rates, each length from its own distribution. What goes
-together in one request is not published and not kept.
+`chunk-N-dataset.json` has, for each time window by its first second, a distribution
+`{tokens: probability}` of each length, as text. `chunk-N-trace.csv` (without a header) has the
+client's request rate in each ten minutes. ServeGen publishes no single requests, so they are drawn:
+client and time by the rates, each length from its own distribution. Correlations within a request
+are not published and not modelled.
 """
 
 import csv
@@ -22,23 +22,23 @@ from plexrl.errors import InvalidRequestError, TraceError
 from plexrl.traces.schema import ResponseLength
 
 REQUESTS = 10_000
-"""That are drawn where nothing else is said."""
+"""Default number of drawn requests."""
 REQUESTS_MAX = 10_000_000
-"""Each takes 32 bytes of memory until it is written."""
+"""Most drawn requests; each takes 32 bytes of memory until it is written."""
 FILE_BYTES_MAX = 1 << 28
 
 OUTPUT = "output_tokens"
 PROMPTS = ("input_tokens", "text_tokens", "image_tokens", "audio_tokens", "video_tokens")
-"""Of which a prompt's length is the sum; a client of the text models has the first only."""
+"""Fields whose sum is a prompt's length; clients of text models have the first only."""
 
 _NAME = re.compile(r"chunk-(?P<client>\d+)-dataset\.json")
 _STRETCH_S = 600.0
-"""Of the last line of a client's rates, as of all others."""
+"""Length of the interval of each line of a client's rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How many requests are to be drawn, and by which seed."""
+    """Number of requests to draw, and the seed."""
 
     requests: int = REQUESTS
     seed: int = 0
@@ -50,7 +50,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Requests of one client in one stretch of its rates."""
+    """Requests of one client in one interval of its rates."""
 
     client: int
     """Index of its file."""
@@ -58,11 +58,11 @@ class _Stretch:
     length_s: float
     expected: float
     window: str
-    """Of its distributions."""
+    """Window of its distributions."""
 
 
 def client_files(path: Path) -> list[Path]:
-    """The clients' files of a folder, or the one file itself; none where `path` is neither."""
+    """The clients' files of a folder, or the file itself; empty if `path` is neither."""
     if path.is_dir():
         found = [each for each in path.iterdir() if _NAME.fullmatch(each.name)]
         return sorted(found, key=lambda each: int(_client(each)))
@@ -80,10 +80,10 @@ def is_client_file(path: Path) -> bool:
 
 
 def drawn_requests(files: list[Path], draw: Draw) -> Iterator[ResponseLength]:
-    """Requests in order of arrival; without rates beside the distributions they have no arrivals.
+    """Requests in order of arrival; without rate files they have no arrival times.
 
     Raises:
-        TraceError: a file does not hold what it should; which one and where is said.
+        TraceError: a file is invalid; the message says where.
     """
     rng = np.random.default_rng(draw.seed)
     stretches = [each for index, file in enumerate(files) for each in _stretches(index, file)]
@@ -120,20 +120,20 @@ def drawn_requests(files: list[Path], draw: Draw) -> Iterator[ResponseLength]:
 
 
 _Counts = npt.NDArray[np.int64]
-_Law = tuple[_Counts, npt.NDArray[np.float64]]
-"""Tokens and the probability of so many or fewer."""
+_Distribution = tuple[_Counts, npt.NDArray[np.float64]]
+"""Token counts and cumulative probabilities."""
 
 
-def _sample(law: _Law, count: int, rng: np.random.Generator) -> _Counts:
-    tokens, below = law
-    places = np.searchsorted(below, rng.random(count) * below[-1], side="right")
-    drawn: _Counts = tokens[np.minimum(places, len(tokens) - 1)]
+def _sample(distribution: _Distribution, count: int, rng: np.random.Generator) -> _Counts:
+    tokens, below = distribution
+    indices = np.searchsorted(below, rng.random(count) * below[-1], side="right")
+    drawn: _Counts = tokens[np.minimum(indices, len(tokens) - 1)]
     return drawn
 
 
 def _stretches(index: int, file: Path) -> list[_Stretch]:
-    """When the client sent requests of known lengths. A stretch has the distributions of the last
-    window that began before it and has any."""
+    """The intervals in which the client sent requests of known lengths. An interval uses the last
+    window with distributions that began before it."""
     known = sorted(int(start) for start in _windows(file))
     rates = _rates(_rates_file(file))
     if rates is None:
@@ -147,23 +147,23 @@ def _stretches(index: int, file: Path) -> list[_Stretch]:
     return found
 
 
-def _windows(file: Path) -> dict[str, list[tuple[str, _Law]]]:
-    """By the second in which each begins; those in which the client sent nothing are left out."""
+def _windows(file: Path) -> dict[str, list[tuple[str, _Distribution]]]:
+    """Distributions by first second of the window, without windows in which nothing was sent."""
     if file.stat().st_size > FILE_BYTES_MAX:
-        raise TraceError(f"{file} is larger than 256 MiB: it is no client of ServeGen's")
+        raise TraceError(f"{file} is larger than 256 MiB: it is not a client of ServeGen's")
     try:
         given = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{file} is no JSON: {error}", path=str(file)) from error
+        raise TraceError(f"{file} is not JSON: {error}", path=str(file)) from error
     if not isinstance(given, dict) or not all(_is_window(*each) for each in given.items()):
         raise TraceError(
-            f'{file} is no client of ServeGen: it should be {{"SECOND": {{"{OUTPUT}": '
+            f'{file} is not a client of ServeGen: it should be {{"SECOND": {{"{OUTPUT}": '
             '"{TOKENS: PROBABILITY, …}", …}, …}',
             path=str(file),
         )
     return {
         start: [
-            (name, _law(file, f"{start}.{name}", text))
+            (name, _distribution(file, f"{start}.{name}", text))
             for name, text in fields.items()
             if name in (*PROMPTS, OUTPUT)
         ]
@@ -181,14 +181,14 @@ def _is_window(start: str, fields: object) -> bool:
     )
 
 
-def _law(file: Path, field: str, text: str) -> _Law:
+def _distribution(file: Path, field: str, text: str) -> _Distribution:
     try:
         pairs = [each.split(":") for each in text.strip(" {}").split(",")]
         tokens = np.array([int(count) for count, _ in pairs], np.int64)
         parts = np.array([float(part) for _, part in pairs])
     except (ValueError, OverflowError) as error:
         raise TraceError(
-            f"{file}: {field} is no distribution {{TOKENS: PROBABILITY, …}}: {text[:60]!a}",
+            f"{file}: {field} is not a distribution {{TOKENS: PROBABILITY, …}}: {text[:60]!a}",
             path=str(file),
         ) from error
     if (tokens < 0).any() or not (parts >= 0).all() or not 0 < parts.sum() < math.inf:
@@ -201,7 +201,7 @@ def _law(file: Path, field: str, text: str) -> _Law:
 
 
 def _rates(file: Path) -> list[tuple[float, float]] | None:
-    """(first second, requests a second) of each stretch; None where there is no such file."""
+    """(first second, requests per second) of each interval; None without a file."""
     if not file.is_file():
         return None
     found: list[tuple[float, float]] = []

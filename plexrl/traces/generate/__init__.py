@@ -1,1 +1,1 @@
-"""Generated traces: distributions, fitting, published profiles."""
+"""Generation of traces: distributions, fitting, published profiles."""

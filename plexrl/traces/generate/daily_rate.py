@@ -1,7 +1,7 @@
-"""How busy the hours are: a clock that runs fast while many jobs arrive. Pure.
+"""Models the daily and weekly arrival rate by a clock that runs faster in busy hours. Pure.
 
-Arrivals are a renewal process on this clock (time rescaling): its hours have weights of mean 1, so
-a clock second is a second on average.
+Arrivals are a renewal process on this clock (time rescaling). The weights of the hours have mean 1,
+so a clock second is a second on average.
 """
 
 from bisect import bisect_right
@@ -12,12 +12,12 @@ from itertools import accumulate
 HOUR_S = 3600.0
 DAY_HOURS, WEEK_HOURS = 24, 168
 WEIGHT_MIN = 0.02
-"""An hour in which nobody ever came may yet be one in which somebody does."""
+"""Smallest weight, so that an hour without observed arrivals is still possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """Weights of hours that repeat; one weight: all hours are alike."""
+    """Periodic weights of hours; with one weight all hours are equal."""
 
     weights: tuple[float, ...] = (1.0,)
     _ends: tuple[float, ...] = field(default=(), repr=False)
@@ -27,7 +27,7 @@ class Rhythm:
         object.__setattr__(self, "_ends", ends)
 
     def clock(self, time_s: float) -> float:
-        """What the clock shows at a time."""
+        """The clock at a time."""
         rounds, rest = divmod(time_s, len(self.weights) * HOUR_S)
         hour = min(int(rest // HOUR_S), len(self.weights) - 1)
         return (
@@ -35,7 +35,7 @@ class Rhythm:
         )
 
     def time(self, clock_s: float) -> float:
-        """When the clock shows this."""
+        """The time of a clock value."""
         rounds, rest = divmod(clock_s, self._ends[-1])
         hour = min(bisect_right(self._ends, rest) - 1, len(self.weights) - 1)
         inside = (rest - self._ends[hour]) / self.weights[hour]
@@ -43,15 +43,15 @@ class Rhythm:
 
 
 def rhythm_of(times_s: Iterable[float], span_s: float) -> Rhythm:
-    """The rhythm of a trace: by hour of the week from three weeks on, of the day from three days
-    on, none in shorter ones."""
+    """The rhythm of a trace: by hour of the week from three weeks on, by hour of the day from three
+    days on, else constant."""
     if span_s < 3 * DAY_HOURS * HOUR_S:
         return Rhythm()
     hours = WEEK_HOURS if span_s >= 3 * WEEK_HOURS * HOUR_S else DAY_HOURS
     counts = [0.0] * hours
     for time_s in times_s:
         counts[int(time_s // HOUR_S) % hours] += 1.0
-    # Whole rounds and a part of one: an hour that was there once more often counts for less.
+    # Each count is divided by how often the hour occurred, partial periods included.
     rounds, rest = divmod(span_s / HOUR_S, hours)
     rates = [
         count / (rounds + min(max(rest - hour, 0.0), 1.0)) for hour, count in enumerate(counts)

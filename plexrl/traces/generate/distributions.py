@@ -1,6 +1,6 @@
-"""Distributions by their quantile functions, so that a draw is one uniform number. Pure.
+"""Distributions by their quantile functions, so that each draw needs one uniform number. Pure.
 
-A law is fitted by `plexrl.traces.generate.fitting` and kept as plain values.
+`plexrl.traces.generate.fitting` fits them to numbers.
 """
 
 import math
@@ -12,18 +12,18 @@ from typing import Protocol
 
 STANDARD = NormalDist()
 EDGE = 1e-12
-"""A uniform draw may be 0, where a law without bounds has no value."""
+"""Distance from 0 and 1, where unbounded distributions have no quantile."""
 
 
-class Law(Protocol):
+class Distribution(Protocol):
     """A distribution of positive numbers."""
 
     def quantile(self, part: float) -> float:
-        """The value that `part` of all draws, 0 to 1, do not exceed."""
+        """The quantile at probability `part`, from 0 to 1."""
         ...
 
     def describe(self) -> str:
-        """Name and parameters, for people."""
+        """Name and parameters as text."""
         ...
 
 
@@ -34,11 +34,11 @@ class Exponential:
     mean: float
 
     def quantile(self, part: float) -> float:
-        """See `Law`."""
+        """See `Distribution`."""
         return -self.mean * math.log1p(-min(part, 1.0 - EDGE))
 
     def describe(self) -> str:
-        """See `Law`."""
+        """See `Distribution`."""
         return f"exponential(mean {self.mean:.4g})"
 
 
@@ -50,12 +50,12 @@ class Lognormal:
     sigma: float
 
     def quantile(self, part: float) -> float:
-        """See `Law`."""
+        """See `Distribution`."""
         inside = min(max(part, EDGE), 1.0 - EDGE)
         return math.exp(self.mu + self.sigma * STANDARD.inv_cdf(inside))
 
     def describe(self) -> str:
-        """See `Law`."""
+        """See `Distribution`."""
         return f"lognormal(median {math.exp(self.mu):.4g}, sigma {self.sigma:.3g})"
 
 
@@ -67,26 +67,26 @@ class Weibull:
     shape: float
 
     def quantile(self, part: float) -> float:
-        """See `Law`."""
+        """See `Distribution`."""
         return float(self.scale * (-math.log1p(-min(part, 1.0 - EDGE))) ** (1.0 / self.shape))
 
     def describe(self) -> str:
-        """See `Law`."""
+        """See `Distribution`."""
         return f"Weibull(scale {self.scale:.4g}, shape {self.shape:.3g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """What was seen: values at given parts, between them linear in the logarithm (near 0: in the
+    """Empirical quantiles at given probabilities, interpolated in the logarithm (near 0: in the
     value)."""
 
     parts: tuple[float, ...]
-    """Ascending from 0 to 1."""
+    """Probabilities, ascending from 0 to 1."""
     values: tuple[float, ...]
-    """At those parts, ascending."""
+    """Quantiles at these probabilities, ascending."""
 
     def quantile(self, part: float) -> float:
-        """See `Law`."""
+        """See `Distribution`."""
         at = min(bisect_right(self.parts, part), len(self.parts) - 1)
         low, high = self.values[at - 1], self.values[at]
         share = (part - self.parts[at - 1]) / (self.parts[at] - self.parts[at - 1])
@@ -96,17 +96,17 @@ class Quantiles:
         return float(low * (high / low) ** share)
 
     def describe(self) -> str:
-        """See `Law`."""
+        """See `Distribution`."""
         return f"{len(self.parts)} quantiles (median {self.quantile(0.5):.4g})"
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Bins (from, to, weight) of whole numbers, both ends in the bin; uniform inside each."""
+    """Bins (from, to, weight) of whole numbers, ends included, uniform within each bin."""
 
     bins: tuple[tuple[float, float, float], ...]
     ends: tuple[float, ...] = ()
-    """Parts at which bins end; made from the bins."""
+    """Cumulative probabilities at the ends of the bins, computed from the bins."""
 
     def __post_init__(self) -> None:
         total = math.fsum(part for _, _, part in self.bins)
@@ -114,7 +114,7 @@ class Histogram:
         object.__setattr__(self, "ends", ends)
 
     def quantile(self, part: float) -> float:
-        """See `Law`."""
+        """See `Distribution`."""
         at = min(bisect_right(self.ends, part), len(self.bins) - 1)
         begin = self.ends[at - 1] if at else 0.0
         low, high, _ = self.bins[at]
@@ -123,19 +123,19 @@ class Histogram:
         return math.floor(low + share * (high - low + 1.0))
 
     def describe(self) -> str:
-        """See `Law`."""
+        """See `Distribution`."""
         return f"histogram of {len(self.bins)} bins (median {self.quantile(0.5):.4g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of several values, each with its weight."""
+    """A discrete distribution of values with weights."""
 
     values: tuple[float, ...]
     weights: tuple[float, ...]
 
     def quantile(self, part: float) -> float:
-        """See `Law`."""
+        """See `Distribution`."""
         total = math.fsum(self.weights)
         ends = accumulate(weight / total for weight in self.weights)
         return next(
@@ -144,5 +144,5 @@ class Choice:
         )
 
     def describe(self) -> str:
-        """See `Law`."""
+        """See `Distribution`."""
         return f"{len(self.values)} values with weights"

@@ -1,8 +1,7 @@
-"""Which law numbers follow, and how well: maximum likelihood, judged by the Kolmogorov distance.
+"""Fits distributions by maximum likelihood and selects one by the Kolmogorov distance.
 
-D = max |F(x) - G(x)|, of a law against what was seen, or of two samples. A law of two parameters is
-taken where D ≤ `CLOSE`, else quantiles of what was seen, whose D is small by construction but for
-ties.
+D = max |F(x) - G(x)|, of a distribution and a sample, or of two samples. A parametric distribution
+is chosen if D ≤ `CLOSE`, else the sample's quantiles, whose D is small except for ties.
 """
 
 import math
@@ -12,13 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plexrl.traces.generate.distributions import Exponential, Law, Lognormal, Quantiles, Weibull
+from plexrl.traces.generate.distributions import (
+    Distribution,
+    Exponential,
+    Lognormal,
+    Quantiles,
+    Weibull,
+)
 
 CLOSE = 0.02
-"""Kolmogorov distance below which a law stands for the numbers themselves."""
+"""Kolmogorov distance up to which a parametric distribution is accepted."""
 
 GRID = 2001
-"""Parts at which a law is compared with numbers."""
+"""Number of probabilities at which a distribution is compared with a sample."""
 
 Numbers = NDArray[np.float64]
 
@@ -31,40 +36,43 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A law and its distance from what it was fitted on."""
+    """A distribution and its distance from the sample."""
 
-    law: Law
+    distribution: Distribution
     distance: float
     tried: dict[str, float]
-    """Kolmogorov distance of every law that was tried, by name."""
+    """Kolmogorov distance of each candidate, by name."""
 
 
 def fit(numbers: Sequence[float] | Numbers) -> Fit:
-    """The simplest law that is close to these numbers, which are at least 0 and not none."""
+    """The simplest distribution that is close to the sample of numbers of at least 0."""
     seen = np.sort(np.asarray(numbers, dtype=np.float64))
-    assert seen.size, "a law is fitted on one number at least"
-    assert seen[0] >= 0, f"a law is fitted on numbers of at least 0, not {seen[0]}"
-    laws: dict[str, Law] = {}
+    assert seen.size, "fitting needs at least one number"
+    assert seen[0] >= 0, f"fitting needs numbers of at least 0, not {seen[0]}"
+    distributions: dict[str, Distribution] = {}
     if seen[0] > 0 and seen[-1] > seen[0]:
-        laws["exponential"] = Exponential(mean=float(seen.mean()))
+        distributions["exponential"] = Exponential(mean=float(seen.mean()))
         logs = np.log(seen)
-        laws["lognormal"] = Lognormal(mu=float(logs.mean()), sigma=float(logs.std()))
-        laws["weibull"] = _weibull(logs)
-    laws["quantiles"] = _quantiles(seen)
-    tried = {name: law_distance(law, seen) for name, law in laws.items()}
-    chosen = next((name for name in laws if tried[name] <= CLOSE), "quantiles")
-    return Fit(law=laws[chosen], distance=tried[chosen], tried=tried)
+        distributions["lognormal"] = Lognormal(mu=float(logs.mean()), sigma=float(logs.std()))
+        distributions["weibull"] = _weibull(logs)
+    distributions["quantiles"] = _quantiles(seen)
+    tried = {
+        name: kolmogorov_distance(distribution, seen)
+        for name, distribution in distributions.items()
+    }
+    chosen = next((name for name in distributions if tried[name] <= CLOSE), "quantiles")
+    return Fit(distribution=distributions[chosen], distance=tried[chosen], tried=tried)
 
 
-def law_distance(law: Law, numbers: Numbers) -> float:
-    """Kolmogorov distance of a law from sorted numbers."""
+def kolmogorov_distance(distribution: Distribution, numbers: Numbers) -> float:
+    """Kolmogorov distance of a distribution and a sorted sample."""
     parts = np.linspace(0.0, 1.0, GRID)[1:-1]
-    values = np.array([law.quantile(float(part)) for part in parts])
+    values = np.array([distribution.quantile(float(part)) for part in parts])
     return distance(values, numbers)
 
 
 def distance(one: Sequence[float] | Numbers, other: Sequence[float] | Numbers) -> float:
-    """Kolmogorov distance of two samples, 0 to 1."""
+    """Kolmogorov distance of two samples, from 0 to 1."""
     left, right = np.sort(np.asarray(one, float)), np.sort(np.asarray(other, float))
     if not left.size or not right.size:
         return float(left.size != right.size)
@@ -80,11 +88,11 @@ def _quantiles(seen: Numbers) -> Quantiles:
 
 
 def _weibull(logs: Numbers) -> Weibull:
-    """By Newton's steps on the likelihood's equation for the shape."""
+    """Solve the likelihood equation for the shape by Newton's method."""
     shape = 1.2 / max(1e-6, float(logs.std()))
     top = float(logs.max())
     for _ in range(50):
-        # Weights by the largest, or the powers overflow.
+        # Relative to the largest value, so that powers do not overflow.
         weights = np.exp(shape * (logs - top))
         total = float(weights.sum())
         first = float((weights * logs).sum()) / total

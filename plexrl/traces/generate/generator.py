@@ -1,7 +1,7 @@
-"""Made-up traces that follow a workload's laws: the same seed, the same bytes.
+"""Generates traces from a workload's distributions; equal seeds give equal bytes.
 
-Each quantity is drawn from a generator of its own, so that changing one law leaves the other
-columns as they were.
+Each quantity has its own random generator, so that changing one distribution leaves the other
+columns unchanged.
 """
 
 import math
@@ -13,20 +13,20 @@ from random import Random
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
-from plexrl.traces.generate.distributions import STANDARD, Law
+from plexrl.traces.generate.distributions import STANDARD, Distribution
 from plexrl.traces.generate.published import MODEL_CLASSES, ModelClass, class_of_size, cycles_in
 from plexrl.traces.generate.workload import CAP_S, Workload
 from plexrl.traces.schema import ResponseLength, TraceJob
 
 SPREAD = 0.15
-"""Of the logarithm of a job's cycles round the published ones: no two tasks are alike."""
+"""Sigma of the logarithm of a job's cycle durations relative to the published ones."""
 
 SHARED = 0.5
-"""Correlation of a job's rollout and training work: long responses make both long."""
+"""Correlation of a job's rollout and training work, since long responses extend both."""
 
 GROUP_CORRELATION = 0.5
-"""Of the lengths of responses to one prompt, between their normal scores. No public trace has
-groups, so this is an assumption; give your own."""
+"""Correlation of the normal scores of response lengths to one prompt. This is an assumption, since
+no public trace has groups."""
 
 
 def generate_jobs(
@@ -39,14 +39,14 @@ def generate_jobs(
     profiles: bool = True,
     prefix: str = "job",
 ) -> Iterator[TraceJob]:
-    """Jobs of a workload, in order: so many, or those that arrive within a span; with `profiles`
-    each has a published RL profile, of its class or for its size.
+    """Jobs of a workload in order: a number of them, or those that arrive within a span. With
+    `profiles` each job has the published RL profile of its class or of its size.
 
     Raises:
-        InvalidRequestError: a span is all that bounds a workload whose jobs all come at once.
+        InvalidRequestError: only a span limits a workload whose jobs all arrive at once.
     """
     if jobs is None and workload.gap.quantile(1.0) <= 0:
-        raise InvalidRequestError("these jobs all come at once: say how many are wanted")
+        raise InvalidRequestError("these jobs all arrive at once: give their number")
     endless = _endless(workload, seed, cap_s, profiles, prefix)
     for job in islice(endless, jobs):
         if span_s is not None and job.submit_s > span_s:
@@ -55,9 +55,9 @@ def generate_jobs(
 
 
 def with_profiles(jobs: Iterable[TraceJob], *, seed: int) -> Iterator[TraceJob]:
-    """Jobs of a public trace as RL jobs: arrivals, GPUs and durations are theirs, the cycles those
-    of the published profile for their size. A job has whole cycles, one at least, and is as long as
-    they are. What has segments already is left alone."""
+    """Jobs of a public trace with the cycles of the published RL profile for their size. A job has
+    at least one whole cycle, and its duration becomes a multiple of the cycle. Jobs with segments
+    stay unchanged."""
     for job in jobs:
         if job.segments:
             yield job
@@ -70,17 +70,17 @@ def with_profiles(jobs: Iterable[TraceJob], *, seed: int) -> Iterator[TraceJob]:
 
 
 def generate_lengths(
-    law: Law,
+    distribution: Distribution,
     *,
     seed: int,
     prompts: int,
     samples_per_prompt: int = 8,
     correlation: float = GROUP_CORRELATION,
 ) -> Iterator[ResponseLength]:
-    """Responses, a group to each prompt, whose lengths follow `law` over all prompts.
+    """Responses in one group per prompt, with lengths of this distribution over all prompts.
 
-    Lengths of a group go together by a Gaussian copula: the normal scores of any two of them have
-    this correlation, whatever the law.
+    Lengths within a group are correlated by a Gaussian copula: `correlation` is of the normal
+    scores of any two.
     """
     random = Random(f"{seed}:lengths")
     shared, own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
@@ -88,7 +88,7 @@ def generate_lengths(
         common = random.gauss(0.0, 1.0)
         for _ in range(samples_per_prompt):
             score = shared * common + own * random.gauss(0.0, 1.0)
-            length = law.quantile(STANDARD.cdf(score))
+            length = distribution.quantile(STANDARD.cdf(score))
             yield ResponseLength(group=f"prompt-{prompt:06d}", output_tokens=max(1, round(length)))
 
 
@@ -132,7 +132,7 @@ def _demand(model: ModelClass, random: Random) -> dict[str, Any]:
 
 
 def _factor(normal: float) -> float:
-    """Lognormal, of mean 1."""
+    """A lognormal factor of mean 1."""
     return math.exp(SPREAD * normal - SPREAD**2 / 2.0)
 
 

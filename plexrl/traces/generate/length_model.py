@@ -1,4 +1,4 @@
-"""The law of response lengths, and how those of one prompt go together. Pure."""
+"""Models response lengths: distribution, and correlation within a prompt. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from plexrl.traces.schema import ResponseLength
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthModel:
-    """What lengths are drawn from."""
+    """The distribution of lengths and their correlation."""
 
     fit: Fit
     correlation: float | None
-    """Of the normal scores of two responses to one prompt; None: the source has no groups."""
+    """Correlation of the normal scores of responses to one prompt; None without groups."""
 
 
 def fit_lengths(rows: Iterable[ResponseLength]) -> LengthModel:
-    """The model of a table of response lengths. Holds two numbers a row in memory.
+    """Fit a table of response lengths. Keeps two numbers per row in memory.
 
     Raises:
         InvalidRequestError: the table is empty.
@@ -34,13 +34,13 @@ def fit_lengths(rows: Iterable[ResponseLength]) -> LengthModel:
         lengths.append(float(row.output_tokens))
         groups.append(names.setdefault(row.group, len(names)) if row.group else -1)
     if not lengths:
-        raise InvalidRequestError("laws are fitted on one length or more: this table is empty")
+        raise InvalidRequestError("fitting needs at least one length: this table is empty")
     seen = np.array(lengths)
     return LengthModel(fit=fit(seen), correlation=_correlation(seen, np.array(groups)))
 
 
 def _correlation(lengths: NDArray[np.float64], groups: NDArray[np.int64]) -> float | None:
-    """The intraclass correlation of normal scores, from the mean squares between and within."""
+    """The intraclass correlation of normal scores, from mean squares between and within groups."""
     grouped = groups >= 0
     lengths, groups = lengths[grouped], groups[grouped]
     sizes = np.bincount(groups) if groups.size else np.zeros(0, dtype=np.int64)
@@ -58,7 +58,7 @@ def _correlation(lengths: NDArray[np.float64], groups: NDArray[np.int64]) -> flo
 
 
 def _scores(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where each value would stand in a normal law; equal values stand together."""
+    """Normal scores of the values; equal values have equal scores."""
     ordered = np.sort(values)
     below = np.searchsorted(ordered, values, side="left")
     upto = np.searchsorted(ordered, values, side="right")

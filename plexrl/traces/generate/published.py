@@ -1,10 +1,10 @@
 """The published RL profiles as rows of a trace (PlexRL Tab. 1 and §6.3). Pure.
 
-Seconds are the paper's: cycle, compute_log_prob, update_actor, sync_weight. Its evaluation says
-neither how the cycles of a job scatter, nor how many GPUs a job's rollout has. Training GPUs are
-the products of the parallel sizes of Tab. 1 (DP·CP·PP·TP); rollout GPUs are such that two jobs on
-one training pool save what the paper reports: saved / 2 = training / (training + rollout), so
-half of what trains for 7B and 30B, a third for 235B. State is 14 bytes a parameter: bf16 weights,
+Durations are the paper's: cycle, compute_log_prob, update_actor, sync_weight. The paper reports
+neither the jitter of cycles nor the rollout GPUs of a job. Training GPUs are the products of the
+parallel sizes of Tab. 1 (DP·CP·PP·TP). Rollout GPUs are chosen so that two jobs on one training
+pool save what the paper reports: saved / 2 = training / (training + rollout), so half of the
+training GPUs for 7B and 30B, a third for 235B. State is 14 bytes per parameter: bf16 weights,
 float32 master weights and the two moments of Adam.
 """
 
@@ -16,12 +16,12 @@ from plexrl.traces.schema import TraceSegment
 
 STATE_BYTES_PER_PARAMETER = 14
 JITTER = 0.15
-"""Standard deviation of a cycle's length by its mean, where nothing better is known."""
+"""Assumed ratio of standard deviation to mean of a cycle's duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelClass:
-    """A kind of RL job."""
+    """A class of RL jobs."""
 
     name: str
     period_s: float
@@ -34,12 +34,12 @@ class ModelClass:
 
     @property
     def busy_s(self) -> float:
-        """Of a cycle, on training GPUs."""
+        """Seconds of a cycle on training GPUs."""
         return self.log_prob_s + self.update_s + self.sync_s
 
     def demand(self, *, rollout: float = 1.0, work: float = 1.0) -> dict[str, Any]:
-        """The fields of a `TraceJob` that say what a cycle needs; the rollout and the training
-        work stretched by these factors (a sync moves the same bytes whatever was rolled out)."""
+        """The cycle fields of a `TraceJob`, with rollout and training work scaled by these factors
+        (a sync moves a constant number of bytes)."""
         rollout_s = rollout * (self.period_s - self.busy_s)
         segments = []
         at_s = rollout_s
@@ -96,15 +96,15 @@ MODEL_CLASSES = {
         ),
     )
 }
-"""By name."""
+"""Model classes by name."""
 
 
 def class_of_size(gpus: int) -> ModelClass:
-    """The class that stands for a job of this many GPUs in a trace that knows sizes only: RL tasks
-    of similar size (PlexRL §6.3). One node of 8 or less is 7B, two are 30B, more 235B."""
+    """The class assumed for a job of this size in a trace of sizes only (PlexRL §6.3): up to one
+    node of 8 GPUs is 7B, two nodes are 30B, more are 235B."""
     return MODEL_CLASSES["7B" if gpus <= 8 else "30B" if gpus <= 16 else "235B"]
 
 
 def cycles_in(duration_s: float, period_s: float) -> int:
-    """RL steps of a job that long."""
+    """Number of RL steps of a job with this duration."""
     return max(1, math.floor(duration_s / period_s + 0.5))

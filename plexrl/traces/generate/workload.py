@@ -1,9 +1,8 @@
-"""What a generator draws from: the laws of a trace, fitted on one or by the published profile.
+"""The distributions of a workload, fitted to a trace or from the published profiles.
 
-Stated once, for it is all there is: gaps between arrivals are independent on the clock of
-`Rhythm`; the number of GPUs is drawn from the trace's own counts; the duration depends on the size
-class only; tenants are independent of all that. What is not kept: bursts of one tenant, runs of
-similar jobs, a trend over months.
+The model: gaps between arrivals are independent on the clock of `Rhythm`; GPU counts follow the
+trace's counts; durations depend on the size class only; tenants are independent. It does not model
+bursts of one tenant, sequences of similar jobs, or trends over months.
 """
 
 from array import array
@@ -15,17 +14,17 @@ import numpy as np
 
 from plexrl.errors import InvalidRequestError
 from plexrl.traces.generate.daily_rate import Rhythm, rhythm_of
-from plexrl.traces.generate.distributions import Choice, Exponential, Law, Quantiles
+from plexrl.traces.generate.distributions import Choice, Distribution, Exponential, Quantiles
 from plexrl.traces.generate.fitting import Fit, fit
 from plexrl.traces.generate.published import MODEL_CLASSES
 from plexrl.traces.schema import TraceJob
 
 SIZE_EDGES = (1, 2, 4, 8, 9, 17, 33, 65, 129)
-"""Where size classes begin: in each, durations have a law of their own."""
+"""Lower edges of size classes in GPUs; each class has its own distribution of durations."""
 CLASS_JOBS_MIN = 200
-"""Fewer are added to the class below: a law wants numbers."""
+"""Smaller classes are merged with the class below."""
 TENANTS_MAX = 1000
-"""The busiest are kept by name, the rest as one."""
+"""Most tenants that keep their names; the rest become one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +32,9 @@ class SizeClass:
     """Jobs of similar size."""
 
     weight: float
-    """Part of all jobs."""
+    """Share of all jobs."""
     gpus: Choice
-    duration: Law
+    duration: Distribution
     model: str = ""
     """RL profile of its jobs; empty: by their GPUs."""
     rollout_gpus: int = 0
@@ -43,25 +42,25 @@ class SizeClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The laws of a trace."""
+    """The distributions of a workload."""
 
-    gap: Law
-    """Between arrivals, seconds of the rhythm's clock."""
+    gap: Distribution
+    """Gap between arrivals, in seconds of the rhythm's clock."""
     rhythm: Rhythm
     sizes: tuple[SizeClass, ...]
     tenants: tuple[tuple[str, float], ...]
     """Names and weights."""
     fits: dict[str, Fit] = field(default_factory=dict)
-    """How well each law fits what it was fitted on, by name."""
+    """Fits by name."""
 
     def describe(self) -> list[tuple[str, str, float | None]]:
-        """Name, law and Kolmogorov distance of each; no distance where nothing was fitted."""
-        laws = [("gaps", self.gap)]
-        laws += [(_class_name(size), size.duration) for size in self.sizes]
+        """Name, distribution and Kolmogorov distance of each quantity; None if not fitted."""
+        distributions = [("gaps", self.gap)]
+        distributions += [(_class_name(size), size.duration) for size in self.sizes]
         fits = self.fits
         return [
-            (name, law.describe(), fits[name].distance if name in fits else None)
-            for name, law in laws
+            (name, distribution.describe(), fits[name].distance if name in fits else None)
+            for name, distribution in distributions
         ]
 
 
@@ -73,16 +72,16 @@ PHILLY_DURATIONS = Quantiles(
         *(363100.0, 535591.0, 829116.0, 1111274.0, 1997267.0, 2656433.0, 4628226.0),
     ),
 )
-"""Of Philly's 1 656 jobs of 8 GPUs and more, Kolmogorov distance 0.016: no public trace tells how
-long RL jobs run. (A lognormal law misses them by 0.12, a Weibull law by 0.09.)"""
+"""Durations of Philly's 1 656 jobs of 8 GPUs and more, with Kolmogorov distance 0.016 (lognormal
+0.12, Weibull 0.09); no public trace has durations of RL jobs."""
 
 CAP_S = 14 * 86_400.0
-"""Longest duration that is generated: a job of months hides what a policy does to all others."""
+"""Longest generated duration: a job of months would dominate the results of a policy."""
 
 
 def published_workload(jobs_per_day: float = 12.0) -> Workload:
-    """Jobs of the three published classes in equal numbers, on their published GPUs, at times
-    independent of each other (a Poisson process); durations are Philly's, for want of others."""
+    """Jobs of the three published classes in equal numbers, on their published GPUs, with Poisson
+    arrivals and Philly's durations."""
     sizes = tuple(
         SizeClass(
             weight=1.0 / len(MODEL_CLASSES),
@@ -102,7 +101,7 @@ def published_workload(jobs_per_day: float = 12.0) -> Workload:
 
 
 def fit_workload(jobs: Iterable[TraceJob]) -> Workload:
-    """The laws of a trace. Holds three numbers a job in memory.
+    """Fit a workload to a trace. Keeps three numbers per job in memory.
 
     Raises:
         InvalidRequestError: the trace has fewer than two jobs.
@@ -115,7 +114,7 @@ def fit_workload(jobs: Iterable[TraceJob]) -> Workload:
         sizes.append(job.gpus)
         tenants[job.tenant] += 1
     if len(submits) < 2:
-        raise InvalidRequestError("laws are fitted on two jobs or more: this trace has fewer")
+        raise InvalidRequestError("fitting needs at least two jobs: this trace has fewer")
     times = np.frombuffer(submits)
     span_s = float(times[-1] - times[0])
     rhythm = rhythm_of(submits, span_s)
@@ -123,7 +122,7 @@ def fit_workload(jobs: Iterable[TraceJob]) -> Workload:
     fits = {"gaps": fit(np.maximum(np.diff(clocks), 0.0))}
     classes = _classes(np.frombuffer(durations), np.frombuffer(sizes, dtype=np.int64), fits)
     return Workload(
-        gap=fits["gaps"].law,
+        gap=fits["gaps"].distribution,
         rhythm=rhythm,
         sizes=classes,
         tenants=_tenants(tenants),
@@ -156,7 +155,7 @@ def _classes(
                 values=tuple(float(gpus) for gpus in sorted(counts)),
                 weights=tuple(float(counts[gpus]) for gpus in sorted(counts)),
             ),
-            duration=fitted.law,
+            duration=fitted.distribution,
         )
         fits[_class_name(chosen)] = fitted
         found.append(chosen)

@@ -1,1 +1,1 @@
-"""Trace files: CSV, Parquet and JSON, read, checked and written as streams."""
+"""Trace files in CSV, Parquet and JSON: streaming reads, checks and writes."""

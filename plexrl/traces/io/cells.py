@@ -1,4 +1,4 @@
-"""Values as the text of a CSV cell, and back, exactly. Pure."""
+"""Converts values to the text of a CSV cell and back without loss. Pure."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,15 +7,15 @@ from typing import Any
 from plexrl.traces.schema import Column, Fault, Table, TraceSegment
 
 DIGITS_MAX = 32
-"""Of a whole number; Python refuses to read very long ones."""
+"""Most digits of a whole number; Python refuses very long ones."""
 
 
 class CellError(ValueError):
-    """A cell that is no value of its column's type; the message says why."""
+    """A cell that is not a value of its column's type; the message says why."""
 
 
 def defaults(table: Table[Any]) -> dict[str, Any]:
-    """What an absent cell of each optional column stands for."""
+    """The value of an absent cell, by column."""
     found: dict[str, Any] = dict.fromkeys(table.names)
     for field in dataclasses.fields(table.row):
         if field.default is not dataclasses.MISSING:
@@ -26,12 +26,12 @@ def defaults(table: Table[Any]) -> dict[str, Any]:
 def parse_cells(
     columns: Sequence[tuple[int, Column]], row: Sequence[str], absent: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """The typed values of a line whose columns stand at those places, `absent` where there is no
-    cell or an empty one, and what could not be read."""
+    """The typed values of a line and its parse errors. `columns` have their index in the row; a
+    missing or empty cell has the value in `absent`."""
     values = dict(absent)
     faults: list[Fault] = []
-    for place, column in columns:
-        text = row[place]
+    for index, column in columns:
+        text = row[index]
         if text:
             try:
                 values[column.name] = parse_cell(column, text)
@@ -41,10 +41,10 @@ def parse_cells(
 
 
 def parse_cell(column: Column, text: str) -> Any:
-    """The value that a cell which is not empty holds.
+    """The value of a non-empty cell.
 
     Raises:
-        CellError: it holds none of the column's type.
+        CellError: the text is not of the column's type.
     """
     match column.type:
         case "text":
@@ -58,7 +58,7 @@ def parse_cell(column: Column, text: str) -> Any:
 
 
 def format_cell(value: Any) -> str:
-    """The text that `parse_cell` makes `value` of; None and what is empty is the empty cell."""
+    """The text that `parse_cell` reads as `value`; None and empty values are empty cells."""
     if value is None:
         return ""
     if isinstance(value, tuple):
@@ -75,11 +75,11 @@ def _integer(text: str) -> int:
     whole = stripped[:-2] if stripped.endswith(".0") else stripped
     digits = whole.lstrip("+-")
     if not (digits.isascii() and digits.isdigit() and len(digits) <= DIGITS_MAX):
-        raise CellError(f"is no whole number: {_shown(text)}")
+        raise CellError(f"is not a whole number: {_shown(text)}")
     try:
         return int(whole)
     except ValueError:
-        raise CellError(f"is no whole number: {_shown(text)}") from None
+        raise CellError(f"is not a whole number: {_shown(text)}") from None
 
 
 def _number(text: str) -> float:
@@ -88,13 +88,13 @@ def _number(text: str) -> float:
             raise ValueError
         return float(text)
     except ValueError:
-        raise CellError(f"is no number: {_shown(text)}") from None
+        raise CellError(f"is not a number: {_shown(text)}") from None
 
 
 def _segment(text: str) -> TraceSegment:
     parts = text.split(":")
     if len(parts) not in (3, 4):
-        raise CellError(f"is no segment function:offset:duration[:slack]: {_shown(text)}")
+        raise CellError(f"is not a segment function:offset:duration[:slack]: {_shown(text)}")
     return TraceSegment(
         function=parts[0],
         offset_s=_number(parts[1]),

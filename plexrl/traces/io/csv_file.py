@@ -1,4 +1,4 @@
-"""Tables in CSV: one header line, UTF-8, an empty cell for what is absent. Streams."""
+"""Reads and writes tables in CSV: UTF-8, one header line, empty cells for absent values."""
 
 import csv
 import gzip
@@ -15,14 +15,14 @@ from plexrl.traces.io.text_lines import cells
 from plexrl.traces.schema import Fault, Table
 
 Parsed = tuple[int, dict[str, Any], list[Fault]]
-"""Line, typed values, and what could not be read as a value."""
+"""Line number, typed values, and parse errors."""
 
 
 def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
-    """Each line as typed values, which are yet to be checked against each other and their bounds.
+    """Each line as typed values whose bounds and consistency are not yet checked.
 
-    What is wrong with the header is reported as of its line; without a required column there is
-    nothing to read.
+    Faults of the header are reported with its line number; without a required column no line is
+    read.
     """
     found = cells(path, report)
     first = next(found, None)
@@ -39,7 +39,7 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
     columns = [(header.index(each.name), each) for each in table.columns if each.name in header]
     for line, row in found:
         if len(row) != len(header):
-            message = f"the row has {len(row)} cells, and the header has {len(header)}"
+            message = f"the row has {len(row)} cells but the header has {len(header)}"
             field = header[len(row)] if len(row) < len(header) else ""
             message = f"is missing: {message}" if field else message
             report(Problem(line=line, field=field, message=message))
@@ -49,39 +49,39 @@ def read_csv(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
 
 
 def fatal_header_faults(table: Table[Any], header: Header) -> list[Fault]:
-    """What is so wrong with the names that none of the rows can be understood: columns that are
-    missing, stand twice, or look like one of ours misspelt."""
+    """Faults of the header that make all rows unusable: required columns that are missing, repeated
+    or apparently misspelt."""
     needed = ((each.name,) for each in table.columns if each.required)
     faults = column_faults(header, needed, f"a trace of {table.name}")
     for name in dict.fromkeys(header.names):
         near = () if name in table.names else get_close_matches(name, table.names, n=1)
         if near and near[0] not in header.names:
-            faults.append((name, f"is no column: did you mean {near[0]}?"))
+            faults.append((name, f"is not a column: did you mean {near[0]}?"))
     return faults
 
 
 def header_faults(table: Table[Any], header: list[str]) -> Iterator[Fault]:
-    """What is wrong with the names of a file's columns."""
+    """All faults of a file's column names."""
     for column in table.columns:
         if column.required and column.name not in header:
             yield column.name, "is missing from the header"
         if header.count(column.name) > 1:
-            yield column.name, "stands twice in the header"
+            yield column.name, "is repeated in the header"
     for name in dict.fromkeys(header):
         if name not in table.names:
             near = get_close_matches(name, table.names, n=1)
-            yield name, "is no column" + (f": did you mean {near[0]}?" if near else "")
+            yield name, "is not a column" + (f": did you mean {near[0]}?" if near else "")
 
 
 class CsvWriter:
-    """Writes rows that are known to be right."""
+    """Writes valid rows."""
 
     def __init__(self, path: Path, table: Table[Any], *, compressed: bool) -> None:
         self._names = table.names
         self._raw = path.open("wb")
         self._file: IO[bytes] = self._raw
         if compressed:
-            # No name and no time in it: the same rows are the same bytes.
+            # Without name and time, equal rows give equal bytes.
             packed = gzip.GzipFile(filename="", fileobj=self._raw, mode="wb", mtime=0)
             self._file = packed  # type: ignore[assignment]  # it writes like a file
         self._text = io.TextIOWrapper(self._file, encoding="utf-8", newline="")
@@ -94,6 +94,6 @@ class CsvWriter:
             self._writer.writerow([format_cell(getattr(row, name)) for name in self._names])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         self._text.close()
         self._raw.close()

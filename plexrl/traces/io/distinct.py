@@ -1,15 +1,15 @@
-"""Have we seen this key before? Exact, in memory that does not grow with their number."""
+"""Detects repeated keys exactly, in bounded memory."""
 
 import sqlite3
 import tempfile
 from pathlib import Path
 
 IN_MEMORY = 16_384
-"""Keys; more are kept in a file."""
+"""Most keys in memory; further keys go to a file."""
 
 
 class DistinctKeys:
-    """`add(key)` is True the first time; to be used as a context, which deletes its file."""
+    """A set of keys; as a context manager it deletes its file at the end."""
 
     def __init__(self, in_memory: int = IN_MEMORY) -> None:
         self._in_memory = in_memory
@@ -18,7 +18,7 @@ class DistinctKeys:
         self._database: sqlite3.Connection | None = None
 
     def add(self, key: str) -> bool:
-        """Whether `key` is new; from now on it is not."""
+        """Add `key`; returns whether it was new."""
         if key in self._keys:
             return False
         if len(self._keys) < self._in_memory:
@@ -30,7 +30,7 @@ class DistinctKeys:
         return found.rowcount == 1
 
     def close(self) -> None:
-        """Delete what was written."""
+        """Delete the file."""
         if self._database is not None:
             self._database.close()
         if self._folder is not None:
@@ -45,7 +45,7 @@ class DistinctKeys:
     def _open(self) -> sqlite3.Connection:
         self._folder = tempfile.TemporaryDirectory(prefix="plexrl-keys-")
         database = sqlite3.connect(Path(self._folder.name) / "keys.sqlite", isolation_level=None)
-        # Nobody needs the file after this process, whole or not.
+        # The file need not survive this process.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
         database.execute("CREATE TABLE keys (key TEXT PRIMARY KEY) WITHOUT ROWID")

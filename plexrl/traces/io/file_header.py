@@ -1,7 +1,6 @@
-"""What a file of a trace begins with: its columns' names, or why it is no table at all.
+"""Reads the header of a trace file: column names, or the reason why it is not a table.
 
-A fault of the header is a fault of the whole file, so it is an error whether or not bad rows are to
-be skipped.
+A fault of the header affects the whole file, so it is an error even if bad rows are skipped.
 """
 
 import json
@@ -20,7 +19,7 @@ from plexrl.traces.schema import Fault
 Kind = Literal["csv", "json lines", "json list", "json object"]
 
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-"""That are not ours, and what they are called."""
+"""Unsupported separators and their names."""
 
 LOOKED_AT_BYTES = 4096
 
@@ -36,26 +35,26 @@ BEGINNINGS = (
     (b"version https://git-lfs", "a pointer of Git LFS, not the file: run `git lfs pull`"),
     (b"<", "a web page or XML: download the file itself"),
 )
-"""Of files that are taken for a trace by mistake."""
+"""First bytes of other kinds of file, with advice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """How a file begins."""
+    """The header of a file."""
 
     kind: Kind
     line: int
-    """Of the names, from 1."""
+    """Line number of the names, from 1."""
     names: tuple[str, ...]
-    """Of a CSV file's columns, or of the first JSON object's fields."""
+    """Column names of a CSV file, or field names of the first JSON object."""
 
 
 def read_header(path: Path) -> Header:
-    """The header of a text file; of a JSON list or object whose kind has no line of names too.
+    """The header of a text file, which may also be a JSON list or object without a header line.
 
     Raises:
         InvalidRequestError: the file cannot be opened.
-        TraceError: it is empty, or no text.
+        TraceError: the file is empty or not text.
     """
     if path.is_dir():
         raise InvalidRequestError(
@@ -75,11 +74,11 @@ def read_header(path: Path) -> Header:
 
 
 def column_faults(header: Header, needed: Iterable[tuple[str, ...]], of: str) -> list[Fault]:
-    """What is wrong with the names: `needed` are the columns, each by the names that it may have,
-    and `of` says who needs them."""
+    """Faults of the names. `needed`: required columns, each with its possible names; `of`: the
+    layout that requires them."""
     names = header.names
     faults = [
-        (name, "stands twice in the header: which of the two is meant? Rename one")
+        (name, "is repeated in the header: rename one of the two")
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
@@ -94,7 +93,7 @@ def column_faults(header: Header, needed: Iterable[tuple[str, ...]], of: str) ->
 
 
 def other_separator(header: Header) -> str:
-    """What separates a header's cells if it is no comma; empty where it is, or nothing does."""
+    """The name of the separator if it is not a comma, else empty."""
     if header.kind != "csv" or len(header.names) != 1:
         return ""
     counts = {mark: header.names[0].count(mark) for mark in SEPARATORS}
@@ -103,11 +102,11 @@ def other_separator(header: Header) -> str:
 
 
 def header_error(path: Path, line: int, faults: Iterable[Fault]) -> TraceError:
-    """All that is wrong with a header as one error, which `--skip-bad` does not excuse."""
+    """One error of all faults of a header, which `--skip-bad` does not skip."""
     found = [Problem(line=line, field=field, message=message) for field, message in faults]
-    told = "\n".join(map(str, found))
+    listed = "\n".join(map(str, found))
     return TraceError(
-        f"{path}: its header cannot be used, so none of its rows can be read\n{told}",
+        f"{path}: its header is invalid, so none of its rows can be read\n{listed}",
         path=str(path),
         count=len(found),
         problems=[
@@ -119,7 +118,7 @@ def header_error(path: Path, line: int, faults: Iterable[Fault]) -> TraceError:
 def empty(path: Path) -> TraceError:
     """The error of a file without a header."""
     return TraceError(
-        f"{path} is empty: its first line has to name the columns",
+        f"{path} is empty: its first line must name the columns",
         path=str(path),
         count=1,
         problems=[{"line": 0, "field": "", "message": "is empty"}],
@@ -133,22 +132,22 @@ def _beginning(path: Path) -> bytes:
         except (OSError, EOFError, zlib.error) as error:
             with path.open("rb") as raw:
                 first = raw.read(LOOKED_AT_BYTES)
-            # Named as if it were compressed, and something else.
+            # The name suggests compression but the contents are not compressed.
             if not first.startswith(GZIP):
                 _check_is_text(path, first)
-            raise TraceError(f"{path} cannot be read on: {error}", path=str(path)) from error
+            raise TraceError(f"{path} cannot be read further: {error}", path=str(path)) from error
 
 
 def _check_is_text(path: Path, first: bytes) -> None:
     if not first.strip():
-        # Blank lines alone could be longer than what was looked at; no header stands behind them.
+        # Only blank bytes at the beginning: treat the file as empty.
         raise empty(path)
     for beginning, what in BEGINNINGS:
         if first.startswith(beginning):
-            raise TraceError(f"{path} is no table: it is {what}", path=str(path))
+            raise TraceError(f"{path} is not a table: it is {what}", path=str(path))
     if b"\x00" in first.partition(b"\n")[0]:
         raise TraceError(
-            f"{path} is no table but binary, or text in UTF-16: save it as CSV in UTF-8",
+            f"{path} is not a table but binary, or text in UTF-16: save it as CSV in UTF-8",
             path=str(path),
         )
 
@@ -159,13 +158,13 @@ def _of_list(path: Path) -> Header:
         names = tuple(map(str, value)) if isinstance(value, Mapping) else ()
         return Header(kind="json list", line=line, names=names)
     if problems:
-        told = "; ".join(map(str, problems))
-        raise TraceError(f"{path} is no JSON list: {told}", path=str(path))
+        listed = "; ".join(map(str, problems))
+        raise TraceError(f"{path} is not a JSON list: {listed}", path=str(path))
     raise InvalidRequestError(f"{path} is an empty JSON list: it has no jobs")
 
 
 def _of_object(path: Path, text: str) -> Header:
-    """One object a line, or one that is the whole file."""
+    """One object per line, or one object that is the whole file."""
     first = text.partition("\n")[0]
     try:
         value = json.loads(first)
@@ -177,7 +176,7 @@ def _of_object(path: Path, text: str) -> Header:
 
 
 def _long_line(path: Path) -> object:
-    """The first line's value, where it is longer than what was looked at."""
+    """The value of a first line that is longer than the part read so far."""
     ignored: list[Problem] = []
     for _, line in lines(path, ignored.append):
         try:

@@ -1,6 +1,6 @@
-"""Trace files in whichever format their name says: read, checked and written as streams.
+"""Reads, checks and writes trace files by their suffix: `.csv`, `.csv.gz` and `.parquet`.
 
-`.csv`, `.csv.gz` and `.parquet`. Whatever the length of a file, a bounded part is in memory.
+All functions stream: a bounded part of a file is in memory.
 """
 
 import os
@@ -22,15 +22,15 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What a look at a whole file found."""
+    """The result of validating a whole file."""
 
     good: int
-    """Rows without fault."""
+    """Number of valid rows."""
     problems: Problems
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong."""
+        """Whether the file has no fault."""
         return self.problems.count == 0
 
 
@@ -40,8 +40,8 @@ def read_jobs(
     """The jobs of a trace, in order of submission.
 
     Raises:
-        TraceError: rows are bad, and `skip_bad` is not set; all are named, and none was yielded.
-        InvalidRequestError: the file cannot be read at all.
+        TraceError: rows are bad and not skipped; the error lists all, and no row was yielded.
+        InvalidRequestError: the file cannot be read.
     """
     return read_table(Path(path), JOBS, skip_bad=skip_bad, on_problem=on_problem)
 
@@ -49,14 +49,14 @@ def read_jobs(
 def read_lengths(
     path: str | Path, *, skip_bad: bool = False, on_problem: Report | None = None
 ) -> Iterator[ResponseLength]:
-    """The rows of a table of response lengths; raises as `read_jobs`."""
+    """The rows of a table of response lengths; raises like `read_jobs`."""
     return read_table(Path(path), LENGTHS, skip_bad=skip_bad, on_problem=on_problem)
 
 
 def read_table(
     path: Path, table: Table[Row], *, skip_bad: bool = False, on_problem: Report | None = None
 ) -> Iterator[Row]:
-    """Rows of any table; without `skip_bad` the file is read twice, first to check it."""
+    """Rows of any table; without `skip_bad` the file is first read once to check it."""
     check_header(path, table)
     if not skip_bad:
         checked = validate(path, table, on_problem)
@@ -66,11 +66,11 @@ def read_table(
 
 
 def check_header(path: Path, table: Table[Any]) -> None:
-    """That the file's columns can be understood, without which no row can.
+    """Check the header of a file.
 
     Raises:
-        TraceError: they cannot; all that is wrong with them is named.
-        InvalidRequestError: the file cannot be opened, or its name is that of no trace.
+        TraceError: the header is invalid; the error lists all faults.
+        InvalidRequestError: the file cannot be opened, or its suffix is unknown.
     """
     if _format(path) == ".parquet":
         header = Header(kind="csv", line=0, names=tuple(column_names(path)))
@@ -86,7 +86,7 @@ def check_header(path: Path, table: Table[Any]) -> None:
 
 
 def validate(path: Path, table: Table[Any], on_problem: Report | None = None) -> Validation:
-    """Everything that is wrong with a file, told to `on_problem` as it is found."""
+    """All faults of a file; `on_problem` receives each as it is found."""
     problems = Problems(on_problem)
     good = sum(1 for _ in rows(path, table, problems))
     return Validation(good=good, problems=problems)
@@ -95,7 +95,7 @@ def validate(path: Path, table: Table[Any], on_problem: Report | None = None) ->
 def rows(
     path: Path, table: Table[Row], report: Report, *, keys_in_memory: int = IN_MEMORY
 ) -> Iterator[Row]:
-    """The good rows of a file; of the others each fault is reported."""
+    """The valid rows of a file; faults of the others are reported."""
     return checked(_parsed(path, table, report), table, report, keys_in_memory=keys_in_memory)
 
 
@@ -106,7 +106,7 @@ def checked(
     *,
     keys_in_memory: int = IN_MEMORY,
 ) -> Iterator[Row]:
-    """The good rows among typed values, from wherever they come."""
+    """The valid rows among typed values."""
     last: Any = None
     with DistinctKeys(keys_in_memory) as keys:
         for line, values, unread in parsed:
@@ -114,9 +114,9 @@ def checked(
             if not faults and table.order is not None:
                 value = values[table.order]
                 if last is not None and value < last:
-                    faults = [(table.order, f"falls from {last!r} to {value!r}: sort the rows")]
+                    faults = [(table.order, f"decreases from {last!r} to {value!r}: sort the rows")]
             if not faults and table.key is not None and not keys.add(values[table.key]):
-                faults = [(table.key, f"stands in an earlier row too: {values[table.key]!r}")]
+                faults = [(table.key, f"is repeated from an earlier row: {values[table.key]!r}")]
             for field, message in faults:
                 report(Problem(line=line, field=field, message=message))
             if not faults:
@@ -125,21 +125,21 @@ def checked(
 
 
 def write_jobs(path: str | Path, jobs: Iterable[TraceJob]) -> int:
-    """Write a trace; returns the number of jobs. The file appears when it is complete.
+    """Write a trace atomically; returns the number of jobs.
 
     Raises:
-        TraceError: a job is not fit to be written; nothing is.
+        TraceError: a job is invalid; nothing is written.
     """
     return write_table(Path(path), JOBS, jobs)
 
 
 def write_lengths(path: str | Path, lengths: Iterable[ResponseLength]) -> int:
-    """Write a table of response lengths, as `write_jobs` does."""
+    """Write a table of response lengths, like `write_jobs`."""
     return write_table(Path(path), LENGTHS, lengths)
 
 
 def write_table(path: Path, table: Table[Row], found: Iterable[Row]) -> int:
-    """Write any table; raises as `write_jobs`."""
+    """Write any table; raises like `write_jobs`."""
     suffix = _format(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     problems = Problems()
@@ -172,13 +172,13 @@ def write_table(path: Path, table: Table[Row], found: Iterable[Row]) -> int:
 
 
 class Writer(Protocol):
-    """Of one file."""
+    """Writes one file."""
 
     def write(self, rows: Iterable[Any]) -> None:
         """Append rows."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
 
 
 def _ignore(problem: Problem) -> None:

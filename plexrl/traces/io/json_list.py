@@ -1,6 +1,6 @@
-"""The elements of a file that is one long JSON list, one after the other.
+"""Streams the elements of a file that is one long JSON list.
 
-The list is never in memory as a whole: what is held is a piece of the file and one element.
+Memory holds one chunk of the file and one element.
 """
 
 import codecs
@@ -12,21 +12,21 @@ from typing import IO, Any
 from plexrl.traces.io.problems import Problem, Report
 from plexrl.traces.io.text_lines import open_bytes
 
-PIECE_CHARACTERS = 1 << 20
+CHUNK_CHARACTERS = 1 << 20
 ELEMENT_CHARACTERS_MAX = 1 << 24
-"""More is no record of a trace."""
+"""Longest element; no record of a trace is longer."""
 
 
 def json_elements(path: Path, report: Report) -> Iterator[tuple[int, Any]]:
-    """The line on which each element of the list begins, and the element.
+    """The first line of each element of the list, and the element.
 
-    A file that is no list, or breaks off, is reported where that shows; nothing is read beyond.
+    A file that is not a list or is truncated is reported with its line; reading stops there.
     """
     with open_bytes(path) as file:
         reader = _Reader(file)
         try:
             if not reader.take("["):
-                report(Problem(line=reader.line, field="", message="is no JSON list"))
+                report(Problem(line=reader.line, field="", message="is not a JSON list"))
                 return
             while not reader.take("]"):
                 line = reader.line
@@ -35,12 +35,12 @@ def json_elements(path: Path, report: Report) -> Iterator[tuple[int, Any]]:
                     report(Problem(line=reader.line, field="", message="lacks a comma or the ]"))
                     return
         except (ValueError, RecursionError, EOFError, OSError) as error:
-            message = f"is no JSON from here on: {error}"
+            message = f"is not valid JSON from here on: {error}"
             report(Problem(line=reader.line, field="", message=message))
 
 
 class _Reader:
-    """A piece of the file, refilled as it is used up. `line` is that of the next character."""
+    """A chunk of the file, refilled on demand. `line`: line number of the next character."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -52,7 +52,7 @@ class _Reader:
         self.line = 1
 
     def sees(self, character: str) -> bool:
-        """Whether this is the next character that is no space."""
+        """Whether this is the next character after white space."""
         while True:
             while self._at < len(self._text) and self._text[self._at].isspace():
                 self._pass(1)
@@ -62,17 +62,17 @@ class _Reader:
                 return False
 
     def take(self, character: str) -> bool:
-        """The same; and if so, go beyond it."""
+        """Consume the next character after white space if it is this one."""
         found = self.sees(character)
         if found:
             self._pass(1)
         return found
 
     def element(self) -> Any:
-        """The value that begins here.
+        """Parse the next value.
 
         Raises:
-            ValueError: there is none, or it is too long.
+            ValueError: the value is invalid or too long.
         """
         while True:
             try:
@@ -83,7 +83,7 @@ class _Reader:
                 if not self._more():
                     raise ValueError(error.msg) from None
                 continue
-            # A number may go on in the next piece.
+            # A number may continue in the next chunk.
             if end < len(self._text) or not self._more():
                 self._pass(end - self._at)
                 return value
@@ -93,11 +93,12 @@ class _Reader:
         self._at += count
 
     def _more(self) -> bool:
-        """Read on; as much again as is held, so that a long element is not tried too often."""
+        """Read another chunk, at least as long as the rest, so that long elements parse in few
+        tries."""
         if self._is_over:
             return False
         held = self._text[self._at :]
-        raw = self._file.read(max(PIECE_CHARACTERS, len(held)))
+        raw = self._file.read(max(CHUNK_CHARACTERS, len(held)))
         self._is_over = not raw
         self._text, self._at = held + self._characters.decode(raw, self._is_over), 0
         return True

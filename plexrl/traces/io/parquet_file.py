@@ -1,4 +1,4 @@
-"""Tables in Parquet (extra `traces`). Streams: a batch of rows is in memory at a time."""
+"""Reads and writes tables in Parquet (extra `traces`) with one batch of rows in memory."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 4096
 GROUP_ROWS = 32_768
-"""Rows of a row group; a reader holds about one."""
+"""Rows of a row group; a reader holds about one group."""
 
 
 def read_parquet(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:
-    """Each row as typed values, as `read_csv` gives lines; the line is the row's number.
+    """Each row as typed values, like `read_csv`; the line is the row number.
 
     Raises:
-        InvalidRequestError: it is no Parquet file, or pyarrow is not installed.
+        InvalidRequestError: the file is not Parquet, or pyarrow is not installed.
     """
     parquet = pyarrow_or_refusal().parquet
     try:
@@ -41,7 +41,7 @@ def read_parquet(path: Path, table: Table[Any], report: Report) -> Iterator[Pars
 
 
 def column_names(path: Path) -> list[str]:
-    """The names of a file's columns; raises as `read_parquet`."""
+    """The names of a file's columns; raises like `read_parquet`."""
     try:
         return list(pyarrow_or_refusal().parquet.read_schema(path).names)
     except (OSError, pyarrow_or_refusal().ArrowException) as error:
@@ -66,7 +66,7 @@ def _rows(batches: Iterable["pyarrow.RecordBatch"], table: Table[Any]) -> Iterat
 
 
 def _plain(column: Column, value: Any, absent: Any) -> tuple[Any, str]:
-    """Our value for one of Parquet's: pandas keeps whole numbers as floats, and None as NaN."""
+    """The value of a Parquet cell; pandas stores whole numbers as floats and None as NaN."""
     if value != value and not column.required:
         return absent, ""
     match column.type:
@@ -93,12 +93,12 @@ def _segments(value: Any) -> tuple[Any, str]:
                 )
             )
     except (AttributeError, KeyError, TypeError, ValueError):
-        return (), "is no list of structs (function, offset_s, duration_s, slack_s)"
+        return (), "is not a list of structs (function, offset_s, duration_s, slack_s)"
     return tuple(found), ""
 
 
 class ParquetWriter:
-    """Writes rows that are known to be right; the same rows are the same bytes."""
+    """Writes valid rows; equal rows give equal bytes."""
 
     def __init__(self, path: Path, table: Table[Any]) -> None:
         self._table = table
@@ -115,7 +115,7 @@ class ParquetWriter:
                 self._flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         if self._rows:
             self._flush()
         self._file.close()
@@ -127,7 +127,7 @@ class ParquetWriter:
 
 
 def arrow_schema(table: Table[Any]) -> "pyarrow.Schema":
-    """The table's columns as Parquet has them."""
+    """The Parquet schema of a table."""
     arrow = pyarrow_or_refusal()
     segment = arrow.struct(
         [
@@ -166,10 +166,10 @@ def _stored(value: Any) -> Any:
 
 
 def pyarrow_or_refusal() -> Any:
-    """The library.
+    """The pyarrow library.
 
     Raises:
-        InvalidRequestError: it is not installed.
+        InvalidRequestError: pyarrow is not installed.
     """
     try:
         import pyarrow.parquet

@@ -1,4 +1,4 @@
-"""What is wrong with a file: all of it, by line and field. Pure."""
+"""Collects the faults of a file by line and field. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from plexrl.errors import TraceError
 
 PROBLEMS_KEPT = 10_000
-"""Of one file; more are counted only, or a file of nothing but faults would fill memory."""
+"""Most faults of one file that are kept; further ones are only counted."""
 
 SHOWN = 20
-"""In an error's message."""
+"""Most faults in an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +17,9 @@ class Problem:
     """One fault of a file."""
 
     line: int
-    """Of a text file, from 1; of Parquet, the row, from 1; 0: of the file as a whole."""
+    """Line number from 1; for Parquet the row number; 0: the whole file."""
     field: str
-    """Column, or empty where the line as a whole is meant."""
+    """Column, or empty for the whole line."""
     message: str
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ Report = Callable[[Problem], None]
 
 
 class Problems:
-    """Takes problems in: `Problems()` is a `Report`; `then` is told of each as well."""
+    """A `Report` that collects problems and passes each on to `then`."""
 
     def __init__(self, then: Report | None = None) -> None:
         self.kept: list[Problem] = []
@@ -41,7 +41,7 @@ class Problems:
 
     @property
     def bad_lines(self) -> int:
-        """Lines that have any; faults of a line are reported together."""
+        """Number of lines with faults; the faults of a line must be reported together."""
         return self._lines
 
     def __call__(self, problem: Problem) -> None:
@@ -54,7 +54,7 @@ class Problems:
             self._then(problem)
 
     def error(self, path: str) -> TraceError:
-        """All of them as one error."""
+        """One error of all problems."""
         lines = [f"{path}: {problem}" for problem in self.kept[:SHOWN]]
         if self.count > SHOWN:
             lines.append(f"... {self.count - SHOWN} more: see `plexrl traces validate`")
@@ -62,8 +62,8 @@ class Problems:
             {"line": each.line, "field": each.field, "message": each.message} for each in self.kept
         ]
         return TraceError(
-            f"{path} has {self.count} faults in {self.bad_lines} lines; mend them, or go on "
-            "without those lines by --skip-bad (`skip_bad`)\n" + "\n".join(lines),
+            f"{path} has {self.count} faults in {self.bad_lines} lines; correct them, or skip "
+            "those lines by --skip-bad (`skip_bad`)\n" + "\n".join(lines),
             path=path,
             count=self.count,
             problems=found,

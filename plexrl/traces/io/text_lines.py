@@ -1,7 +1,7 @@
-"""Lines of a text file, each cut into cells by itself.
+"""Reads the lines of a text file and splits each into cells.
 
-No cell of ours holds a line end, so a stray quote spoils its own line and no other, and memory is
-bounded by the longest line.
+Cells never contain line ends, so a stray quote affects its own line only, and memory is bounded by
+the longest line.
 """
 
 import csv
@@ -18,7 +18,7 @@ LINE_BYTES_MAX = 1 << 20
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The file's bytes, of `.gz` what was compressed.
+    """Open a file for reading; `.gz` files are decompressed.
 
     Raises:
         InvalidRequestError: it cannot be opened.
@@ -34,7 +34,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def lines(path: Path, report: Report) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank. What is not UTF-8 becomes lone surrogates."""
+    """Number and text of each non-blank line. Bytes that are not UTF-8 become lone surrogates."""
     with open_bytes(path) as file:
         number = 0
         try:
@@ -50,11 +50,11 @@ def lines(path: Path, report: Report) -> Iterator[tuple[int, str]]:
                 if text.strip():
                     yield number, text
         except (EOFError, OSError, zlib.error) as error:
-            message = f"cannot be read on: {error}"
+            message = f"cannot be read further: {error}"
             report(Problem(line=number + 1, field="", message=message))
 
 
-def cut(text: str) -> list[str]:
+def split_cells(text: str) -> list[str]:
     """The cells of a line of CSV.
 
     Raises:
@@ -65,14 +65,14 @@ def cut(text: str) -> list[str]:
     try:
         return next(csv.reader([text], strict=True))
     except (csv.Error, StopIteration) as error:
-        raise ValueError(f"is no line of CSV: {error}") from error
+        raise ValueError(f"is not a line of CSV: {error}") from error
 
 
 def cells(path: Path, report: Report) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of each line of a CSV file that is not blank."""
+    """Number and cells of each non-blank line of a CSV file."""
     for number, text in lines(path, report):
         try:
-            yield number, cut(text)
+            yield number, split_cells(text)
         except ValueError as error:
             report(Problem(line=number, field="", message=str(error)))
 

@@ -1,4 +1,4 @@
-"""The quota of checkpoints, on a disk that cannot be read."""
+"""The checkpoint quota on a disk that cannot be read."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
 
 
 class Owner:
-    """Answers as the scheduler does."""
+    """A fake scheduler."""
 
     async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         assert (method, params) == ("checkpoint_owner", {"job": "j"})
@@ -19,12 +19,12 @@ class Owner:
         return {"is_operator": False, "tenant": "t", "jobs": ["j"], **bounds}
 
 
-def test_a_disk_that_cannot_be_looked_at_refuses_a_checkpoint_and_spoils_no_state(
+def test_an_unreadable_disk_refuses_a_checkpoint_with_a_typed_error(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "checkpoints"
     folder.write_text("no folder")
     quota = CheckpointQuota(Owner(), folder, "r", checkpoints_max=1, bytes_max=None)  # type: ignore[arg-type]
-    # A typed error: the executor takes any other for one that may have changed the workers' state.
+    # A typed error: after any other error the executor assumes that the workers' state changed.
     with pytest.raises(StorageError, match="cannot be read"):
         asyncio.run(quota.check("j", '{"name": "c"}'))

@@ -1,4 +1,4 @@
-"""Payloads that no operation needs go; others, and new ones, stay."""
+"""Unreferenced payloads are deleted; referenced and new ones stay."""
 
 import asyncio
 import os
@@ -15,23 +15,23 @@ LIMIT_S = 60.0
 
 
 class Knowing:
-    """A scheduler that knows some payloads, and is away at first."""
+    """A scheduler that references some payloads and is unreachable at first."""
 
     def __init__(self, known: set[str]) -> None:
         self.known = known
-        self.asked: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.queries: asyncio.Queue[list[str]] = asyncio.Queue()
         self.is_away = True
 
     async def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         assert method == "needless_payloads"
-        self.asked.put_nowait(list(params["blobs"]))
+        self.queries.put_nowait(list(params["blobs"]))
         if self.is_away:
             self.is_away = False
             raise UnavailableError("the scheduler is restarting")
         return {"blobs": [blob for blob in params["blobs"] if blob not in self.known]}
 
 
-def test_old_payloads_that_no_operation_needs_go_once_the_scheduler_says_so(tmp_path: Path) -> None:
+def test_old_unreferenced_payloads_are_deleted_after_the_schedulers_reply(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     names = ("j:1/a.0.in", "j:2.0.in", "new.0.in", "result.out", f"{'a:' * 99}.0.in")
     long_ago = time.time() - 7200
@@ -45,10 +45,10 @@ def test_old_payloads_that_no_operation_needs_go_once_the_scheduler_says_so(tmp_
             collect_orphans(store, scheduler, older_than_s=3600.0, every_s=0.01)
         )
         async with asyncio.timeout(LIMIT_S):
-            asked = [await scheduler.asked.get() for _ in range(3)]
+            queries = [await scheduler.queries.get() for _ in range(3)]
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
-        assert asked == [["j:1/a.0.in", "j:2.0.in"]] * 2 + [["j:1/a.0.in"]]
+        assert queries == [["j:1/a.0.in", "j:2.0.in"]] * 2 + [["j:1/a.0.in"]]
 
     asyncio.run(run())
     assert len(list(tmp_path.iterdir())) == len(names) - 1

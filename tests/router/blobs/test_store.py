@@ -1,4 +1,4 @@
-"""Blobs are whole or absent, small or large, and results do not pile up."""
+"""Blobs are whole or absent, small or large, and old results are deleted."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from tests.small_disk import small_disk
 
 
 @pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX + 1])
-def test_a_blob_comes_back_as_it_was_until_it_is_discarded(tmp_path: Path, size: int) -> None:
+def test_a_blob_is_unchanged_until_it_is_discarded(tmp_path: Path, size: int) -> None:
     store = BlobStore(tmp_path)
     ref = BlobRef("job:1/../x.out")
     body = os.urandom(size)
@@ -35,7 +35,7 @@ def test_a_blob_comes_back_as_it_was_until_it_is_discarded(tmp_path: Path, size:
 
 
 @pytest.mark.parametrize("suffix", [".in", ".out"])
-def test_the_longest_ids_are_names_of_blobs_too(tmp_path: Path, suffix: str) -> None:
+def test_the_longest_ids_are_valid_blob_names(tmp_path: Path, suffix: str) -> None:
     store = BlobStore(tmp_path)
     refs = [BlobRef(f"a{':' * 198}{last}{suffix}") for last in "bc"]
     for ref in refs:
@@ -52,7 +52,7 @@ def spoil(folder: Path) -> None:
         path.write_bytes(b"of the file")
 
 
-def test_small_payloads_wait_in_memory_within_a_bound(tmp_path: Path) -> None:
+def test_small_payloads_are_kept_in_memory_within_a_bound(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     refs = [BlobRef(f"{number}.in") for number in range(RECENT_BYTES_MAX // (1 << 20) + 2)]
 
@@ -64,7 +64,7 @@ def test_small_payloads_wait_in_memory_within_a_bound(tmp_path: Path) -> None:
         read = [bytes(await store.read(ref)) for ref in refs]
         assert read[:2] == [b"of the file"] * 2
         assert read[2:] == [ref.encode().ljust(1 << 20) for ref in refs[2:]]
-        # A run that is repeated has the file.
+        # A repeated run reads the file.
         assert bytes(await store.read(refs[-1])) == b"of the file"
         upload = await store.receive(arriving(b"x"), 1)
         await store.publish(upload, BlobRef("x.in"))
@@ -75,7 +75,7 @@ def test_small_payloads_wait_in_memory_within_a_bound(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_old_results_go_and_payloads_and_new_results_stay(tmp_path: Path) -> None:
+def test_only_old_results_are_deleted(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     for name in ("old.out", "old.in", "new.out", "killed.1.part"):
         asyncio.run(store.write(BlobRef(name), b"x"))
@@ -86,7 +86,7 @@ def test_old_results_go_and_payloads_and_new_results_stay(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.out", "old.in"]
 
 
-def test_a_store_that_cannot_be_written_says_so_and_keeps_nothing_half(tmp_path: Path) -> None:
+def test_an_unwritable_store_raises_and_keeps_no_partial_file(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "blobs")
     (tmp_path / "blobs").rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
@@ -119,7 +119,7 @@ def test_an_upload_has_no_name_until_it_is_published(tmp_path: Path, size: int) 
         return upload
 
     upload = asyncio.run(run())
-    # What is being sent to a worker must not go with the file.
+    # Data that is being sent to a worker must outlive the file.
     assert bytes(upload.body) == body
     assert not list(tmp_path.iterdir())
     again = asyncio.run(store.receive(arriving(body, 33_333), size))
@@ -128,14 +128,14 @@ def test_an_upload_has_no_name_until_it_is_published(tmp_path: Path, size: int) 
 
 
 @pytest.mark.parametrize("size", [11, 2 * INLINE_BYTES_MAX + 11])
-def test_a_body_beyond_the_bound_leaves_nothing(tmp_path: Path, size: int) -> None:
+def test_a_body_over_the_limit_leaves_no_file(tmp_path: Path, size: int) -> None:
     store = BlobStore(tmp_path)
     with pytest.raises(PayloadTooLargeError, match=f"over {size - 1} bytes"):
         asyncio.run(store.receive(arriving(bytes(size)), size - 1))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_body_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+def test_a_body_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
     async def broken() -> AsyncIterator[bytes]:
         yield bytes(INLINE_BYTES_MAX + 1)
         raise ConnectionError("the client is gone")
@@ -146,14 +146,14 @@ def test_a_body_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_upload_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_an_upload_that_cannot_be_written_raises(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "blobs")
     (tmp_path / "blobs").rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
         asyncio.run(store.receive(arriving(bytes(2 * INLINE_BYTES_MAX)), 1 << 30))
 
 
-def test_a_full_disk_is_told_apart_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "8m") as disk:
         store = BlobStore(disk.path / "blobs")
         metrics = MetricsLog(disk.path / "metrics", row_bytes_max=1 << 20, job_bytes_max=1 << 30)

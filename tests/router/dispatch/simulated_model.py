@@ -1,8 +1,8 @@
-"""A model whose every result depends on all tokens before it, run whole or by a plan's ranks.
+"""A fake model whose results depend on all earlier tokens, run whole or by the ranks of a plan.
 
-Its "logprob" of a token mixes the tokens up to it and the token's own per-token value. Run by a
-layout, context ranks put the chunks of a row together as attention would, from nothing but what
-they were sent; ranks whose results must not count answer with NaN.
+Its "logprob" of a token combines the tokens up to it and the token's own per-token value. Under a
+layout, context ranks combine the chunks of a row as attention would, using only their own inputs;
+ranks whose results must not count return NaN.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from plexrl.router.dispatch.plan import DispatchPlan
 from plexrl.wire.tensors import Array, Arrays
 
 MODULUS = 1 << 20
-"""Results stay whole numbers that float32 holds exactly."""
+"""Small enough that results are integers that float32 represents exactly."""
 
 
 def batch(lengths: Sequence[int], seed: int = 0) -> Arrays:
@@ -65,7 +65,7 @@ def run_by_plan(plan: DispatchPlan, arrays: Arrays) -> tuple[dict[int, Array], l
 
 
 def _rows_of(ring: Sequence[Arrays]) -> list[Array]:
-    """The whole rows of one data rank, out of its context ranks' chunks."""
+    """The whole rows of one data rank, from the chunks of its context ranks."""
     rows = [np.full(length, -1, dtype=np.int64) for length in ring[0]["lengths"].tolist()]
     for part in ring:
         for row, local in zip(rows, _local_rows(part, len(ring)), strict=True):
@@ -90,7 +90,7 @@ def _run_chunks(part: Arrays, rows: Sequence[Array], cp: int) -> Array:
 
 
 def _local_rows(part: Arrays, cp: int) -> list[slice]:
-    """Where each row lies among a context rank's places."""
+    """Slice of each row among a context rank's tokens."""
     shares = -(-part["lengths"] // (2 * cp)) * 2
     ends = np.cumsum(shares).tolist()
     assert len(part["tokens"]) == len(part["positions"]) == (ends[-1] if ends else 0)
@@ -104,7 +104,7 @@ def _row(tokens: Array, advantages: Array) -> Array:
 
 
 def _prefixes(tokens: Array) -> Array:
-    """Of each token: a number that every token up to it, and its position, has a part in."""
+    """A number for each token that depends on its position and on all tokens up to it."""
     found: Array = np.cumsum(tokens.astype(np.int64) * (7919 * np.arange(1, len(tokens) + 1)))
     return found
 

@@ -1,4 +1,4 @@
-"""Loads over parts: never worse than longest first, near the bound, and the best where small."""
+"""Balanced loads: never worse than longest-first, near the bound, optimal for small inputs."""
 
 import heapq
 from collections.abc import Sequence
@@ -25,9 +25,7 @@ def longest_first(costs: Sequence[int], parts: int) -> int:
 
 
 @given(costs_of_rows, st.integers(1, 16))
-def test_every_item_is_in_one_part_and_the_fullest_is_within_its_bounds(
-    costs: list[int], count: int
-) -> None:
+def test_every_item_is_in_one_part_and_the_fullest_is_bounded(costs: list[int], count: int) -> None:
     parts = balanced(costs, count)
     assert len(parts) == count
     assert all(part == sorted(part) for part in parts)
@@ -58,7 +56,7 @@ def test_exchanges_find_what_longest_first_misses() -> None:
     assert fullest([3, 3, 2, 2, 2], balanced([3, 3, 2, 2, 2], 2)) == 6
 
 
-def test_batches_of_ordinary_size_come_near_the_bound() -> None:
+def test_typical_batches_are_near_the_lower_bound() -> None:
     random = np.random.default_rng(0)
     for rows, count in ((64, 8), (256, 8), (1000, 16), (4000, 64)):
         costs = random.lognormal(5.5, 0.8, rows).clip(8, 4096).astype(int).tolist()

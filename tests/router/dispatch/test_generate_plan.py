@@ -1,4 +1,4 @@
-"""Prompts over replicas: everyone once, in order, as on one."""
+"""Prompts over replicas: each once, in order, with the samples of a single replica."""
 
 import numpy as np
 from hypothesis import given
@@ -14,7 +14,7 @@ from plexrl.router.dispatch.generate_plan import plan_generate
     st.integers(1, 3),
     st.integers(1, 4),
 )
-def test_every_prompt_goes_to_one_leader_and_all_come_back_in_order(
+def test_every_prompt_goes_to_one_replica_and_samples_keep_the_order(
     lengths: list[int], dp: int, tp: int, samples: int
 ) -> None:
     rows = [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)]
@@ -41,7 +41,7 @@ def test_every_prompt_goes_to_one_leader_and_all_come_back_in_order(
         done += share.prompts * samples
 
 
-def test_results_of_replicas_become_one() -> None:
+def test_results_of_replicas_are_joined() -> None:
     plan = plan_generate(Parallelism(dp=2), 3, 2)
     assert [share.prompts for share in plan.shares] == [1, 2]
     use = {"preemptions": 1, "kv_cache_bytes": 10, "kv_cache_bytes_used_max": 4}

@@ -1,4 +1,4 @@
-"""Micro-batches: within their bound, as few as by trying, every row in one."""
+"""Micro-batches: within the bound, as few as possible, each row in one."""
 
 from collections.abc import Sequence
 
@@ -19,15 +19,13 @@ def fits_padded(lengths: Sequence[int], count: int, bound: int) -> bool:
 
 
 @given(lengths_of_rows, bounds)
-def test_padded_rows_are_cut_as_seldom_as_trying_every_count_would(
-    lengths: list[int], bound: int
-) -> None:
+def test_padded_count_is_the_least_that_fits(lengths: list[int], bound: int) -> None:
     tried = next(n for n in range(1, len(lengths) + 2) if fits_padded(lengths, n, bound))
     assert padded_count(np.array(lengths, dtype=np.int64), bound) == tried
 
 
 @given(lengths_of_rows, bounds, st.integers(0, 3))
-def test_a_worker_that_is_given_a_count_stays_within_the_bound(
+def test_a_worker_with_that_count_stays_within_the_bound(
     lengths: list[int], bound: int, more: int
 ) -> None:
     count = padded_count(np.array(lengths, dtype=np.int64), bound) + more
@@ -36,12 +34,12 @@ def test_a_worker_that_is_given_a_count_stays_within_the_bound(
         "lengths": np.array(lengths, dtype=np.int32),
     }
     for batch in micro_batches(arrays, count):
-        # Workers give a lone short row, or none, two places at least.
+        # Workers pad a single short row, or none, to at least two tokens.
         assert batch.rows == 1 or batch.tokens_BL.numel() <= max(bound, 2 * batch.rows)
 
 
 @given(lengths_of_rows, bounds, st.integers(0, 3))
-def test_packed_rows_are_in_one_micro_batch_each_heaviest_first(
+def test_each_packed_row_is_in_one_micro_batch_heaviest_first(
     costs: list[int], bound: int, more: int
 ) -> None:
     count = packed_count(costs, bound) + more
@@ -55,8 +53,8 @@ def test_packed_rows_are_in_one_micro_batch_each_heaviest_first(
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200))
-def test_packing_needs_little_more_than_the_tokens_do(costs: list[int], bound: int) -> None:
-    # Two groups that are together within the bound would have been one.
+def test_packing_wastes_few_micro_batches(costs: list[int], bound: int) -> None:
+    # Two groups that fit the bound together would have been one.
     assert packed_count(costs, bound) <= 2 * -(-sum(costs) // bound)
 
 
@@ -65,5 +63,5 @@ def test_rows_that_fit_evenly_are_packed_evenly() -> None:
     assert packed_count([1, 99], 100) == 1
     assert packed([60, 40, 50, 50, 100], 3, 100) == [[0, 1], [2, 3], [4]]
     assert packed([10] * 6, 3, 1000) == [[0, 3], [1, 4], [2, 5]]
-    # Evenly by number of tokens would put three rows of 30 beside one another.
+    # Even token counts alone would put three rows of 30 together.
     assert packed([70, 60, 30, 40], 2, 100) == [[0, 2], [1, 3]]

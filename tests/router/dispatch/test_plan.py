@@ -1,4 +1,4 @@
-"""The dispatch plan: any layout's ranks together give what one process would, in its order."""
+"""The dispatch plan: the ranks of any layout together compute what one process does."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_every_layout_up_to_64_ranks_computes_what_one_process_does() -> None:
 
 @given(layouts, batches, bounds, st.booleans(), st.integers(0, 100))
 @settings(deadline=None)
-def test_ragged_batches_come_back_whole_and_in_order(
+def test_results_of_ragged_batches_are_whole_and_in_order(
     layout: Parallelism, lengths: list[int], bound: int, packs: bool, seed: int
 ) -> None:
     if not packs:
@@ -80,12 +80,12 @@ def test_a_rows_tokens_reach_the_ranks_of_one_data_rank_and_no_others(
                     rows = np.searchsorted(ends, real - 1, side="right")
                     assert {home[int(row)] for row in rows} <= {dp}
                     seen += real.tolist()
-            # The ranks of one stage and tensor part hold the batch once between them.
+            # The ranks of one stage and tensor part hold the batch exactly once.
             assert sorted(seen) == list(range(1, sum(lengths) + 1))
 
 
 @given(layouts, batches)
-def test_replicas_are_sent_the_same_part_and_each_part_has_one_output_rank(
+def test_replicas_get_the_same_part_and_each_part_has_one_output_rank(
     layout: Parallelism, lengths: list[int]
 ) -> None:
     plan = plan_of(layout, lengths)
@@ -96,9 +96,7 @@ def test_replicas_are_sent_the_same_part_and_each_part_has_one_output_rank(
 
 
 @given(st.integers(2, 16), batches)
-def test_context_ranks_get_the_two_chunks_whose_causal_work_adds_up_to_the_same(
-    cp: int, lengths: list[int]
-) -> None:
+def test_context_ranks_get_chunk_pairs_of_equal_causal_work(cp: int, lengths: list[int]) -> None:
     plan = plan_of(Parallelism(cp=cp), lengths)
     arrays = batch(lengths)
     ends = np.cumsum(arrays["lengths"]).tolist()
@@ -152,7 +150,7 @@ def test_backends_that_pad_get_rows_in_order_and_the_fewest_micro_batches_that_f
     assert plan.micro_batches == max(counts)
 
 
-def test_context_parts_carry_the_masks_of_whole_rows() -> None:
+def test_context_parts_contain_the_mask_sums_of_whole_rows() -> None:
     lengths = [5, 1, 9]
     arrays = batch(lengths, seed=3)
     rows = np.split(arrays["mask"], np.cumsum(lengths)[:-1])
@@ -163,7 +161,7 @@ def test_context_parts_carry_the_masks_of_whole_rows() -> None:
         assert part["row_mask"].dtype == np.float32
 
 
-def test_ranks_without_rows_are_sent_empty_parts() -> None:
+def test_ranks_without_rows_get_empty_parts() -> None:
     for packs in (False, True):
         plan = plan_of(Parallelism(dp=3), [4], packs=packs)
         sizes = sorted(len(part["tokens"]) for part in plan.inputs(batch([4])))

@@ -1,4 +1,4 @@
-"""Scalars of a whole batch are the same however its rows were split."""
+"""Scalars of a whole batch do not depend on how its rows were split."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from plexrl.router.dispatch.reductions import (
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40))
-def test_denominators_are_those_of_the_whole_batch(lengths: list[int]) -> None:
+def test_denominators_cover_the_whole_batch(lengths: list[int]) -> None:
     total = sum(lengths)
     mask = (np.arange(total) % 3 > 0).astype(np.float32)
     arrays = {"mask": mask, "lengths": np.array(lengths, dtype=np.int32)}
@@ -28,7 +28,7 @@ def test_denominators_are_those_of_the_whole_batch(lengths: list[int]) -> None:
     assert row_masks(mask, arrays["lengths"]).tolist() == [float(row.sum()) for row in masks]
 
 
-def test_metrics_are_those_of_the_batch_however_it_was_split() -> None:
+def test_metrics_do_not_depend_on_the_split() -> None:
     gathered = gather_metrics(
         [
             {"sums": {"loss": 0.5, "tokens": 3, "ratio": 3.3}, "maxes": {"peak": 2.0}},

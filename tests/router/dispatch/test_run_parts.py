@@ -1,4 +1,4 @@
-"""What ranks are sent and how their answers are joined, small and large, split and whole."""
+"""Inputs of the ranks and joined results: small and large, split and whole."""
 
 import asyncio
 from dataclasses import replace
@@ -70,7 +70,7 @@ def split_now(dp: int, body: bytes) -> RunParts:
 
 @pytest.mark.parametrize("rows", [5, 70_000])
 @pytest.mark.parametrize("dp", [1, 3])
-def test_every_row_reaches_one_rank_and_comes_back_to_its_place(rows: int, dp: int) -> None:
+def test_every_row_reaches_one_rank_and_returns_to_its_position(rows: int, dp: int) -> None:
     batch = batch_of(rows)
     body = encode_body({"of": "no interest"}, batch)
     assert (len(body) > INLINE_BYTES_MAX) == (rows > 5)
@@ -86,13 +86,13 @@ def test_every_row_reaches_one_rank_and_comes_back_to_its_place(rows: int, dp: i
     np.testing.assert_array_equal(joined["logprobs"], batch["tokens"].astype(np.float32))
 
 
-def test_a_batch_that_is_not_split_is_sent_as_it_lies() -> None:
+def test_an_unsplit_batch_is_sent_byte_for_byte() -> None:
     body = encode_body({}, batch_of(9))
     assert [list(payload) for payload in split_now(1, body).payloads] == [[body]]
     assert split_now(1, body).payloads[0][0] is body
 
 
-def test_a_rank_that_leaves_tokens_out_is_found_out() -> None:
+def test_a_rank_that_omits_tokens_is_detected() -> None:
     parts = split_now(1, encode_body({}, batch_of(9)))
     assert parts.plan is not None
     short = bytearray(encode_body({}, {"logprobs": np.zeros(3, dtype=np.float32)}))
@@ -100,14 +100,14 @@ def test_a_rank_that_leaves_tokens_out_is_found_out() -> None:
         asyncio.run(join(parts.plan, [short]))
 
 
-def test_what_has_no_rows_goes_to_every_rank() -> None:
+def test_a_payload_without_rows_goes_to_every_rank() -> None:
     barrier = command(2, OperationKind.BARRIER)
     assert asyncio.run(split(barrier, None, None)).payloads == [(), ()]
     step = command(2, OperationKind.OPTIM_STEP)
     assert asyncio.run(split(step, b"abc", None)).payloads == [(b"abc",), (b"abc",)]
 
 
-def test_prompts_go_to_those_who_lead_a_replica_and_come_back_in_order() -> None:
+def test_prompts_go_to_replica_leaders_and_samples_keep_the_order() -> None:
     params = msgspec.json.encode(GenerateParams()).decode()
     spec = DeploymentSpec(
         model=tiny_qwen2("01"),
@@ -118,8 +118,8 @@ def test_prompts_go_to_those_who_lead_a_replica_and_come_back_in_order() -> None
     )
     prompts = {name: array for name, array in batch_of(5).items() if name != "mask"}
     body = encode_body({}, prompts)
-    asked = structs.replace(command(4, OperationKind.GENERATE), params_json=params)
-    parts = asyncio.run(split(asked, body, spec))
+    generate = structs.replace(command(4, OperationKind.GENERATE), params_json=params)
+    parts = asyncio.run(split(generate, body, spec))
     assert parts.generation is not None
     assert [share.rank for share in parts.generation.shares] == [0, 2]
     sent = [bytearray(b"".join(payload)) for payload in parts.payloads]
@@ -128,4 +128,4 @@ def test_prompts_go_to_those_who_lead_a_replica_and_come_back_in_order() -> None
         name: array.tolist() for name, array in prompts.items()
     }
     alone = replace(spec, workers=2, parallelism=Parallelism(tp=2))
-    assert asyncio.run(split(asked, body, alone)).payloads == [(body,)], "as it came"
+    assert asyncio.run(split(generate, body, alone)).payloads == [(body,)], "as it came"

@@ -1,4 +1,4 @@
-"""Specifications are asked for once in each scope, and work that was given waits for them."""
+"""Specifications are requested once in each scope; assigned runs wait for them."""
 
 import asyncio
 from pathlib import Path
@@ -23,8 +23,8 @@ SPEC = DeploymentSpec(
 )
 
 
-async def scheduler_at(address: Path, asked: list[dict[str, Any]]) -> asyncio.Server:
-    """A scheduler that knows the deployment `j/a` of tenant `t`, and nothing else."""
+async def scheduler_at(address: Path, requests: list[dict[str, Any]]) -> asyncio.Server:
+    """A scheduler with the deployment `j/a` of tenant `t`, and nothing else."""
 
     async def hello(peer: Peer, params: dict[str, Any]) -> dict[str, Any]:
         del peer, params
@@ -32,7 +32,7 @@ async def scheduler_at(address: Path, asked: list[dict[str, Any]]) -> asyncio.Se
 
     async def get_deployment(peer: Peer, params: dict[str, Any]) -> dict[str, Any]:
         del peer
-        asked.append(params)
+        requests.append(params)
         seen = params["tenant"] == "t" or params.get("as_operator") is True
         if params["deployment"] != "j/a" or not seen:
             raise UnknownDeploymentError("there is none")
@@ -44,10 +44,10 @@ async def scheduler_at(address: Path, asked: list[dict[str, Any]]) -> asyncio.Se
     return await asyncio.start_unix_server(serve, address)
 
 
-def test_a_specification_is_asked_for_once_in_each_scope(tmp_path: Path) -> None:
+def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None:
     async def read() -> list[dict[str, Any]]:
-        asked: list[dict[str, Any]] = []
-        server = await scheduler_at(tmp_path / "s", asked)
+        requests: list[dict[str, Any]] = []
+        server = await scheduler_at(tmp_path / "s", requests)
         link = SchedulerLink(str(tmp_path / "s"), "r", {})
         running = asyncio.create_task(link.run())
         await link.connected.wait()
@@ -61,10 +61,10 @@ def test_a_specification_is_asked_for_once_in_each_scope(tmp_path: Path) -> None
             await specs.await_own("j/b")
         running.cancel()
         server.close()
-        return asked
+        return requests
 
-    asked = asyncio.run(read())
-    assert asked == [
+    requests = asyncio.run(read())
+    assert requests == [
         {"deployment": "j/a", "tenant": "t"},
         {"deployment": "j/a", "tenant": None, "as_operator": True},
         {"deployment": "j/a", "tenant": "other"},
@@ -72,7 +72,7 @@ def test_a_specification_is_asked_for_once_in_each_scope(tmp_path: Path) -> None
     ]
 
 
-def test_work_that_was_given_waits_for_a_scheduler_that_is_away(tmp_path: Path) -> None:
+def test_assigned_work_waits_for_an_unreachable_scheduler(tmp_path: Path) -> None:
     async def wait() -> DeploymentSpec:
         link = SchedulerLink(str(tmp_path / "s"), "r", {})
         specs = DeploymentSpecs(link)

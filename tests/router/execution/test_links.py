@@ -1,4 +1,4 @@
-"""The router's connections outlive what goes wrong at their other ends."""
+"""The router's connections survive faults of the scheduler and of workers."""
 
 import asyncio
 import socket
@@ -54,8 +54,8 @@ def abort_of(*addresses: str) -> Plain:
 async def worker_at(
     address: Path,
 ) -> AsyncIterator[tuple["asyncio.Queue[Plain]", list[FrameSocket]]]:
-    """A worker that only listens: what it is sent, and its connections."""
-    heard: asyncio.Queue[Plain] = asyncio.Queue()
+    """A worker that only listens: its received messages and its connections."""
+    received: asyncio.Queue[Plain] = asyncio.Queue()
     connections: list[FrameSocket] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.setblocking(False)
@@ -66,11 +66,11 @@ async def worker_at(
             connected, _ = await asyncio.get_running_loop().sock_accept(listening)
             connections.append(FrameSocket(connected))
             while True:
-                heard.put_nowait((await connections[0].receive())[0])
+                received.put_nowait((await connections[0].receive())[0])
 
         serving = asyncio.create_task(serve())
         try:
-            yield heard, connections
+            yield received, connections
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
@@ -78,29 +78,29 @@ async def worker_at(
                 each.close()
 
 
-def test_an_abort_reaches_the_workers_that_are_left(tmp_path: Path) -> None:
+def test_an_abort_reaches_the_remaining_workers(tmp_path: Path) -> None:
     async def run() -> Plain:
         executor = Executor(BlobStore(tmp_path / "blobs"))
-        # No worker was ever at the first address, and none listens at the second any more.
+        # The first address never had a worker; the worker of the second has ended.
         (tmp_path / "w0").touch()
-        told = abort_of(*(str(tmp_path / name) for name in ("none", "w0", "w1")))
-        async with worker_at(tmp_path / "w1") as (heard, _):
-            await in_time(executor.on_abort(None, told))  # type: ignore[arg-type]
-            found: Plain = await in_time(heard.get())
+        abort = abort_of(*(str(tmp_path / name) for name in ("none", "w0", "w1")))
+        async with worker_at(tmp_path / "w1") as (received, _):
+            await in_time(executor.on_abort(None, abort))  # type: ignore[arg-type]
+            found: Plain = await in_time(received.get())
             await executor.close()
         return found
 
     assert asyncio.run(run())["request"] == "abort"
 
 
-def test_a_run_asked_for_anew_keeps_its_answer_when_the_former_one_ends(tmp_path: Path) -> None:
+def test_a_repeated_run_keeps_its_reply_when_the_earlier_one_ends(tmp_path: Path) -> None:
     async def run() -> Plain:
-        async with worker_at(tmp_path / "w") as (heard, connections):
+        async with worker_at(tmp_path / "w") as (received, connections):
             link = WorkerLink(str(tmp_path / "w"))
             former = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
-            await in_time(heard.get())
+            await in_time(received.get())
             anew = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
-            await in_time(heard.get())
+            await in_time(received.get())
             former.cancel()
             await asyncio.gather(former, return_exceptions=True)
             await connections[0].send({"reply": "finished", "operation": "o", "token": 1})
@@ -111,7 +111,7 @@ def test_a_run_asked_for_anew_keeps_its_answer_when_the_former_one_ends(tmp_path
     assert asyncio.run(run())["reply"] == "finished"
 
 
-def test_a_worker_that_is_gone_leaves_no_link_behind(tmp_path: Path) -> None:
+def test_the_link_of_a_dead_worker_is_dropped(tmp_path: Path) -> None:
     async def run() -> None:
         executor = Executor(BlobStore(tmp_path / "blobs"))
         gone = str(tmp_path / "none")
@@ -125,7 +125,7 @@ def test_a_worker_that_is_gone_leaves_no_link_behind(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_scheduler_that_is_stopping_when_greeted_is_greeted_again(tmp_path: Path) -> None:
+def test_hello_is_repeated_after_a_stopping_scheduler_refused_it(tmp_path: Path) -> None:
     greeted = 0
 
     async def hello(peer: Peer, params: Plain) -> Plain:
@@ -150,7 +150,7 @@ def test_a_scheduler_that_is_stopping_when_greeted_is_greeted_again(tmp_path: Pa
     assert greeted == 2
 
 
-def test_a_bug_met_by_one_order_does_not_end_the_connection_for_good(tmp_path: Path) -> None:
+def test_a_bug_in_one_handler_does_not_end_the_connection_for_good(tmp_path: Path) -> None:
     greeted: asyncio.Queue[Peer] = asyncio.Queue()
 
     async def hello(peer: Peer, params: Plain) -> Plain:
@@ -177,16 +177,16 @@ def test_a_bug_met_by_one_order_does_not_end_the_connection_for_good(tmp_path: P
     asyncio.run(run())
 
 
-def test_a_report_that_a_stopping_scheduler_refuses_is_made_again(tmp_path: Path) -> None:
-    told: list[int] = []
-    all_told = asyncio.Event()
+def test_a_report_refused_by_a_stopping_scheduler_is_repeated(tmp_path: Path) -> None:
+    numbers: list[int] = []
+    all_reported = asyncio.Event()
 
     async def finished(peer: Peer, params: Plain) -> Plain:
         del peer
-        told.append(params["n"])
+        numbers.append(params["n"])
         if params["n"] == 3:
-            all_told.set()
-        if len(told) == 1:
+            all_reported.set()
+        if len(numbers) == 1:
             raise UnavailableError("the scheduler is stopping: try again in a moment")
         if params["n"] == 2:
             raise ConflictError("no such operation")
@@ -198,13 +198,13 @@ def test_a_report_that_a_stopping_scheduler_refuses_is_made_again(tmp_path: Path
         for n in (1, 2, 3):
             link.report("finished", {"n": n})
         running = asyncio.create_task(link.run())
-        await in_time(all_told.wait())
+        await in_time(all_reported.wait())
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         server.close()
 
     asyncio.run(run())
-    assert told == [1, 1, 2, 3]
+    assert numbers == [1, 1, 2, 3]
 
 
 def run_of(kind: OperationKind, *addresses: str) -> Plain:
@@ -228,13 +228,13 @@ def run_of(kind: OperationKind, *addresses: str) -> Plain:
 async def executor_at(
     folder: Path, blobs: Path
 ) -> AsyncIterator[tuple[Executor, "asyncio.Queue[tuple[str, Plain]]"]]:
-    """An executor, and what it reports to its scheduler."""
-    told: asyncio.Queue[tuple[str, Plain]] = asyncio.Queue()
+    """An executor, and its reports to the scheduler."""
+    reports: asyncio.Queue[tuple[str, Plain]] = asyncio.Queue()
 
     def note(method: str) -> Handler:
         async def taken(peer: Peer, params: Plain) -> Plain:
             del peer
-            told.put_nowait((method, params))
+            reports.put_nowait((method, params))
             return {}
 
         return taken
@@ -248,7 +248,7 @@ async def executor_at(
     executor.specs = DeploymentSpecs(executor.scheduler)
     running = asyncio.create_task(executor.scheduler.run())
     try:
-        yield executor, told
+        yield executor, reports
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -256,15 +256,15 @@ async def executor_at(
         server.close()
 
 
-def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path: Path) -> None:
+def test_a_result_waits_for_disk_space_and_is_not_computed_again(tmp_path: Path) -> None:
     async def run(disk: SmallDisk) -> None:
         async with (
-            executor_at(tmp_path, disk.path / "blobs") as (executor, told),
-            worker_at(tmp_path / "w") as (heard, connections),
+            executor_at(tmp_path, disk.path / "blobs") as (executor, reports),
+            worker_at(tmp_path / "w") as (received, connections),
         ):
             disk.fill()
             await executor.on_run(None, run_of(OperationKind.BARRIER, str(tmp_path / "w")))  # type: ignore[arg-type]
-            await in_time(heard.get())
+            await in_time(received.get())
             answer = {"reply": "finished", "operation": "o", "token": 1}
             answer |= {"result": {}, "compute_s": 0.1}
             await connections[0].send(answer, (b"x" * 5000,))
@@ -272,12 +272,12 @@ def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path
                 while executor.unstored_reason("o") is None:  # noqa: ASYNC110 (no event exists)
                     await asyncio.sleep(0.01)
             assert "free space there" in str(executor.unstored_reason("o"))
-            assert told.empty()
+            assert reports.empty()
             disk.free()
-            method, report = await in_time(told.get())
+            method, report = await in_time(reports.get())
             assert method == "operation_finished"
             assert executor.unstored_reason("o") is None
-            assert heard.empty(), "the workers were asked again"
+            assert received.empty(), "the workers got a second request"
             stored = await BlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
             assert bytes(stored) == b"x" * 5000
 
@@ -288,12 +288,12 @@ def test_a_result_waits_for_room_and_is_neither_lost_nor_computed_again(tmp_path
 @pytest.mark.parametrize(
     ("kind", "intact"), [(OperationKind.PUBLISH, True), (OperationKind.OPTIM_STEP, False)]
 )
-def test_ranks_that_differ_are_as_before_only_if_the_kind_changes_nothing(
+def test_partial_failure_keeps_state_intact_only_for_unchanging_kinds(
     tmp_path: Path, kind: OperationKind, intact: bool
 ) -> None:
     async def run() -> Plain:
         async with (
-            executor_at(tmp_path, tmp_path / "blobs") as (executor, told),
+            executor_at(tmp_path, tmp_path / "blobs") as (executor, reports),
             worker_at(tmp_path / "w0") as (heard0, connections0),
             worker_at(tmp_path / "w1") as (heard1, connections1),
         ):
@@ -307,7 +307,7 @@ def test_ranks_that_differ_are_as_before_only_if_the_kind_changes_nothing(
             error = StorageFullError("no room").to_wire()
             refused = {**name, "reply": "failed", "error": error, "state_intact": True}
             await connections1[0].send(refused, ())
-            method, report = await in_time(told.get())
+            method, report = await in_time(reports.get())
             assert method == "operation_failed"
             return report  # type: ignore[no-any-return]
 

@@ -17,12 +17,12 @@ Plain = dict[str, Any]
 
 def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_path: Path) -> None:
     async def talk() -> None:
-        asked: list[Plain] = []
+        requests: list[Plain] = []
         valid = True
         scheduler: list[Peer] = []
 
         async def authenticate(_: Peer, params: Plain) -> Plain:
-            asked.append(params)
+            requests.append(params)
             if not valid:
                 raise AuthenticationError("revoked")
             return {"tenant": "a", "is_operator": False}
@@ -45,7 +45,7 @@ def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_pa
         try:
             for _ in range(3):
                 assert (await keys.caller_of("k")).tenant == "a"
-            assert asked == [{"key_digest": key_digest("k")}]
+            assert requests == [{"key_digest": key_digest("k")}]
             valid = False
             await scheduler[0].call("forget_callers")
             with pytest.raises(AuthenticationError):
@@ -54,7 +54,7 @@ def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_pa
             await keys.caller_of("k")
             server.close()
             scheduler[0].close()
-            while link.connected.is_set() and len(asked) == 3:
+            while link.connected.is_set() and len(requests) == 3:
                 # No revocation can be reported now, so cached replies are void.
                 try:
                     await keys.caller_of("k")
@@ -71,12 +71,12 @@ def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_pa
 
 def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
     async def talk() -> None:
-        asked = 0
+        requests = 0
         arrived, answer = asyncio.Event(), asyncio.Event()
 
         async def authenticate(_: Peer, __: Plain) -> Plain:
-            nonlocal asked
-            asked += 1
+            nonlocal requests
+            requests += 1
             arrived.set()
             await answer.wait()
             return {"tenant": "a", "is_operator": False}
@@ -100,7 +100,7 @@ def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
             answer.set()
             await asking
             await keys.caller_of("k")
-            assert asked == 2
+            assert requests == 2
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Places for connections: bounded, and never taken from a caller who waits for an answer."""
+"""Connections are bounded, and one with a request in progress is never closed."""
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,7 @@ TOTAL, OF_ADDRESS = 5, 3
 
 
 class Fake:
-    """A connection as the rules see it."""
+    """A fake connection."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -21,8 +21,8 @@ class Fake:
         self.is_dropped = True
 
 
-class Places(RuleBasedStateMachine):
-    """Against a list of those that should be there."""
+class ConnectionLimits(RuleBasedStateMachine):
+    """Compares with a list of the connections that should be open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ def network(connection: Fake) -> str:
     return connection.address.partition("::")[0]
 
 
-TestPlaces = Places.TestCase
-TestPlaces.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestConnectionLimits = ConnectionLimits.TestCase
+TestConnectionLimits.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_strangers_go_first_the_oldest_of_them_then_who_is_idle_longest_then_nobody() -> None:
+def test_oldest_anonymous_then_longest_idle_connections_are_closed() -> None:
     connections = Connections(3, 3)
     idle, busy, stranger = Fake("a"), Fake("b"), Fake("c")
     for each in (idle, busy, stranger):
@@ -105,5 +105,5 @@ def test_strangers_go_first_the_oldest_of_them_then_who_is_idle_longest_then_nob
 @pytest.mark.parametrize(
     ("descriptors", "connections"), [(1024, 768), (20_000, 15_000), (300, 44), (100, 1)]
 )
-def test_descriptors_are_left_for_files(descriptors: int, connections: int) -> None:
+def test_some_descriptors_are_kept_for_files(descriptors: int, connections: int) -> None:
     assert connections_possible(descriptors) == connections

@@ -1,4 +1,4 @@
-"""What a deployment may ask for: a backend there is, on a layout that it runs."""
+"""Checks of deployment requests: backend, layout, model and sizes."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "3 workers .* dp=4 needs 4"),
+        ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
         ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
         ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
         ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
@@ -58,7 +58,7 @@ def test_the_layout_and_the_number_of_workers_follow_from_one_another(
         ({"backend": "megatron", "parallelism": {"pp": 3}}, "pp", "2 layers"),
     ],
 )
-def test_a_layout_that_cannot_run_is_refused_by_its_field(
+def test_an_invalid_layout_is_refused_by_field(
     fields: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message) as refused:
@@ -67,14 +67,14 @@ def test_a_layout_that_cannot_run_is_refused_by_its_field(
 
 
 @pytest.mark.parametrize("field", ["max_sequence_tokens", "max_concurrent_samples"])
-def test_what_an_engine_keeps_books_of_is_bounded_before_it_is_made(field: str) -> None:
+def test_engine_limits_are_checked_before_creation(field: str) -> None:
     with pytest.raises(ValidationError, match=field):
         request("rollout", **{field: 10**9})
 
 
 @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 2**80])
 @pytest.mark.parametrize("where", ["model", "lora"])
-def test_a_seed_that_no_generator_takes_is_refused(where: str, seed: int) -> None:
+def test_an_out_of_range_seed_is_refused(where: str, seed: int) -> None:
     sent: dict[str, Any] = {
         "model": {"architecture": "qwen2", "seed": seed},
         "lora": {"rank": 1, "seed": seed},
@@ -83,16 +83,16 @@ def test_a_seed_that_no_generator_takes_is_refused(where: str, seed: int) -> Non
         request(**{where: sent[where]})
 
 
-def test_state_counts_what_megatron_keeps_on_every_data_rank() -> None:
+def test_state_bytes_count_what_megatron_replicates() -> None:
     bytes_per_parameter = {}
     for layout in ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "pp": 2}):
         spec, count = check_deployment(request(backend="megatron", parallelism=layout))
         bytes_per_parameter[spec.layout.describe()] = state_bytes(spec, count) // count
-    # Parameters and room to reduce in on both data ranks, gradients and moments once.
+    # Parameters and reduction buffers on both data ranks, gradients and moments once.
     assert bytes_per_parameter == {"tp=2": 16, "dp=2": 28, "dp=2 tp=2 pp=2": 28}
 
 
-def test_a_trainer_may_compute_in_bf16_and_compute_activations_again() -> None:
+def test_a_trainer_may_use_bf16_and_activation_checkpointing() -> None:
     fields: dict[str, Any] = {"compute_dtype": "bfloat16", "activation_checkpointing": True}
     spec, _ = check_deployment(request(parallelism={"dp": 2, "tp": 2}, **fields))
     assert (spec.compute_dtype, spec.activation_checkpointing) == ("bfloat16", True)
@@ -123,7 +123,7 @@ def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -
         check_deployment(request("rollout", **budget))
 
 
-def test_a_cache_holds_at_least_one_sequence() -> None:
+def test_a_cache_must_hold_at_least_one_sequence() -> None:
     # 2 layers, keys and values of 2 heads of 16 float32 numbers: 512 bytes a token.
     least = 512 * 112
     fields = {"max_sequence_tokens": 100, "kv_cache_bytes": least}
@@ -150,7 +150,7 @@ def test_a_cache_holds_at_least_one_sequence() -> None:
     ],
 )
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "gemma3_text", "rnn"])
-def test_a_model_that_no_backend_runs_is_refused_with_those_that_one_does(
+def test_an_unsupported_model_is_refused_with_the_supported_ones(
     kind: str, backend: str, head: str, architecture: str
 ) -> None:
     model = {"architecture": architecture, "config_json": '{"n_embd": 64}', "head": head}
@@ -160,7 +160,7 @@ def test_a_model_that_no_backend_runs_is_refused_with_those_that_one_does(
     assert "qwen2" in str(refused.value.details["supported"])
 
 
-def test_a_model_with_experts_is_sent_to_the_backend_that_runs_them() -> None:
+def test_a_model_with_experts_is_refused_with_the_backend_that_supports_them() -> None:
     for kind in ("train", "rollout", "forward"):
         with pytest.raises(
             UnsupportedModelError, match=r"a backend that runs it: megatron \(train"
@@ -190,7 +190,7 @@ ODD = st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(s
     st.booleans(),
     st.integers(1, 3),
 )
-def test_whatever_a_configuration_holds_is_taken_or_refused_by_a_typed_error(
+def test_any_configuration_is_accepted_or_refused_with_a_typed_error(
     architecture: str, backend: str, changes: dict[str, object], with_lora: bool, tp: int
 ) -> None:
     kind = "rollout" if backend in ("torch", "vllm") else "train"

@@ -1,4 +1,4 @@
-"""Tenants are not told where the cluster keeps its journal and its files."""
+"""Tenants do not see where the cluster keeps its journal and its files."""
 
 import pytest
 
@@ -20,17 +20,17 @@ SECRET = "postgresql://plexrl@db.internal/journal"
         errors.StorageFullError,
     ],
 )
-def test_an_error_of_the_clusters_storage_keeps_its_class_and_loses_its_places(
+def test_a_storage_error_keeps_its_class_without_locations(
     kind: type[errors.PlexRLError],
 ) -> None:
-    told = public_error(kind(f"{SECRET} is full", path=SECRET, holder="host7", retry_after_s=2.0))
-    assert type(told) is kind
-    assert told.details == {"retry_after_s": 2.0}
+    shown = public_error(kind(f"{SECRET} is full", path=SECRET, holder="host7", retry_after_s=2.0))
+    assert type(shown) is kind
+    assert shown.details == {"retry_after_s": 2.0}
     for secret in (SECRET, "host7"):
-        assert secret not in str(told.to_wire())
+        assert secret not in str(shown.to_wire())
 
 
-def test_other_errors_are_told_as_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     for error in (
         errors.StateLostError("the state of 'j/actor' is lost"),
         errors.InvalidRequestError("no"),
@@ -39,7 +39,7 @@ def test_other_errors_are_told_as_they_are() -> None:
         assert public_error(error) is error
 
 
-def test_only_the_operator_is_told_which_disk_a_result_waits_for() -> None:
+def test_only_the_operator_sees_which_disk_is_full() -> None:
     held = f"the disk of {SECRET} is full"
     assert SECRET in held_reason(held, Caller("operator", is_operator=True))
     shown = held_reason(held, Caller("t", is_operator=False))

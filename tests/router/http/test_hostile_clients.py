@@ -1,4 +1,4 @@
-"""Clients without a key, and slow ones, do not keep others from a real router."""
+"""Anonymous and slow clients do not lock others out of a real router."""
 
 import resource
 import socket
@@ -18,7 +18,7 @@ FLOOD = 1200
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[LiveRouter]:
-    """A router whose deadlines are short."""
+    """A router with short deadlines."""
     with live_router(header_timeout_s=0.5, body_timeout_s=0.5, json_bytes_max=1 << 20) as router:
         yield router
 
@@ -29,7 +29,7 @@ def connect(router: LiveRouter, source: str = "127.0.0.1") -> socket.socket:
 
 
 def status_of_answer(sock: socket.socket) -> int:
-    """Of a whole answer, which is read to its end."""
+    """The status of a response, which is read to its end."""
     response = HTTPResponse(sock)
     response.begin()
     response.read()
@@ -37,19 +37,19 @@ def status_of_answer(sock: socket.socket) -> int:
 
 
 def read_to_end(sock: socket.socket) -> bytes:
-    """What the router sends until it closes the connection."""
+    """All bytes that the router sends until it closes the connection."""
     received = b""
     try:
         while chunk := sock.recv(65536):
             received += chunk
     except ConnectionResetError:
-        # It closed the connection while something of ours was under way.
+        # The router closed the connection while bytes of ours were in flight.
         pass
     return received
 
 
 def drip(sock: socket.socket, byte: bytes) -> bytes:
-    """Send a byte now and then until the router has closed the connection; what it sent."""
+    """Send single bytes until the router closes the connection; return its response."""
     sock.settimeout(0.05)
     received = b""
     until = time.monotonic() + PATIENCE_S
@@ -67,9 +67,7 @@ def drip(sock: socket.socket, byte: bytes) -> bytes:
     pytest.fail(f"the connection is still open after {PATIENCE_S:g} s")
 
 
-def test_more_idle_connections_than_descriptors_keep_no_caller_out_and_do_not_fill_the_log() -> (
-    None
-):
+def test_idle_connections_beyond_the_descriptors_lock_nobody_out() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -88,8 +86,8 @@ def test_more_idle_connections_than_descriptors_keep_no_caller_out_and_do_not_fi
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_router_without_descriptors_makes_room_and_says_so_once() -> None:
-    """Files and other connections of the router take more than was kept for them."""
+def test_a_router_without_descriptors_closes_connections_and_logs_once() -> None:
+    """Files and other connections take more descriptors than were reserved."""
     with live_router(descriptors=300, connections_max=64) as router, ExitStack() as flood:
         soft, hard = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (40, hard))
@@ -103,21 +101,19 @@ def test_a_router_without_descriptors_makes_room_and_says_so_once() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET /v1/status HTT", b"GET / HTTP/1.1\r\nX-A: "])
-def test_a_connection_whose_request_does_not_come_is_closed(
-    quick: LiveRouter, beginning: bytes
-) -> None:
+def test_a_connection_without_a_request_is_closed(quick: LiveRouter, beginning: bytes) -> None:
     with connect(quick) as sock:
         sock.sendall(beginning)
         assert read_to_end(sock) == b""
 
 
-def test_a_request_that_drips_in_is_closed(quick: LiveRouter) -> None:
+def test_a_request_that_arrives_byte_by_byte_is_closed(quick: LiveRouter) -> None:
     with connect(quick) as sock:
         sock.sendall(b"GET /v1/status HTTP/1.1\r\nX-Slow: ")
         assert drip(sock, b"x") == b""
 
 
-def test_a_second_request_that_drips_in_is_closed_though_the_first_had_a_key(
+def test_a_slow_second_request_is_closed_though_the_first_had_a_key(
     quick: LiveRouter,
 ) -> None:
     with connect(quick) as sock:
@@ -127,7 +123,7 @@ def test_a_second_request_that_drips_in_is_closed_though_the_first_had_a_key(
         assert drip(sock, b"x") == b""
 
 
-def test_callers_with_a_key_stay_connected_where_strangers_do_not(quick: LiveRouter) -> None:
+def test_only_connections_with_a_key_stay_open_when_idle(quick: LiveRouter) -> None:
     with connect(quick) as known, connect(quick) as stranger:
         known.sendall(b"GET /v1/status HTTP/1.1\r\nHost: a\r\n" + KEY + b"\r\n")
         assert status_of_answer(known) == 200
@@ -152,7 +148,7 @@ def test_the_key_is_checked_before_a_byte_of_the_body_is_read(
     assert b'"unauthenticated"' in answer
 
 
-def test_a_body_that_drips_in_is_refused(quick: LiveRouter) -> None:
+def test_a_body_that_arrives_byte_by_byte_is_refused(quick: LiveRouter) -> None:
     with connect(quick) as sock:
         sock.sendall(
             b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\n" + KEY + b"Content-Type: application/json\r\n"
@@ -161,7 +157,7 @@ def test_a_body_that_drips_in_is_refused(quick: LiveRouter) -> None:
         assert drip(sock, b" ").startswith(b"HTTP/1.1 503")
 
 
-def test_a_body_that_nobody_reads_is_not_waited_for(quick: LiveRouter) -> None:
+def test_the_rest_of_an_unread_body_has_a_deadline(quick: LiveRouter) -> None:
     with connect(quick) as sock:
         sock.sendall(
             b"GET /v1/status HTTP/1.1\r\nHost: a\r\n" + KEY + b"Content-Length: 100000\r\n\r\n"
@@ -186,7 +182,7 @@ def test_a_large_json_body_is_refused_before_it_is_whole(quick: LiveRouter, size
     assert b'"payload_too_large"' in answer
 
 
-def test_garbage_is_answered_and_logged_once(quick: LiveRouter) -> None:
+def test_malformed_requests_get_responses_and_one_log_message(quick: LiveRouter) -> None:
     for _ in range(50):
         with connect(quick) as sock:
             sock.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
@@ -194,11 +190,11 @@ def test_garbage_is_answered_and_logged_once(quick: LiveRouter) -> None:
     assert quick.log.read_text().count("Invalid HTTP request") == 1
 
 
-def test_one_address_cannot_take_all_places() -> None:
+def test_one_address_cannot_take_all_connections() -> None:
     with live_router(connections_max=6, address_connections_max=3) as router, ExitStack() as stack:
         polls = [stack.enter_context(connect(router)) for _ in range(3)]
         for sock in polls:
-            # A body on its way: the router works on the request, so it is not ended for others.
+            # A request in progress: its connection is not closed for another.
             sock.sendall(
                 b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n"
                 + KEY

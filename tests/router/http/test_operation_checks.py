@@ -1,4 +1,4 @@
-"""What can be known to be wrong is refused before anything changes, and placed."""
+"""Invalid operations are refused before anything changes, with the position of the fault."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def batch(lengths: list[int]) -> Arrays:
 
 
 @given(st.lists(st.integers(2, 32), min_size=1, max_size=10))
-def test_a_batch_in_order_is_accepted_with_its_size(lengths: list[int]) -> None:
+def test_a_valid_batch_is_accepted_with_its_size(lengths: list[int]) -> None:
     checked = check_operation(TRAIN, "forward_backward", GRPO, batch(lengths))
     assert checked.tokens == sum(lengths)
 
@@ -48,7 +48,7 @@ def test_a_batch_in_order_is_accepted_with_its_size(lengths: list[int]) -> None:
     st.data(),
     st.sampled_from([-1, VOCABULARY_SIZE, 2**31 - 1]),
 )
-def test_a_token_outside_the_vocabulary_is_placed(
+def test_a_token_outside_the_vocabulary_is_reported_with_its_position(
     lengths: list[int], data: st.DataObject, token: int
 ) -> None:
     arrays = batch(lengths)
@@ -66,7 +66,7 @@ def test_a_token_outside_the_vocabulary_is_placed(
     st.sampled_from([np.nan, np.inf, -np.inf]),
     st.sampled_from(["mask", "logprobs", "advantages"]),
 )
-def test_a_value_that_is_not_finite_is_placed(
+def test_a_non_finite_value_is_reported_with_its_position(
     lengths: list[int], data: st.DataObject, value: float, name: str
 ) -> None:
     arrays = batch(lengths)
@@ -95,12 +95,12 @@ def test_arrays_of_a_wrong_shape_are_refused(change: Arrays, message: str) -> No
         check_operation(TRAIN, "forward_backward", GRPO, {**batch([2, 3]), **change})
 
 
-def test_a_row_longer_than_the_deployment_takes_is_refused() -> None:
+def test_a_row_over_the_sequence_limit_is_refused() -> None:
     with pytest.raises(BatchShapeError, match="row 1 has 33 tokens"):
         check_operation(TRAIN, "forward_backward", GRPO, batch([2, 33]))
 
 
-def test_a_batch_in_which_no_token_counts_is_refused() -> None:
+def test_a_batch_with_an_all_zero_mask_is_refused() -> None:
     nothing, first_only = batch([2, 3]), batch([2, 3])
     nothing["mask"][:] = 0.0
     first_only["mask"][:] = [1.0, 0.0, 1.0, 0.0, 0.0]
@@ -109,7 +109,7 @@ def test_a_batch_in_which_no_token_counts_is_refused() -> None:
             check_operation(TRAIN, "forward_backward", GRPO, arrays)
 
 
-def test_rows_that_do_not_count_are_legal_beside_one_that_does() -> None:
+def test_rows_with_an_all_zero_mask_are_allowed_among_others() -> None:
     arrays = batch([2, 3, 1])
     arrays["mask"][:] = [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
     assert check_operation(TRAIN, "forward_backward", GRPO, arrays).tokens == 6
@@ -124,7 +124,7 @@ def test_advantages_and_custom_weights_may_all_be_zero() -> None:
     check_operation(TRAIN, "forward_backward", {"loss": {"name": "custom"}}, arrays)
 
 
-def test_a_negative_mask_is_refused_and_placed() -> None:
+def test_a_negative_mask_is_refused_with_its_position() -> None:
     arrays = batch([2, 3])
     arrays["mask"][3] = -1.0
     with pytest.raises(InvalidRequestError, match="mask is -1 in row 1 at position 1") as refused:
@@ -157,7 +157,7 @@ def test_a_negative_mask_is_refused_and_placed() -> None:
         (ROLLOUT, "generate", {"sampling": {"beams": 4}}, "no parameter 'beams'"),
     ],
 )
-def test_parameters_that_mean_nothing_are_refused(
+def test_invalid_parameters_are_refused(
     spec: DeploymentSpec, kind: str, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):

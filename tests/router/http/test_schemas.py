@@ -1,4 +1,4 @@
-"""Bodies with numbers out of all proportion do not get past the HTTP door."""
+"""Request bodies with out-of-range numbers are refused."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ DEPLOYMENT = {"name": "d", "kind": "train", "model": {}}
         (LoraRequest, {"rank": 1}, {"rank": 1 << 40}),
     ],
 )
-def test_a_number_out_of_proportion_is_refused(
+def test_an_out_of_range_number_is_refused(
     request_type: type[BaseModel], valid: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     request_type.model_validate(valid)

@@ -1,4 +1,4 @@
-"""What a probe without a key is told, and what an operator sees beyond that."""
+"""Health as a probe without a key sees it, and as an operator sees it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -18,13 +18,13 @@ FULL = {"code": "journal_full", "message": "no room in /secret/journal.sqlite", 
 def with_scheduler(
     folder: Path, found: list[Plain], test: Callable[[SchedulerLink], Coroutine[Any, Any, int]]
 ) -> None:
-    """Run `test`, which says how often it asked, beside a scheduler with these conditions."""
+    """Run `test` with a scheduler with these conditions; `test` returns the expected queries."""
 
     async def talk() -> None:
-        asked: list[Plain] = []
+        requests: list[Plain] = []
 
         async def answer(_: Peer, params: Plain) -> Plain:
-            asked.append(params)
+            requests.append(params)
             return {"conditions": found}
 
         async def hello(_: Peer, __: Plain) -> Plain:
@@ -38,7 +38,7 @@ def with_scheduler(
         running = asyncio.create_task(link.run())
         await link.connected.wait()
         try:
-            assert await test(link) == len(asked)
+            assert await test(link) == len(requests)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -47,7 +47,7 @@ def with_scheduler(
     asyncio.run(asyncio.wait_for(talk(), 60))
 
 
-def test_many_probes_ask_the_scheduler_once_and_learn_codes_only(tmp_path: Path) -> None:
+def test_many_probes_share_one_check_and_see_only_codes(tmp_path: Path) -> None:
     async def test(link: SchedulerLink) -> int:
         health = ClusterHealth(link, tmp_path, None, free_bytes_min=0)
         answers = await asyncio.gather(*(health.public() for _ in range(100)))
@@ -70,9 +70,9 @@ def test_many_probes_ask_the_scheduler_once_and_learn_codes_only(tmp_path: Path)
 
 def test_a_cluster_without_conditions_is_ok(tmp_path: Path) -> None:
     async def test(link: SchedulerLink) -> int:
-        told = await ClusterHealth(link, tmp_path, tmp_path / "none").public()
-        assert told["ok"]
-        assert told["conditions"] == []
+        public = await ClusterHealth(link, tmp_path, tmp_path / "none").public()
+        assert public["ok"]
+        assert public["conditions"] == []
         return 1
 
     with_scheduler(tmp_path, [], test)
@@ -90,32 +90,32 @@ def test_a_full_disk_and_a_part_that_ended_are_conditions(tmp_path: Path) -> Non
         assert (part["code"], disk["code"]) == ("part_down", "storage_full")
         assert "agent-node0" in part["message"]
         assert str(tmp_path) in disk["message"]
-        told = await health.public()
-        assert told["restarts"] == 1
+        public = await health.public()
+        assert public["restarts"] == 1
         assert (
-            told["last_restart_at"]
+            public["last_restart_at"]
             == read_parts(tmp_path / "parts.json")["scheduler"].last_restart_at
         )
-        assert str(tmp_path) not in str(told)
-        assert "agent" not in str(told)
+        assert str(tmp_path) not in str(public)
+        assert "agent" not in str(public)
         return 1
 
     with_scheduler(tmp_path, [], test)
 
 
-def test_a_scheduler_that_is_away_is_a_condition_from_its_first_time_on(tmp_path: Path) -> None:
+def test_an_unreachable_scheduler_is_a_condition_since_its_first_failure(tmp_path: Path) -> None:
     async def test() -> None:
         health = ClusterHealth(SchedulerLink(str(tmp_path / "s"), "r", {}), tmp_path, None)
         (first,) = await health.conditions()
         assert first["code"] == "unavailable"
-        told = await health.public()
-        assert told["scheduler"] is False
-        assert told["conditions"] == [{"code": "unavailable", "since": first["since"]}]
+        public = await health.public()
+        assert public["scheduler"] is False
+        assert public["conditions"] == [{"code": "unavailable", "since": first["since"]}]
 
     asyncio.run(test())
 
 
-def test_prometheus_is_told_how_long_a_condition_has_held(tmp_path: Path) -> None:
+def test_prometheus_metrics_have_the_age_of_a_condition(tmp_path: Path) -> None:
     async def test(link: SchedulerLink) -> int:
         health = ClusterHealth(link, tmp_path, None, free_bytes_min=0)
         text = metrics_text(await health.public(), now=12.0).decode()

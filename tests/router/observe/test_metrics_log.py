@@ -25,7 +25,7 @@ def rows(log: MetricsLog, after: int = 0) -> list[tuple[int, int, dict[str, floa
     return [(row["index"], row["step"], row["values"]) for row in found]
 
 
-def test_rows_are_read_behind_the_last_one(log: MetricsLog) -> None:
+def test_rows_are_read_after_the_given_index(log: MetricsLog) -> None:
     assert rows(log) == []
     log.append("j/ob", 7, {"loss": 1.5})
     log.append("j/ob", 8, {})
@@ -35,7 +35,7 @@ def test_rows_are_read_behind_the_last_one(log: MetricsLog) -> None:
 
 
 @given(st.dictionaries(st.text(max_size=5), st.floats(-1e9, 1e9), max_size=3))
-def test_any_names_and_numbers_come_back(
+def test_any_names_and_numbers_survive_a_round_trip(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, float]
 ) -> None:
     folder = tmp_path_factory.mktemp("metrics")
@@ -50,7 +50,7 @@ def test_a_row_that_is_too_large_is_refused_and_not_kept(log: MetricsLog) -> Non
     assert rows(log) == []
 
 
-def test_a_job_has_no_more_metrics_than_its_bound_and_keeps_those(log: MetricsLog) -> None:
+def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(log: MetricsLog) -> None:
     def flood() -> None:
         for step in range(1000):
             log.append("j/ob", step, {"loss": 1.0})
@@ -63,7 +63,7 @@ def test_a_job_has_no_more_metrics_than_its_bound_and_keeps_those(log: MetricsLo
     assert rows(log) == kept
 
 
-def test_numbers_that_json_has_not_are_kept_as_texts(log: MetricsLog) -> None:
+def test_non_finite_numbers_are_stored_as_texts(log: MetricsLog) -> None:
     log.append("j/ob", 1, {"loss": math.nan, "up": math.inf, "down": -math.inf, "reward": 0.5})
     kept = {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "reward": 0.5}
     assert json.loads(log.page("j/ob", 0), parse_constant=pytest.fail)["rows"][0]["values"] == kept

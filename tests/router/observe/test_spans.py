@@ -1,4 +1,4 @@
-"""Finished operations reach an OpenTelemetry collector, each span once, over its own protocol."""
+"""Finished operations reach an OpenTelemetry collector, each span once."""
 
 import asyncio
 import itertools
@@ -33,21 +33,21 @@ def logged(index: int, **fields: Any) -> Plain:
 
 
 class Log:
-    """A scheduler, as far as its operation log goes."""
+    """A fake scheduler with an operation log."""
 
     def __init__(self, rows: list[Plain]) -> None:
         self.rows = rows
-        self.asked: list[Plain] = []
+        self.requests: list[Plain] = []
 
     async def call(self, method: str, params: Plain) -> Plain:
         assert method == "list_operations"
-        self.asked.append(params)
+        self.requests.append(params)
         found = [each for each in self.rows if each["index"] > params["after"]]
         return {"operations": found[: params["limit"]]}
 
 
 async def send_until(log: Log, collector: Collector, place: Path, count: int) -> None:
-    """Run a sender until so many spans have arrived and it has nothing more to send."""
+    """Run a sender until `count` spans have arrived and none is left to send."""
     sender = SpanSender(
         log,  # type: ignore[arg-type]
         collector.endpoint,
@@ -58,7 +58,7 @@ async def send_until(log: Log, collector: Collector, place: Path, count: int) ->
     )
     sending = asyncio.create_task(sender.run())
     async with asyncio.timeout(DEADLINE_S):
-        while len(collector.spans) < count or log.asked[-1]["after"] < log.rows[-1]["index"]:
+        while len(collector.spans) < count or log.requests[-1]["after"] < log.rows[-1]["index"]:
             assert not sending.done()
             await asyncio.sleep(0.01)
     sending.cancel()
@@ -84,7 +84,7 @@ def test_an_operation_is_a_trace_with_a_span_for_each_phase() -> None:
     assert all(one.end_time == other.start_time for one, other in itertools.pairwise(below))
 
 
-def test_a_collector_gets_every_operation_once_over_refusals_and_restarts(
+def test_each_operation_is_sent_once_despite_refusals_and_restarts(
     tmp_path: Path,
 ) -> None:
     log = Log([logged(index) for index in range(1, 8)])
@@ -100,7 +100,7 @@ def test_a_collector_gets_every_operation_once_over_refusals_and_restarts(
     assert names == {"plexrl.optim_step", "queue", "switch", "transfer", "compute"}
 
 
-def test_a_sender_that_cannot_keep_its_place_goes_on(tmp_path: Path) -> None:
+def test_a_sender_that_cannot_store_its_position_continues(tmp_path: Path) -> None:
     log = Log([logged(index) for index in range(1, 8)])
     with collecting() as collector:
         asyncio.run(send_until(log, collector, tmp_path / "none" / "spans.json", 7 * 5))

@@ -1,4 +1,4 @@
-"""A stream told from the worker's log and from the result is the same, wherever one comes in."""
+"""A stream yields the same events from the worker's log and from the result, at any cursor."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ Rows = dict[int, list[int]]
 
 
 def drawn(order: list[int]) -> tuple[TokenLog, Arrays]:
-    """A generation whose rows drew in this order: its log and its result."""
+    """Log and result of a generation whose rows drew in this order."""
     log = TokenLog()
     rows: Rows = {row: [] for row in range(5)}
     for place, row in enumerate(order):
@@ -50,7 +50,9 @@ def read(events: Any) -> Rows:
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(0, 45))
-def test_result_and_log_tell_the_same_behind_every_place(order: list[int], after: int) -> None:
+def test_result_and_log_yield_the_same_events_after_every_cursor(
+    order: list[int], after: int
+) -> None:
     log, arrays = drawn(order)
     part = log.read(after)
     live = read([tokens_event(Cursor(log.name, part["next"]), part["rows"])])
@@ -70,14 +72,14 @@ def test_a_long_stream_comes_in_several_events(monkeypatch: pytest.MonkeyPatch) 
     assert read(events) == read(result_events(Cursor(), log.name, arrays))
 
 
-def test_a_place_in_an_earlier_run_is_void() -> None:
+def test_a_cursor_of_an_earlier_run_is_void() -> None:
     log, arrays = drawn([0, 1, 0])
     first, *rest = result_events(Cursor("other", 2), log.name, arrays)
     assert first == {"restart": True}
     assert read(rest) == {0: [1000, 1002], 1: [1001]}
 
 
-def test_what_was_not_streamed_cannot_be_told() -> None:
+def test_a_generation_without_stream_has_no_events() -> None:
     _, arrays = drawn([0])
     del arrays["stream_order"]
     with pytest.raises(InvalidRequestError, match="submitted without `stream`"):
@@ -85,12 +87,12 @@ def test_what_was_not_streamed_cannot_be_told() -> None:
 
 
 @pytest.mark.parametrize("text", ["7", "a.b", ".3", "a.-1", "a b.1", "a.1\n", "ä.1", "a.²"])
-def test_a_cursor_that_nobody_wrote_is_refused(text: str) -> None:
+def test_a_malformed_cursor_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="is not a cursor"):
         read_cursor(text)
 
 
-def test_a_cursor_comes_back_as_it_went() -> None:
+def test_a_cursor_survives_a_round_trip() -> None:
     assert read_cursor("") == Cursor()
     assert read_cursor(str(Cursor("a1", 20))) == Cursor("a1", 20)
     assert read_cursor("a." + "9" * 5000).position > 10**17

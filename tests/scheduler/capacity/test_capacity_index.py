@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import errors
-from plexrl.scheduler.capacity.index import CapacityIndex, Shape
+from plexrl.scheduler.capacity.index import CapacityIndex, Shape, ShapeTable
 from plexrl.scheduler.capacity.shift_search import ShiftSearch
+from plexrl.scheduler.placement.placement import CANDIDATES_PER_PASS, _sorted_passes
 from plexrl.scheduler.state.demand import CRITICAL_WEIGHT, Footprint, whole_ring
 from tests.scheduler.capacity.footprint_strategies import HORIZON, footprints, slow_slots
 
@@ -75,7 +76,7 @@ def test_the_micro_shift_is_the_smallest_that_brute_force_finds(
 
 @settings(max_examples=200)
 @given(st.lists(footprints(), max_size=3), footprints(), st.integers(0, HORIZON - 1))
-def test_what_a_strict_search_finds_fits_on_the_ring_whatever_the_periods(
+def test_a_strict_fit_fits_on_the_ring_for_any_periods(
     residents: list[Footprint], job: Footprint, start: int
 ) -> None:
     index = index_with(residents)
@@ -126,7 +127,7 @@ def test_a_release_restores_the_index_exactly(
 
 
 @given(st.lists(footprints(), min_size=1, max_size=3), st.data())
-def test_a_footprint_replaced_leaves_the_index_as_one_made_anew(
+def test_replacing_footprints_gives_the_same_index_as_a_rebuild(
     residents: list[Footprint], data: st.DataObject
 ) -> None:
     index = index_with(residents)
@@ -140,7 +141,7 @@ def test_a_footprint_replaced_leaves_the_index_as_one_made_anew(
 
 
 @given(st.lists(footprints(), max_size=4))
-def test_no_slot_is_given_twice_and_a_refused_reservation_changes_nothing(
+def test_no_slot_is_reserved_twice_and_a_refused_reservation_changes_nothing(
     wanted: list[Footprint],
 ) -> None:
     index = index_with([])
@@ -164,3 +165,87 @@ def test_a_group_that_is_always_busy_has_no_strict_fit() -> None:
     index = index_with([whole_ring(HORIZON)])
     job = Footprint(horizon_slots=HORIZON, cycles=1, shift=0.0, segments=((0.0, 1.0, 1),))
     assert search(index, job, 0, strict=True) is None
+
+
+FULL_RING = 28_800
+FULL_RING_CYCLES = st.sampled_from((24, 48, 96, 97, 100))
+groups = st.lists(st.lists(footprints(WHOLE), max_size=3), min_size=2, max_size=6)
+
+
+def all_busy(residents: list[Footprint]) -> set[int]:
+    return set().union(*(slow_slots(resident) for resident in residents)) if residents else set()
+
+
+def index_of_groups(clusters: list[list[Footprint]], horizon: int) -> CapacityIndex:
+    index = CapacityIndex(horizon)
+    for number, residents in enumerate(clusters):
+        index.add_group(f"g{number}", SHAPE, serial=number)
+        for member, resident in enumerate(residents):
+            index.reserve(f"g{number}", f"r{number}/{member}", resident, 0.1, strict=False)
+    return index
+
+
+@settings(max_examples=200)
+@given(groups, footprints(WHOLE), st.integers(0, HORIZON - 1), st.data())
+def test_a_search_of_several_groups_finds_the_smallest_shift_of_each(
+    clusters: list[list[Footprint]], job: Footprint, start: int, data: st.DataObject
+) -> None:
+    index = index_of_groups(clusters, HORIZON)
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(clusters) - 1), min_size=1)))
+    names = [f"g{number}" for number in chosen]
+    rows = [index.row(name, SHAPE) for name in names]
+    expected = {}
+    for number, row in zip(chosen, rows, strict=True):
+        busy = all_busy(clusters[number])
+        for shift in range(HORIZON // job.cycles):
+            if not busy & slow_slots(job.at(float(start + shift))):
+                expected[row] = shift
+                break
+    wanted = ShiftSearch(
+        footprint=job.at(0.0),
+        start_slot=start,
+        margin_slots=0,
+        interference_weight=7.0,
+        strict=True,
+    )
+    found = index.table(SHAPE).search(np.array(rows), wanted)
+    assert {fit.row: fit.shift_slots for fit in found} == expected
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(footprints(FULL_RING_CYCLES, FULL_RING), min_size=1, max_size=3),
+    footprints(FULL_RING_CYCLES, FULL_RING),
+    st.integers(0, FULL_RING - 1),
+)
+def test_a_strict_fit_on_the_full_ring_is_free_in_every_cycle(
+    residents: list[Footprint], job: Footprint, start: int
+) -> None:
+    index = index_of_groups([residents], FULL_RING)
+    found = search(index, job, start, strict=True)
+    busy = all_busy(residents)
+    if found is not None:
+        assert not busy & slow_slots(job.at(float(start + found[0])))
+    if all(FULL_RING % each.cycles == 0 for each in (*residents, job)):
+        # With whole periods the search is exact: no smaller shift fits.
+        shifts = range(FULL_RING // job.cycles if found is None else found[0])
+        for shift in shifts:
+            assert busy & slow_slots(job.at(float(start + shift)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 10 * CANDIDATES_PER_PASS), st.integers(0, 2**32), st.integers(1, 50))
+def test_the_candidate_limit_keeps_the_least_loaded_groups_in_order(
+    count: int, seed: int, distinct: int
+) -> None:
+    table = ShapeTable(SHAPE, HORIZON)
+    for number in range(count):
+        table.add(f"g{number}", serial=count - number)
+    rng = np.random.default_rng(seed)
+    table.load[:count] = rng.integers(0, distinct, count) / distinct
+    rows = np.flatnonzero(rng.random(len(table.load)) < 0.9)
+    rows = rows[rows < count]
+    passes = _sorted_passes(table, rows, table.load)
+    assert all(0 < len(each) <= CANDIDATES_PER_PASS for each in passes)
+    ordered = sorted(rows.tolist(), key=lambda row: (table.load[row], table.serial[row]))
+    assert [row for each in passes for row in each.tolist()] == ordered[: 8 * CANDIDATES_PER_PASS]

@@ -30,7 +30,7 @@ def test_a_footprint_covers_every_slot_it_touches_and_no_other(footprint: Footpr
 
 
 @given(footprints(), st.floats(0, HORIZON))
-def test_a_footprint_turns_with_its_shift(footprint: Footprint, shift: float) -> None:
+def test_a_shifted_footprint_covers_its_intervals(footprint: Footprint, shift: float) -> None:
     for each in (footprint.at(shift), footprint.at(float(math.floor(shift)))):
         wanted = {
             slot % HORIZON
@@ -41,7 +41,7 @@ def test_a_footprint_turns_with_its_shift(footprint: Footprint, shift: float) ->
 
 
 @given(footprints(), footprints(), st.floats(0, HORIZON), st.integers(0, HORIZON))
-def test_footprints_meet_where_they_share_a_slot(
+def test_footprints_overlap_if_they_share_a_slot(
     one: Footprint, other: Footprint, shift: float, slots: int
 ) -> None:
     for each in (one.at(shift), one.at(float(slots))):
@@ -101,7 +101,7 @@ def test_a_cycle_too_short_for_slots_is_planned_as_a_block_of_the_same_duty() ->
 
 
 @pytest.mark.parametrize("period_s", [1e-310, 1e-9, 1e300, float("nan")])
-def test_a_period_beyond_all_reason_is_refused(period_s: float) -> None:
+def test_an_absurd_period_is_refused(period_s: float) -> None:
     with pytest.raises(errors.InvalidRequestError):
         DemandTrace(period_s=period_s, segments=(Segment(offset_s=0.0, duration_s=0.0),))
 

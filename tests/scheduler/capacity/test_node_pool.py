@@ -1,4 +1,4 @@
-"""Free GPUs are found near together, of one kind, and never on a node that is closed."""
+"""Free GPUs are chosen close together, of one kind, and never on a closed node."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def nodes_of(found: tuple[RankPlacement, ...] | None) -> list[str]:
     return sorted({gpu.node for gpu in found})
 
 
-def test_the_node_with_the_least_to_spare_is_taken() -> None:
+def test_the_node_with_the_best_fit_is_used() -> None:
     pool = pool_of(("n1", "x", 8), ("n2", "x", 4), ("n3", "x", 3))
     assert nodes_of(pool.find(3, "", 0)) == ["n3"]
     assert nodes_of(pool.find(4, "", 0)) == ["n2"]
@@ -48,12 +48,12 @@ def test_the_shortest_run_of_neighbours_in_one_block_comes_before_several_blocks
     assert nodes_of(pool.find(8, "", 0)) == ["n1", "n2", "n3", "n4"]
 
 
-def test_the_block_with_the_least_to_spare_is_broken_up() -> None:
+def test_the_block_with_the_best_fit_is_used() -> None:
     pool = pool_of(("n1", "x", 2), ("n2", "x", 2), ("n3", "x", 2), ("m1", "y", 2), ("m2", "y", 2))
     assert nodes_of(pool.find(3, "", 0)) == ["m1", "m2"]
 
 
-def test_the_fewest_adjacent_blocks_are_taken_where_no_block_suffices() -> None:
+def test_the_fewest_adjacent_blocks_are_used_if_no_block_suffices() -> None:
     pool = pool_of(("n1", "u", 4), ("n2", "v", 1), ("n3", "w", 4), ("n4", "x", 3), ("n5", "y", 4))
     assert nodes_of(pool.find(7, "", 0)) == ["n3", "n4"]
     assert nodes_of(pool.find(9, "", 0)) == ["n1", "n2", "n3"]
@@ -84,7 +84,7 @@ def test_a_closed_node_gives_nothing_until_it_is_added_again() -> None:
     assert nodes_of(pool.find(5, "", 0)) == ["n1", "n2"]
 
 
-def test_gpus_that_a_smaller_node_came_back_without_are_not_given_back() -> None:
+def test_gpus_that_a_node_no_longer_has_are_not_freed() -> None:
     pool = pool_of(("n1", "x", 4))
     held = pool.find(4, "", 0)
     assert held is not None
@@ -96,7 +96,7 @@ def test_gpus_that_a_smaller_node_came_back_without_are_not_given_back() -> None
 
 
 class Oracle:
-    """The same rules over plain lists, every possibility looked at."""
+    """An exhaustive search with the same rules over plain lists."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, tuple[NodeKind, str]] = {}
@@ -104,7 +104,7 @@ class Oracle:
         self.closed: set[str] = set()
 
     def find(self, count: int, node_type: str, memory: int) -> list[str] | None:
-        """The nodes that may serve, as many as are needed; None where none can."""
+        """The chosen nodes; None if there are too few GPUs."""
         kinds = {kind for kind, _ in self.nodes.values()}
         for kind in sorted(kinds, key=lambda k: (k.gpu_memory_bytes, k.node_type)):
             if node_type not in ("", kind.node_type) or kind.gpu_memory_bytes < memory:
@@ -168,7 +168,7 @@ nodes = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(nodes, steps)
-def test_any_history_finds_what_looking_at_everything_finds(
+def test_any_history_finds_what_an_exhaustive_search_finds(
     members: list[tuple[NodeKind, str, int]], history: list[tuple[object, ...]]
 ) -> None:
     pool, oracle = NodePool(), Oracle()
@@ -224,7 +224,7 @@ def test_any_history_finds_what_looking_at_everything_finds(
     assert pool.snapshot() == before
 
 
-def test_ranks_that_follow_each_other_are_on_one_node_as_far_as_they_can_be() -> None:
+def test_consecutive_ranks_share_a_node_if_possible() -> None:
     pool = pool_of(("n1", "x", 2), ("n2", "x", 2), ("n3", "x", 2))
     found = pool.find(6, "", 0)
     assert found is not None

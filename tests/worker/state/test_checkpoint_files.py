@@ -12,7 +12,7 @@ from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StateLostE
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import announce
-from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
+from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_hf_parameters
 from plexrl.worker.state.rank_agreement import on_all_ranks
 from tests.statemanager.checkpoint import versions as v
@@ -21,7 +21,7 @@ TENSORS: v.Tensors = {v.key("w"): v.random_tensor(np.random.default_rng(1), "F32
 
 
 def write(target: Path, checkpoint_format: CheckpointFormat) -> None:
-    wanted = Wanted(
+    wanted = CheckpointSpec(
         target=target,
         node="n",
         format=checkpoint_format,

@@ -168,7 +168,7 @@ class Waiting:
             self._take_out(name)
             return
         self._units[name] = None
-        if deployment.incarnation:
+        if deployment.processes.incarnation:
             self.displaced[name] = None
         self._tenants[name] = job.tenant
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1

@@ -16,15 +16,15 @@ from plexrl.statemanager.store.versions.versions import VersionKind
 def pin_for_other(
     held: ExitStack, store: Store, deployment: str, seq: int
 ) -> tuple[list[PinnedVersion], list[int]]:
-    """What another StateManager needs to read the versions, and descriptors that it must close.
+    """Pin versions for another StateManager; the caller must close the descriptors.
 
     Raises:
-        StateTierFullError: one was spilled, and the host tier cannot take it back.
+        StateTierFullError: one was spilled, and the host tier has no space for it.
         CorruptStateError: one was spilled and is damaged.
     """
     pinned: list[PinnedVersion] = []
     places: dict[int, int] = {}
-    # What lies on NVMe could not be verified by its reader, so it comes to memory first.
+    # The reader cannot verify data on NVMe, so a spilled version is loaded to memory first.
     found = store.find(
         lambda m: (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
     )

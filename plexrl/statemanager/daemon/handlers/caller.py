@@ -20,7 +20,7 @@ from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store, StoredVersion
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -45,7 +45,7 @@ class Services:
     devices: DeviceBackend
     key: TicketKey
     incarnations: Incarnations
-    move_queue: MoveLine
+    move_queue: FairQueue
     counters: Counters
     frozen_weights: FrozenWeightsCache
     earlier_versions: EarlierVersions

@@ -28,7 +28,7 @@ from plexrl.statemanager.checkpoint.requests import (
 )
 from plexrl.statemanager.checkpoint.restore import read_record
 from plexrl.statemanager.checkpoint.write.pinning import pin_for_other
-from plexrl.statemanager.checkpoint.write.writer import Wanted
+from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.tickets import AGENT, Role, job_of
@@ -222,8 +222,8 @@ def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> Checkpo
     )
 
 
-def _wanted(request: WriteCheckpoint, target: Path, node: str) -> Wanted:
-    return Wanted(
+def _wanted(request: WriteCheckpoint, target: Path, node: str) -> CheckpointSpec:
+    return CheckpointSpec(
         target=target,
         node=node,
         format=request.format,

@@ -36,13 +36,11 @@ class CpuArena:
 
     @property
     def is_attached(self) -> bool:
-        """See `WorkerArena.is_attached`."""
         return bool(self.segments)
 
     def attach(
         self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
     ) -> None:
-        """See `WorkerArena.attach`."""
         taken = tuple(segments)
         try:
             if self.segments or sum(s.nbytes for s in taken) != self._reserved_bytes:
@@ -67,7 +65,6 @@ class CpuArena:
         return sum(segment.nbytes for segment in self.segments)
 
     def close(self) -> None:
-        """See `WorkerArena.close`."""
         self.detach()
 
     def _map(self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool) -> None:

@@ -51,7 +51,6 @@ class CpuAllocation:
 
     @property
     def is_clean(self) -> bool:
-        """See `DeviceAllocation.is_clean`."""
         return all(segment.is_clean for segment in self._segments)
 
     def read(self, runs: Sequence[Run]) -> None:
@@ -74,13 +73,11 @@ class CpuAllocation:
                 source += count
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """See `DeviceAllocation.clear`."""
         self._check()
         for address, count in self._table.split(offset, nbytes):
             set_zero(address, count)
 
     def descriptors(self, *, read_only: bool = False) -> list[int]:
-        """See `DeviceAllocation.descriptors`."""
         self._check()
         if read_only:
             flags = os.O_RDONLY | os.O_CLOEXEC
@@ -126,7 +123,6 @@ class CpuDevice:
         self._idle += [_make(SEGMENT_BYTES_MAX) for _ in range(count)]
 
     def allocate(self, nbytes: int, *, device: int, uid: int) -> CpuAllocation:
-        """See `DeviceBackend.allocate`."""
         _check_device(device)
         sizes = segment_sizes(nbytes)
         with self._lock:
@@ -153,7 +149,6 @@ class CpuDevice:
     def adopt(
         self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
     ) -> CpuAllocation:
-        """See `DeviceBackend.adopt`."""
         _check_device(device)
         if not fds or len(fds) != len(segment_bytes):
             raise InvalidRequestError(
@@ -177,7 +172,6 @@ class CpuDevice:
         return CpuAllocation(taken)
 
     def recycle(self, allocation: DeviceAllocation) -> None:
-        """See `DeviceBackend.recycle`."""
         assert isinstance(allocation, CpuAllocation)
         segments = allocation.end()
         with self._lock:
@@ -187,7 +181,6 @@ class CpuDevice:
         _destroy(surplus)
 
     def free(self, allocation: DeviceAllocation) -> None:
-        """See `DeviceBackend.free`."""
         assert isinstance(allocation, CpuAllocation)
         segments = allocation.end()
         with self._lock:
@@ -207,7 +200,6 @@ class CpuDevice:
                     self._ended.notify_all()
 
     def usage(self, device: int) -> DeviceUsage:
-        """See `DeviceBackend.usage`."""
         _check_device(device)
         with self._lock:
             idle_bytes = sum(segment.nbytes for segment in self._idle)
@@ -225,7 +217,6 @@ class CpuDevice:
         """See `DeviceBackend.unregister_host`."""
 
     def close(self) -> None:
-        """See `DeviceBackend.close`."""
         with self._lock:
             idle, self._idle = self._idle, []
             self._ended.wait_for(lambda: not self._ending_bytes)
@@ -304,8 +295,7 @@ def _check_segment(fd: int, nbytes: int) -> None:
     except OSError as error:
         raise InvalidRequestError(
             f"a segment must be a sealed memory file, and this file is not ({error}): pass back "
-            "what "
-            "the daemon sent"
+            "what the daemon sent"
         ) from error
     if seals != SEALS:
         raise InvalidRequestError(
@@ -317,8 +307,7 @@ def _check_segment(fd: int, nbytes: int) -> None:
     if there.st_size != nbytes or nbytes < SEGMENT_BYTES_MIN or there.st_blksize != PAGE:
         raise InvalidRequestError(
             f"a segment of {nbytes} bytes is expected; the file has {there.st_size}: pass back "
-            "what "
-            "the daemon sent"
+            "what the daemon sent"
         )
 
 

@@ -32,7 +32,6 @@ class CudaArena:
 
     @property
     def is_attached(self) -> bool:
-        """See `WorkerArena.is_attached`."""
         return bool(self.segments)
 
     def attach(
@@ -70,7 +69,6 @@ class CudaArena:
         self.segments = taken
 
     def detach(self) -> None:
-        """See `WorkerArena.detach`."""
         if self.segments:
             self._driver.enter(self.device)
             # A running kernel would fault on unmapped memory.
@@ -80,11 +78,9 @@ class CudaArena:
             self.segments = ()
 
     def resident_bytes(self) -> int:
-        """See `WorkerArena.resident_bytes`."""
         return sum(segment.nbytes for segment in self.segments)
 
     def close(self) -> None:
-        """See `WorkerArena.close`."""
         self.detach()
 
 

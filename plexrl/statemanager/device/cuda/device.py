@@ -95,7 +95,6 @@ class CudaAllocation:
         self._copy(runs, self._streams.to_device, copy)
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """See `DeviceAllocation.clear`."""
         self._check(offset, nbytes)
         stream = self._streams.to_device
 
@@ -202,7 +201,6 @@ class CudaDevices:
         device: int,
         uid: int,  # noqa: ARG002
     ) -> CudaAllocation:
-        """See `DeviceBackend.adopt`."""
         if not fds or len(fds) != len(segment_bytes):
             raise InvalidRequestError(
                 f"{len(fds)} descriptors came for {len(segment_bytes)} segments"
@@ -246,7 +244,6 @@ class CudaDevices:
             self._count_returned(allocation.device, allocation.nbytes)
 
     def usage(self, device: int) -> DeviceUsage:
-        """See `DeviceBackend.usage`."""
         self._enter(device)
         free_bytes, _ = self._driver.memory_info()
         with self._lock:
@@ -254,7 +251,6 @@ class CudaDevices:
         return DeviceUsage(lent_bytes=lent_bytes, idle_bytes=0, free_bytes=free_bytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """See `DeviceBackend.register_host`."""
         self._driver.enter(0)
         self._pinning.add(address, nbytes)
 
@@ -264,7 +260,6 @@ class CudaDevices:
         self._pinning.remove(address)
 
     def close(self) -> None:
-        """See `DeviceBackend.close`."""
         with self._lock:
             streams, self._streams = self._streams, {}
         for device, pair in sorted(streams.items()):

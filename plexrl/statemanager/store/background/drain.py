@@ -32,7 +32,7 @@ class Drainer:
     def close(self) -> None:
         """Cancel the current copy and end the thread."""
         self._closing.set()
-        self._store.cancel_background()
+        self._store.allocator.cancel_background()
         self._thread.join()
 
     def _run(self) -> None:
@@ -43,7 +43,7 @@ class Drainer:
                 if self._closing.is_set():
                     return
                 try:
-                    self._store.copy_to_nvme(name)
+                    self._store.allocator.copy_to_nvme(name)
                 except PlexRLError as error:
                     LOG.info("%s was not copied to NVMe: %s", name, error)
                     break

@@ -45,13 +45,13 @@ class EarlierVersions:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._store.cancel_background()
+        self._store.allocator.cancel_background()
         self._thread.join()
 
     def _run(self) -> None:
         while (name := self._next()) is not None:
             try:
-                self._store.move_to_nvme(name)
+                self._store.allocator.move_to_nvme(name)
             except OperationCancelledError:
                 with self._changed:
                     self._waiting[name] = None

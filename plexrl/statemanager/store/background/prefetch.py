@@ -47,7 +47,7 @@ class Prefetcher:
         A version that reached the host tier during the daemon's exit would be deleted with it.
         """
         self._closing.set()
-        self._store.cancel_background()
+        self._store.allocator.cancel_background()
         self._hints.put(None)
         self._thread.join()
 

@@ -54,7 +54,8 @@ class TierAllocator:
         """Called before eviction: frees host memory that is only kept for possible reuse."""
 
     def expect_use(self, deployment: str, next_use: float | None) -> None:
-        """As `Store.expect_use`."""
+        """Predict the next use of a deployment's state, on the clock of `now`; absent: unknown. The
+        latest next use is evicted first (`plexrl.statemanager.eviction.policy`)."""
         with self._catalog.lock:
             if next_use is None:
                 self._next_use.pop(deployment, None)
@@ -62,7 +63,7 @@ class TierAllocator:
                 self._next_use[deployment] = next_use
 
     def now(self) -> float:
-        """Time on the clock of `expect_use`, in seconds."""
+        """Time on the allocator's clock, in seconds."""
         return self._clock()
 
     def record_use(self, version: Version) -> None:

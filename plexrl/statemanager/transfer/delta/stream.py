@@ -1,4 +1,4 @@
-"""Deltas between what a target holds and what a source has, run by run."""
+"""Deltas of strided copies: encoded at the source, applied at the target."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ DIGEST_BYTES = 16
 def encode_delta(
     old: MappedData, new: MappedData, copies: StridedCopies, policy: DeltaPolicy, *, verify: bool
 ) -> list[bytes] | None:
-    """The delta of `copies` from one version to another, as the copies' bytes arrive, and with `verify`
-    the digest of the new ones; None where too much has changed for it to pay."""
+    """The delta of the copies' destination bytes from one version to another, and with `verify` a
+    checksum of the new bytes. None if it exceeds the policy's size limit."""
     parts: list[bytes] = []
     digest = xxhash.xxh3_128()
     bytes_max = policy.changed_max * copies.nbytes
@@ -45,11 +45,11 @@ def encode_delta(
 def apply_delta(
     payload: memoryview, copies: StridedCopies, target: Bytes, block_bytes: int, *, verify: bool
 ) -> None:
-    """Bring `copies` in `target` from the old version to the new.
+    """Update the destination bytes of `copies` in `target` from the old version to the new.
 
     Raises:
-        CorruptStateError: with `verify`, the result is not what the source has; `target` holds
-            neither version.
+        CorruptStateError: with `verify`, the checksum does not match; `target` holds neither
+            version.
     """
     end = len(payload) - (DIGEST_BYTES if verify else 0)
     decoder = DeltaDecoder(payload[: max(0, end)], block_bytes)
@@ -62,14 +62,16 @@ def apply_delta(
             digest.update(there.data)
     decoder.finish()
     if verify and digest.digest() != bytes(payload[end:]):
-        raise CorruptStateError("a delta did not lead to the version it is of: pull all of it")
+        raise CorruptStateError(
+            "the result of a delta has another checksum than its version: pull all bytes"
+        )
 
 
 def copy_changed(
     source: MappedData, copies: StridedCopies, target: Bytes, policy: DeltaPolicy
 ) -> int:
-    """Bring `copies` to `target`, writing only words that differ from what is there; returns their
-    bytes."""
+    """Perform `copies` into `target`, but write only the words that differ; returns the bytes
+    written."""
     moved = 0
     for batch in batches(copies):
         after, there = _bytes_of(source, batch), _at_target(batch, target)
@@ -93,7 +95,7 @@ def _write_changed(there: Bytes, after: Bytes) -> int:
 
 
 def _bytes_of(data: MappedData, batch: StridedCopies) -> Bytes:
-    """A batch's bytes in a row: where they lie, if they lie in a row."""
+    """A batch's bytes, contiguous; a view if they are contiguous in `data`."""
     jobs = data.jobs(packed(batch))
     if len(jobs) == 1 and _is_plain(jobs[0][1]):
         memory, job = jobs[0]
@@ -103,7 +105,7 @@ def _bytes_of(data: MappedData, batch: StridedCopies) -> Bytes:
 
 
 def _at_target(batch: StridedCopies, target: Bytes) -> Bytes:
-    """As `_bytes_of`, of what the target holds."""
+    """As `_bytes_of`, for the target's bytes."""
     if _is_plain(batch):
         at = int(batch.dst_offsets[0])
         return target[at : at + int(batch.row_bytes()[0])]

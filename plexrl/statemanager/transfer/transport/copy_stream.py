@@ -1,8 +1,8 @@
-"""StridedCopies as a stream of their bytes, one after the other, without anything between them.
+"""Strided copies over a socket, as a stream of their bytes without separators.
 
-Long copies go from the file to the network and from the network to their place without a copy of
-ours; what is strided, cast or short goes through a block that stays in the processor's cache. The
-two ends need not agree where one ends and the other begins.
+Long copies are zero-copy: `sendfile` at the sender, and a receive into the destination. Strided,
+cast and short copies pass through a block that fits the CPU cache. The two ends may choose
+differently between these modes.
 """
 
 import os
@@ -23,30 +23,30 @@ from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 
 DIRECT_BYTES_MIN = 64 << 10
-"""A run of this many bytes in one piece needs no block."""
+"""A contiguous copy of this many bytes is sent without a block."""
 BLOCK_BYTES = 1 << 20
 ANSWER_BYTES_MAX = 256 << 20
-"""Of one request's copies: eight times what a client asks for at a time."""
+"""Limit of one answer: eight times the size of a client's request."""
 DIGEST_BYTES = 8
 
 COLUMNS = ("src_offsets", "items", "counts", "src_strides", "casts")
-"""What the sender of a run needs to know."""
+"""The columns that the sender needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldData:
-    """A version's data as its sender has it."""
+    """A version's data at its sender."""
 
     regions: tuple[Region, ...]
-    """In order of the data."""
+    """Regions in order of the data."""
     map_all: Callable[[], MappedData]
-    """Mapped, its pieces in the order of the regions; asked for only where something needs it."""
+    """Maps the data, in the order of the regions; called only if needed."""
 
     def extents(self, place: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """(region, offset in it, bytes) of a part of the data, in order.
 
         Raises:
-            InvalidRequestError: the part is not all within the data.
+            InvalidRequestError: the part exceeds the data.
         """
         end = place + nbytes
         for index, region in enumerate(self.regions):
@@ -56,36 +56,38 @@ class HeldData:
                 yield index, first - region.data_offset, last - first
                 place = last
         if place != end:
-            raise InvalidRequestError(f"bytes up to {end} were asked for; the data ends before")
+            raise InvalidRequestError(
+                f"the request reads up to byte {end}, beyond the end of the data"
+            )
 
 
 class Digest:
-    """What has gone by, if anybody wants to know."""
+    """Checksum of a stream; does nothing if not `wanted`."""
 
     def __init__(self, wanted: bool) -> None:
         self.is_wanted = wanted
         self._state = xxhash.xxh3_64() if wanted else None
 
     def add(self, data: Bytes) -> None:
-        """Go by."""
+        """Add bytes to the checksum."""
         if self._state is not None:
             self._state.update(data.data)
 
     def value(self) -> bytes:
-        """`DIGEST_BYTES`, or none."""
+        """The checksum, `DIGEST_BYTES` long; empty if not wanted."""
         return b"" if self._state is None else self._state.digest()
 
 
 def encode_copies(copies: StridedCopies) -> bytes:
-    """What `decode_copies` makes the same copies from, without their targets."""
+    """Encode copies for the wire, without their destinations."""
     return np.stack([getattr(copies, name) for name in COLUMNS]).astype("<i8").tobytes()
 
 
 def decode_copies(payload: bytes | bytearray) -> StridedCopies:
-    """The copies that `encode_copies` was given, their targets 0.
+    """Decode copies from `encode_copies`; their destination offsets are 0.
 
     Raises:
-        ValueError: it was not made by `encode_copies`.
+        ValueError: the payload is malformed.
     """
     table = np.frombuffer(payload, dtype="<i8").reshape(len(COLUMNS), -1).astype(np.int64)
     zeros = np.zeros(table.shape[1], dtype=np.int64)
@@ -96,9 +98,9 @@ def decode_copies(payload: bytes | bytearray) -> StridedCopies:
 def send_copies(
     connection: socket.socket, held: HeldData, copies: StridedCopies, digest: Digest
 ) -> None:
-    """Send the bytes of `copies`; whoever sent them has been checked to ask for no others.
+    """Send the bytes of `copies`, which the caller has checked to lie within the data.
 
-    The socket must be a blocking one.
+    The socket must be blocking.
     """
     in_a_row = (copies.counts == 1) & (copies.casts == BYTES_CAST)
     for part, is_direct in _grouped(copies, in_a_row & (copies.row_bytes() >= DIRECT_BYTES_MIN)):
@@ -113,7 +115,7 @@ def send_copies(
 
 
 def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
-    """The copies' bytes, block by block; the next one is made while the caller sends one."""
+    """The copies' bytes, block by block; the next block is gathered while the caller sends one."""
     data = held.map_all()
     spare = [np.empty(BLOCK_BYTES, dtype=np.uint8) for _ in range(2)]
 
@@ -140,11 +142,11 @@ def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
 def receive_copies(
     connection: socket.socket, copies: StridedCopies, target: Bytes, digest: Digest
 ) -> None:
-    """Take the bytes of `copies` to their places in `target`.
+    """Receive the bytes of `copies` into their offsets in `target`.
 
     Raises:
-        ConnectionLostError: the sender went first.
-        CorruptStateError: other bytes arrived than were sent.
+        ConnectionLostError: the sender closed.
+        CorruptStateError: the checksum does not match.
     """
     block = np.empty(BLOCK_BYTES, dtype=np.uint8)
     in_a_row = (copies.counts == 1) | (copies.dst_strides == copies.row_bytes())
@@ -154,7 +156,7 @@ def receive_copies(
             lengths = (part.row_bytes() * part.counts).tolist()
             for to, nbytes in zip(part.dst_offsets.tolist(), lengths, strict=True):
                 if to < 0 or to + nbytes > len(target):
-                    raise ValueError(f"a run at {to} lies outside of its memory")
+                    raise ValueError(f"a copy to offset {to} exceeds its memory")
                 receive_bytes(connection, target[to : to + nbytes].data)
                 digest.add(target[to : to + nbytes])
             continue
@@ -169,13 +171,15 @@ def receive_copies(
         found = bytearray(DIGEST_BYTES)
         receive_bytes(connection, memoryview(found))
         if found != expected:
-            raise CorruptStateError("bytes were changed on their way: check the network")
+            raise CorruptStateError(
+                "the checksum of received bytes does not match: check the network"
+            )
 
 
 def _grouped(
     copies: StridedCopies, direct: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[StridedCopies, bool]]:
-    """The copies in order, in stretches that do or do not go directly."""
+    """The copies in order, grouped into ranges that are all direct or all not."""
     changes = np.flatnonzero(direct[1:] != direct[:-1]) + 1
     edges = [0, *changes.tolist(), len(copies)] if len(copies) else []
     for first, last in pairwise(edges):
@@ -194,7 +198,7 @@ def _send_direct(
         while offset < end:
             sent = os.sendfile(connection.fileno(), region.fd, offset, end - offset)
             if sent == 0:
-                raise ConnectionLostError("a version's file ends before its data does")
+                raise ConnectionLostError("a version's file is shorter than its data")
             offset += sent
 
 
@@ -202,7 +206,7 @@ def receive_bytes(connection: socket.socket, target: memoryview) -> None:
     """Fill `target`.
 
     Raises:
-        ConnectionLostError: the sender went first.
+        ConnectionLostError: the sender closed.
     """
     filled = 0
     while filled < len(target):

@@ -1,4 +1,4 @@
-"""The way to a StateManager on the same machine: its files, mapped."""
+"""Transport to a StateManager on the same machine: its files are mapped."""
 
 from collections.abc import Collection
 
@@ -58,12 +58,12 @@ class SharedMemory:
             raise
 
     def forget_unused(self) -> None:
-        """Unmap files that no source opened since the last call had."""
+        """Unmap files that no source used since the last call."""
         self._files.forget_unused()
 
 
 class SharedMemorySource:
-    """An `OpenSource` whose bytes this process sees itself."""
+    """An `OpenSource` whose bytes are mapped into this process."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SharedMemorySource:
         self.shards = shards
         self.bytes_per_s = BYTES_PER_S
         self.request_s = REQUEST_S
-        # A daemon that died may have been followed by one that uses the memory for something else.
+        # A restarted daemon may have reused the memory, so bytes count only once confirmed.
         self.arrives_whole = False
         self._connection = connection
         self._data = data
@@ -90,7 +90,7 @@ class SharedMemorySource:
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
     ) -> None:
-        """As `OpenSource.read`. The base itself is not needed: the target's memory is at hand."""
+        """As `OpenSource.read`. A delta compares with the target's memory, not with the base."""
         if delta is not None and delta.only_where_quicker:
             delta = None
         whole = [part for part in parts if delta is None or part.base is None]
@@ -116,5 +116,5 @@ class SharedMemorySource:
 def _shard(offered: PublishedShard, layout_of: LayoutOf) -> Shard:
     layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
     if layout is None or layout.digest != offered.layout:
-        raise ConnectionLostError("the source answered with a layout that was not asked for")
+        raise ConnectionLostError("the source sent a layout with another digest")
     return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)

@@ -1,4 +1,4 @@
-"""The way to a StateManager on another node: TCP, one or several streams."""
+"""Transport to a StateManager on another node, over TCP."""
 
 import socket
 from collections import deque
@@ -30,9 +30,9 @@ from plexrl.wire.framing import recv_head, send_frame
 BYTES_PER_S = 3e9
 REQUEST_S = 20e-6
 BATCH_BYTES = 32 << 20
-"""One request's bytes: what is asked for again when a source is lost on the way."""
+"""Size of one request, and so of what is requested again after a connection is lost."""
 BATCH_COPIES = 1024
-"""Keeps two requests within the socket's buffers, so that both ends never wait to send."""
+"""Limit of one request: two requests fit the socket buffers, so the ends cannot deadlock."""
 
 
 class _Offered(msgspec.Struct):
@@ -44,8 +44,8 @@ class _Offered(msgspec.Struct):
 
 
 class _Batch(NamedTuple):
-    """What one request asks for. What may come as a delta is always verified: a target whose bytes
-    are not those of the base after all is brought in whole then."""
+    """The content of one request. A possible delta is always verified: if the target does not hold
+    the base after all, the whole is pulled instead."""
 
     shard: int
     copies: StridedCopies
@@ -116,7 +116,7 @@ class TcpSource:
             arrived(batch.copies, self._receive(batch, target))
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The result of a request without a payload."""
+        """Send a request without a payload; returns the result."""
         send_frame(self._connection, request)
         result, _ = head_of(self._connection)
         return result
@@ -142,7 +142,7 @@ class TcpSource:
         send_frame(self._connection, header, encode_copies(batch.copies))
 
     def _receive(self, batch: "_Batch", target: Bytes) -> int:
-        """Bring one batch to its place; returns the bytes that crossed the network."""
+        """Receive one batch into `target`; returns the bytes that crossed the network."""
         result, nbytes = head_of(self._connection)
         if result.get("delta"):
             payload = memoryview(bytearray(nbytes))
@@ -160,13 +160,15 @@ class TcpSource:
 
 
 def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
-    """A blocking connection, both ends known to each other. Raises as `RemoteState`."""
+    """A blocking, authenticated connection. Raises as `RemoteState`."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise InvalidRequestError(f"a remote StateManager is tcp://host:port, not {address!r}")
+        raise InvalidRequestError(
+            f"the address of a remote StateManager is tcp://host:port, not {address!r}"
+        )
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
-        # From here on a blocking socket, whose waits the kernel bounds.
+        # The socket is blocking from here on; the kernel applies the timeouts.
         connection.settimeout(None)
         set_timeout(connection, timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,7 +180,7 @@ def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
 
 
 def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
-    """The head of an answer, and the size of the payload that is still to come."""
+    """The head of an answer, and the size of its payload, which is not received yet."""
     header, announced = recv_head(connection, payload_bytes_max=ANSWER_BYTES_MAX)
     if "error" in header:
         raise from_wire(header["error"])
@@ -189,7 +191,7 @@ def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
 def _shard(offered: _Offered, layout_of: LayoutOf) -> Shard:
     layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
     if layout is None or layout.digest != offered.layout:
-        raise ConnectionLostError("the source answered with a layout that was not asked for")
+        raise ConnectionLostError("the source sent a layout with another digest")
     return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)
 
 

@@ -1,16 +1,16 @@
-"""Versions for other nodes: one thread a connection, blocking, zero-copy where it can be.
+"""TCP server for other nodes: one blocking thread per connection, zero-copy where possible.
 
-After the handshake a client sends frames, and each is answered by one:
+After the handshake a client sends frames; each is answered by one frame:
 
-    open     {source, seq, known}  →  {shards}            the version is held for this connection
+    open     {source, seq, known}  →  {shards}            held until the connection closes
     read     {shard, stamp, verify, base, delta} + copies  →  the copies' bytes as the payload, then
-             their digest; or, with {delta}, what has changed of them since the base
-    lend     {}                    →  {agent, shards}     where NIXL finds what is open
-    confirm  {}                    →  {}                  all this time the version was held
+             their checksum; or, with {delta}, their changes since the base
+    lend     {}                    →  {agent, shards}     addresses for NIXL
+    confirm  {}                    →  {}                  the version was held until now
 
-These are for published versions; `transport.state_server` has those for the ranks' own state.
+These requests are for published versions; `tcp.state_server` has those for the ranks' own state.
 
-An error answers any of them as `{error}`; one that comes after a payload has begun ends the
+The answer to a failed request is `{error}`. A failure after a payload has begun ends the
 connection.
 """
 
@@ -60,13 +60,13 @@ from plexrl.wire.framing import encode_head, recv_frame, send_frame
 LOG = logging.getLogger(__name__)
 
 TIMEOUT_S = 60
-"""A client that takes or sends nothing for so long in the middle of a message is cut off."""
+"""Timeout of a client in the middle of a message."""
 HANDSHAKE_TIMEOUT_S = 5
 REQUEST_BYTES_MAX = 16 << 20
 ACCEPT_AGAIN_S = 0.1
-"""Until connections are accepted again where the system refused one, as for want of descriptors."""
+"""Delay before the next accept after one failed, for example for lack of descriptors."""
 BASES_MAX = 64
-"""Stamps that one connection may ask for differences from: a pull asks for one of each shard."""
+"""Maximum bases of one connection: a pull uses one for each shard."""
 
 
 class _Open(msgspec.Struct, tag="open"):
@@ -92,7 +92,7 @@ class _Lend(msgspec.Struct, tag="lend"):
 
 
 class TcpServer:
-    """Serves from its construction on until `close`."""
+    """Serves from construction until `close`."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class TcpServer:
         listen: str,
         lender: NixlLender | None = None,
     ) -> None:
-        """`listen` is `host:port`. With a `lender` memory can be read remotely.
+        """`listen` is `host:port`. A `lender` enables RDMA reads.
 
         Raises:
-            InvalidRequestError: it is not.
+            InvalidRequestError: `listen` is malformed.
         """
         self._services = services
         self._connections_max = services.config.connections_max
@@ -116,11 +116,11 @@ class TcpServer:
             raise InvalidRequestError(f"serve_tcp is host:port, not {listen!r}")
         self._socket = socket.create_server((host, int(port)), backlog=128)
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
-        """Where it listens, the port included that was chosen."""
+        """Listening address, with the port that the system chose."""
         threading.Thread(target=self._accept, name="plexrl-tcp", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more and end every connection: readers go to another source."""
+        """Stop accepting and end every connection; readers go to another source."""
         self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -135,7 +135,7 @@ class TcpServer:
             try:
                 connection, peer = self._socket.accept()
             except OSError as error:
-                # Either `close` shut the socket down, or this passes.
+                # Either `close` shut the socket down, or the failure is temporary.
                 if self._closing.wait(ACCEPT_AGAIN_S):
                     return
                 LOG.warning("no remote reader can be accepted: %s", error)
@@ -161,7 +161,7 @@ class TcpServer:
             set_timeout(connection, HANDSHAKE_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             claims = greet_client(connection, self._services.key)
-            # A client may hold a version for as long as it likes, if it is still there.
+            # A client may hold a version without limit while it is alive.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
@@ -179,7 +179,7 @@ class TcpServer:
 
 
 class _Reader:
-    """One connection's requests, one after the other."""
+    """Serves one connection's requests, one after the other."""
 
     def __init__(
         self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
@@ -240,7 +240,9 @@ class _Reader:
 
     def _lend(self) -> dict[str, Any]:
         if self._lender is None:
-            raise InvalidRequestError("this StateManager serves no RDMA: use its tcp:// address")
+            raise InvalidRequestError(
+                "this StateManager does not serve RDMA: use its tcp:// address"
+            )
         lent, registered = self._lender.lend([data.map_all() for _, data in self._held])
         self._leases.callback(self._lender.take_back, registered)
         return {"agent": lent.agent, "shards": lent.shards}
@@ -265,20 +267,20 @@ class _Reader:
 
     def _shard(self, request: _Read) -> tuple[LeasedShard, HeldData]:
         if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+            raise InvalidRequestError(f"shard {request.shard} is not open: open the version first")
         shard, data = self._held[request.shard]
         if shard.manifest.stamp != request.stamp:
             raise StateLostError(
-                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
+                f"{shard.manifest.description} no longer has the stamp {request.stamp!r}: "
                 "pull again"
             )
         return shard, data
 
     def _base(self, shard: LeasedShard, stamp: str) -> MappedData | None:
-        """The data of an earlier version of the shard, if it is kept and laid out alike."""
+        """The data of an earlier version of the shard, if it is kept and has the same layout."""
         if stamp not in self._bases:
             if len(self._bases) >= BASES_MAX + len(self._held):
-                raise InvalidRequestError("too many versions are asked for as bases: pull again")
+                raise InvalidRequestError("the connection uses too many bases: pull again")
             earlier = lease_by_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None

@@ -1,10 +1,10 @@
-"""Versions of ranks' state for other nodes, on connections of `transport.tcp_server`.
+"""Serves ranks' state versions to other nodes, on connections of `tcp.server`.
 
     open_state  {deployment, seq, rank, digests}  →  {shards: [{manifest, blocks}]}
-    read_state  {shard, stamp, verify} + copies     →  the copies' bytes, then their digest
+    read_state  {shard, stamp, verify} + copies   →  the copies' bytes, then their checksum
 
-What is opened is held for the connection. With `digests` a shard comes with those of its blocks,
-by section, and the manifest with the digest over all of them.
+The connection holds what it opened. With `digests` a shard includes the checksums of its blocks, by
+section, and the manifest includes the digest over all of them.
 """
 
 import socket
@@ -36,11 +36,11 @@ from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 from plexrl.wire.framing import encode_head
 
 READ_BYTES_MAX = 64 << 20
-"""Of what lies on NVMe, at once: it goes through memory."""
+"""Limit of one read from NVMe, which passes through memory."""
 
 
 class OpenStateFrame(msgspec.Struct, tag="open_state"):
-    """Every rank's version, or one's."""
+    """Open every rank's version, or one rank's."""
 
     deployment: str
     seq: int
@@ -49,7 +49,7 @@ class OpenStateFrame(msgspec.Struct, tag="open_state"):
 
 
 class ReadStateFrame(msgspec.Struct, tag="read_state"):
-    """StridedCopies of one of the shards that were opened last."""
+    """Read copies from one of the shards that were opened last."""
 
     shard: int
     stamp: str
@@ -58,18 +58,18 @@ class ReadStateFrame(msgspec.Struct, tag="read_state"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedState:
-    """A rank's version, as it is offered."""
+    """Description of a rank's version for the client."""
 
     manifest: Manifest
     blocks: tuple[bytes, ...] = ()
-    """The digests of its blocks, by section; empty unless they were asked for."""
+    """Checksums of its blocks, by section; empty unless requested."""
 
 
 class StateReading:
-    """One connection's requests for state. One thread at a time."""
+    """Serves one connection's state requests. One thread at a time."""
 
     def __init__(self, store: Store, claims: Claims, leases: ExitStack) -> None:
-        """`leases` is open for as long as the connection is."""
+        """`leases` closes with the connection."""
         self._store = store
         self._claims = claims
         self._opened = leases.enter_context(ExitStack())
@@ -79,13 +79,13 @@ class StateReading:
         """Hold versions in place and describe them.
 
         Raises:
-            PermissionDeniedError: a worker may read its own deployment's only.
-            CorruptStateError: digests are asked for, and a version is damaged.
+            PermissionDeniedError: the version is of another worker's deployment.
+            CorruptStateError: digests are requested, and a version is damaged.
         """
         claims = self._claims
         if claims.role != Role.AGENT and claims.deployment != request.deployment:
             raise PermissionDeniedError(
-                f"{claims.holder} may read the state of its own deployment, not of "
+                f"{claims.holder} may read only the state of its own deployment, not of "
                 f"{request.deployment!r}"
             )
         found = self._store.find(
@@ -96,7 +96,7 @@ class StateReading:
             )
         )
         offered: list[OfferedState] = []
-        # One version after the other is opened on a connection; those of before are let go.
+        # A connection holds one version at a time; opening another releases the last one.
         self._held = []
         self._opened.close()
         for version in found:
@@ -111,26 +111,26 @@ class StateReading:
         return {"shards": [msgspec.to_builtins(one) for one in offered]}
 
     def read(self, connection: socket.socket, request: ReadStateFrame, payload: bytearray) -> None:
-        """Send copies of a shard.
+        """Send the bytes of copies from a shard.
 
         Raises:
-            InvalidRequestError: there is no such shard, or the copies are not of its data.
+            InvalidRequestError: the shard is not open, or the copies exceed its data.
             StateLostError: the version was replaced.
-            BegunError: sending had begun when it failed.
+            BegunError: it failed after sending had begun.
         """
         if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+            raise InvalidRequestError(f"shard {request.shard} is not open: open the version first")
         lease, reader = self._held[request.shard]
         if lease.manifest.stamp != request.stamp:
             raise StateLostError(
-                f"{lease.manifest.description} is not of the stamp {request.stamp!r} any more: "
-                "begin again"
+                f"{lease.manifest.description} no longer has the stamp {request.stamp!r}: "
+                "start over"
             )
         copies = checked_copies(payload, lease.manifest.nbytes)
         head = encode_head({"result": {}}, copies.nbytes + (DIGEST_BYTES if request.verify else 0))
         digest = Digest(request.verify)
         if reader.mapped is None:
-            # What lies on NVMe may be damaged, which can be said before anything is sent only.
+            # Data on NVMe may be damaged, which can be reported only before sending begins.
             found = _read(reader, copies)
             digest.add(found)
             connection.sendall(head)
@@ -145,7 +145,7 @@ class StateReading:
 
 
 class BegunError(Exception):
-    """Something failed when it was too late to say so."""
+    """A failure after the payload has begun, when no error can be sent any more."""
 
     def __init__(self, cause: PlexRLError) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class BegunError(Exception):
 
 
 def checked_copies(payload: bytearray, nbytes: int) -> StridedCopies:
-    """StridedCopies off the wire that lie within `nbytes` bytes. Raises InvalidRequestError: they do not."""
+    """Decode received copies and check them as `check_within` does."""
     try:
         copies = decode_copies(payload)
     except ValueError as error:
@@ -163,10 +163,10 @@ def checked_copies(payload: bytearray, nbytes: int) -> StridedCopies:
 
 
 def check_within(copies: StridedCopies, nbytes: int) -> None:
-    """Refuse copies that lie not wholly within `nbytes` bytes, or are more than one answer holds.
+    """Check that copies lie within `nbytes` bytes and fit one answer.
 
     Raises:
-        InvalidRequestError: some do not.
+        InvalidRequestError: they do not.
     """
     casts = (copies.casts == BYTES_CAST) | ((copies.casts >= 0) & (copies.casts < len(DTYPES) ** 2))
     limits = np.int64(1) << np.int64(48)
@@ -180,13 +180,13 @@ def check_within(copies: StridedCopies, nbytes: int) -> None:
         copies.counts <= limits // np.maximum(1, copies.src_strides)
     )
     if not (casts & small).all():
-        raise InvalidRequestError("copies have positive sizes, and known dtypes")
-    # In floating point, where no product can wrap around to something small.
+        raise InvalidRequestError("copies need positive sizes and known dtypes")
+    # In floating point, so that no product can overflow to a small number.
     total = (copies.row_bytes().astype(np.float64) * copies.counts).sum()
     if (copies.src_offsets > nbytes).any() or total > ANSWER_BYTES_MAX:
         raise InvalidRequestError(
-            f"copies begin within the {nbytes} bytes of the data, and come to at most "
-            f"{ANSWER_BYTES_MAX} bytes together"
+            f"copies must begin within the {nbytes} bytes of the data, and together have at most "
+            f"{ANSWER_BYTES_MAX} bytes"
         )
     ends = (
         copies.src_offsets + (copies.counts - 1) * copies.src_strides + copies.row_bytes_at_source()
@@ -198,8 +198,8 @@ def check_within(copies: StridedCopies, nbytes: int) -> None:
 def _read(reader: LocalReader, copies: StridedCopies) -> Bytes:
     if copies.nbytes > READ_BYTES_MAX:
         raise InvalidRequestError(
-            f"copies of {copies.nbytes} bytes were asked for at once; {READ_BYTES_MAX} is the most of "
-            "what lies on NVMe"
+            f"a request reads {copies.nbytes} bytes from NVMe; the limit is {READ_BYTES_MAX}: "
+            "read less at once"
         )
     found: Bytes = np.empty(copies.nbytes, dtype=np.uint8)
     reader.read(packed(copies), found)
