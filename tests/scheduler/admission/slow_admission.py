@@ -8,6 +8,7 @@ lie on one node, and every waiting deployment is possible on the nodes in servic
 import math
 from dataclasses import dataclass, field
 
+from plexrl.ids import TenantId
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.state.records import Deployment, State
 
@@ -54,7 +55,8 @@ class SlowAdmission:
 
     def run(self, waiting: list[Deployment]) -> set[str]:
         """The names of the deployments that get GPUs."""
-        left, placed = list(waiting), set()
+        left = list(waiting)
+        placed: set[str] = set()
         blocking: list[tuple[str, int]] = []
         while left:
             first = min(left, key=self._key)
@@ -80,7 +82,7 @@ class SlowAdmission:
         share = self._share(job.tenant)
         return -job.priority, share, -ratio, deployment.created_at, deployment.deployment
 
-    def _share(self, tenant: str) -> float:
+    def _share(self, tenant: TenantId) -> float:
         weight = self.state.tenants[tenant].weight
         gpus = self.held.get(tenant, 0)
         record = self.state.held.get(tenant)
@@ -93,7 +95,7 @@ class SlowAdmission:
             used += self.held_before.get(tenant, 0) * (1.0 - decay) / rate
         return (used / HELD_NOW_S + gpus) / weight
 
-    def _exceeds_quota(self, tenant: str, gang: list[Deployment]) -> bool:
+    def _exceeds_quota(self, tenant: TenantId, gang: list[Deployment]) -> bool:
         most = self.state.tenants[tenant].gpus_max
         wanted = sum(each.workers for each in gang)
         return most is not None and self.held.get(tenant, 0) + wanted > most
