@@ -1,40 +1,43 @@
-# `make demo` and `make test` need nothing but Python ≥ 3.11 and a C library; they set up .venv themselves.
+# `make demo` and `make test` need Python >= 3.11 only; they create .venv.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 OUT ?= out/demo
-# Tests wait for processes more than they compute, so two at a time go well on two cores.
-TESTS_AT_ONCE ?= 2
-# Of the machine that `make gpu-kit` packs for.
+# Parallel test processes. Tests wait for processes more than they compute.
+TESTS_AT_ONCE ?= 3
+# Python version of the machine that `make gpu-kit` packs for.
 GPU_PYTHON ?= 3.12
-# Decides when faults come and whom they meet.
+# Seed of the times and targets of the faults.
 FAULT_SEED ?= 1
 STAMP := $(VENV)/.plexrl-setup
 VLLM_STAMP := $(VENV)/.plexrl-vllm
 
 export OMP_NUM_THREADS ?= 1
-# DeepSpeed's kernels are compiled with the ninja that is installed there.
+# DeepSpeed compiles its kernels with the ninja of .venv.
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: help setup demo test test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
 
 help:
-	@echo "make demo      set up, then train two jobs on one shared pool; report in $(OUT)/"
-	@echo "make test      set up, then run the test suite"
-	@echo "make test-all  set up vLLM too, then the test suite and the slow whole-cluster tests"
-	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N for other moments"
-	@echo "make docs-check  run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
-	@echo "make gpu-kit   wheels that scripts/gpu_check.sh installs on a GPU machine without internet"
-	@echo "make compiled  the scheduler and the simulator as C extensions: twice as quick; needs gcc"
-	@echo "make pure      Python again"
-	@echo "make bench     every benchmark; writes benchmarks/RESULTS.md"
-	@echo "make lint      ruff and mypy --strict"
+	@echo "make demo         train two jobs on one shared group and measure the saving; report in $(OUT)/"
+	@echo "make test         run the test suite"
+	@echo "make test-all     install vLLM, then run the test suite and the slow whole-cluster tests"
+	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N for other faults"
+	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
+	@echo "make lint         check formatting, style and types"
+	@echo "make format       format the code and apply safe fixes"
+	@echo "make bench        run every benchmark; writes benchmarks/RESULTS.md"
+	@echo "make compiled     build scheduler core and simulator loop as C extensions; needs gcc"
+	@echo "make pure         delete the C extensions"
+	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"
+	@echo "make clean        delete .venv, caches and build output"
+	@echo "All targets but help, pure and clean create .venv first if it is missing."
 
 setup: $(STAMP)
 
-# Torch goes first and alone, so that no other package chooses its build; DeepSpeed is then built
-# against it, and builds its kernels when they are first used.
+# Torch is installed first and alone, so that no other package chooses its build. DeepSpeed is then
+# built against it; it compiles its kernels at their first use.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
@@ -44,8 +47,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
-# vLLM shares the environment; it holds fastapi, numpy and transformers back by a release or two.
-# Of torchvision and its kin it brings builds for CUDA, with which it does not load.
+# vLLM shares the environment; it needs fastapi, numpy and transformers a release or two older.
+# It installs CUDA builds of torchvision and others, with which it does not load.
 $(VLLM_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[dev,vllm]"
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -2,12 +2,11 @@
 
     python benchmarks/scheduler.py [--quick] [--json] [part …]
 
-Parts: tree, placement, admission, backlog, reads, dispatch, journal, restart; all by default. The
-last column is the ratio to a plain baseline measured in the same run: a binary tree in plain Python
-(tree), a scan of every group, shift and slot (placement), a look through all groups and nodes for
-each job (admission), a look at every group after each event (dispatch), one client with a commit
-for each event (journal), a replay of all events without a snapshot (restart). Backlogs and reads
-have none.
+Parts: placement, admission, backlog, reads, dispatch, journal, restart; all by default. The last
+column is the ratio to a plain baseline measured in the same run: a scan of every group, shift and
+slot (placement), a look through all groups and nodes for each job (admission), a look at every
+group after each event (dispatch), one client with a commit for each event (journal), a replay of
+all events without a snapshot (restart). Backlogs and reads have none.
 """
 
 import sys
@@ -21,11 +20,9 @@ from benchmarks.scheduling import (
     placement,
     reads,
     restart,
-    tree,
 )
 
 PARTS = {
-    "tree": tree.measure,
     "placement": placement.measure,
     "admission": admission.measure,
     "backlog": backlog.measure,

@@ -3,11 +3,12 @@
     python examples/distill_digits.py
     python examples/distill_digits.py --steps 100 --task reverse
 
-A teacher is trained on right answers first (in earnest one loads it: `plexrl.ModelSpec(path=…)`).
-Then it only scores: the student draws answers, the teacher says how likely it finds each of their
-tokens, and a token's advantage is the teacher's logprob less the student's, whose mean over samples
-is minus the KL divergence of student from teacher. No right answer is shown to the student after
-its warm-up. Without PLEXRL_URL it joins the cluster of this machine, or starts an embedded one.
+The script first trains a teacher on correct answers (a real job loads one:
+`plexrl.ModelSpec(path=…)`). Then the student generates answers, and the teacher computes the
+logprob of each token. A token's advantage is the teacher's logprob minus the student's logprob; the
+mean over samples is minus the KL divergence of student from teacher. The student sees no correct
+answer after its warm-up. Without PLEXRL_URL the script joins the cluster of this machine, or starts
+an embedded one.
 """
 
 import argparse
@@ -30,11 +31,11 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Answers that the student drew, and what it and the teacher think of their tokens."""
+    """Answers that the student generated, with the logprobs of student and teacher."""
 
     batch: plexrl.Batch
     kl: float
-    """Estimate of KL(student ‖ teacher) in nats a token."""
+    """Estimate of KL(student ‖ teacher), in nats per token."""
 
 
 class Controller:
@@ -58,7 +59,7 @@ class Controller:
         return self.tokenizer.encode(f"{self.options.task[0]}{digits}=")
 
     def supervise(self, model: plexrl.TrainDeployment, steps: int) -> None:
-        """Cross-entropy on right answers."""
+        """Train `model` with cross-entropy on correct answers."""
         for _ in range(steps):
             digits = self.draw_digits(64, self.rng)
             right = [ANSWERS[self.options.task](each) for each in digits]
@@ -69,7 +70,7 @@ class Controller:
         last.result()
 
     def roll_out(self, digits: list[str], n: int, seed: int) -> Rollouts:
-        """`n` answers to each prompt, scored by the teacher."""
+        """Generate `n` answers to each prompt; the teacher scores them."""
         sampling = plexrl.SamplingParams(max_tokens=DIGITS + 2, seed=seed)
         prompts = [self.prompt(each) for each in digits]
         groups = self.rollout.generate(prompts, n=n, sampling=sampling).result().samples
@@ -78,20 +79,20 @@ class Controller:
         completions = [sample.tokens for sample in samples]
         rows = plexrl.Batch.from_completions(repeated, completions)
         whole = self.teacher.forward(rows).result().logprobs
-        taught = [row[-len(each) :] for row, each in zip(whole, completions, strict=True)]
-        drawn = [sample.logprobs for sample in samples]
-        gaps = [t - s for t, s in zip(taught, drawn, strict=True)]
+        teacher_logprobs = [row[-len(each) :] for row, each in zip(whole, completions, strict=True)]
+        student_logprobs = [sample.logprobs for sample in samples]
+        gaps = [t - s for t, s in zip(teacher_logprobs, student_logprobs, strict=True)]
         batch = plexrl.Batch.from_completions(
-            repeated, completions, logprobs=drawn, advantages=gaps
+            repeated, completions, logprobs=student_logprobs, advantages=gaps
         )
         return Rollouts(batch, kl=-float(np.concatenate(gaps).mean()))
 
     def evaluate(self) -> float:
-        """KL of student from teacher over answers to 256 prompts that stay the same."""
+        """KL of student from teacher over answers to a fixed set of 256 prompts."""
         return self.roll_out(self.draw_digits(256, random.Random(0)), n=1, seed=0).kl
 
     def train_step(self, step: int) -> float:
-        """One cycle: roll out, have it scored, update, sync. Returns the KL of its rollouts."""
+        """One cycle: generate, score, update, sync. Returns the KL of the answers."""
         rollouts = self.roll_out(self.draw_digits(64, self.rng), n=4, seed=step + 1)
         self.student.forward_backward(rollouts.batch, plexrl.losses.importance_sampling())
         self.student.optim_step(learning_rate=self.options.learning_rate, grad_clip_norm=1.0)
@@ -99,7 +100,7 @@ class Controller:
         return rollouts.kl
 
     def run(self, progress: plexrl.Progress) -> tuple[float, float]:
-        """KL of student from teacher before and after."""
+        """Train the teacher, then the student. Returns the KL before and after distillation."""
         self.supervise(self.teacher_trainer, self.options.teacher_steps)
         self.teacher.sync_weights(self.teacher_trainer)
         self.supervise(self.student, self.options.warm_up_steps)
@@ -131,7 +132,7 @@ def main() -> None:
         cluster.create_job("distill") as job,
     ):
         before, after = Controller(job, options).run(progress)
-    print(f"KL(student ‖ teacher): {before:.3f} → {after:.3f} nats a token")
+    print(f"KL(student ‖ teacher): {before:.3f} → {after:.3f} nats per token")
 
 
 if __name__ == "__main__":

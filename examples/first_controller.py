@@ -2,7 +2,7 @@
 
     python examples/first_controller.py
 
-On two quiet CPU cores that takes about a minute. The README shows these lines.
+It takes about a minute on two idle CPU cores. The README shows this code.
 """
 
 import random
@@ -17,11 +17,11 @@ model = plexrl.tiny_qwen2("0123456789=", seed=1)
 rng = random.Random(1)
 
 
-def reward(answer: str, wanted: str) -> float:
-    """The share of positions that are right; nothing for an answer of another length."""
-    if len(answer) != len(wanted):
+def reward(answer: str, expected: str) -> float:
+    """Share of correct positions; 0.0 if the answer has another length."""
+    if len(answer) != len(expected):
         return 0.0
-    return sum(a == b for a, b in zip(answer, wanted, strict=True)) / len(wanted)
+    return sum(a == b for a, b in zip(answer, expected, strict=True)) / len(expected)
 
 
 with (
@@ -36,19 +36,19 @@ with (
         prompts = [tokenizer.encode(f"{each}=") for each in digits]
         sampling = plexrl.SamplingParams(max_tokens=3, seed=step)
         samples = rollout.generate(prompts, n=SAMPLES, sampling=sampling).result().samples
-        wanted = ["".join(sorted(each)) for each in digits]
+        expected = ["".join(sorted(each)) for each in digits]
         rewards = np.array(
             [
                 [reward(tokenizer.decode(sample.tokens), right) for sample in group]
-                for right, group in zip(wanted, samples, strict=True)
+                for right, group in zip(expected, samples, strict=True)
             ]
         )
         spread = rewards.std(axis=1, keepdims=True) + 1e-4
         advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / spread
         batch = plexrl.Batch.from_samples(prompts, samples, advantages)
         actor.forward_backward(batch, plexrl.losses.grpo(clip_high=0.28))
-        rate = 4e-3 * min(1.0, (step + 1) / 10) * (1.0 - 0.9 * step / STEPS)
-        stepped = actor.optim_step(learning_rate=rate, grad_clip_norm=1.0)
+        learning_rate = 4e-3 * min(1.0, (step + 1) / 10) * (1.0 - 0.9 * step / STEPS)
+        stepped = actor.optim_step(learning_rate=learning_rate, grad_clip_norm=1.0)
         rollout.sync_weights(actor)
         row = {"reward": rewards.mean(), "exact": (rewards == 1.0).mean()}
         row["grad_norm"] = stepped.result().metrics["grad_norm"]

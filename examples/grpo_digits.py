@@ -1,13 +1,13 @@
-"""GRPO on a verifiable task, as a thin controller: no model here, no torch, one page.
+"""GRPO on a verifiable task, as a thin controller without torch.
 
     python examples/grpo_digits.py --task sort
     python examples/grpo_digits.py --task reverse --steps 50
     python examples/grpo_digits.py --backend fsdp --layout dp=1,tp=2
 
-How the actor is trained and laid over its GPUs is one argument each; the code below is the same.
-
-Without PLEXRL_URL it joins the cluster of this machine, or starts an embedded one. A short
-supervised warm-up teaches the answer's format; after it the verifier's reward is the only signal.
+`--backend` and `--layout` choose how the actor is trained and split over its GPUs; the code stays
+the same. Without PLEXRL_URL the script joins the cluster of this machine, or starts an embedded
+one. A short supervised warm-up teaches the format of an answer; after the warm-up, the verifier's
+reward is the only training signal.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Rewards = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Task:
-    """A family of prompts with one right answer each."""
+    """A family of prompts; each prompt has one correct answer."""
 
     letter: str
     digits: int
@@ -43,7 +43,7 @@ TASKS = {
 
 
 def is_held_out(digits: str) -> bool:
-    """One prompt in eight is for evaluation only; training never draws it."""
+    """True for one prompt in eight: evaluation uses these prompts, training never does."""
     return sum((i + 1) * int(digit) for i, digit in enumerate(digits)) % 8 == 0
 
 
@@ -56,18 +56,18 @@ def draw_digits(task: Task, count: int, rng: random.Random, *, held_out: bool) -
     return found
 
 
-def reward(answer: str, wanted: str) -> float:
-    """Half for the exact answer, half for the share of right positions; 0 for a wrong length."""
-    if len(answer) != len(wanted):
+def reward(answer: str, expected: str) -> float:
+    """0.5 if exact, plus 0.5 times the share of correct positions; 0 for a wrong length."""
+    if len(answer) != len(expected):
         return 0.0
-    right = sum(a == b for a, b in zip(answer, wanted, strict=True)) / len(wanted)
-    return 0.5 * (answer == wanted) + 0.5 * right
+    right = sum(a == b for a, b in zip(answer, expected, strict=True)) / len(expected)
+    return 0.5 * (answer == expected) + 0.5 * right
 
 
 def most_informative(rewards: Rewards, count: int) -> npt.NDArray[np.int64]:
     """Indices `[prompts, count]` of the best and worst samples of each prompt, half of each.
 
-    Rolling out is cheap beside training, and the extremes carry the signal: sample many, train on
+    Sampling costs less than training, and the extremes carry the signal: sample many, train on
     few (policy optimisation with down-sampling, arXiv 2504.13818).
     """
     order = rewards.argsort(axis=1, kind="stable")
@@ -112,7 +112,7 @@ class Controller:
         return self.tokenizer.decode([token for token in tokens if token != plexrl.EOS])
 
     def warm_up(self) -> None:
-        """Supervised steps on right answers: the policy learns what an answer looks like."""
+        """Supervised steps on correct answers: the policy learns the format of an answer."""
         steps = self.options.warm_up_steps
         for _ in range(self.task.warm_up_steps if steps is None else steps):
             digits = draw_digits(self.task, 64, self.rng, held_out=False)
@@ -129,7 +129,7 @@ class Controller:
         return float(rewards.mean())
 
     def train_step(self, step: int) -> float:
-        """One cycle: roll out, score, update, sync. Returns the mean reward of its rollouts."""
+        """One cycle: generate, score, update, sync. Returns the mean reward of the samples."""
         digits = draw_digits(self.task, 32, self.rng, held_out=False)
         prompts, samples, rewards = self.generate(digits, n=32, seed=step + 1)
         chosen = most_informative(rewards, 8)
@@ -138,7 +138,7 @@ class Controller:
         advantages = (scores - scores.mean(1, keepdims=True)) / (
             scores.std(1, keepdims=True) + 1e-4
         )
-        # A group whose samples all scored alike teaches nothing; leave its tokens out.
+        # If all samples of a prompt have the same score, the advantages are 0: drop the prompt.
         batch = plexrl.Batch.from_samples(prompts, kept, advantages, keep=scores.std(1) > 0.0)
         if len(batch):
             warm_in = min(1.0, (step + 1) / 10)
@@ -170,21 +170,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", choices=sorted(TASKS), default="sort")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-up-steps", type=int, default=None, help="default: the task's")
     parser.add_argument(
-        "--workers", type=int, default=None, help="GPUs of the actor; default: the layout's, or 2"
+        "--warm-up-steps", type=int, default=None, help="default: the number of the task"
     )
-    parser.add_argument("--backend", default=None, help="fsdp, megatron, …: the actor's")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=None,
+        help="GPUs of the actor; default: those of --layout, or 2",
+    )
+    parser.add_argument(
+        "--backend", default=None, help="training backend of the actor: fsdp, megatron, …"
+    )
     parser.add_argument(
         "--layout",
         type=plexrl.Parallelism.from_text,
         default=None,
-        help="the actor's, as dp=1,tp=2; default: dp over its workers",
+        help="parallel layout of the actor, for example dp=1,tp=2; default: dp over its workers",
     )
     parser.add_argument(
-        "--exclusive", action="store_true", help="share the actor's GPUs with nobody"
+        "--exclusive", action="store_true", help="share the GPUs of the actor with no other job"
     )
-    parser.add_argument("--name", default=None, help="job name; default: the task's")
+    parser.add_argument("--name", default=None, help="job name; default: the name of the task")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Every error a caller can meet, in one tree.
+"""All errors that a caller can get, in one tree.
 
     PlexRLError
     ├── InvalidRequestError            400  invalid_request
@@ -7,7 +7,7 @@
     │   ├── TokenRangeError            400  token_out_of_vocabulary
     │   ├── NonFiniteInputError        400  non_finite_input
     │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
-    │   ├── TraceError                 400  trace             (`problems`: by line and field)
+    │   ├── TraceError                 400  trace             (`problems`: line, field, text)
     │   ├── UnsupportedModelError      400  unsupported_model (`details["supported"]`)
     │   └── UnsupportedDtypeError      400  unsupported_dtype
     ├── AuthenticationError            401  unauthenticated
@@ -22,7 +22,7 @@
     │   ├── JobEndedError              409  job_ended
     │   ├── NoGradientsError           409  no_gradients
     │   ├── StaleTokenError            409  stale_token
-    │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: the error behind it)
+    │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: that failure)
     │   ├── ControllerReplacedError    409  controller_replaced
     │   └── CheckpointExistsError      409  checkpoint_exists
     ├── ModelDoesNotFitError           413  model_does_not_fit
@@ -35,30 +35,30 @@
     ├── ExecutionError                 500  execution_failed
     │   ├── WorkerLostError            500  worker_lost
     │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
-    ├── ConnectionLostError            503  connection_lost   (the client met no server)
+    ├── ConnectionLostError            503  connection_lost   (no server was reached)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
-    │   └── NoAnswerError              504  no_answer         (a part was silent for too long)
+    │   └── NoAnswerError              504  no_answer         (a part did not answer in time)
     ├── DeadlineExceededError          504  deadline_exceeded
-    ├── SchedulerFaultError            500  scheduler_fault   (a fault of ours; nothing was changed)
-    ├── InvariantError                 500  invariant         (a simulated run broke a law)
-    ├── DeviceError                    500  device            (a device's driver refused a call)
-    │   ├── DeviceUnavailableError     503  device_unavailable (there is no such device)
+    ├── SchedulerFaultError            500  scheduler_fault   (a bug; nothing was changed)
+    ├── InvariantError                 500  invariant         (a bug in a simulated run)
+    ├── DeviceError                    500  device            (a device driver's call failed)
+    │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
     └── StorageError                   507  storage
-        ├── JournalUnavailableError    503  journal_unavailable (the database does not answer)
-        ├── StorageFullError           507  storage_full      (work goes on when there is room)
+        ├── JournalUnavailableError    503  journal_unavailable (no answer from the database)
+        ├── StorageFullError           507  storage_full      (retry when there is space)
         │   ├── JournalFullError       507  journal_full
         │   └── StateTierFullError     507  state_tier_full
-        ├── JournalMissingError        500  journal_missing   (state without the journal it is of)
+        ├── JournalMissingError        500  journal_missing   (state without its journal)
         ├── LeaseLostError             503  lease_lost        (another scheduler took over)
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
-Over HTTP, an answer with a `Retry-After` header asks for the same request again: nothing is wrong
-with it, and it succeeds later. The final error of an operation never carries that header.
+Over HTTP, a response with a `Retry-After` header means: send the same request again later, because
+the request itself is valid. The final error of an operation never has that header.
 
-A message says what is wrong, where, and how to mend it. `code` and `status` are stable; `details`
+A message says what is wrong, where, and how to fix it. `code` and `status` are stable. `details`
 holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
 """
 
@@ -68,7 +68,8 @@ from typing import ClassVar, Final
 
 
 class PlexRLError(Exception):
-    """Root of the tree. `details` holds plain JSON values naming what the message speaks of."""
+    """Base of all errors. `details` holds plain JSON values: the names and numbers in the
+    message."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
@@ -84,294 +85,361 @@ class PlexRLError(Exception):
 
 
 class InvalidRequestError(PlexRLError):
+    """The request is invalid; the same request fails again."""
+
     code = "invalid_request"
     status = 400
 
 
 class BatchShapeError(InvalidRequestError):
+    """The shape of a batch, a prompt or a checkpoint's parameter is invalid."""
+
     code = "batch_shape"
 
 
 class NoTokenCountsError(InvalidRequestError):
-    """A batch whose mask is zero wherever a token is predicted: there is nothing to learn."""
+    """The mask is zero at every predicted token of the batch, so the loss has no terms."""
 
     code = "no_token_counts"
 
 
 class TokenRangeError(InvalidRequestError):
+    """A token is outside of the vocabulary."""
+
     code = "token_out_of_vocabulary"
 
 
 class NonFiniteInputError(InvalidRequestError):
+    """An input of the batch is infinite or not a number."""
+
     code = "non_finite_input"
 
 
 class LayoutError(InvalidRequestError):
-    """A parallel layout that cannot be, or that a backend cannot run: `details["field"]`."""
+    """A parallel layout is invalid, or the backend does not support it: `details["field"]` names
+    the axis."""
 
     code = "layout"
 
 
 class TraceError(InvalidRequestError):
-    """A trace that cannot be read; `details["problems"]`: each fault's line, field and message."""
+    """A trace cannot be read. `details["problems"]` lists the line, field and message of each
+    problem."""
 
     code = "trace"
 
 
 class UnsupportedModelError(InvalidRequestError):
-    """No backend, or not this one, runs models of `details["architecture"]`; those in
-    `details["supported"]` it does."""
+    """The backend does not run models of `details["architecture"]`; `details["supported"]` lists
+    those that it runs."""
 
     code = "unsupported_model"
 
 
 class UnsupportedDtypeError(InvalidRequestError):
-    """A backend cannot compute from weights of this dtype."""
+    """The backend does not support weights or computation in this dtype."""
 
     code = "unsupported_dtype"
 
 
 class AuthenticationError(PlexRLError):
+    """The API key is missing or unknown."""
+
     code = "unauthenticated"
     status = 401
 
 
 class PermissionDeniedError(PlexRLError):
+    """The caller may not do this, or a file or folder belongs or is open to another user."""
+
     code = "permission_denied"
     status = 403
 
 
 class QuotaExceededError(PlexRLError):
+    """The request exceeds a quota of the tenant."""
+
     code = "quota_exceeded"
     status = 403
 
 
 class NotFoundError(PlexRLError):
+    """The named object does not exist."""
+
     code = "not_found"
     status = 404
 
 
 class UnknownJobError(NotFoundError):
+    """There is no such job."""
+
     code = "unknown_job"
 
 
 class UnknownDeploymentError(NotFoundError):
+    """The job has no such deployment."""
+
     code = "unknown_deployment"
 
 
 class UnknownOperationError(NotFoundError):
+    """There is no such operation."""
+
     code = "unknown_operation"
 
 
 class CheckpointNotFoundError(NotFoundError):
+    """There is no such checkpoint."""
+
     code = "unknown_checkpoint"
 
 
 class ConflictError(PlexRLError):
+    """The request conflicts with the current state."""
+
     code = "conflict"
     status = 409
 
 
 class JobEndedError(ConflictError):
+    """The job has ended."""
+
     code = "job_ended"
 
 
 class NoGradientsError(ConflictError):
-    """An optimizer step came where no gradients wait; nothing was changed."""
+    """An optimizer step without gradients. Nothing was changed."""
 
     code = "no_gradients"
 
 
 class StaleTokenError(ConflictError):
+    """Another deployment holds the group's lock; the fencing token is outdated."""
+
     code = "stale_token"
 
 
 class EarlierFailureError(ConflictError):
-    """An operation that this one builds on failed, and the controller has not acknowledged that.
+    """An earlier operation failed, and the controller has not acknowledged the failure.
 
-    `details["operation"]`, `details["deployment"]` and `details["kind"]` name the operation that
-    failed; `details["cause"]` is its error as `to_wire` has it, and `__cause__` after `from_wire`.
+    `details["operation"]`, `details["deployment"]` and `details["kind"]` name the failed operation.
+    `details["cause"]` is its error in the form of `to_wire`; `from_wire` sets `__cause__` to it.
     """
 
     code = "earlier_failure"
 
 
 class ControllerReplacedError(ConflictError):
-    """Another controller has attached the job, so this one may not act for it any more."""
+    """Another controller has attached the job, so this one may not use it any more."""
 
     code = "controller_replaced"
 
 
 class CheckpointExistsError(ConflictError):
+    """A checkpoint with this name exists."""
+
     code = "checkpoint_exists"
 
 
 class ModelDoesNotFitError(PlexRLError):
+    """The deployment needs more memory than the cluster's GPUs or nodes have."""
+
     code = "model_does_not_fit"
     status = 413
 
 
 class PayloadTooLargeError(PlexRLError):
+    """The request's payload is too large."""
+
     code = "payload_too_large"
     status = 413
 
 
 class CapacityError(PlexRLError):
+    """The cluster lacks the capacity for the request: nodes, GPUs or free slots."""
+
     code = "capacity"
     status = 422
 
 
 class NonFiniteGradientError(PlexRLError):
+    """The gradient norm is infinite or not a number. The gradients were dropped."""
+
     code = "non_finite_gradient"
     status = 422
 
 
 class NonFiniteWeightsError(PlexRLError):
-    """A parameter is infinite or not a number; `details["parameter"]` names the first such one."""
+    """A parameter is infinite or not a number; `details["parameter"]` names the first one."""
 
     code = "non_finite_weights"
     status = 422
 
 
 class OverloadedError(PlexRLError):
-    """The queue is at its bound. `details["retry_after_s"]` says when to come back."""
+    """A queue is full. Retry after `details["retry_after_s"]` seconds."""
 
     code = "overloaded"
     status = 429
 
 
 class OperationCancelledError(PlexRLError):
+    """The operation was cancelled."""
+
     code = "operation_cancelled"
     status = 499
 
 
 class ExecutionError(PlexRLError):
+    """The operation failed on the workers."""
+
     code = "execution_failed"
     status = 500
 
 
 class WorkerLostError(ExecutionError):
+    """A worker process ended while it ran the operation."""
+
     code = "worker_lost"
 
 
 class StaleWeightsError(ExecutionError):
-    """An engine computes with other weights than it was given last, and refuses to generate."""
+    """An engine does not compute with the weights of the last update, and refuses to generate."""
 
     code = "stale_weights"
 
 
 class ConnectionLostError(PlexRLError):
+    """The connection ended, or no server was reached."""
+
     code = "connection_lost"
     status = 503
 
 
 class UnavailableError(PlexRLError):
+    """A part of the cluster does not serve now. The same request may succeed later."""
+
     code = "unavailable"
     status = 503
 
 
 class LeaseHeldError(UnavailableError):
-    """Another scheduler leads: `details["holder"]` says which."""
+    """Another scheduler is the leader: `details["holder"]` names it."""
 
     code = "lease_held"
 
 
 class NoAnswerError(UnavailableError):
-    """A part of the cluster gave no answer in time. It may have carried the request out: the same
-    request may be sent again under the same ids."""
+    """A part of the cluster did not answer in time. It may have carried out the request; the
+    request may be repeated with the same ids."""
 
     code = "no_answer"
     status = 504
 
 
 class DeadlineExceededError(PlexRLError):
+    """An operation or a wait exceeded its deadline."""
+
     code = "deadline_exceeded"
     status = 504
 
 
 class SchedulerFaultError(PlexRLError):
-    """The scheduler cannot take this request in, because of a fault of its own. Nothing was
-    changed; operators are told by the log and by `plexrl status`."""
+    """The scheduler cannot process this request because of a bug. Nothing was changed. The log and
+    `plexrl status` show the fault."""
 
     code = "scheduler_fault"
 
 
 class InvariantError(PlexRLError):
-    """A bug of ours: `details["law"]` and `details["at_s"]` say which law was broken, and when."""
+    """A bug: `details["law"]` names the violated invariant, `details["at_s"]` its time."""
 
     code = "invariant"
 
 
 class DeviceError(PlexRLError):
-    """`details["call"]` and `details["result"]` name the driver's call and what it answered."""
+    """A call of a device driver failed: `details["call"]` names it, `details["result"]` its
+    result."""
 
     code = "device"
 
 
 class DeviceUnavailableError(DeviceError):
+    """There is no such device, or its driver is missing."""
+
     code = "device_unavailable"
     status = 503
 
 
 class DeviceMemoryFullError(DeviceError):
-    """What others borrow leaves too little: come back once they have offloaded."""
+    """Other deployments use too much device memory. Retry after they have offloaded."""
 
     code = "device_memory_full"
     status = 507
 
 
 class StorageError(PlexRLError):
+    """Storage failed."""
+
     code = "storage"
     status = 507
 
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Numbers of system errors that mean `StorageFullError`."""
+"""Values of `errno` that mean `StorageFullError`."""
 
 
 class StorageFullError(StorageError):
-    """A disk, a memory file system or a bound of ours has no room left. Nothing was changed: the
-    same request succeeds once there is room. `details["retry_after_s"]` says when to ask again."""
+    """A disk, a memory file system or a configured capacity is full. Nothing was changed: the same
+    request succeeds when there is space. Retry after `details["retry_after_s"]` seconds."""
 
     code = "storage_full"
 
 
 class JournalUnavailableError(StorageError):
-    """The journal's database does not answer. The same request succeeds once it does."""
+    """The journal's database does not answer. The same request succeeds when it does."""
 
     code = "journal_unavailable"
     status = 503
 
 
 class JournalFullError(StorageFullError):
+    """The journal's storage is full."""
+
     code = "journal_full"
 
 
 class JournalMissingError(StorageError):
-    """The journal is new, and beside it lies state that only a former one explains. Nothing was
-    changed: `details["found"]` names some of that state."""
+    """The journal is new, but state of an earlier journal exists. Nothing was changed:
+    `details["found"]` names some of that state."""
 
     code = "journal_missing"
     status = 500
 
 
 class LeaseLostError(StorageError):
-    """This scheduler leads no more and must do nothing further; nothing was written."""
+    """This scheduler is not the leader any more and must stop. Nothing was written."""
 
     code = "lease_lost"
     status = 503
 
 
 class StateTierFullError(StorageFullError):
+    """A tier of the StateManager is full."""
+
     code = "state_tier_full"
 
 
 class StateLostError(StorageError):
+    """A stored version of a deployment's state is lost."""
+
     code = "state_lost"
     status = 500
 
 
 class CorruptStateError(StorageError):
+    """Stored data is damaged: a checksum or format check failed."""
+
     code = "corrupt_state"
     status = 500
 
@@ -387,14 +455,14 @@ _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
 
 
 def is_storage_full(code: str) -> bool:
-    """Whether errors of this code say that there is no room now."""
+    """Whether errors with this code mean that a storage is full."""
     return issubclass(_KINDS.get(code, PlexRLError), StorageFullError)
 
 
 def from_wire(body: object) -> PlexRLError:
-    """The error that `to_wire` described; an unknown code becomes a plain `PlexRLError`."""
+    """The error that `to_wire` encoded; an unknown code becomes a plain `PlexRLError`."""
     if not isinstance(body, Mapping):
-        return PlexRLError("the other side failed and gave no reason")
+        return PlexRLError("the other side failed without a reason: see its log")
     details = body.get("details")
     plain = {str(k): v for k, v in details.items()} if isinstance(details, Mapping) else {}
     kind = _KINDS.get(str(body.get("code")), PlexRLError)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests and benchmarks for GPUs where there is no internet, in under ten minutes.
+# Run the GPU tests and the GPU benchmark on a machine without internet, in under ten minutes.
 #
 #     scripts/gpu_check.sh [FOLDER]
 #
-# Installs what `make gpu-kit` packed into a temporary folder, beside the machine's own torch,
-# transformers and cuda-bindings. FOLDER (else $OUT, else out/gpu-check) gets gpu_check.json after
-# each part. Exit status: 0 all passed, 1 a part failed or took too long, 3 there is no GPU.
-# PYTHON names the interpreter, KIT the folder of the wheels.
+# The wheels of `make gpu-kit` are installed into a temporary folder, in addition to the machine's
+# own torch, transformers and cuda-bindings. gpu_check.json is written to FOLDER (else $OUT, else
+# out/gpu-check) after each part. Exit status: 0 all passed, 1 a part failed or took too long, 3 no
+# GPU. PYTHON is the interpreter, KIT the folder of the wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

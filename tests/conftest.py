@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 # How long an example takes says nothing on a machine that others use too.
-settings.register_profile("plexrl", deadline=None)
+settings.register_profile("plexrl", deadline=None, print_blob=True)
 settings.load_profile("plexrl")
 
 # Two torch threads beside any other work slow both up to tenfold; set before torch is imported.
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     """Tests leave jobs behind on purpose: at the end of the process nobody wants to read of it."""
-    logging.getLogger("plexrl.client.display.leaving").setLevel(logging.CRITICAL)
+    logging.getLogger("plexrl.client.calls.job_exit").setLevel(logging.CRITICAL)
 
 
 def _is_newer(source: Path, compiled: Path) -> bool:

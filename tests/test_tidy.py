@@ -1,4 +1,4 @@
-"""The house rules that no linter knows: import direction, purity of cores, size, names, docs."""
+"""Rules that no linter checks: import direction, purity of cores, sizes, names, docstrings."""
 
 import ast
 import subprocess
@@ -29,7 +29,7 @@ DIRECTION = (
     "plexrl",
 )
 UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/losses.py")
-"""`plexrl.connect` starts a cluster where none is named; the others are what controllers import."""
+"""May import upwards: `plexrl.connect` starts a cluster; controllers import the others."""
 
 PURE_FOLDERS = (
     "scheduler/admission",
@@ -45,15 +45,16 @@ PURE_FOLDERS = (
     "sim/fidelity",
     "sim/results",
     "statemanager/checkpoint/format",
+    "statemanager/eviction",
     "statemanager/layout",
     "statemanager/transfer/delta",
     "client/data",
     "worker/batches",
 )
-"""No clock, no chance, no threads, no files, and no import of the shells of their package."""
+"""Folders without clock, randomness, threads, files and imports of the shells of their package."""
 SCHEDULER_SHELLS = ("plexrl.scheduler.service", "plexrl.scheduler.journal")
 ENTRIES_MAX = 13
-"""Of a folder, `__init__.py` and `__main__.py` not counted."""
+"""Entries of a folder, without `__init__.py` and `__main__.py`."""
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),
     *("socket", "sqlite3", "subprocess", "tempfile", "threading", "time", "uuid"),
@@ -79,7 +80,7 @@ def package_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import that runs, wherever it stands; type-only ones do not."""
+    """(line, module) of every import, except those that only type checkers see."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for inner in node.body:
@@ -110,7 +111,7 @@ def test_imports_point_down_the_list_of_packages() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     modules = {module_of(path): path for path in python_files("plexrl")}
     graph = {
         name: {each for _, each in imports(ast.parse(path.read_text())) if each in modules}
@@ -129,7 +130,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_a_folder_is_no_list() -> None:
+def test_no_folder_has_too_many_entries() -> None:
     long = []
     for folder in {path.parent for path in python_files("plexrl")}:
         entries = [
@@ -143,7 +144,7 @@ def test_a_folder_is_no_list() -> None:
     assert not long, "\n".join(sorted(long))
 
 
-def test_cores_meet_no_clock_no_chance_and_no_outside_world() -> None:
+def test_pure_folders_import_no_clock_randomness_or_io() -> None:
     wrong = []
     for path in python_files(*(f"plexrl/{folder}" for folder in PURE_FOLDERS)):
         for line, module in imports(ast.parse(path.read_text())):
@@ -153,7 +154,55 @@ def test_cores_meet_no_clock_no_chance_and_no_outside_world() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_file_wants_to_be_two() -> None:
+STATE_WRITERS = {
+    "holder": {"group_lock.py"},
+    "incoming": {"group_lock.py"},
+    "switched": {"group_lock.py"},
+    "token": {"group_lock.py"},
+    "residency": {"wpg.py"},
+    "state": {"job.py", "operation.py", "wpg.py"},
+}
+"""Fields of state machines, and the modules of `plexrl/scheduler/state` that write them."""
+DEPLOYMENT_PARTS = {
+    *("backoff", "burst", "cycles", "moves", "processes", "replay", "stored", "switch_times"),
+}
+"""Records of `plexrl/scheduler/state/deployment`, which only their own modules write."""
+
+
+def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
+    wrong = []
+    for path in python_files("plexrl/scheduler"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for line, target in _assigned(node):
+                writers = STATE_WRITERS.get(target.attr)
+                base = ast.unparse(target.value)
+                if base.rpartition(".")[2] in DEPLOYMENT_PARTS and "state" not in path.parts:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} writes {ast.unparse(target)}")
+                # A record may set its own fields; an operation stores the token of its run.
+                is_own = base == "self" or (base == "operation" and target.attr == "token")
+                if writers is None or is_own:
+                    continue
+                if "state" not in path.parts or path.name not in writers:
+                    name = path.relative_to(ROOT)
+                    wrong.append(f"{name}:{line} writes {ast.unparse(target)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[int, ast.Attribute]]:
+    """(line, attribute) of each attribute that a statement assigns."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return
+    for target in targets:
+        for each in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+            if isinstance(each, ast.Attribute):
+                yield node.lineno, each
+
+
+def test_no_file_is_too_long() -> None:
     long = [
         f"{path.relative_to(ROOT)} has {count} lines"
         for path in python_files("plexrl", "tests", "benchmarks", "examples")
@@ -162,21 +211,21 @@ def test_no_file_wants_to_be_two() -> None:
     assert not long, "\n".join(long)
 
 
-def test_no_file_is_a_drawer() -> None:
-    drawers = [path for path in python_files("plexrl", "tests") if path.stem in BANNED_NAMES]
-    assert not drawers, f"name these by what they hold: {drawers}"
+def test_no_file_has_a_name_without_meaning() -> None:
+    unnamed = [path for path in python_files("plexrl", "tests") if path.stem in BANNED_NAMES]
+    assert not unnamed, f"name these files by what they contain: {unnamed}"
 
 
-def test_no_environment_is_read_below_the_doors() -> None:
-    """Configuration is handed to constructors; only the SDK's and CLI's doors read variables."""
-    doors = {"cli", "client", "cluster", "process"}
+def test_only_entry_points_read_the_environment() -> None:
+    """Constructors get their configuration; only SDK, CLI and process starts read variables."""
+    entry_points = {"cli", "client", "cluster", "process"}
     wrong = []
     for path in python_files("plexrl"):
-        if path.relative_to(PACKAGE).parts[0] in doors or path.name == "__main__.py":
+        if path.relative_to(PACKAGE).parts[0] in entry_points or path.name == "__main__.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
-                speaks_to_children = (
+                starts_children = (
                     "launcher.py",
                     "process.py",
                     "startup.py",
@@ -184,7 +233,7 @@ def test_no_environment_is_read_below_the_doors() -> None:
                     "agent.py",
                     "fork_server_lifeline.py",
                 )
-                if path.name not in speaks_to_children:
+                if path.name not in starts_children:
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
 
@@ -207,7 +256,7 @@ def test_every_public_module_class_and_function_is_documented() -> None:
 
 
 def _is_error_leaf(node: ast.AST) -> bool:
-    """Errors and enumerations speak by their name, their code and the tree at the file's top."""
+    """True for errors and enumerations: names and codes describe them."""
     if not isinstance(node, ast.ClassDef):
         return False
     return any(ast.unparse(base).endswith(("Error", "Enum")) for base in node.bases)
@@ -216,14 +265,14 @@ def _is_error_leaf(node: ast.AST) -> bool:
 @pytest.mark.parametrize(
     "package", ["scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces"]
 )
-def test_the_door_at_the_top_leads_into_the_package(package: str) -> None:
-    door = ROOT / package
-    if not door.is_symlink():
-        pytest.fail(f"{package} is no link: the tree was checked out without link support")
-    assert door.resolve() == PACKAGE / package
+def test_a_top_level_link_leads_into_the_package(package: str) -> None:
+    link = ROOT / package
+    if not link.is_symlink():
+        pytest.fail(f"{package} is no link: the checkout does not support symbolic links")
+    assert link.resolve() == PACKAGE / package
 
 
-def test_the_tree_holds_no_generated_files() -> None:
+def test_no_generated_files_are_tracked() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -231,10 +280,10 @@ def test_the_tree_holds_no_generated_files() -> None:
     assert not generated, generated
 
 
-def test_the_command_line_writes_through_one_module() -> None:
-    """It shows what controls a terminal as escapes."""
-    past_it = ("sys.stdout.write", "sys.stderr.write", "typer.echo", " print(", "import Text\n")
+def test_the_command_line_prints_through_one_module() -> None:
+    """That module escapes characters that control a terminal."""
+    direct = ("sys.stdout.write", "sys.stderr.write", "typer.echo", " print(", "import Text\n")
     for path in (PACKAGE / "cli").rglob("*.py"):
         if path.name != "context.py" and path.parent.name != "demo":
-            found = [each for each in past_it if each in path.read_text()]
-            assert found == [], f"{path.name} writes by itself: use plexrl.cli.terminal.context"
+            found = [each for each in direct if each in path.read_text()]
+            assert found == [], f"{path.name} prints directly: use plexrl.cli.terminal.context"

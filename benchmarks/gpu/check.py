@@ -28,7 +28,7 @@ PROBE = """
 from plexrl.statemanager.device.cuda.bindings import BoundDriver
 driver = BoundDriver()
 driver.enter(0)
-print(driver.device_count(), driver.memory_info()[1])
+print(driver.memory_info()[1])
 """
 TORCH = """
 import torch

@@ -7,7 +7,7 @@ from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.nodes import node_joined
 from plexrl.scheduler.placement.placement import fitting, join, place
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.events import NodeJoined
@@ -117,4 +117,4 @@ def _settle(context: Context, deployment: Deployment, now: float) -> bool:
     for choice in fitting(context, deployment, now, strict=True)[:1]:
         join(context, context.state.groups[choice.group], deployment, choice, now)
         return True
-    return place(context, deployment, now, only=(Way.DEDICATED,)) is not None
+    return place(context, deployment, now, only=(PlacementMode.DEDICATED,)) is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config
 from benchmarks.sizes import sized
-from plexrl.process.garbage_collection import spare_living
+from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
@@ -143,7 +143,7 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """(table rows, figures)."""
     drive = full_cluster(GROUPS, RESIDENTS)
     drive.run(WARM_UP)
-    spare_living()
+    freeze_existing_objects()
     drive.samples.clear()
     drive.commands = 0
     drive.run(EVENTS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
 from benchmarks.sizes import sized
-from plexrl.process.garbage_collection import spare_living
+from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
@@ -84,7 +84,7 @@ async def _accept(journal_url: str, clients: int, accepts: int) -> tuple[float, 
             )
         )
     samples: list[float] = []
-    spare_living()
+    freeze_existing_objects()
 
     async def ask(index: int) -> None:
         for number in range(accepts // clients):

@@ -66,9 +66,10 @@ def _naive(population: Population) -> float:
     for group in context.state.groups.values():
         ring = bytearray(context.config.horizon_slots)
         for member in group.members:
-            weights = context.inventory.footprint(context.deployment(member)).weights()
-            for slot in weights.nonzero()[0].tolist():
-                ring[slot] = 1
+            footprint = context.inventory.footprint(context.deployment(member))
+            for start, stop, _ in footprint.intervals().tolist():
+                for slot in range(start, stop):
+                    ring[slot % len(ring)] = 1
         rings[group.group] = (len(group.gpus), bytes(ring))
     took = []
     for _ in range(NAIVE_ROUNDS):

@@ -11,10 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import MIB
 from benchmarks.state.rig import Daemon, Figures, Rank, Rows, daemon, row, tensors
+from plexrl.statemanager.protocol.messages import Confirm
 
 ROUNDS = sized(60, quick=1)
 REQUESTS = sized(1000, quick=100)
@@ -57,11 +59,11 @@ def _round_trips(served: Daemon) -> Figures:
     """Microseconds; median and 99th percentile of the quietest round, and the median of all."""
     rounds: dict[str, list[list[float]]] = {"bare_echo": [], "control": []}
     agent = served.client()
-    agent.ping()
+    agent.request(Confirm())
     with _echo() as bare:
         for _ in range(ROUNDS):
             rounds["bare_echo"].append(_times_us(bare))
-            rounds["control"].append(_times_us(agent.ping))
+            rounds["control"].append(_times_us(partial(agent.request, Confirm())))
     agent.close()
     figures = {}
     for name, found in rounds.items():

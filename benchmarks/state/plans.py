@@ -36,7 +36,7 @@ def measure() -> tuple[Rows, Figures]:
         cold_cpu_s.append(time.process_time() - began)
         cached_s.append(_planned_s(cache, sources, targets))
         plan = cache.plan(sources, targets)
-    moved = sum(runs.nbytes for target in plan.targets for runs in target.runs.values())
+    moved = sum(copies.nbytes for target in plan.targets for copies in target.copies.values())
     needed = sum(piece.nbytes for slices in wanted for piece in slices)
     figures = {
         "plan_slices": float(TENSORS * SOURCES),

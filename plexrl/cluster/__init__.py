@@ -1,1 +1,1 @@
-"""The embedded cluster: every part as a local process."""
+"""Starts and supervises the processes of a cluster, on this machine or on Ray nodes."""

@@ -1,8 +1,8 @@
 """A supervisor without a terminal: `python -m plexrl.cluster --data-dir DIR`.
 
-Prints one JSON line with the URL and the operator's key, or why it did not start. With `--lock` its
-cluster is an embedded one, and ends with the last script that uses it (`script_lock.py`). Otherwise
-it ends when its standard input does, so that it never outlives whoever holds the other end.
+Prints one JSON line with the URL and the operator's key, or with the error. With `--lock` the
+cluster is embedded and ends with the last script that uses it (`script_lock.py`). Otherwise it ends
+when its standard input ends, so that it does not outlive its parent process.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NUMBERS = (
 
 
 def main() -> None:
-    """Run until a signal, or until standard input ends."""
+    """Run until a signal, or until the lifeline ends."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.cluster", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--lock", type=int, help="descriptor of the data directory's lock")
@@ -52,7 +52,7 @@ def main() -> None:
         parser.add_argument(f"--ray-{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
 
-    # Taken out, so that it is not for what this process starts.
+    # Removed from the environment, so that child processes do not inherit it.
     named = os.environ.pop(JOURNAL_VARIABLE, None)
 
     is_temporary = given.pop("temporary", "") == "True"

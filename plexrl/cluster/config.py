@@ -1,4 +1,4 @@
-"""What `plexrl up` was asked for."""
+"""Options of a cluster, as given to `plexrl up`."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -9,20 +9,21 @@ from plexrl.errors import InvalidRequestError
 
 GIB = 1 << 30
 JOURNAL_VARIABLE = "PLEXRL_JOURNAL"
-"""Environment variable that names the journal. Every user of the machine can read the arguments of
-processes; the environment of a process can be read by its own user only."""
+"""Environment variable that names the journal. All users of a machine can read the arguments of
+processes, but only the own user can read a process's environment."""
 HTTP = ("http://", "https://")
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
-"""The scheduler's own; kept here too, for a cluster's parts do not import each other."""
+"""The scheduler's placement policies, repeated here because the packages do not import each other.
+"""
 ORDERINGS = (
     *("hrrs", "hrrs-operations", "fifo-bursts", "fifo-operations"),
     *("shortest-first", "least-recently-served", "round-robin"),
 )
-"""Likewise."""
+"""The scheduler's orderings, repeated for the same reason."""
 
 SECRETS = frozenset({"password", "sslpassword"})
-"""Parameters of a journal's URL that nobody else may read."""
+"""Parameters of a journal's URL that are secret."""
 
 _COUNT = (1, 65_536)
 _BYTES = (1, 1 << 50)
@@ -51,25 +52,25 @@ RANGES = {
     "header_timeout_s": (0.001, 86_400),
     "body_timeout_s": (0.001, 86_400),
 }
-"""Least and most of every size in `ClusterOptions`."""
+"""Least and greatest value of every number in `ClusterOptions`."""
 
 
 def check_argument(journal: str) -> None:
-    """Refuse a journal's URL that holds a password, for it was an argument.
+    """Refuse a journal's URL with a password, because it was a command-line argument.
 
     Raises:
-        InvalidRequestError: it does.
+        InvalidRequestError: the URL has a password, or cannot be parsed.
     """
     if "://" not in journal:
         return
     import sqlalchemy as sa
 
-    # Read as whoever opens the journal reads it: it takes passwords that other readers of URLs
-    # take for a path, a query or an error.
+    # Parsed as the journal itself parses it: other URL parsers take some passwords for a path, a
+    # query or an error.
     try:
         url = sa.make_url(journal)
     except sa.exc.ArgumentError as error:
-        raise InvalidRequestError("the journal's URL cannot be read: check it") from error
+        raise InvalidRequestError("the journal's URL cannot be parsed: check it") from error
     if url.password is not None or SECRETS & url.query.keys():
         raise InvalidRequestError(
             "the journal's URL holds a password, and every user of this machine can read the "
@@ -80,92 +81,93 @@ def check_argument(journal: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """An embedded cluster: every part a process of this machine."""
+    """Options of a cluster whose parts are processes of this machine."""
 
     data_dir: Path
-    """Kept over restarts: journal, blobs, checkpoints, logs, the NVMe tiers, the operator's key."""
+    """Persistent directory: journal, blobs, checkpoints, logs, NVMe tiers, the operator's key."""
     nodes: int = 1
-    """Virtual nodes, each with a StateManager and an agent."""
+    """Number of virtual nodes, each with a StateManager and an agent."""
     gpus_per_node: int = 4
-    """Virtual GPUs: places for worker processes."""
+    """Number of virtual GPUs of each node; each takes one worker process of a deployment."""
     gpu_memory_bytes: int = 2 * GIB
-    """Per GPU; a model whose state is larger is refused."""
+    """Memory of each GPU; a model whose state is larger is refused."""
     host_memory_bytes: int = 2 * GIB
-    """Bound of each node's host tier."""
+    """Bound on each node's host tier."""
     nvme_bytes: int = 64 * GIB
-    """Bound of each node's NVMe tier."""
+    """Bound on each node's NVMe tier."""
     pin_workers: bool = False
-    """Bind each virtual GPU's workers to cores of its own, so that no GPU lends another its
-    compute, as none does in a real cluster."""
+    """Bind the workers of each virtual GPU to cores of their own, so that virtual GPUs do not
+    compete for the CPU."""
     policy: str = "pack"
-    """Which GPUs a deployment gets: one of `POLICIES`."""
+    """Placement policy: one of `POLICIES`."""
     ordering: str = "hrrs"
-    """How the members of a group take turns: one of `ORDERINGS`."""
+    """Order of the members of a node group: one of `ORDERINGS`."""
     node_types: tuple[str, ...] = ()
-    """What kind of node each is, for deployments that ask for one; one name goes for all nodes."""
+    """Type of each node, for deployments with a node type; a single name applies to all nodes."""
     blocks: tuple[str, ...] = ()
-    """Where each node stands, as `row1/rack3`; one name goes for all nodes."""
+    """Location of each node, such as `row1/rack3`; a single name applies to all nodes."""
     host: str = "127.0.0.1"
-    """Address that the routers listen on; `0.0.0.0` or `::` for all of the machine's."""
+    """Address on which the routers listen; `0.0.0.0` or `::` for all addresses of the machine."""
     port: int = 0
-    """Of the first router; 0 takes the one of the last start on `data_dir`, or a free one."""
+    """Port of the first router; 0 takes the port of the last start on `data_dir`, or a free one."""
     api_docs: bool = False
-    """Whether the routers describe the HTTP API at `/docs` and `/openapi.json`, without a key."""
+    """Whether the routers serve `/docs` and `/openapi.json`, without a key."""
     routers: int = 1
-    """Each takes requests of all clients; the second one takes the port after the first, or a free
-    one, and so on."""
+    """Number of routers, each serving all clients. The second takes the port after the first, or a
+    free port, and so on."""
     otlp_endpoint: str | None = None
-    """Where the first router sends every finished operation as OpenTelemetry spans, as
-    `http://127.0.0.1:4318/v1/traces`; absent: nowhere."""
+    """URL that receives every finished operation as OpenTelemetry spans, such as
+    `http://127.0.0.1:4318/v1/traces`, from the first router; absent: no spans are sent."""
     pending_operations_max: int | None = None
-    """Bound on the operations that wait in one deployment's queue; absent: the scheduler's own, as
-    of the next ones."""
+    """Bound on pending operations of one deployment. If this or one of the next three is absent,
+    the scheduler's default applies."""
     tenant_operations_max: int | None = None
-    """Bound on a tenant's operations that are not finished."""
+    """Bound on a tenant's unfinished operations."""
     deployment_payload_bytes_max: int | None = None
-    """Bound on the payloads of one deployment's operations that are not finished."""
+    """Bound on the payload bytes of one deployment's unfinished operations."""
     tenant_payload_bytes_max: int | None = None
-    """Likewise of a tenant."""
+    """Bound on the payload bytes of a tenant's unfinished operations."""
     tenant_live_jobs_max: int = 1000
-    """Jobs of one tenant that have not ended, where it has no bound of its own."""
+    """Bound on live jobs of a tenant without a bound of its own."""
     tenant_checkpoints_max: int | None = None
-    """Checkpoints of one tenant, likewise; absent: the router's own bound."""
+    """Bound on checkpoints of such a tenant; absent: the router's default."""
     tenant_checkpoint_bytes_max: int | None = None
-    """Their bytes; absent: half of the disk."""
+    """Bound on the bytes of these checkpoints; absent: half of the disk."""
     metrics_row_bytes_max: int | None = None
-    """Bound on one row of a job's metrics."""
+    """Bound on one row of a job's metrics, in bytes."""
     metrics_job_bytes_max: int | None = None
-    """Bound on all metrics of one job."""
+    """Bound on all metrics of one job, in bytes."""
     connections_max: int | None = None
-    """Bound on the open connections of one router; absent: its own, as of the next ones."""
+    """Bound on open connections of one router. If this or one of the next four is absent, the
+    router's default applies."""
     address_connections_max: int | None = None
-    """Likewise of one client address."""
+    """Bound on open connections of one client address."""
     header_timeout_s: float | None = None
-    """In which a request's head is there."""
+    """Time limit for a request's head."""
     body_timeout_s: float | None = None
-    """In which a request's JSON is there, and longest silence in the payload of an operation."""
+    """Time limit for a request's JSON, and longest silence in the payload of an operation."""
     json_bytes_max: int | None = None
-    """Bound on a request's JSON."""
+    """Bound on a request's JSON, in bytes."""
     journal: str | None = None
-    """Path of a file or `postgresql://user@host/name`; absent: a file in `data_dir`."""
+    """Path of a file, or `postgresql://user@host/name`; absent: a file in `data_dir`."""
     new_journal: bool = False
-    """Begin an empty journal although `data_dir` has state of former jobs, which are given up."""
+    """Start with an empty journal although `data_dir` has state of former jobs, which is lost."""
     journal_bytes_max: int | None = None
-    """Bound of the journal; absent: the disk's."""
+    """Bound on the journal; absent: the size of the disk."""
     lease_s: float | None = None
-    """Silence of the scheduler after which a standby on the same journal leads; absent: its own
-    default."""
+    """Silence of the scheduler after which a standby on the same journal takes over; absent: the
+    scheduler's default."""
 
     @property
     def is_exposed(self) -> bool:
-        """Whether other machines may reach the routers."""
+        """Whether other machines can reach the routers."""
         try:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host != "localhost"
 
     def url(self, ports: Sequence[int]) -> str:
-        """Where this machine reaches the routers, with commas between."""
+        """URLs of the routers for this machine, separated by commas."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         shown = f"[{host}]" if ":" in host else host
         return ",".join(f"http://{shown}:{port}" for port in ports)
@@ -191,7 +193,7 @@ class ClusterOptions:
                 )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(HTTP):
             raise InvalidRequestError(
-                f"otlp_endpoint {self.otlp_endpoint!r} is no URL: write it as "
+                f"otlp_endpoint {self.otlp_endpoint!r} is not a URL: write it as "
                 "http://127.0.0.1:4318/v1/traces"
             )
         if not self.host:

@@ -1,7 +1,7 @@
-"""The data directory names a cluster of this machine: one cluster at a time runs on it.
+"""The data directory of a cluster, and the lock that allows one cluster at a time on it.
 
 A running cluster holds an exclusive lock (`flock`) on the file `lock` in its data directory. The
-kernel gives the lock back when the process ends, however it ends, so a stale file means nothing.
+kernel releases the lock when the process ends, however it ends, so a leftover file means nothing.
 """
 
 import fcntl
@@ -15,19 +15,18 @@ from plexrl.process.folders.leftovers import LOCK
 from plexrl.process.folders.private_folder import make_private_folder
 
 DATA_DIR = Path("~/.plexrl")
-"""Where nothing else is said: of `plexrl up`, of the commands and of `plexrl.connect`."""
+"""Default data directory of `plexrl up`, of the other commands and of `plexrl.connect`."""
 OTHERWISE = "name another data directory (`data_dir=`, `--data-dir` or PLEXRL_DATA_DIR)"
 TRIES = 5
 TRY_S = 0.02
-"""Between two tries to lock: whoever looks whether there is a cluster has the lock for an instant.
-"""
+"""Delay between two tries to lock: `is_locked` of another process holds the lock for an instant."""
 
 
 def data_dir_at(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a data directory; `~` is the user's home.
 
     Raises:
-        StorageError: there is no such path.
+        StorageError: the path cannot be resolved.
     """
     try:
         return Path(path).expanduser().resolve()
@@ -39,11 +38,11 @@ def data_dir_at(path: str | os.PathLike[str]) -> Path:
 
 
 def make_data_dir(path: str | os.PathLike[str]) -> Path:
-    """Make a data directory where it is missing, and close it to other users.
+    """Make a data directory if it is missing, and close it to other users.
 
     Raises:
-        PermissionDeniedError: it is another user's, a link, or open to replacement.
-        StorageError: it cannot be made, or nothing can be written to it.
+        PermissionDeniedError: it is another user's, a link, or another user could replace it.
+        StorageError: it cannot be made or written.
     """
     folder = data_dir_at(path)
     try:
@@ -60,8 +59,8 @@ def make_data_dir(path: str | os.PathLike[str]) -> Path:
 
 
 def try_lock(data_dir: Path) -> IO[str] | None:
-    """The data directory's lock, which is held until the file is closed; None where a cluster has
-    it."""
+    """Take the data directory's lock, which is held until the file is closed; None if a cluster
+    has it."""
     file = (data_dir / LOCK).open("a+")
     for _ in range(TRIES):
         try:
@@ -75,7 +74,7 @@ def try_lock(data_dir: Path) -> IO[str] | None:
 
 
 def is_locked(data_dir: Path) -> bool:
-    """Whether a cluster runs on the data directory, starts or ends."""
+    """Whether a cluster runs, starts or ends on the data directory."""
     try:
         file = (data_dir / LOCK).open()
     except OSError:

@@ -1,4 +1,4 @@
-"""How to reach the cluster that runs on a data directory: `cluster.json` there."""
+"""The endpoint of the cluster that runs on a data directory, stored there as `cluster.json`."""
 
 import json
 import os
@@ -15,20 +15,20 @@ NAME = "cluster.json"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How to reach a running cluster."""
+    """URLs, key and process of a running cluster."""
 
     url: str
-    """Of all routers, with commas between."""
+    """URLs of all routers, separated by commas."""
     api_key: str
-    """The operator's."""
+    """The operator's key."""
     pid: int
-    """The supervisor's process id."""
+    """Process id of the supervisor."""
     data_dir: str
     is_embedded: bool = False
-    """Whether it ends with the last script that uses it."""
+    """Whether the cluster ends with the last script that uses it."""
 
     def to_json(self) -> str:
-        """What `plexrl up --json` prints; with the key."""
+        """The output of `plexrl up --json`, with the key."""
         return json.dumps(
             {
                 "url": self.url,
@@ -39,13 +39,13 @@ class Endpoint:
         )
 
     def to_file(self) -> str:
-        """What `cluster.json` holds; without the key."""
+        """The content of `cluster.json`, without the key."""
         return json.dumps({"url": self.url, "pid": self.pid, "embedded": self.is_embedded})
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
-    """The cluster that runs on a data directory; None where there is none, or it cannot be reached
-    yet or any more. What a killed cluster left behind does not count."""
+    """The cluster that runs on a data directory; None if there is none, or it is starting or
+    ending. A file left by a killed cluster does not count."""
     try:
         body: dict[str, Any] = json.loads((data_dir / NAME).read_text())
         pid = int(body["pid"])
@@ -59,7 +59,7 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
 
 
 def in_use(data_dir: Path) -> ConflictError:
-    """Why no cluster can be started on the data directory now."""
+    """The error that a cluster runs on the data directory already."""
     running = read_endpoint(data_dir)
     what, who, mend = "a cluster", "", "end it"
     if running is not None:

@@ -1,4 +1,4 @@
-"""The processes of an embedded cluster: their folders, configurations and order."""
+"""Configurations and start order of the processes of a cluster."""
 
 import logging
 import os
@@ -19,19 +19,19 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlace:
-    """What a node is called and has."""
+class NodeConfig:
+    """Name and resources of a node."""
 
     node: str
     gpus: int
     node_type: str = ""
     block: str = ""
     cores: tuple[int, ...] = ()
-    """Dealt out to the virtual GPUs' workers; none: unbound."""
+    """Cores for the workers of the virtual GPUs; empty: workers are not bound."""
 
     @classmethod
-    def of_virtual(cls, options: ClusterOptions, index: int) -> "NodePlace":
-        """One of an embedded cluster's."""
+    def virtual(cls, options: ClusterOptions, index: int) -> "NodeConfig":
+        """The virtual node number `index`."""
         return cls(
             node=f"node{index}",
             gpus=options.gpus_per_node,
@@ -45,30 +45,13 @@ BOUNDS = (
     *("lease_s", "pending_operations_max", "tenant_operations_max"),
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max", "tenant_live_jobs_max"),
 )
-"""Settings of the scheduler that are its own where none are given."""
+"""Settings of the scheduler that have a default there."""
 ROUTER_BOUNDS = (
     *("connections_max", "address_connections_max", "json_bytes_max"),
     *("header_timeout_s", "body_timeout_s", "metrics_row_bytes_max", "metrics_job_bytes_max"),
     *("tenant_checkpoints_max", "tenant_checkpoint_bytes_max"),
 )
-"""Likewise of a router."""
-
-
-def parts(
-    options: ClusterOptions, folders: Folders, key_digest: str, ports: Sequence[int]
-) -> list[Part]:
-    """All processes of an embedded cluster, in the order of their start; they end in the opposite
-    order."""
-    nodes = [
-        part
-        for index in range(options.nodes)
-        for part in node_parts(options, folders, NodePlace.of_virtual(options, index))
-    ]
-    return [
-        scheduler_part(options, folders, key_digest),
-        *nodes,
-        *router_parts(options, folders, ports),
-    ]
+"""Settings of a router that have a default there."""
 
 
 def scheduler_part(
@@ -77,7 +60,7 @@ def scheduler_part(
     key_digest: str,
     settings: Mapping[str, Any] | None = None,
 ) -> Part:
-    """The scheduler; `settings` come over what follows from the options."""
+    """The scheduler; `settings` override the options."""
     return Part(
         "scheduler",
         "plexrl.scheduler",
@@ -96,7 +79,7 @@ def scheduler_part(
 
 
 def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]) -> list[Part]:
-    """The routers, one a port."""
+    """The routers, one for each port."""
     return [
         Part(
             "router" if index == 0 else f"router{index}",
@@ -117,13 +100,13 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
     ]
 
 
-def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> tuple[Part, Part]:
-    """A node's StateManager, and its agent, which needs it."""
-    node = place.node
+def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) -> tuple[Part, Part]:
+    """A node's StateManager and its agent, which needs the StateManager."""
+    node = config.node
     run = folders.run / node
     make_private_folder(run)
     socket = str(run / "sm.sock")
-    # One for all nodes: workers pull from each other's StateManagers.
+    # One key for all nodes, because workers pull from other nodes' StateManagers.
     ticket_key = str(folders.data / "ticket.key")
     statemanager = Part(
         f"statemanager-{node}",
@@ -147,16 +130,16 @@ def node_parts(options: ClusterOptions, folders: Folders, place: NodePlace) -> t
             "scheduler": _scheduler_socket(folders),
             "statemanager": socket,
             "ticket_key_file": ticket_key,
-            "gpus": place.gpus,
+            "gpus": config.gpus,
             "gpu_memory_bytes": options.gpu_memory_bytes,
             "host_memory_bytes": options.host_memory_bytes,
             "nvme_bytes": options.nvme_bytes,
-            "node_type": place.node_type,
-            "block": place.block,
+            "node_type": config.node_type,
+            "block": config.block,
             "run_dir": str(run),
             "rendezvous_dir": str(folders.run),
             "data_dir": str(folders.data),
-            "cores": list(place.cores),
+            "cores": list(config.cores),
         },
     )
     return statemanager, agent
@@ -167,10 +150,10 @@ def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -> None:
-    """Refuse a host tier that the memory file system can never hold.
+    """Refuse a host tier that is larger than the shared-memory file system.
 
     Raises:
-        InvalidRequestError: it is larger than the file system.
+        InvalidRequestError: the host tier does not fit.
     """
     if not folder.is_dir():
         return
@@ -187,8 +170,8 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
         )
     if options.nodes * wanted > size:
         LOG.warning(
-            "the host tiers of %d nodes may take %.2f GiB of %s, which has %.2f GiB: where it is "
-            "full, state goes to disk, and work may wait for room",
+            "the host tiers of %d nodes may take %.2f GiB of %s, which has %.2f GiB: once it is "
+            "full, state goes to disk, and work may wait for space",
             *(options.nodes, options.nodes * wanted / GIB, folder, size / GIB),
         )
 
@@ -198,7 +181,8 @@ def _scheduler_socket(folders: Folders) -> str:
 
 
 def _journal(options: ClusterOptions, folders: Folders) -> str:
-    """A database's URL as it is, a path made absolute: parts need not share a working directory."""
+    """A database URL as it is; a path made absolute, because parts may have other working
+    directories."""
     if options.journal is None:
         return str(folders.data / "journal.sqlite")
     if "://" in options.journal:
@@ -207,12 +191,12 @@ def _journal(options: ClusterOptions, folders: Folders) -> str:
 
 
 def _of_node(names: tuple[str, ...], node: int) -> str:
-    """A node's own of `names`, or the one that is for all."""
+    """The node's own entry of `names`, or the single entry for all nodes."""
     return names[node % len(names)] if names else ""
 
 
 def _cores(options: ClusterOptions, node: int) -> list[int]:
-    """A virtual node's share of the machine's cores; none where workers are not bound."""
+    """A virtual node's share of the machine's cores; empty if workers are not bound."""
     if not options.pin_workers:
         return []
     cores = sorted(os.sched_getaffinity(0))

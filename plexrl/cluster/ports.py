@@ -1,7 +1,7 @@
-"""The routers' ports: chosen at the first start, kept in the data directory, and taken again.
+"""The routers' ports: chosen at the first start, stored in the data directory, and reused.
 
-Controllers know the cluster by its URL. A cluster that is started again on the same data directory
-must be found where it was.
+Controllers find the cluster by its URL, so a cluster that is restarted on the same data directory
+must have the same URL.
 """
 
 import json
@@ -16,8 +16,8 @@ LOG = logging.getLogger(__name__)
 
 
 def choose_ports(options: ClusterOptions, data_dir: Path) -> list[int]:
-    """A port for each router, fixed for as long as this cluster runs: as the options say, else as
-    at the last start, else any that is free."""
+    """Choose a port for each router, fixed while the cluster runs: as the options say, else as at
+    the last start, else any free port."""
     if options.port:
         ports = [options.port + index for index in range(options.routers)]
     else:
@@ -36,9 +36,9 @@ def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -
         except OSError as error:
             ports.append(_bind(options.host, 0, probes))
             LOG.warning(
-                "port %d, which a router had at the last start, cannot be taken (%s): the router "
-                "takes port %d. Give running controllers the new URL, or end what uses the port "
-                "and start the cluster again.",
+                "port %d, which a router had at the last start, is in use (%s): the router takes "
+                "port %d. Give running controllers the new URL, or end the program that uses the "
+                "port and restart the cluster.",
                 wanted,
                 error.strerror,
                 ports[-1],
@@ -49,7 +49,7 @@ def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -
 def _bind(host: str, port: int, probes: ExitStack) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probe = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    # As the router does: connections of a former router that linger are no reason to go elsewhere.
+    # As in the router: lingering connections of a former router do not block the port.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind((host, port))
     return int(probe.getsockname()[1])
@@ -71,4 +71,4 @@ def _write(data_dir: Path, ports: list[int]) -> None:
         part.write_text(json.dumps(ports))
         part.rename(data_dir / "ports.json")
     except OSError as error:
-        LOG.warning("the ports %s are not kept for the next start: %s", ports, error)
+        LOG.warning("the ports %s were not stored for the next start: %s", ports, error)

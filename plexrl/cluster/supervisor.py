@@ -1,4 +1,4 @@
-"""`plexrl up`: starts the parts of a cluster, restarts what dies, ends all and leaves nothing."""
+"""The supervisor of a cluster: starts its parts, restarts those that end, and cleans up."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ from plexrl.cluster.data_dir import make_data_dir, try_lock
 from plexrl.cluster.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.endpoint import Endpoint, in_use
 from plexrl.cluster.parts import (
-    NodePlace,
+    NodeConfig,
     check_shared_memory,
     node_parts,
     router_parts,
@@ -38,33 +38,33 @@ LOG = logging.getLogger(__name__)
 
 LOG_BYTES_MAX = 8 << 20
 LOGS_KEPT = 3
-"""Former files of the supervisor's log, each as long as the bound."""
+"""Rotated log files that are kept, each as long as the bound."""
 EXPOSED = (
-    "the API listens on %s without TLS: whoever sees this network's traffic can read API keys, "
-    "prompts, completions and results, and act with those keys. Put a proxy that ends TLS before "
+    "the API listens on %s without TLS: everybody who can read this network's traffic can read API "
+    "keys, prompts, completions and results, and use these keys. Put a proxy with TLS in front of "
     "it, or leave --host at 127.0.0.1."
 )
-WRITE_AGAIN_S = 5.0
+WRITE_RETRY_S = 5.0
 
 
 class Nodes(Protocol):
-    """Where a cluster's nodes come from."""
+    """The source of a cluster's nodes."""
 
     async def start(self) -> None:
-        """Have the nodes there are join the scheduler, and from here on keep them running.
+        """Start the current nodes and keep them running.
 
         Raises:
-            PlexRLError: none, or one that must, can serve.
+            PlexRLError: a required node, or every node, cannot serve.
         """
         ...
 
     async def stop(self) -> None:
-        """End all of them, however far `start` came."""
+        """End all nodes, however far `start` got."""
         ...
 
 
 class LocalNodes:
-    """Virtual nodes: processes of this machine."""
+    """Virtual nodes, as processes of this machine."""
 
     def __init__(self, options: ClusterOptions, folders: Folders, record: PartRecord) -> None:
         self._options = options
@@ -74,8 +74,8 @@ class LocalNodes:
 
     async def start(self) -> None:
         check_shared_memory(self._options)
-        places = [NodePlace.of_virtual(self._options, at) for at in range(self._options.nodes)]
-        nodes = [node_parts(self._options, self._folders, place) for place in places]
+        configs = [NodeConfig.virtual(self._options, at) for at in range(self._options.nodes)]
+        nodes = [node_parts(self._options, self._folders, config) for config in configs]
         self._parts += [part for node in nodes for part in node]
         await all_at_once(*(self._start_node(node) for node in nodes))
         self._processes.watch(self._parts)
@@ -91,7 +91,7 @@ class LocalNodes:
 
 
 class Supervisor:
-    """Owns the processes of one cluster's control plane, and its nodes."""
+    """Owns the control-plane processes and the nodes of one cluster."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Supervisor:
         nodes: Callable[[Folders, PartRecord], Nodes] | None = None,
         lock: IO[str] | None = None,
     ) -> None:
-        """`settings` are the scheduler's, over the defaults; without `nodes` they are virtual.
-        `lock` is the data directory's, where a script took it for an embedded cluster."""
+        """`settings` override the scheduler's defaults; without `nodes` the nodes are virtual.
+        `lock` is the data directory's lock, if a script took it for an embedded cluster."""
         self._options = options
         self._settings = settings or {}
         self._folders = Folders.of(options.data_dir)
@@ -113,7 +113,7 @@ class Supervisor:
             self._nodes = nodes(self._folders, self._record)
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Endpoint], None]) -> None:
-        """Run the cluster until `stop`; `ready` is told where it is.
+        """Run the cluster until `stop`; call `ready` with its endpoint once it is up.
 
         Raises:
             ConflictError: a cluster runs on the same data directory.
@@ -148,8 +148,8 @@ class Supervisor:
             digest = hashlib.sha256(key.encode()).hexdigest()
             scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
             routers = router_parts(self._options, self._folders, ports)
-            # Nodes and routers look for the scheduler until it is there. A node's agent loads torch
-            # meanwhile, which takes longer than all the rest.
+            # Nodes and routers wait for the scheduler. A node's agent loads torch meanwhile, which
+            # takes longest.
             await all_at_once(
                 processes.start(scheduler),
                 self._nodes.start(),
@@ -159,9 +159,7 @@ class Supervisor:
             endpoint = Endpoint(
                 url, key, os.getpid(), str(self._folders.data), self._lock is not None
             )
-            writing = asyncio.create_task(
-                _write_when_there_is_room(endpoint_file, endpoint.to_file())
-            )
+            writing = asyncio.create_task(_write_with_retries(endpoint_file, endpoint.to_file()))
             await asyncio.sleep(0)
             processes.watch((scheduler, *routers))
             LOG.info("the cluster is up: process %d, %s", endpoint.pid, url)
@@ -169,15 +167,15 @@ class Supervisor:
                 LOG.warning(EXPOSED, self._options.host)
             ready(endpoint)
             await stop.wait()
-            LOG.info("the cluster is asked to end")
+            LOG.info("the cluster is ending: it was stopped")
         except Exception as error:
-            LOG.info("the cluster ends: %s", error)
+            LOG.info("the cluster is ending: %s", error)
             raise
         finally:
             if writing is not None:
                 writing.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
-            # First, so that no script joins a cluster that ends.
+            # First, so that no script joins a cluster that is ending.
             endpoint_file.unlink(missing_ok=True)
             await processes.unwatch()
             for router in reversed(routers):
@@ -196,8 +194,8 @@ def run_cluster(
     ray: RayOptions | None = None,
     lock: IO[str] | None = None,
 ) -> None:
-    """Run a cluster until SIGINT or SIGTERM, or until `lifeline` returns, which blocks in a thread;
-    with `ray`, on the nodes of that Ray cluster. `lock` as of `Supervisor`.
+    """Run a cluster until SIGINT or SIGTERM, or until `lifeline` returns, which runs in a thread.
+    With `ray` the nodes are those of a Ray cluster. `lock` is as for `Supervisor`.
 
     Raises as `Supervisor.run`, and with `ray` as `plexrl.process.ray_connection.connect`.
     """
@@ -211,7 +209,7 @@ def run_cluster(
     from plexrl.cluster.ray.nodes import RayNodes
     from plexrl.process.ray_connection import connect, disconnect
 
-    # Before the event loop sets its signal handlers: Ray sets one of its own.
+    # Before the event loop sets its signal handlers, because Ray sets one of its own.
     connect(ray.address, namespace=Folders.of(options.data_dir).run.name)
     try:
         supervisor = Supervisor(
@@ -230,21 +228,21 @@ def run_supervisor(
     ready: Callable[[Endpoint], None],
     lifeline: Callable[[], None] | None,
 ) -> None:
-    """Run it until a signal or until `lifeline` returns, also while the cluster still starts."""
+    """Run it until a signal or until `lifeline` returns, also while the cluster is starting."""
 
     async def run() -> None:
         stop, up = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def tell(endpoint: Endpoint) -> None:
+        def on_ready(endpoint: Endpoint) -> None:
             up.set()
             ready(endpoint)
 
-        serving = asyncio.create_task(supervisor.run(stop, tell))
+        serving = asyncio.create_task(supervisor.run(stop, on_ready))
 
         def end() -> None:
             if not up.is_set() and not stop.is_set():
-                # A start has no deadline while it makes progress, so it is not waited for.
+                # A start has no deadline while it makes progress, so it must be cancelled.
                 serving.cancel()
             stop.set()
 
@@ -268,14 +266,14 @@ def run_supervisor(
 
 
 async def all_at_once(*works: Coroutine[Any, Any, None]) -> None:
-    """Carry all out together. The first that fails is raised, once the others have been
-    cancelled."""
+    """Run all concurrently. After the first failure the others are cancelled, then it is
+    raised."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
-            # Cancelled twice, it could not end what it had started.
+            # A second cancellation would keep a task from ending what it had started.
             if not task.cancelling():
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -283,7 +281,7 @@ async def all_at_once(*works: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def _logged_to(path: Path) -> Iterator[None]:
-    """Have what the supervisor does in a file of its own, which is bounded."""
+    """Write the supervisor's log to a rotated file."""
     handler = RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=LOGS_KEPT)
     handler.setFormatter(PlainFormatter(LOG_FORMAT))
     logger = logging.getLogger("plexrl")
@@ -298,13 +296,13 @@ def _logged_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-async def _write_when_there_is_room(path: Path, text: str) -> None:
-    """A full disk is no reason for a cluster not to run: only commands without a URL miss the file
-    until there is room."""
+async def _write_with_retries(path: Path, text: str) -> None:
+    """Write a file, with retries on a full disk. The cluster runs meanwhile; only commands without
+    a URL need the file."""
     while True:
         try:
             write_private(path, text)
             return
         except OSError as error:
-            LOG.warning("%s cannot be written (%s); trying again", path, error)
-        await asyncio.sleep(WRITE_AGAIN_S)
+            LOG.warning("%s cannot be written (%s); retrying", path, error)
+        await asyncio.sleep(WRITE_RETRY_S)

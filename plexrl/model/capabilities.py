@@ -1,6 +1,7 @@
-"""Which backends there are, and which parallel layouts each can run. Pure.
+"""Table of all backends and of what each supports. Pure.
 
-The router refuses by this table before a worker is started; the SDK's documentation repeats it.
+The router checks requests against this table before a worker starts. The SDK's documentation shows
+the same table.
 """
 
 from dataclasses import dataclass
@@ -17,30 +18,30 @@ from plexrl.model.spec import ARCHITECTURES, DENSE_ARCHITECTURES, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
-    """What the router must know of a backend."""
+    """What one backend supports."""
 
     backend: str
     kind: str
     """`train`, `forward` or `rollout`."""
     axes: tuple[Axis, ...]
-    """That may be longer than 1."""
+    """Axes whose size may exceed 1."""
     optimizers: tuple[str, ...]
-    """Where it can keep an optimizer's state: `device`, `host`."""
+    """Locations where it can keep an optimizer's state: `device`, `host`."""
     packs: bool
-    """Lays rows end to end and is told which make a micro-batch, instead of padding them side by
-    side and cutting them itself. Context parallelism needs it."""
+    """It packs rows end to end, in the micro-batches that the router forms. Otherwise it pads rows
+    and forms micro-batches itself. Context parallelism needs packing."""
     dtypes: tuple[str, ...] = ("float32",)
-    """Of weights that it can compute from, its default first."""
+    """Dtypes of weights that it supports, the default first."""
     adapter_axes: tuple[Axis, ...] | None = None
-    """That may be longer than 1 with low-rank adapters; absent: it has none."""
+    """Axes whose size may exceed 1 with low-rank adapters; absent: no adapters."""
     compute_dtypes: tuple[str, ...] = ("float32",)
-    """Train: that it can compute in beside float32 parameters, its default first."""
+    """Train: dtypes of computation with float32 parameters, the default first."""
     checkpoints_activations: bool = False
-    """Train: it can compute activations again instead of keeping them."""
+    """Train: it can recompute activations instead of keeping them."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Model types that it runs: those with experts need a backend that spreads them."""
+        """Model types that it runs. Those with experts need expert parallelism."""
         return ARCHITECTURES if "ep" in self.axes else DENSE_ARCHITECTURES
 
 
@@ -99,14 +100,14 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         dtypes=("float32", "bfloat16"),
     ),
 )
-"""The default of its kind first."""
+"""All backends; the first of each kind is the default."""
 
 
 def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabilities:
-    """What a backend can do; that of the kind's default where none is named.
+    """The capabilities of a backend; by default of the kind's default backend.
 
     Raises:
-        InvalidRequestError: there is no such backend for this kind of deployment.
+        InvalidRequestError: this kind of deployment has no such backend.
     """
     known = [each for each in BACKENDS if each.kind == kind]
     for each in known:
@@ -119,30 +120,32 @@ def backend_capabilities(kind: str, backend: str | None = None) -> BackendCapabi
 
 
 def check_optimizer(capabilities: BackendCapabilities, optimizer: str) -> None:
-    """Raises `InvalidRequestError` where the backend cannot keep an optimizer's state there."""
+    """Raises `InvalidRequestError` if the backend cannot keep an optimizer's state there."""
     if optimizer != "device" and optimizer not in capabilities.optimizers:
+        able = ", ".join(each.backend for each in BACKENDS if optimizer in each.optimizers)
         raise InvalidRequestError(
-            f"optimizer is {optimizer!r} and backend {capabilities.backend!r} of a "
-            f"{capabilities.kind} deployment cannot keep its state there: leave it out, or use one "
-            f"of {', '.join(b.backend for b in BACKENDS if optimizer in b.optimizers) or 'none'}"
+            f"backend {capabilities.backend!r} of a {capabilities.kind} deployment cannot keep "
+            f"optimizer state in {optimizer!r}: leave optimizer out, or use one of the backends "
+            f"{able or 'none'}"
         )
 
 
 def check_adapters(capabilities: BackendCapabilities, layout: Parallelism) -> None:
-    """Raises `InvalidRequestError` where the backend has no low-rank adapters, and `LayoutError`
-    where it has none on this layout."""
+    """Raises `InvalidRequestError` if the backend has no low-rank adapters, and `LayoutError` if it
+    has none on this layout."""
     rivals = [b for b in BACKENDS if b.kind == capabilities.kind and b.adapter_axes is not None]
     able = "; ".join(f"{b.backend}: {', '.join(b.adapter_axes or ()) or 'none'}" for b in rivals)
     if capabilities.adapter_axes is None:
         raise InvalidRequestError(
             f"backend {capabilities.backend!r} of a {capabilities.kind} deployment has no low-rank "
-            f"adapters: leave lora out, or use one that has (axes by backend: {able or 'none'})"
+            f"adapters: leave lora out, or use a backend with adapters (axes by backend: "
+            f"{able or 'none'})"
         )
     for axis in layout.axes_used():
         if axis not in capabilities.adapter_axes:
             raise LayoutError(
-                f"parallelism.{axis} is {layout.size(axis)} and backend {capabilities.backend!r} "
-                f"has low-rank adapters without {axis} only: leave it at 1 (axes by backend: "
+                f"parallelism.{axis} is {layout.size(axis)}, and backend {capabilities.backend!r} "
+                f"supports low-rank adapters only without {axis}: set it to 1 (axes by backend: "
                 f"{able})",
                 field=axis,
                 backend=capabilities.backend,
@@ -152,8 +155,8 @@ def check_adapters(capabilities: BackendCapabilities, layout: Parallelism) -> No
 def check_computation(
     capabilities: BackendCapabilities, compute_dtype: str, *, activation_checkpointing: bool
 ) -> None:
-    """Raises `UnsupportedDtypeError` for a dtype that the backend cannot train in, and
-    `InvalidRequestError` where it has to keep all activations."""
+    """Raises `UnsupportedDtypeError` if the backend cannot train in this dtype, and
+    `InvalidRequestError` if it cannot recompute activations."""
     if compute_dtype not in capabilities.compute_dtypes:
         raise UnsupportedDtypeError(
             f"backend {capabilities.backend!r} of a {capabilities.kind} deployment trains in "
@@ -171,15 +174,15 @@ def check_computation(
 
 
 def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None:
-    """Raises `LayoutError` for a layout that the backend cannot run, saying which ones can."""
+    """Raises `LayoutError` if the backend cannot run a layout, naming the backends that can."""
     for axis in layout.axes_used():
         if axis in capabilities.axes:
             continue
         rivals = [each for each in BACKENDS if each.kind == capabilities.kind]
         able = "; ".join(f"{each.backend}: {', '.join(each.axes) or 'none'}" for each in rivals)
         raise LayoutError(
-            f"parallelism.{axis} is {layout.size(axis)} and backend {capabilities.backend!r} does "
-            f"not run {axis}: leave it at 1, or choose a backend that does (axes by "
+            f"parallelism.{axis} is {layout.size(axis)}, and backend {capabilities.backend!r} does "
+            f"not support {axis}: set it to 1, or choose a backend that supports it (axes by "
             f"{capabilities.kind} backend: {able})",
             field=axis,
             backend=capabilities.backend,
@@ -187,8 +190,8 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
 
 
 def check_architecture(capabilities: BackendCapabilities, model: ModelSpec) -> None:
-    """Raises `UnsupportedModelError` for a model that the backend does not run, saying which ones
-    it does and, where some backend runs this one, which."""
+    """Raises `UnsupportedModelError` if the backend does not run the model, naming the models that
+    it runs and the backends that run this model."""
     named = model.config.get("model_type", model.architecture)
     if named in capabilities.architectures:
         return
@@ -209,7 +212,7 @@ def check_architecture(capabilities: BackendCapabilities, model: ModelSpec) -> N
 
 
 def check_dtype(capabilities: BackendCapabilities, dtype: str) -> None:
-    """Raises `UnsupportedDtypeError` for weights that the backend cannot compute from."""
+    """Raises `UnsupportedDtypeError` if the backend does not support weights of this dtype."""
     if dtype not in capabilities.dtypes:
         raise UnsupportedDtypeError(
             f"backend {capabilities.backend!r} computes from weights in "

@@ -1,4 +1,4 @@
-"""What a worker needs to know to build its part of a deployment."""
+"""The specification from which a worker builds its part of a deployment."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from plexrl.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentSpec:
-    """One deployment as its controller asked for it; checked by the router."""
+    """One deployment as its controller requested it; the router has checked it."""
 
     model: ModelSpec
     kind: str
@@ -21,35 +21,31 @@ class DeploymentSpec:
     workers: int
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
-    """How the model lies over the workers. Absent: rows are split over all of them."""
+    """Parallel layout. Absent: data parallelism over all workers."""
     optimizer: str = "device"
-    """Train: `device`, or `host` for optimizer state that stays in host memory, where the CPU steps
-    it: a context switch then moves parameters only."""
+    """Train: location of the optimizer's state, `device` or `host`. In host memory the CPU steps
+    it, and a context switch moves parameters only."""
     dtype: str = "float32"
-    """Of the weights that a forward or rollout deployment computes from; what a trainer has is cast
-    on the way."""
+    """Forward, rollout: dtype of the weights; a weight sync casts the trainer's weights."""
     compute_dtype: str = "float32"
-    """Train: that a model computes in, `float32` or `bfloat16`. Its parameters are float32 either
-    way."""
+    """Train: dtype of the computation, `float32` or `bfloat16`. Parameters are always float32."""
     activation_checkpointing: bool = False
-    """Train: compute the activations of a layer again in the backward pass instead of keeping
-    them."""
+    """Train: recompute a layer's activations in the backward pass instead of keeping them."""
     max_sequence_tokens: int = 512
     """Longest row: prompt and completion together."""
     max_concurrent_samples: int = 256
-    """Rollout: samples decoded together; more wait for a free slot."""
+    """Rollout: most samples that run at once; others wait for a free slot."""
     kv_cache_bytes: int | None = None
-    """Rollout: budget of each worker's cache of keys and values, in device memory beside the
-    weights. Samples that it has no room for wait, and are computed anew. Absent: the engine's own
-    default."""
+    """Rollout: budget of each worker's KV cache in device memory, in addition to the weights.
+    Samples that do not fit wait and are recomputed. Absent: the engine's default."""
 
     lora: LoraSpec | None = None
-    """Train: only adapters are trained, the model itself is frozen. Rollout: what the adapters of a
-    train deployment are merged into is the model. Absent: all parameters are trained."""
+    """Train: only adapters are trained, and the model is frozen. Rollout: the adapters of a train
+    deployment are merged into the model. Absent: all parameters are trained."""
 
     @property
     def layout(self) -> Parallelism:
-        """`parallelism`, or what its absence means."""
+        """`parallelism`, or its default."""
         return self.parallelism or Parallelism(dp=self.workers)
 
     def to_json(self) -> str:
@@ -57,5 +53,5 @@ class DeploymentSpec:
 
 
 def deployment_spec_from_json(text: str) -> DeploymentSpec:
-    """Raises `msgspec.ValidationError` for text that `to_json` did not make."""
+    """The specification that `to_json` encoded. Raises `msgspec.ValidationError` for other text."""
     return msgspec.json.decode(text, type=DeploymentSpec)

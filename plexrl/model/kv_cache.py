@@ -1,15 +1,16 @@
-"""What a rollout's cache of keys and values takes, known before a process is started. Pure."""
+"""Size of a rollout's KV cache, computed before a process starts. Pure."""
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import WEIGHT_BYTES
 
 BLOCK_TOKENS = 16
-"""Tokens of a block: the cache is handed out in these."""
+"""Tokens per block, the unit of allocation."""
 
 
 def kv_token_bytes(spec: DeploymentSpec) -> int:
-    """Bytes of one token on each worker. The model must be one that `parameter_count` knows."""
+    """Cache bytes per token on each worker. The model must be one that `parameter_count`
+    supports."""
     config = spec.model.config
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -20,24 +21,24 @@ def kv_token_bytes(spec: DeploymentSpec) -> int:
 
 
 def check_cache_budget(spec: DeploymentSpec) -> None:
-    """Refuse a budget that one sequence of the deployment's length would not fit into.
+    """Check the budget of a deployment's KV cache.
 
     Raises:
-        InvalidRequestError: or of a deployment that keeps no cache.
+        InvalidRequestError: the longest sequence does not fit, or the deployment has no cache.
     """
     budget = spec.kv_cache_bytes
     if budget is None:
         return
     if spec.kind != "rollout":
         raise InvalidRequestError(
-            f"kv_cache_bytes is {budget} and a {spec.kind} deployment keeps no cache: leave it out"
+            f"kv_cache_bytes is {budget}, and a {spec.kind} deployment has no cache: leave it out"
         )
     blocks = -(-spec.max_sequence_tokens // BLOCK_TOKENS)
     least = blocks * BLOCK_TOKENS * kv_token_bytes(spec)
     if budget < least:
         raise InvalidRequestError(
             f"kv_cache_bytes is {budget}; one sequence of max_sequence_tokens "
-            f"({spec.max_sequence_tokens}) takes {least} bytes on each worker: raise the budget or "
-            "lower max_sequence_tokens",
+            f"({spec.max_sequence_tokens}) needs {least} bytes on each worker: raise "
+            "kv_cache_bytes or lower max_sequence_tokens",
             least=least,
         )

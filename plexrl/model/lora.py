@@ -1,8 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): what they lie on, how many parameters they have, and
-what PEFT calls them. Pure.
+"""Low-rank adapters (LoRA, Hu et al. 2021): target layers, sizes and PEFT's names. Pure.
 
-A linear layer W gets two small matrices: what it computes is W x + (alpha / rank) · B A x. W is
-frozen; A and B are what a deployment trains, saves, publishes and moves.
+A linear layer W gets two small matrices and computes W x + (alpha / rank) · B A x. W is frozen. A
+deployment trains, saves, publishes and moves A and B.
 """
 
 from collections.abc import Iterable
@@ -15,13 +14,13 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.spec import ModelSpec
 
 ADAPTER_PREFIX = "base_model.model."
-"""PEFT puts it before the name of the module that an adapter is on."""
+"""PEFT's prefix of the module's name in the names of its adapter."""
 ADAPTER_RANK_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Adapters of one deployment. B begins at zero, so training begins with the model as it is."""
+    """Adapters of one deployment. B starts at zero, so training starts with the unchanged model."""
 
     rank: int
     """Rows of A, columns of B: 1 to 1024."""
@@ -33,7 +32,7 @@ class LoraSpec:
     )
     """Names of the linear layers that get adapters, in every decoder layer."""
     seed: int = 0
-    """Of A's first values: same seed, same bits."""
+    """Seed of A's initial values: same seed, same bits."""
 
     @property
     def scale(self) -> float:
@@ -42,7 +41,7 @@ class LoraSpec:
 
 
 def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of the linear layers that each decoder layer has, by name.
+    """(inputs, outputs) of the linear layers of each decoder layer, by name.
 
     Raises:
         InvalidRequestError: the model's configuration lacks a size.
@@ -55,7 +54,9 @@ def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         head_dim = int(config.get("head_dim") or hidden // heads)
         mlp = int(config["intermediate_size"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InvalidRequestError(f"the model's configuration lacks a size: {error}") from error
+        raise InvalidRequestError(
+            f"the model's configuration lacks a size: {error}; add it to config.json"
+        ) from error
     return {
         "q_proj": (hidden, heads * head_dim),
         "k_proj": (hidden, kv_heads * head_dim),
@@ -68,10 +69,10 @@ def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
-    """Parameters of all adapters.
+    """Number of parameters of all adapters.
 
     Raises:
-        InvalidRequestError: a rank or alpha that cannot be, or a target that the model has not.
+        InvalidRequestError: rank or alpha is invalid, or the model lacks a target.
     """
     if not 1 <= lora.rank <= ADAPTER_RANK_MAX:
         raise InvalidRequestError(
@@ -83,21 +84,21 @@ def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
     unknown = sorted(set(lora.targets) - set(sizes))
     if unknown or not lora.targets or len(set(lora.targets)) < len(lora.targets):
         raise InvalidRequestError(
-            f"lora.targets is {list(lora.targets)}: name each of the layers that are to have "
-            f"adapters once, of {', '.join(sizes)}"
+            f"lora.targets is {list(lora.targets)}: name each layer that gets an adapter once; the "
+            f"layers are {', '.join(sizes)}"
         )
     layer = sum(sum(sizes[target]) for target in lora.targets)
     return int(spec.config["num_hidden_layers"]) * layer * lora.rank
 
 
 def adapter_names(module: str) -> tuple[str, str]:
-    """What PEFT calls A and B of a module (`model.layers.0.self_attn.q_proj`) in its files."""
+    """PEFT's names of A and B of a module (`model.layers.0.self_attn.q_proj`)."""
     prefix = f"{ADAPTER_PREFIX}{module}"
     return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Whether all these tensors are adapters' (and there are some)."""
+    """Whether these are names of adapters only, and at least one."""
     found = list(names)
     return bool(found) and all(
         name.startswith(ADAPTER_PREFIX) and (".lora_A." in name or ".lora_B." in name)

@@ -1,7 +1,7 @@
-"""What the `megatron` backend can run: a model's sizes, and whether a layout cuts them. Pure.
+"""Sizes of a model for the `megatron` backend, and whether a layout can cut them. Pure.
 
-Dense decoders of the Llama family and Mixture-of-Experts with Qwen3's block (`qwen3_moe`). The
-router refuses by this before a worker is started.
+The backend runs dense decoders of the Llama family, and Mixture-of-Experts with Qwen3's block
+(`qwen3_moe`). The router checks this before a worker starts.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ARCHITECTURES, size_of
 
 ALIGNED_ELEMENTS = 16
-"""Float32 elements of which a tensor's rows must hold a multiple: a slice begins at a multiple of
-64 bytes (`plexrl.statemanager.layout.keys.ARENA_ALIGNMENT`)."""
+"""A tensor's row must have a multiple of this many float32 elements, because a slice begins at a
+multiple of 64 bytes (`plexrl.statemanager.layout.keys.ARENA_ALIGNMENT`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """What Megatron must know of a model."""
+    """A model's sizes and variants, as Megatron needs them."""
 
     layers: int
     hidden: int
@@ -30,10 +30,10 @@ class Dimensions:
     """Width of a dense layer's MLP, or of one expert's."""
     vocabulary: int
     experts: int
-    """Of each layer; 0 in a dense model."""
+    """Experts per layer; 0 in a dense model."""
     experts_per_token: int
     normalizes_top_k: bool
-    """The weights of a token's experts are made to add up to 1."""
+    """The weights of a token's experts are normalised to the sum 1."""
     has_qkv_bias: bool
     has_qk_norm: bool
     is_tied: bool
@@ -45,8 +45,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     """The sizes of the model with this configuration (`PretrainedConfig.to_dict()`).
 
     Raises:
-        InvalidRequestError: the `megatron` backend has no way to run such a model, or a size of it
-            is missing.
+        InvalidRequestError: the `megatron` backend does not run such a model, or a size is missing.
     """
     architecture = str(config.get("model_type"))
     _check_supported(architecture, config)
@@ -82,7 +81,7 @@ def _norm_eps(config: Mapping[str, Any]) -> float:
 
 
 def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
-    """Raises `LayoutError`, naming the axis, where a layout cannot cut the model evenly."""
+    """Raises `LayoutError`, naming the axis, if a layout cannot cut the model evenly."""
     for axis, name, size in (
         ("tp", "attention heads", sizes.heads),
         ("tp", "key and value heads", sizes.kv_heads),
@@ -99,8 +98,8 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
     if layout.tp > 1 and sizes.experts:
         raise LayoutError(
             f"parallelism.tp is {layout.tp} and the model has experts: Megatron needs sequence "
-            "parallelism for that, which the megatron backend does not run yet; spread the experts "
-            "by ep instead",
+            "parallelism for that, which the megatron backend does not support; set tp to 1 and "
+            "use ep",
             field="tp",
         )
     if layout.ep > 1 and (sizes.experts == 0 or sizes.experts % layout.ep):
@@ -123,20 +122,20 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
 
 
 def megatron_state_bytes(sizes: Dimensions, layout: Parallelism, parameters: int) -> int:
-    """Of all ranks together, of a model with so many parameters.
+    """State bytes of all ranks together, for a model with `parameters` parameters.
 
-    Every replica has its parameters whole, and room to reduce their gradients in; the gradients
-    themselves and the two moments are shared out over the replicas.
+    Every replica holds all its parameters and a buffer to reduce their gradients. The gradients and
+    the two moments are sharded over the replicas.
     """
-    of_experts = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
+    expert_parameters = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
     replicas = layout.dp * layout.cp
-    of_replica = 8 if replicas > 1 or layout.pp > 1 else 4
-    copies = (parameters - of_experts) * replicas + of_experts * layout.expert_dp
-    return of_replica * copies + 12 * parameters
+    replica_bytes = 8 if replicas > 1 or layout.pp > 1 else 4
+    copies = (parameters - expert_parameters) * replicas + expert_parameters * layout.expert_dp
+    return replica_bytes * copies + 12 * parameters
 
 
 def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:
-    """Words that the tensor ranks hold together, as many on each."""
+    """Size of the vocabulary, padded to a multiple of the tensor ranks."""
     return -(-sizes.vocabulary // layout.tp) * layout.tp
 
 

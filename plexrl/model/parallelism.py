@@ -1,13 +1,13 @@
-"""How a model is laid over the ranks of a deployment: axes, coordinates, groups. Pure.
+"""Parallel layout of a model over the ranks of a deployment: axes, coordinates, groups. Pure.
 
-Axes: `dp` data (other rows), `tp` tensor (a part of every matrix), `pp` pipeline (a part of the
+Axes: `dp` data (different rows), `tp` tensor (a part of every matrix), `pp` pipeline (a part of the
 layers), `cp` context (a part of every row), `ep` expert (some of a layer's experts).
 
 Ranks are numbered with tp fastest, then cp, dp, pp: the order `tp-cp-ep-dp-pp` of megatron-core
-(`parallel_state.py`), so neighbours that talk most share a node. As there, experts have axes of
-their own over the same ranks: within a pipeline stage the dp·cp block of a tensor rank is read
-again as ep (fastest) times expert_dp, and expert matrices are cut by tp like the others. Hence
-ep divides dp·cp and takes no ranks of its own.
+(`parallel_state.py`), so that the ranks that communicate most share a node. As in megatron-core,
+experts have separate axes over the same ranks: within a pipeline stage, the dp·cp ranks of a tensor
+rank are arranged as ep (fastest) times expert_dp. Expert matrices are cut by tp like the others.
+So ep divides dp·cp and adds no ranks.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from plexrl.errors import LayoutError
 Axis = Literal["dp", "tp", "pp", "cp", "ep", "expert_dp"]
 
 DENSE_AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
-"""Of all that is no expert, the fastest first."""
+"""Axes of layers without experts, the fastest first."""
 
 EXPERT_AXES: tuple[Axis, ...] = ("tp", "ep", "expert_dp", "pp")
-"""The same ranks, as the experts' layers see them."""
+"""Axes of expert layers, over the same ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A rank's place on every axis."""
+    """A rank's index on every axis."""
 
     dp: int
     tp: int
@@ -38,14 +38,14 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The size of every axis; checked when it is made.
+    """The size of every axis.
 
     Raises:
-        LayoutError: `details["field"]` names the axis that cannot be.
+        LayoutError: a size is invalid; `details["field"]` names the axis.
     """
 
     dp: int = 1
-    """Ranks that get different rows."""
+    """Groups of ranks that get different rows."""
     tp: int = 1
     """Parts of each matrix."""
     pp: int = 1
@@ -72,18 +72,18 @@ class Parallelism:
 
     @classmethod
     def from_text(cls, text: str) -> "Parallelism":
-        """A layout from a `text` as a command line has it: `dp=2,tp=2`; axes left out are 1 long.
+        """A layout from `text`, such as `dp=2,tp=2`. Missing axes have size 1.
 
         Raises:
-            LayoutError: it is not written so, or cannot be.
+            LayoutError: the text has another form, or a size is invalid.
         """
         sizes: dict[str, int] = {}
         for part in text.replace(" ", ",").split(","):
             axis, _, size = part.partition("=")
             if axis not in ("dp", "tp", "pp", "cp", "ep") or axis in sizes or not size.isdecimal():
                 raise LayoutError(
-                    f"{part!r} in layout {text!r} is no axis with its size: write it as dp=2,tp=2, "
-                    "each of dp, tp, pp, cp, ep at most once",
+                    f"{part!r} in layout {text!r} is not an axis with a size: write dp=2,tp=2, "
+                    "with each of dp, tp, pp, cp, ep at most once",
                     field="layout",
                 )
             sizes[axis] = int(size)
@@ -91,18 +91,18 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """Ranks, which is workers."""
+        """Number of ranks, which is the number of workers."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that hold the same experts and see other tokens."""
+        """Number of ranks that hold the same experts."""
         return self.dp * self.cp // self.ep
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
-        """The ranks whose results count: the last stage's first tensor ranks, in the order of dp
-        and within it of cp. Each token's result comes from exactly one of them."""
+        """The ranks that return results: the last stage's first tensor ranks, ordered by dp, then
+        cp. Exactly one of them returns each token's result."""
         return tuple(
             self.rank(dp=dp, cp=cp, pp=self.pp - 1)
             for dp in range(self.dp)
@@ -110,27 +110,30 @@ class Parallelism:
         )
 
     def size(self, axis: Axis) -> int:
-        """Ranks along an axis."""
+        """Size of an axis."""
         return int(getattr(self, axis))
 
     def rank(self, *, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """The rank at the coordinates `dp`, `tp`, `pp` and `cp`, each from 0.
 
         Raises:
-            LayoutError: they are outside of the layout.
+            LayoutError: a coordinate is outside of the layout.
         """
-        for axis, place in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
-            if not 0 <= place < getattr(self, axis):
+        for axis, index in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
+            if not 0 <= index < getattr(self, axis):
                 raise LayoutError(
-                    f"there is no {axis} {place}: the layout has {getattr(self, axis)}", field=axis
+                    f"there is no {axis} {index}: the layout has {getattr(self, axis)}, counted "
+                    "from 0",
+                    field=axis,
                 )
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is. Raises `LayoutError` outside of the layout."""
+        """A rank's coordinates. Raises `LayoutError` for a rank outside of the layout."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(
-                f"there is no rank {rank}: the layout has {self.world_size}", field="rank"
+                f"there is no rank {rank}: the layout has {self.world_size}, counted from 0",
+                field="rank",
             )
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -139,46 +142,28 @@ class Parallelism:
         return Coordinates(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, expert_dp=expert_dp)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """Every set of ranks that differ along `axes` only, each and all in the order of ranks.
+        """Every set of ranks that differ along `axes` only, sorted by rank.
 
-        `groups("tp")` share an all-reduce of activations, `groups("dp", "cp")` one of gradients.
+        Activations are all-reduced over `groups("tp")`, gradients over `groups("dp", "cp")`.
 
         Raises:
-            LayoutError: an axis of the dense layers beside one of the experts' only.
+            LayoutError: `axes` mixes axes of dense layers and axes of expert layers.
         """
         order = _order_of(axes)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            places = self.coordinates(rank)
-            key = tuple(getattr(places, axis) for axis in order if axis not in axes)
+            own = self.coordinates(rank)
+            key = tuple(getattr(own, axis) for axis in order if axis not in axes)
             found.setdefault(key, []).append(rank)
         return tuple(sorted(tuple(ranks) for ranks in found.values()))
 
-    def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that a rank belongs to."""
-        return next(ranks for ranks in self.groups(*axes) if rank in ranks)
-
-    def replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same part of the dense parameters as `rank`, itself included. A
-        backend that shards its state (FSDP, a distributed optimizer) shards it among these."""
-        return self.group(rank, "dp", "cp")
-
-    def expert_replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same part of the experts' parameters as `rank`, itself included."""
-        return self.group(rank, "expert_dp")
-
-    def is_output(self, rank: int) -> bool:
-        """Whether a rank is one of `output_ranks`."""
-        places = self.coordinates(rank)
-        return places.pp == self.pp - 1 and places.tp == 0
-
     def describe(self) -> str:
-        """`dp=2 tp=2`: the axes longer than 1."""
+        """The axes with a size above 1, such as `dp=2 tp=2`."""
         named = [f"{name}={self.size(name)}" for name in self.axes_used()]
         return " ".join(named) or "one rank"
 
     def axes_used(self) -> tuple[Axis, ...]:
-        """The axes longer than 1."""
+        """The axes with a size above 1."""
         axes: tuple[Axis, ...] = ("dp", "tp", "pp", "cp", "ep")
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
@@ -188,7 +173,7 @@ def _order_of(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         if set(axes) <= set(order):
             return order
     raise LayoutError(
-        f"no group runs along {', '.join(axes)}: use axes of {', '.join(DENSE_AXES)} together, or "
-        f"of {', '.join(EXPERT_AXES)}",
+        f"there is no group along {', '.join(axes)}: use axes of {', '.join(DENSE_AXES)} only, or "
+        f"of {', '.join(EXPERT_AXES)} only",
         field="axes",
     )

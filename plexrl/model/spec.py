@@ -1,8 +1,8 @@
-"""What model a deployment runs, said without torch.
+"""Specification of a deployment's model, without torch.
 
-A spec names an architecture of Hugging Face `transformers` and its configuration, or a directory
-that holds one. From the configuration alone PlexRL knows the parameter count and so, before any
-process is started, whether a deployment fits.
+A spec names an architecture of Hugging Face `transformers` with its configuration, or a model
+directory. The parameter count follows from the configuration, so PlexRL can check whether a
+deployment fits before it starts a process.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ TRAIN_BYTES_PER_PARAMETER = 16
 
 DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, "qwen3_moe")
-"""Model types of `transformers` that some backend runs; those beside the dense have experts."""
+"""Model types of `transformers` that some backend runs; those that are not dense have experts."""
 
 SIZE_MAX = 2**31 - 1
-"""Of one dimension."""
+"""Largest size of one dimension."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of one parameter where weights are all there is, by their dtype."""
+"""Bytes per parameter of weights without optimizer state, by dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class ModelSpec:
     config_json: str = "{}"
     """Keyword arguments of the architecture's configuration class, as a JSON object."""
     vocabulary: str = ""
-    """Characters of the character-level tokenizer of a locally made model, one token each, after
-    the special tokens `<pad>` (0), `<bos>` (1) and `<eos>` (2)."""
+    """Characters of a generated model's character-level tokenizer, one token each, after the
+    special tokens `<pad>` (0), `<bos>` (1) and `<eos>` (2)."""
     seed: int = 0
-    """Seed of a locally made model's initial weights: same seed, same bits."""
+    """Seed of a generated model's initial weights: same seed, same bits."""
     head: Literal["causal", "reward"] = "causal"
-    """What lies on the decoder: the language model's head, or one row (`score.weight`) that makes a
-    score of a row's last hidden state, as in `transformers`' `…ForSequenceClassification` with one
+    """Output layer: the language model's head, or one row (`score.weight`) that computes a score
+    from a row's last hidden state, as `…ForSequenceClassification` of `transformers` with one
     label."""
 
     def __repr__(self) -> str:
@@ -61,9 +61,10 @@ class ModelSpec:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The architecture's configuration. Raises `InvalidRequestError` where it cannot be read.
+        """The architecture's configuration; with `path`, from `config.json` there.
 
-        For a `path` this reads `config.json` there.
+        Raises:
+            InvalidRequestError: the configuration cannot be read.
         """
         try:
             if self.path is not None:
@@ -72,7 +73,7 @@ class ModelSpec:
             return msgspec.json.decode(self.config_json, type=dict[str, Any])
         except (OSError, msgspec.DecodeError) as error:
             raise InvalidRequestError(
-                f"the model's configuration cannot be read: {error}; `path` is a Hugging Face "
+                f"the model's configuration cannot be read: {error}; `path` must be a Hugging Face "
                 "directory on the nodes, with config.json and weights"
             ) from error
 
@@ -85,17 +86,17 @@ def tiny_qwen2(
     layers: int = 2,
     head: Literal["causal", "reward"] = "causal",
 ) -> ModelSpec:
-    """A character-level Qwen2 of about 50 000·(hidden/64)²·layers parameters, made on the spot.
+    """A small, generated, character-level Qwen2 of about 50 000·(hidden/64)²·layers parameters.
 
-    `vocabulary` is its characters, one token each behind the three special tokens. `seed` makes its
-    initial weights: same seed, same bits. `hidden` is the hidden size, which 4 divides, `layers`
-    the number of decoder layers. `head` is `causal` for a language model, `reward` for a model that
-    scores rows.
+    `vocabulary` lists its characters; each is one token, after the three special tokens. `seed`
+    determines the initial weights: same seed, same bits. `hidden` is the hidden size, a multiple of
+    8; `layers` is the number of decoder layers. `head` is `causal` for a language model, `reward`
+    for a model that scores rows.
 
     Two layers of hidden size 64 learn to sort five digits on one CPU core in about a minute.
 
     Raises:
-        InvalidRequestError: a character stands in `vocabulary` twice, or a size that cannot be.
+        InvalidRequestError: `vocabulary` has a character twice, or a size is invalid.
     """
     check_vocabulary(vocabulary)
     for name, size, unit in (("hidden", hidden, 8), ("layers", layers, 1)):
@@ -125,10 +126,10 @@ def tiny_qwen2(
 
 
 def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> int:
-    """One of the sizes in a model's configuration; `default` where it is not given or 0.
+    """A size in a model's configuration; `default` if it is missing or 0.
 
     Raises:
-        InvalidRequestError: it is missing, or no whole number above 0.
+        InvalidRequestError: the size is missing, or is not a whole number above 0.
     """
     found = config.get(name) or default
     if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= SIZE_MAX:
@@ -141,14 +142,12 @@ def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> 
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`), or of one
-    with experts (`qwen3_moe`).
-
-    Exact for these; the tests compare it with `transformers`.
+    """Number of parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`),
+    or of one with experts (`qwen3_moe`). The number is exact.
 
     Raises:
         UnsupportedModelError: another architecture.
-        InvalidRequestError: a size of the configuration is missing.
+        InvalidRequestError: a size is missing in the configuration.
     """
     config = spec.config
     architecture = config.get("model_type", spec.architecture)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, without torch.
+"""Converts text to token ids and back, without torch.
 
-A locally made model reads characters. Its tokenizer is written as a Hugging Face `tokenizer.json`,
-so a checkpoint's directory is complete for any tool that loads such files.
+A generated model has a character-level tokenizer. It is saved as a Hugging Face `tokenizer.json`,
+so that other tools can load a checkpoint's directory.
 """
 
 import json
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = range(3)
 TOKENS_MAX = 2**31
-"""Token ids are below it."""
+"""Upper bound of token ids, exclusive."""
 
 
 def char_tokenizer_json(vocabulary: str) -> str:
     """`tokenizer.json` of a tokenizer with the special tokens and one token per character.
 
     Raises:
-        InvalidRequestError: a character stands in `vocabulary` twice.
+        InvalidRequestError: `vocabulary` has a character twice.
     """
     check_vocabulary(vocabulary)
     added = [
@@ -61,7 +61,7 @@ def char_tokenizer_json(vocabulary: str) -> str:
 
 
 def check_vocabulary(vocabulary: object) -> None:
-    """Raises `InvalidRequestError` for what is no text, or has a character twice."""
+    """Raises `InvalidRequestError` if a vocabulary is not a text, or has a character twice."""
     if not isinstance(vocabulary, str):
         raise InvalidRequestError(
             f"the vocabulary is {short(vocabulary)}: give its characters as one text"
@@ -69,12 +69,12 @@ def check_vocabulary(vocabulary: object) -> None:
     twice = sorted({each for each in vocabulary if vocabulary.count(each) > 1})
     if twice:
         raise InvalidRequestError(
-            f"{twice[0]!r} stands in the vocabulary twice: name each character once"
+            f"{twice[0]!r} is in the vocabulary twice: name each character once"
         )
 
 
 class Tokenizer:
-    """Encodes and decodes by way of the `tokenizers` library."""
+    """Encodes and decodes text with the `tokenizers` library."""
 
     def __init__(self, tokenizer_json: str) -> None:
         """`tokenizer_json` is the text of a Hugging Face `tokenizer.json`.
@@ -87,13 +87,15 @@ class Tokenizer:
             from tokenizers import Tokenizer as HfTokenizer
         except ImportError as error:
             raise InvalidRequestError(
-                "reading text needs the `tokenizers` library: pip install 'plexrl[text]'"
+                "encoding text needs the `tokenizers` library: pip install 'plexrl[text]'"
             ) from error
         try:
             self._tokenizer: _HfTokenizer = HfTokenizer.from_str(tokenizer_json)
         except Exception as error:
-            # The library raises bare `Exception` for whatever it cannot parse.
-            raise InvalidRequestError(f"this is no tokenizer.json: {error}") from error
+            # The library raises a bare `Exception` for everything that it cannot parse.
+            raise InvalidRequestError(
+                f"the tokenizer cannot be read ({error}): give the text of a tokenizer.json"
+            ) from error
         self._unknown = _unknown_token(json.loads(tokenizer_json)["model"])
 
     def __repr__(self) -> str:
@@ -101,44 +103,46 @@ class Tokenizer:
 
     @classmethod
     def from_vocabulary(cls, vocabulary: str) -> "Tokenizer":
-        """The character-level tokenizer of a locally made model: ids 0 to 2 are `<pad>`, `<bos>`
-        and `<eos>` (`plexrl.PAD`, `BOS`, `EOS`), then one for each character of `vocabulary`.
+        """The character-level tokenizer of a generated model: ids 0 to 2 are `<pad>`, `<bos>` and
+        `<eos>` (`plexrl.PAD`, `BOS`, `EOS`), then one id for each character of `vocabulary`.
 
         Raises:
-            InvalidRequestError: a character stands in `vocabulary` twice.
+            InvalidRequestError: `vocabulary` has a character twice.
         """
         return cls(char_tokenizer_json(vocabulary))
 
     def encode(self, text: str, *, allow_unknown: bool = False) -> list[int]:
-        """Token ids of `text`, special tokens not added.
+        """Token ids of `text`, without special tokens.
 
-        With `allow_unknown` what has no token is encoded as the tokenizer's token for that, which
-        of a locally made model is `<pad>`.
+        With `allow_unknown`, text without a token is encoded as the tokenizer's unknown token; a
+        generated model's unknown token is `<pad>`.
 
         Raises:
-            InvalidRequestError: `text` is no text.
-            TokenRangeError: something in it has no token; `details["position"]` says where.
+            InvalidRequestError: `text` is not a str.
+            TokenRangeError: a part of `text` has no token; `details["position"]` is its position.
         """
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{short(text)} is no text: give a str to encode")
+            raise InvalidRequestError(f"{short(text)} is not a text: give a str to encode")
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         if self._unknown is not None and not allow_unknown:
             self._refuse_unknown(text, encoded.tokens, encoded.offsets)
         return list(encoded.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, such as a sample's, special tokens left out.
+        """The text of `tokens`, without special tokens.
 
         Raises:
-            InvalidRequestError: a token is no whole number, or none of a vocabulary's.
+            InvalidRequestError: a token is not a whole number, or is out of range.
         """
         if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-            raise InvalidRequestError(f"{short(tokens)} are no tokens: give a list of token ids")
+            raise InvalidRequestError(
+                f"{short(tokens)} is not a list of tokens: give a list of token ids"
+            )
         ids = list(tokens)
         for at, token in enumerate(ids):
             if not isinstance(token, Integral) or not 0 <= token < TOKENS_MAX:
                 raise InvalidRequestError(
-                    f"token {at} is {short(token)}: give whole numbers, as samples have them"
+                    f"token {at} is {short(token)}: give whole numbers, at least 0 and below 2^31"
                 )
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -150,17 +154,17 @@ class Tokenizer:
                 raise TokenRangeError(
                     f"{text[start:end]!r} at position {start} of {short(text)} is not in the "
                     "vocabulary: leave it out, use a model and a tokenizer whose vocabulary has "
-                    f"it, or have it encoded as {token} by encode(…, allow_unknown=True)",
+                    f"it, or encode it as {token} with encode(…, allow_unknown=True)",
                     text=text[start:end],
                     position=start,
                 )
 
 
 def _unknown_token(model: dict[str, Any]) -> str | None:
-    """What a tokenizer gives for text that it has no token for; None: it never has to."""
+    """The tokenizer's token for unknown text; None: it has none."""
     if model.get("unk_token") is not None:
         return str(model["unk_token"])
-    place, words = model.get("unk_id"), model.get("vocab")
-    if place is None or not isinstance(words, list):
+    index, entries = model.get("unk_id"), model.get("vocab")
+    if index is None or not isinstance(entries, list):
         return None
-    return str(words[place][0])
+    return str(entries[index][0])

@@ -1,1 +1,1 @@
-"""What every PlexRL process does alike: start-up, children, private folders, terminal-safe text."""
+"""Code that all PlexRL processes share: start-up, children, private folders, terminal-safe text."""

@@ -1,6 +1,6 @@
-"""What holds a part of the cluster back now, for operators: reasons with a code and a time.
+"""Conditions that currently block a part of the cluster, for operators: a code, a message, a time.
 
-A condition is no error: nothing is lost, and work goes on when the condition ends.
+A condition is not an error: nothing is lost, and work continues when the condition ends.
 """
 
 import time
@@ -12,10 +12,10 @@ from plexrl.errors import PlexRLError
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason, as `/v1/health` and `/v1/status` show it."""
+    """One condition, as `/v1/health` and `/v1/status` show it."""
 
     code: str
-    """Of the error that requests get meanwhile."""
+    """Code of the error that requests get while the condition lasts."""
     message: str
     since: float
     """Seconds since the epoch."""
@@ -29,16 +29,16 @@ class Conditions:
         self._held: dict[str, Condition] = {}
 
     def hold(self, error: PlexRLError) -> None:
-        """The error's condition has begun, or lasts."""
+        """Record that the error's condition has begun or continues."""
         known = self._held.get(error.code)
         since = self._clock() if known is None else known.since
         self._held[error.code] = Condition(code=error.code, message=error.message, since=since)
 
     def clear(self, *codes: str) -> None:
-        """These conditions have ended; without codes, all of them."""
+        """Remove the conditions with these codes; without codes, all of them."""
         for code in codes or tuple(self._held):
             self._held.pop(code, None)
 
     def view(self) -> list[dict[str, object]]:
-        """All of them as plain values."""
+        """All conditions as plain values."""
         return [msgspec.to_builtins(condition) for condition in self._held.values()]

@@ -1,5 +1,6 @@
-"""How often Python looks for cycles of references, where much lives long and next to nothing makes
-cycles: looked for at the usual pace, they would take a quarter of the time.
+"""Tunes Python's garbage collector for processes with many long-lived objects and few cycles.
+
+With Python's default thresholds, the collector would take a quarter of the time.
 """
 
 import gc
@@ -7,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (200_000, 50, 1000)
-"""Objects made before the young, middle and old generations are walked."""
+"""Allocations before the young, middle and old generations are collected."""
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect rarely inside, and as before afterwards: for a computation that ends."""
+    """Collect rarely inside the block, and restore the thresholds afterwards."""
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:
@@ -21,9 +22,12 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def spare_living() -> None:
-    """Collect rarely from now on, and never look at what there is by now: for a service whose state
-    has just been made. A full walk of a large one would hold every answer up for 0.2 s."""
+def freeze_existing_objects() -> None:
+    """Exclude all existing objects from collection, and collect rarely from now on.
+
+    For a service whose state has just been created: a full collection of a large state would delay
+    every reply by 0.2 s.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

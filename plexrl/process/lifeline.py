@@ -1,4 +1,4 @@
-"""No process outlives the one that started it."""
+"""Ensures that a process ends when its parent ends."""
 
 import ctypes
 import os
@@ -8,14 +8,14 @@ from collections.abc import MutableMapping
 
 PR_SET_PDEATHSIG = 1
 PARENT = "PLEXRL_PARENT"
-"""Variable by which a process is told whose child it is to be."""
+"""Environment variable with the process id of the expected parent."""
 
 
 def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Have the kernel send this process `sig` when its parent dies (Linux; elsewhere no effect).
+    """Make the kernel send `sig` to this process when its parent dies (Linux; else no effect).
 
-    The kernel says nothing of a parent that died before: given the process id of `parent`, this
-    process sends itself `sig` where that is not its parent any more.
+    The kernel does not report a parent that died before this call. So if `parent` is given and is
+    not the parent's process id, this process sends itself `sig`.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -28,7 +28,9 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
 
 
 def die_with_named_parent(environment: MutableMapping[str, str]) -> None:
-    """As `die_with_parent`, of the parent that `environment` names, if it names one. The name is
-    taken out of it: it is not for what this process starts."""
+    """As `die_with_parent`, with the parent that `environment` names, if any.
+
+    The variable is removed, because it does not apply to children of this process.
+    """
     name = environment.pop(PARENT, "")
     die_with_parent(parent=int(name) if name.isdigit() else None)

@@ -1,4 +1,4 @@
-"""Lines for whoever sits at the terminal, which programs that read the output do not get."""
+"""Messages for a user at a terminal; programs that read the output do not get them."""
 
 import logging
 import sys
@@ -6,8 +6,9 @@ import sys
 from plexrl.process.plain_text import many_lines
 
 
-def tell(logger: logging.Logger, text: str) -> None:
-    """Log `text` as INFO. Where nobody listens to that, a terminal gets it on standard error."""
+def notify_user(logger: logging.Logger, text: str) -> None:
+    """Log `text` as INFO. If that level is disabled and standard error is a terminal, write it
+    there."""
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     elif sys.stderr is not None and sys.stderr.isatty():

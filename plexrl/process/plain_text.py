@@ -1,8 +1,8 @@
-"""Text of others, made safe to show: at a terminal, in a log, as a name.
+"""Makes untrusted text safe to show: on a terminal, in a log, as a name.
 
-Characters that control a terminal or the order of what it shows (escape sequences, carriage
-returns, bidirectional overrides) let a name or a reason pass for something else. They are shown as
-escapes such as `\\u001b` and `\\u202e`, as JSON writes them.
+Characters that control a terminal or the text direction (escape sequences, carriage returns,
+bidirectional overrides) can disguise a name or a message. They are shown as JSON escapes, such as
+`\\u001b` and `\\u202e`.
 """
 
 import logging
@@ -12,24 +12,24 @@ SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def is_plain(text: str) -> bool:
-    """Whether every character is one that is only seen; line ends and tabs are not."""
+    """Whether every character is printable; line ends and tabs are not."""
     return text.isprintable()
 
 
 def one_line(text: str) -> str:
-    """`text` with every other character as an escape, line ends too."""
+    """`text` with every unprintable character, including line ends, as an escape."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def many_lines(text: str) -> str:
-    """`text` with every other character as an escape, but for line ends and tabs."""
+    """`text` with every unprintable character, except line ends and tabs, as an escape."""
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(each if each in LINE_ENDS else _shown(each) for each in text)
 
 
 class PlainFormatter(logging.Formatter):
-    """Messages on one line each, whatever they quote; only our tracebacks have more."""
+    """Formats each message on one line, whatever it quotes; only tracebacks have several lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # the library's name
         return one_line(super().formatMessage(record))
@@ -39,7 +39,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def _shown(character: str) -> str:
-    """A character, or the escape by which JSON names it."""
+    """A printable character, or the JSON escape of another one."""
     if character.isprintable():
         return character
     if character in SHORT:

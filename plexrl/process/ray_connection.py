@@ -1,4 +1,4 @@
-"""The Ray cluster we run on: connecting to it, and what nodes it has."""
+"""Connects to a Ray cluster, and lists its usable nodes."""
 
 import os
 import re
@@ -11,39 +11,40 @@ from plexrl.errors import CapacityError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""With which a client begins, and an empty frame of settings (RFC 9113 §3.4)."""
+"""The client preface of HTTP/2, with an empty SETTINGS frame (RFC 9113 §3.4)."""
 SETTINGS_FRAME = 4
-"""Type of the frame that a server begins with: the fourth byte."""
+"""Type of a server's first frame, in its fourth byte."""
 FRAME_HEAD_BYTES = 9
 NAME_CHARACTERS_MAX = 32
-"""Of a node: sockets lie in a folder of its name, and their paths are short."""
+"""Longest node name. A node's sockets are in a folder of its name, and their paths must be
+short."""
 ACCELERATOR = "accelerator_type:"
-"""Prefix of the resource by which Ray says what kind of GPUs a node has."""
+"""Prefix of the Ray resource that names a node's type of GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """One living node of the Ray cluster that we can use."""
+    """One usable node of the Ray cluster."""
 
     node_id: str
-    """Ray's: hexadecimal, another one after each start of the node."""
+    """Ray's id, hexadecimal; it changes at each start of the node."""
     node: str
-    """Ours: as the operator named it (`ray start --node-name`), else made of the id."""
+    """PlexRL's name: the operator's (`ray start --node-name`), else derived from the id."""
     gpus: int
-    """Places for workers."""
+    """Number of slots for workers."""
     resource: str
-    """What of Ray's a place takes one of: `GPU` or `CPU`."""
+    """Ray resource of which a slot takes one unit: `GPU` or `CPU`."""
     node_type: str = ""
 
 
 def connect(address: str, namespace: str) -> None:
-    """Make this process a driver of the Ray cluster at `address`; from its main thread, whose
-    SIGTERM handler Ray replaces.
+    """Make this process a driver of the Ray cluster at `address`. Call this from the main thread:
+    Ray replaces its SIGTERM handler.
 
     Raises:
-        UnavailableError: Ray is not installed, or does not answer there.
+        UnavailableError: Ray is not installed, or does not answer at the address.
     """
-    # Read when Ray is loaded. Our processes see all devices of their node.
+    # Ray reads this when it is imported. PlexRL's processes see all devices of their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -53,33 +54,33 @@ def connect(address: str, namespace: str) -> None:
             f"--ray needs Ray, which cannot be loaded ({error}): pip install 'plexrl[ray]'"
         ) from error
     if address != "auto":
-        _knock(address)
+        _check_server(address)
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise UnavailableError(
-            f"Ray at {address!r} cannot be joined: {first}. See `ray status --address {address}`; "
-            "this must run on a machine of the Ray cluster, with its version of Ray"
+            f"cannot join Ray at {address!r}: {first}. See `ray status --address {address}`, and "
+            "run this on a machine of the Ray cluster, with the same version of Ray"
         ) from error
 
 
 def disconnect() -> None:
-    """Stop being a driver; Ray ends what this one owned."""
+    """Stop being a driver; Ray ends the actors that this driver owned."""
     import ray
 
     ray.shutdown()
 
 
 def usable_nodes(places_per_node: int | None) -> list[RayNode]:
-    """The living nodes that have GPUs, or, where places are asked for, as many CPUs; by name."""
+    """The living nodes with GPUs, or with `places_per_node` CPUs if that is given; by name."""
     import ray
 
     return usable(ray.nodes(), places_per_node)
 
 
 def usable(described: Sequence[dict[str, Any]], places_per_node: int | None) -> list[RayNode]:
-    """Of nodes as Ray describes them, those that we can use."""
+    """The usable ones of the nodes that Ray describes."""
     resource = "GPU" if places_per_node is None else "CPU"
     found: dict[str, RayNode] = {}
     for each in sorted(described, key=lambda each: str(each["NodeID"])):
@@ -102,11 +103,11 @@ def usable(described: Sequence[dict[str, Any]], places_per_node: int | None) -> 
 
 
 def none_usable(places_per_node: int | None) -> CapacityError:
-    """Why no node will do, and what to do."""
+    """The error for a Ray cluster without a usable node."""
     if places_per_node is None:
         return CapacityError(
             "no node of the Ray cluster has GPUs: start nodes with `ray start --num-gpus N`, or "
-            "say --gpus-per-node N for N workers on the CPUs of each node"
+            "use --gpus-per-node N for N workers on the CPUs of each node"
         )
     return CapacityError(
         f"no node of the Ray cluster has {places_per_node} CPUs for --gpus-per-node "
@@ -114,26 +115,26 @@ def none_usable(places_per_node: int | None) -> CapacityError:
     )
 
 
-def _knock(address: str) -> None:
-    """See that a gRPC server is there. Ray itself would try for a minute and more, and then end the
+def _check_server(address: str) -> None:
+    """Check that a gRPC server answers. Ray itself would try for over a minute, and then end the
     process."""
     host, _, port = address.rpartition(":")
-    advice = "start Ray there with `ray start --head`, or say the host:port that it printed"
+    advice = "start Ray there with `ray start --head`, or give the host:port that it printed"
     try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S) as knocking:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
             if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
                 return
-            knocking.sendall(HTTP2_PREFACE)
-            answer = knocking.recv(FRAME_HEAD_BYTES)
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(FRAME_HEAD_BYTES)
     except (OSError, ValueError, OverflowError) as error:
         raise UnavailableError(f"no Ray answers at {address!r} ({error}): {advice}") from error
     if len(answer) < FRAME_HEAD_BYTES or answer[3] != SETTINGS_FRAME:
-        raise UnavailableError(f"what answers at {address!r} is not Ray's head: {advice}")
+        raise UnavailableError(f"the server at {address!r} is not a Ray head: {advice}")
 
 
 def _name(described: dict[str, Any]) -> str:
-    """What the operator named the node; Ray names one without a name after its IP address, which
-    several may have."""
+    """The operator's name of the node, else a name derived from its id. Ray names other nodes by
+    their IP address, which several may have."""
     name = str(described["NodeName"])
     if name == described["NodeManagerAddress"] or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         return _name_of_id(str(described["NodeID"]))

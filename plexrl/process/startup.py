@@ -1,4 +1,4 @@
-"""What every process of the cluster does alike: read its configuration, say it is ready, end."""
+"""Start-up of a cluster's processes: read the configuration, report readiness, handle signals."""
 
 import asyncio
 import json
@@ -22,54 +22,55 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
-    """The configuration in the JSON file at `path`; unknown fields are refused.
+    """The configuration of type `kind` in the JSON file at `path`; unknown fields are refused.
 
     Raises:
-        InvalidRequestError: the file cannot be read or does not hold a `kind`.
+        InvalidRequestError: the file cannot be read, or is not a valid `kind`.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise InvalidRequestError(f"{path} holds no {kind.__name__}: {error}") from error
+        raise InvalidRequestError(f"{path} is no valid {kind.__name__}: {error}") from error
     return parse_config(text, kind, str(path))
 
 
 def parse_config(text: bytes | str, kind: type[ConfigT], source: str) -> ConfigT:
-    """The configuration in a JSON text; `source` says in messages where it is from.
+    """The configuration of type `kind` in a JSON text; error messages name `source`.
 
     Raises:
-        InvalidRequestError: it does not hold a `kind`.
+        InvalidRequestError: the text is not a valid `kind`.
     """
     try:
         raw = msgspec.json.decode(text, type=dict[str, object])
         known = set(getattr(kind, "__dataclass_fields__", ()))
         unknown = sorted(set(raw) - known)
         if unknown:
-            raise InvalidRequestError(f"{source}: unknown fields {', '.join(unknown)}")
+            raise InvalidRequestError(f"{source}: remove the unknown fields {', '.join(unknown)}")
         return msgspec.convert(raw, kind)
     except msgspec.MsgspecError as error:
-        raise InvalidRequestError(f"{source} holds no {kind.__name__}: {error}") from error
+        raise InvalidRequestError(f"{source} is no valid {kind.__name__}: {error}") from error
 
 
 def print_ready(**details: object) -> None:
-    """Tell whoever started this process that it serves: one JSON line on standard output."""
+    """Report to the parent process that this process serves: a JSON line on standard output."""
     sys.stdout.write(json.dumps({"ready": True, **details}) + "\n")
     sys.stdout.flush()
 
 
 def print_refused(error: PlexRLError) -> None:
-    """Tell whoever started this process why it does not serve: one JSON line on standard output."""
+    """Report to the parent process why this process does not serve: a JSON line on standard
+    output."""
     sys.stdout.write(json.dumps({"error": error.to_wire()}) + "\n")
     sys.stdout.flush()
 
 
 def remove_socket(path: str) -> None:
-    """Take away the Unix socket that a former process may have left at `path`."""
+    """Remove the Unix socket that an earlier process may have left at `path`."""
     Path(path).unlink(missing_ok=True)
 
 
 def set_up_process(*, ends_with_parent: bool = True) -> None:
-    """Tie this process to its parent, if so, and send its log to standard error."""
+    """Log to standard error, and if `ends_with_parent`, end when the parent process ends."""
     if ends_with_parent:
         die_with_named_parent(os.environ)
     handler = logging.StreamHandler(sys.stderr)
@@ -80,7 +81,7 @@ def set_up_process(*, ends_with_parent: bool = True) -> None:
 def run_until_signal(
     serve: Callable[[asyncio.Event], Awaitable[None]], *, ends_with_parent: bool = True
 ) -> None:
-    """Run `serve` in an event loop; SIGTERM and SIGINT set the event it is given."""
+    """Run `serve` in an event loop. SIGTERM and SIGINT set the event that is passed to `serve`."""
     set_up_process(ends_with_parent=ends_with_parent)
 
     async def run() -> None:

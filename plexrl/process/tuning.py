@@ -1,7 +1,7 @@
-"""What processes that move state need of their environment before they start.
+"""Environment variables that speed up large memory copies, for processes that move state.
 
-glibc takes streaming stores only for the largest copies. Our blocks of 1 to 64 MiB gain from them
-by half and more, and the bound can only be set before the process begins.
+glibc uses streaming stores only for the largest copies. Blocks of 1 to 64 MiB are copied at least
+1.5 times as fast with them. The threshold can only be set before a process starts.
 """
 
 import platform
@@ -13,8 +13,8 @@ _THRESHOLD = "0x80000"
 
 
 def tuned(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to start a StateManager in, or a node agent and with it its workers. What the
-    operator has set is left as it is."""
+    """The environment for a StateManager, or for a node agent and its workers. The operator's own
+    setting is kept."""
     found = dict(environment)
     if platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc":
         tunables = found.get("GLIBC_TUNABLES", "")

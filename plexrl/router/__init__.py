@@ -1,1 +1,1 @@
-"""The router: HTTP in front, admitted operations behind."""
+"""The router: serves the HTTP API and executes admitted operations on workers."""

@@ -11,31 +11,35 @@ import uvicorn
 from plexrl.process.startup import load_config, print_ready, run_until_signal
 from plexrl.router.config import RouterConfig
 from plexrl.router.http.app import make_app
-from plexrl.router.http.server.descriptors import AcceptFailures, SparseWarnings, make_connections
+from plexrl.router.http.server.connection_limits import (
+    AcceptErrorHandler,
+    RateLimitedWarnings,
+    make_connections,
+)
 from plexrl.router.http.server.guarded_protocol import guarded
 
 DRAIN_S = 3
-"""How long requests have to end once the router stops. Long polls end at once; what is left after
-this time is cut off, and asked to be sent again."""
+"""Time for running requests to end once the router stops. Long polls end at once. A request that is
+still running after this time gets 503 with `Retry-After`."""
 
 
 def main() -> None:
-    """Serve until a signal."""
+    """Serve until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.router", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, RouterConfig)
-    app, gateway = make_app(config)
-    # With its protocol named, asyncio switches Nagle's delay off on accepted connections.
+    app, services = make_app(config)
+    # asyncio disables Nagle's algorithm on accepted connections only if the protocol is given.
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((config.host, config.port))
 
     connections = make_connections(config)
-    logging.getLogger("uvicorn.error").addFilter(SparseWarnings())
+    logging.getLogger("uvicorn.error").addFilter(RateLimitedWarnings())
 
     async def serve(stop: asyncio.Event) -> None:
-        asyncio.get_running_loop().set_exception_handler(AcceptFailures(connections))
+        asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler(connections))
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -47,15 +51,15 @@ def main() -> None:
                 ws="none",
             )
         )
-        # The process's own signals end it; uvicorn would take them over.
+        # `_serve`, since `serve` would install uvicorn's own signal handlers.
         serving = asyncio.create_task(server._serve(sockets=[sock]))
-        connected = asyncio.create_task(gateway.scheduler.connected.wait())
+        connected = asyncio.create_task(services.scheduler.connected.wait())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, connected, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if connected.done() and not serving.done():
             print_ready(host=config.host, port=sock.getsockname()[1])
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        gateway.stopping.begin()
+        services.shutdown.begin()
         server.should_exit = True
         connected.cancel()
         stopping.cancel()

@@ -8,49 +8,49 @@ from plexrl.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """One router; several may share a scheduler and a data directory."""
+    """Settings of one router. Several routers may share a scheduler and a data directory."""
 
     router: str
-    """Its name among the scheduler's routers."""
+    """Name of this router, unique among the scheduler's routers."""
     scheduler: str
-    """The scheduler's socket path."""
+    """Path of the scheduler's socket."""
     host: str
     port: int
-    """0 takes a free one."""
+    """0 takes a free port."""
     data_dir: str
-    """Where blobs, metrics and checkpoints lie, shared by all routers."""
+    """Directory of blobs, metrics and checkpoints, shared by all routers."""
     otlp_endpoint: str | None = None
-    """Where finished operations are sent as OpenTelemetry spans; absent: nowhere."""
+    """URL that receives finished operations as OpenTelemetry spans; absent: no spans are sent."""
     api_docs: bool = False
-    """Whether `/docs`, `/redoc` and `/openapi.json` are there, for anybody without a key."""
+    """Whether `/docs`, `/redoc` and `/openapi.json` are served, without a key."""
     parts_file: str | None = None
-    """Where the supervisor records which parts it started again; absent: there is no record."""
+    """File in which the supervisor records restarted parts; absent: restarts are not reported."""
     body_bytes_max: int = 1 << 30
-    """Largest payload of an operation; it goes to disk as it arrives."""
+    """Largest payload of an operation, which is streamed to disk."""
     json_bytes_max: int = 4 << 20
     """Largest body of any other request."""
     body_timeout_s: float = 30.0
-    """In which such a body is there, and silence in a payload after which it is given up."""
+    """Time limit for such a body, and longest silence while a payload arrives."""
     header_timeout_s: float = 10.0
-    """In which a request's head is there, counted from the connection's start or its first byte;
-    also how long a connection without a key may be idle."""
+    """Time limit for a request's head, from the start of the connection or the head's first byte;
+    also the idle limit of a connection without a key."""
     metrics_row_bytes_max: int = 64 << 10
     """Largest row of a job's metrics."""
     metrics_job_bytes_max: int = 64 << 20
     """Bound on all metrics of one job."""
     tenant_checkpoints_max: int = 1000
-    """Checkpoints of one tenant, where it has no bound of its own."""
+    """Checkpoints of a tenant without a bound of its own."""
     tenant_checkpoint_bytes_max: int | None = None
-    """Their bytes; absent: half of the disk."""
+    """Bytes of these checkpoints; absent: half of the disk."""
     connections_max: int | None = None
-    """Bound on open connections; absent: `connections.CONNECTIONS_MAX`. Lowered to what the limit
-    on descriptors allows."""
+    """Bound on open connections; absent: `connections.CONNECTIONS_MAX`. The limit on file
+    descriptors may lower it."""
     address_connections_max: int | None = None
-    """Likewise of one client address; absent: half of all."""
+    """Bound on open connections of one client address; absent: half of `connections_max`."""
     arriving_bytes_max: int = 8 << 30
-    """Bound on the bodies that arrive at a time; more are refused with 429."""
+    """Bound on the bytes of request bodies that arrive at a time; more are refused with 429."""
     tenant_arriving_bytes_max: int = 4 << 30
-    """Likewise of one tenant."""
+    """The same bound for one tenant."""
 
     def __post_init__(self) -> None:
         for name in (

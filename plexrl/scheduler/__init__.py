@@ -1,4 +1,4 @@
-"""The scheduler: a pure core that decides, and the service shell round it."""
+"""The scheduler: a pure core that decides, and a service shell around it."""
 
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore

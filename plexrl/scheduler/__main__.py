@@ -1,7 +1,7 @@
 """The scheduler process: `python -m plexrl.scheduler --config FILE`.
 
-Started while another scheduler leads on the same journal, it stands by and takes over when that one
-ends. It says that it is ready once it leads.
+If another scheduler leads on the same journal, this one stands by and takes over when the leader
+ends. It reports that it is ready once it leads.
 """
 
 import argparse
@@ -20,7 +20,7 @@ LOG = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_LEASE_LOST = 75
-"""`EX_TEMPFAIL`: start it again, and it stands by."""
+"""`EX_TEMPFAIL`: start the process again, and it stands by."""
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def main() -> None:
             await run_scheduler(config, lambda: print_ready(listen=config.listen), stop)
         except LeaseLostError as error:
             LOG.critical("the scheduler stops: %s", error)
-            # No tidying up: connections would be told, and threads waited for, by a scheduler
-            # that must not do anything any more.
+            # No cleanup: it would notify connections and wait for threads, and a scheduler that
+            # lost its lease must not do anything.
             os._exit(EXIT_LEASE_LOST)
 
     try:

@@ -16,12 +16,12 @@ PROCESS_SETTINGS = frozenset(
         *("operator_key_digest", "tenants", "node_grace_s", "state_dir"),
     }
 )
-"""What a scheduler process is told for itself. All other settings are the core's: its decisions
-follow from them, so they are journalled."""
+"""Settings of the scheduler process. All other settings are the core's: they determine its
+decisions, so they are journalled."""
 
 
 LOAD_ROUNDING = 1e-9
-"""Far below any duty, far above the rounding of a sum of them."""
+"""Far below any duty, far above the rounding error of a sum of duties."""
 
 _COUNT = (1, 1 << 40)
 _SECONDS = (0.0, 1e9)
@@ -63,15 +63,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "profiles": _COUNT,
     "searches_max": _COUNT,
 }
-"""Least and most of every number in `SchedulerConfig`."""
+"""Minimum and maximum of every number in `SchedulerConfig`."""
 
 LATER_BOUNDS = ("tenant_live_jobs_max",)
-"""Bounds that older versions had not: what those accepted is not refused when it is replayed."""
+"""Bounds that older versions lacked: a replay must not refuse what those versions accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Fixed for the life of a scheduler's process; the core reads all but `PROCESS_SETTINGS`."""
+    """Fixed during the life of a scheduler process; the core reads all but `PROCESS_SETTINGS`."""
 
     listen: str
     """Unix socket path for routers and node agents."""
@@ -80,19 +80,19 @@ class SchedulerConfig:
     operator_key_digest: str
     """Hex SHA-256 of the operator's API key."""
     journal_bytes_max: int | None = None
-    """Bound of an SQLite journal's file; absent: the disk's."""
+    """Maximum size of an SQLite journal file; None: limited by the disk."""
     snapshot_events: int = 50_000
-    """Events after which the state is written down, and what a restart replays at most, about."""
+    """Events between two snapshots; a restart replays at most about as many."""
     lease_s: float = 10.0
-    """Silence of the leading scheduler after which a standby takes over: longer than a disk or a
-    busy machine holds it up, short beside what clients wait. Without a standby it does not matter:
-    a leader goes on with a lease that expired and that nobody took."""
+    """Silence of the leader after which a standby takes over: longer than a slow disk or a busy
+    machine delays the leader, short compared with client timeouts. Without a standby it has no
+    effect: a leader continues with an expired lease that no other scheduler took."""
     holder: str = ""
-    """Name under which this scheduler leads: stable over its restarts, for it takes over from
-    itself at once, and no other's. Empty: made of the machine's name and `listen`."""
+    """Name of this scheduler in the lease. It must be unique, and stable over restarts, so that a
+    restarted scheduler takes its own lease at once. Empty: host name and `listen`."""
     state_dir: str = ""
-    """The cluster's data directory. Where it has state of jobs and the journal is empty, the
-    journal was lost or is the wrong one, and the scheduler refuses to start. Empty: not checked."""
+    """The cluster's data directory. If it has state of jobs but the journal is empty, the journal
+    was lost or is the wrong one, and the scheduler refuses to start. Empty: not checked."""
     policy: str = "pack"
     """Placement: `isolated`, `pack`, `spread`, `spread+backfill` or `co-execution` (see
     `policies`)."""
@@ -101,100 +101,97 @@ class SchedulerConfig:
     period_tolerance: float = 0.02
     """A job's period may be stretched by this part to divide the ring."""
     load_max: float = 0.9
-    """Summed duty up to which a group takes members. Near 1 waits grow out of proportion, and the
-    switches are to be had out of what is left."""
+    """Maximum sum of duties in a group. Near 1 waiting times grow steeply, and the rest of the time
+    must also cover the switches."""
     overlap_max: float = 2.0
-    """Part of a job's busy time that may collide with residents' by the plan, each counted: at 2,
-    not more than two of them are busy then on average. What comes of it once phases have settled is
-    predicted, and bounded by `waiting_part_max`."""
+    """Maximum planned overlap, as a part of the job's busy time and summed over residents: at 2, no
+    more than two residents are busy at the same time on average. `waiting_part_max` bounds the
+    predicted waiting once phases have settled."""
     interference_weight: float = 10.0
-    """λ: seconds of delayed start that one second of interference a cycle is worth."""
+    """λ: seconds of delayed start that weigh as much as one second of interference per cycle."""
     starvation_bound_s: float = 600.0
-    """Longest wait, for GPUs or for a group, after which nobody is let past."""
+    """Wait for GPUs or for a group after which no other may go first."""
     starvation_ratio: float = 2.0
-    """Response ratio from which a burst is started even into another member's critical segment:
-    2 is a wait as long as the burst and its switches."""
+    """Response ratio from which a burst starts even during another member's critical segment. 2: it
+    has waited as long as the burst and its switches take."""
     waiting_part_max: float = 0.3
-    """Bound on waiting / (waiting + running) of a job; past it its group takes no more members and
+    """Maximum waiting / (waiting + running) of a job. Beyond it the group accepts no members, and
     the job that waits most is moved (PlexRL §7.2)."""
     relief_after_s: float = 60.0
-    """How long a job must have been on its group before it is moved for waiting: new neighbours
-    settle first."""
+    """Minimum time on a group before a job is moved because it waits; phases settle first."""
     profile_cycles: int = 3
-    """Cycles, warm-up not counted, that make a profile."""
+    """Cycles of a profile, not counting the warm-up."""
     drift_tolerance: float = 0.2
-    """Relative change of period or busy time, in several cycles running, that renews a profile."""
+    """Relative change of period or busy time, in consecutive cycles, that renews a profile."""
     repack_interval_s: float = 600.0
-    """Least time between two moves of a job; each move doubles it."""
+    """Minimum time between two moves of a job; each move doubles it."""
     migrates: bool = True
-    """Whether the StateManagers can move a version from node to node; else jobs stay on theirs."""
+    """Whether StateManagers can copy versions between nodes; otherwise jobs stay on their nodes."""
     cold_start_patience_s: float = 60.0
-    """How long a job without a profile waits for a group of its own before it shares."""
+    """How long a job without a profile waits for its own group before it shares one."""
     ordering: str = "hrrs"
-    """Rule by which a group's members take turns: a name of
-    `plexrl.scheduler.dispatch.ordering`."""
+    """Order in which a group's members run: a name in `plexrl.scheduler.dispatch.ordering`."""
     anticipation: bool | None = None
-    """Whether a group that nobody waits for is switched to the member that is expected next, so
-    that its cycle does not wait for the switch. Absent: as the ordering has it (`hrrs` does, the
-    others, taken as they were published, do not)."""
+    """Whether an idle group switches to the member that is expected next, so that its cycle does
+    not wait for the switch. None: the ordering's default (on for `hrrs`; off for the others, as
+    published)."""
     node_grace_s: float = 5.0
     """Silence of a node agent after which its node counts as lost."""
     node_replace_s: float = 120.0
-    """How long WPGs wait for a lost node before they are placed elsewhere: a reboot is cheaper than
-    the copies and launches of all its WPGs."""
+    """How long WPGs wait for a lost node before they are placed elsewhere. Waiting for a reboot is
+    cheaper than copying and launching all its WPGs."""
     snapshot_operations: int = 64
-    """Mutations after which a WPG that no switch has offloaded is snapshotted: the most that a
-    recovery replays."""
+    """Mutations after which a WPG gets a snapshot if no switch has offloaded it. Bounds the replay
+    of a recovery."""
     snapshot_work_s: float = 600.0
-    """Seconds of computing in such mutations after which it is snapshotted, if that comes first.
-    Ten minutes are near the optimum (Daly: √(2 x snapshot x time between failures)) of a job of
-    some 400 GPUs that takes 1 to 2 s for a snapshot and loses a node once a day."""
+    """Compute seconds of these mutations after which a WPG gets a snapshot, if that comes first.
+    Ten minutes are near the optimum (Daly: √(2 x snapshot x time between failures)) for a job of
+    about 400 GPUs with snapshots of 1 to 2 s and one lost node a day."""
     rebuild_operations: int = 128
-    """Mutations of a WPG, with their payloads, kept beyond its durable version, so that it can be
-    computed anew where that version is damaged or lost; 0: none. They reach back to the initial
-    weights or the last loaded checkpoint. Where these would be too many, they reach back to an
-    earlier version that the StateManagers keep. Twice `snapshot_operations`, so that they do."""
+    """Mutations of a WPG before its durable version that are kept with their payloads, so that the
+    version can be recomputed if it is damaged or lost; 0: none. They reach back to the initial
+    weights or the last loaded checkpoint, or, if these would be too many, to an earlier version
+    that the StateManagers keep. Twice `snapshot_operations`, so that they reach that version."""
     rebuild_payload_bytes_max: int = 1 << 30
-    """Bound on the payloads of these operations, for each WPG: they lie in the blob store."""
+    """Maximum bytes of their payloads in the blob store, for each WPG."""
     lost_nodes_return: bool = True
-    """Whether a lost node may come back with its state: who needs it then waits for as long as that
-    takes; else its job ends as FAILED after `node_replace_s`."""
+    """Whether a lost node may come back with its state. If so, WPGs that need the state wait
+    without a limit; otherwise their job ends as FAILED after `node_replace_s`."""
     burst_hold_s: float = 0.05
-    """Longest that a group is held idle for the resident's next operation while others wait."""
+    """Maximum time that a group idles for the holder's next operation while others wait."""
     burst_max_s: float = 300.0
-    """A burst that has lasted this long yields at its next operation boundary. Above the longest
-    cycle's work on a group, for a burst cut in two costs two more switches."""
+    """A burst that has lasted this long yields at the next operation boundary. Longer than any
+    cycle's work on a group, because an interrupted burst costs two more switches."""
     launch_attempts: int = 3
-    """Launches in a row without a completed operation before a job is given up."""
+    """Consecutive launches without a completed operation before the job fails."""
     residents_max: int = 8
-    """Most members of one node group."""
+    """Maximum members of a node group."""
     pending_operations_max: int = 1024
-    """Queue bound of one deployment."""
+    """Maximum queued operations of a deployment."""
     tenant_operations_max: int = 16_384
-    """Bound on a tenant's operations that are accepted and not finished."""
+    """Maximum unfinished operations of a tenant."""
     deployment_payload_bytes_max: int = 8 << 30
-    """Bound on the payloads of one deployment's operations that are not finished: they lie in the
-    blob store."""
+    """Maximum bytes in the blob store for the payloads of a deployment's unfinished operations."""
     tenant_payload_bytes_max: int = 32 << 30
-    """Likewise of a tenant."""
+    """The same limit for a tenant."""
     tenant_live_jobs_max: int | None = None
-    """Jobs of one tenant that have not ended, where it has no bound of its own; absent: any number.
-    `plexrl up` sets it."""
+    """Maximum unfinished jobs of a tenant without a limit of its own; None: no limit. `plexrl up`
+    sets it."""
     history: int = 50_000
-    """Finished operations remembered, with their results."""
+    """Finished operations kept with their results."""
     ended_jobs: int = 10_000
-    """Ended jobs remembered, with what they used; the one that ended first is forgotten first."""
+    """Ended jobs kept with their usage; the oldest are evicted first."""
     profiles: int = 10_000
-    """Measured profiles remembered for jobs that come again; the oldest is forgotten first."""
+    """Measured profiles kept for later jobs of the same name; the oldest are evicted first."""
     searches_max: int = 16
-    """Waiting jobs of one size for which groups are searched in vain before no more are, until
-    capacity comes free: a search of groups' time takes a millisecond, and a backlog may be long."""
+    """Failed searches for waiting jobs of one size before no more are made until capacity becomes
+    free. A search takes a millisecond, and a backlog may be long."""
     tenants: tuple[tuple[str, str], ...] = ()
-    """(name, key digest) of tenants made at the first start."""
+    """(name, key digest) of tenants created at the first start."""
 
     @property
     def load_bound(self) -> float:
-        """What a sum of duties is compared with: `load_max`, and room for the sum's rounding."""
+        """`load_max` plus a tolerance for rounding, to compare a sum of duties with."""
         return self.load_max + LOAD_ROUNDING
 
     def __post_init__(self) -> None:
@@ -205,7 +202,7 @@ class SchedulerConfig:
             )
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            # Written so that NaN, which compares as false, is refused too.
+            # In this form the check also refuses NaN, which compares as false.
             if value is not None and not least <= value <= most:
                 raise InvalidRequestError(
                     f"{name} is {value}: it must be at least {least:g} and at most {most:g}"
@@ -213,19 +210,19 @@ class SchedulerConfig:
 
 
 def core_settings(config: SchedulerConfig) -> dict[str, Any]:
-    """What the core's decisions follow from, as plain values."""
+    """The settings that determine the core's decisions, as plain values."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return {name: value for name, value in plain.items() if name not in PROCESS_SETTINGS}
 
 
 def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> SchedulerConfig:
-    """`config` with the core's part as `core_settings` wrote it down.
+    """`config` with the core settings that `core_settings` returned.
 
-    A setting that this version does not know is passed over; one that was not yet known then stays
-    as `config` has it, but for `LATER_BOUNDS`.
+    Unknown settings are ignored. Missing settings keep the value of `config`, except
+    `LATER_BOUNDS`.
 
     Raises:
-        InvalidRequestError: a value that this version does not take.
+        InvalidRequestError: this version does not accept a value.
     """
     hints = get_type_hints(SchedulerConfig)
     known = {field.name for field in fields(SchedulerConfig)} - PROCESS_SETTINGS

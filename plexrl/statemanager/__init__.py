@@ -1,5 +1,5 @@
-"""The StateManager: a daemon per node, the only authority over where model state lies.
+"""The StateManager: one daemon per node, the only authority on where model state lies.
 
-Names are imported from its modules: the simulator wants its rule of placement (`residency`) and
-neither its client nor its transports.
+Import names from the modules: the simulator uses only `eviction.policy`, without the client and the
+transports.
 """

@@ -33,11 +33,11 @@ LOG = logging.getLogger(__name__)
 
 
 SWITCH_INTERVAL_S = 0.0005
-"""A request waits no longer for the interpreter while a checkpoint is being written."""
+"""GIL switch interval: the longest that a request waits for a checkpoint writer's thread."""
 
 
 def main() -> None:
-    """Serve until a signal; then keep complete versions on NVMe and clear the host tier."""
+    """Serve until a signal; then move complete versions to NVMe and delete the host tier."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -46,21 +46,21 @@ def main() -> None:
     parser.add_argument(
         "--end-with-parent",
         action="store_true",
-        help="be killed when the process that started this one ends",
+        help="end this process when its parent ends",
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     config = (
-        load_config(given.config, StateManagerConfig)
-        if given.config_json is None
-        else parse_config(given.config_json, StateManagerConfig, "--config-json")
+        load_config(options.config, StateManagerConfig)
+        if options.config_json is None
+        else parse_config(options.config_json, StateManagerConfig, "--config-json")
     )
-    # The tiers are locked by their process, so whoever gets past here may take over the socket.
+    # The store locks its tiers, so only one daemon gets past it and may replace the socket.
     devices = open_devices(
         config.device,
         bytes_max=config.device_bytes,
         prefault_bytes=config.device_prefault_bytes,
     )
-    # Only a GPU wants host memory pinned, which costs all of its pages at once.
+    # Only a GPU needs pinned host memory, which allocates all of its pages at once.
     pins = config.device == DeviceKind.CUDA
     store = Store(
         config,
@@ -74,16 +74,16 @@ def main() -> None:
         accepting = threading.Thread(target=server.serve, daemon=True)
         accepting.start()
         manager = ServiceManager(os.environ)
-        with ExitStack() as observed:
+        with ExitStack() as servers:
             ports: dict[str, int | str] = {}
             if config.serve_tcp:
                 lender = NixlLender() if config.serve_nixl else None
                 remote = TcpServer(server.services, config.serve_tcp, lender)
-                observed.callback(remote.close)
+                servers.callback(remote.close)
                 ports["serve_tcp"] = remote.address
             if config.metrics_port is not None:
                 observation = _observation(config.metrics_port, server, accepting.is_alive)
-                observed.callback(observation.close)
+                servers.callback(observation.close)
                 ports["metrics_port"] = observation.port
             print_ready(listen=config.listen, **ports)
             manager.ready(accepting.is_alive)
@@ -92,11 +92,12 @@ def main() -> None:
             server.close()
         remove_socket(config.listen)
 
-    run_until_signal(serve, ends_with_parent=given.end_with_parent)
-    left = store.persist() if config.persist_on_exit else []
-    if left:
-        # They are complete where they are, and a daemon that starts on this directory finds them.
-        LOG.error("no room on NVMe; left in %s: %s", config.host_dir, ", ".join(left))
+    run_until_signal(serve, ends_with_parent=options.end_with_parent)
+    remaining = store.persist() if config.persist_on_exit else []
+    if remaining:
+        # They are complete, and a daemon that starts on this directory recovers them.
+        names = ", ".join(remaining)
+        LOG.error("NVMe is full; these versions remain in %s: %s", config.host_dir, names)
         return
     shutil.rmtree(config.host_dir, ignore_errors=True)
 
@@ -105,7 +106,7 @@ def _observation(port: int, server: Server, accepting: Callable[[], bool]) -> Ob
     from plexrl.statemanager.observe.metrics import DaemonCollector, exposition
 
     services = server.services
-    health = Health(services.config, services.store, services.line, accepting)
+    health = Health(services.config, services.store, services.move_queue, accepting)
     collector = DaemonCollector(services, server.connections)
     return ObservationServer(port, health.reasons, lambda: exposition(collector))
 

@@ -1,4 +1,4 @@
-"""Named points of a move at which a test has the daemon killed. Nothing is named in production."""
+"""Fault points: named steps of a move at which tests kill the daemon. Unused in production."""
 
 import os
 import signal
@@ -19,20 +19,22 @@ POINTS = frozenset(
 
 
 class FaultPoints:
-    """`name` kills this process when it gets to the point, `name:3` when it does the third time."""
+    """Kills this process at a fault point: `name` on the first visit, `name:3` on the third."""
 
     def __init__(self, named: Iterable[str] = ()) -> None:
-        """Raises InvalidRequestError: there is no such point."""
+        """Raises InvalidRequestError: a fault point is unknown."""
         self._left: Counter[str] = Counter()
         self._lock = threading.Lock()
         for entry in named:
             name, _, count = entry.partition(":")
             if name not in POINTS or not (count or "1").isdecimal():
-                raise InvalidRequestError(f"no fault point {entry!r}: one of {sorted(POINTS)}")
+                raise InvalidRequestError(
+                    f"unknown fault point {entry!r}: use one of {sorted(POINTS)}"
+                )
             self._left[name] = int(count or 1)
 
     def reach(self, name: str) -> None:
-        """Say that a move has got so far."""
+        """Record a visit of a fault point; kills the process if it is configured for this visit."""
         assert name in POINTS, name
         if not self._left:
             return

@@ -1,0 +1,1 @@
+"""Wire formats: frames, RPC, tensors, messages, operations and the checks of their parameters."""

@@ -1,10 +1,16 @@
-"""Messages to bytes and back: JSON, tagged with the class name.
+"""Encodes messages as JSON, tagged with the class name.
 
-Journal, replay and the links between processes use the same encoding, so a recorded history is
-readable with any JSON tool and can be fed to a core again.
+The journal, replay and the links between processes use the same encoding. So any JSON tool can read
+a recorded history, and a core can replay it.
 """
 
+import ast
 import math
+import sys
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -15,10 +21,9 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 class Codec(Generic[MessageT]):
-    """Encodes and decodes one closed set of frozen structs.
+    """Encodes and decodes a fixed set of frozen structs.
 
-    The tag is the class name under `"type"`; no message may have a field of that name. Unknown
-    tags and fields of a wrong type raise `msgspec.ValidationError`.
+    The tag is the class name under the key `"type"`; no message may have a field of that name.
     """
 
     def __init__(self, *kinds: type[MessageT]) -> None:
@@ -29,12 +34,12 @@ class Codec(Generic[MessageT]):
         self._floats = {kind: _float_fields(kind) for kind in kinds}
 
     def to_plain(self, message: MessageT) -> dict[str, Any]:
-        """`message` as JSON values, tagged."""
+        """`message` as JSON values, with its tag."""
         plain: dict[str, Any] = msgspec.to_builtins(message)
         return {"type": type(message).__name__, **plain}
 
     def from_plain(self, plain: dict[str, Any]) -> MessageT:
-        """The message that `to_plain` made `plain` from.
+        """The message that `to_plain` encoded.
 
         Raises:
             msgspec.ValidationError: an unknown tag, a missing field or a value of a wrong type.
@@ -51,11 +56,11 @@ class Codec(Generic[MessageT]):
         self.check(message)
         opening = self._openings[type(message)]
         body = msgspec.json.encode(message)
-        # One pass over the message; the tag is spliced in as its first key.
+        # The tag is inserted as the first key, so the message is encoded in one pass.
         return opening + (b"}" if body == b"{}" else b"," + body[1:])
 
     def check(self, message: MessageT) -> None:
-        """Refuse what JSON cannot carry: a number that is not finite would come back as null.
+        """Refuse numbers that are not finite: JSON would decode them as null.
 
         Raises:
             InvalidRequestError: a field is infinite or not a number.
@@ -73,6 +78,60 @@ class Codec(Generic[MessageT]):
 
 
 def _float_fields(kind: type) -> tuple[str, ...]:
-    """Fields that may hold a float. Messages keep their numbers at the top, not in containers."""
+    """Fields that may hold a float. Messages have no floats inside containers."""
     hints = get_type_hints(kind)
     return tuple(name for name, hint in hints.items() if hint is float or float in get_args(hint))
+
+
+def restore_annotations(kind: type) -> None:
+    """Restore the annotations of a compiled class, and of all dataclasses in its fields.
+
+    mypyc keeps only the class of an annotation: `tuple[Segment, ...]` becomes `tuple`, `float |
+    None` becomes `type`. msgspec needs the full annotations, so this function reads them from the
+    source file beside the compiled module.
+
+    Raises:
+        ImportError: the source file of a compiled module is missing.
+    """
+    _restore(kind, set())
+
+
+def _restore(kind: type, done: set[type]) -> None:
+    done.add(kind)
+    found = _source_annotations(sys.modules[kind.__module__]).get(kind.__qualname__)
+    if found is not None:
+        kind.__annotations__ = found
+    for hint in get_type_hints(kind).values():
+        for named in _dataclasses(hint):
+            if named not in done:
+                _restore(named, done)
+
+
+def _dataclasses(hint: Any) -> list[type]:
+    if isinstance(hint, type) and is_dataclass(hint):
+        return [hint]
+    return [named for part in get_args(hint) for named in _dataclasses(part)]
+
+
+@cache
+def _source_annotations(module: ModuleType) -> dict[str, dict[str, str]]:
+    """Annotations in a module's source, by class; empty for a module that is not compiled."""
+    path = module.__file__ or ""
+    if path.endswith(".py"):
+        return {}
+    source = Path(path).with_name(f"{module.__name__.rpartition('.')[2]}.py")
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ImportError(
+            f"the source file of {path} is missing ({error}): install PlexRL again"
+        ) from error
+    return {
+        kind.name: {
+            line.target.id: ast.unparse(line.annotation)
+            for line in kind.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        }
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
+    }

@@ -1,7 +1,7 @@
-"""Frames (`plexrl.wire.framing`) on a socket of an event loop, for large payloads.
+"""Frames (`plexrl.wire.framing`) on an asyncio socket, without copies of large payloads.
 
-asyncio's streams copy what they carry into buffers of their own and carry it 64 KiB at a time. Here
-a payload is sent from where it lies, part by part, and read into the memory that is then its own.
+asyncio's streams copy data to their own buffers and transfer 64 KiB at a time. This module sends a
+payload from its own memory, part by part, and receives it into its final buffer.
 """
 
 import asyncio
@@ -22,14 +22,15 @@ from plexrl.wire.framing import (
 )
 
 SOCKET_BUFFER_BYTES = 4 << 20
-"""Asked of the kernel, which may give less: fewer turns of the loop for a large payload."""
+"""Requested size of the kernel's buffers; the kernel may grant less. Larger buffers need fewer
+wake-ups of the event loop."""
 
 SLICE_BYTES = 1 << 20
-"""Moved by one call, so that the loop has others' turns in between."""
+"""Most bytes moved per call, so that the event loop can run other tasks in between."""
 
 
 class FrameSocket:
-    """One connection. Callers serialise their sends; one of them receives."""
+    """One connection. Callers serialise their sends; only one task receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -53,9 +54,9 @@ class FrameSocket:
         return cls(connecting)
 
     async def send(self, header: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """Send one frame whose payload is these parts, end to end.
+        """Send one frame whose payload is the concatenation of these parts.
 
-        A send that is cancelled half-way leaves the stream out of step: close it then.
+        After a cancelled send the stream is out of sync, and the caller must close it.
 
         Raises:
             ConnectionLostError: the peer is gone.
@@ -86,13 +87,13 @@ class FrameSocket:
         return decode_header(body), payload
 
     def close(self) -> None:
-        """End the connection; whoever receives on it must have been cancelled. A send that is under
-        way is woken, and raises."""
+        """Close the connection. The caller cancels its receiving task first. A running send raises
+        `ConnectionLostError`."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if not self._is_sending:
-            # The loop would wait for ever on a closed descriptor, so a sender closes it itself.
+            # The loop would wait forever on a closed descriptor, so a running send closes it.
             self._socket.close()
 
     async def _exactly(self, size: int) -> bytearray:
@@ -104,7 +105,7 @@ class FrameSocket:
                     filled += await self._some(view[filled : filled + SLICE_BYTES])
             if filled == size:
                 return buffer
-            # Beyond what is taken on trust, memory grows with what has come.
+            # Above `UNSEEN_BYTES_MAX`, memory grows only with the received data.
             buffer += bytes(min(size - filled, filled))
 
     async def _some(self, view: memoryview) -> int:

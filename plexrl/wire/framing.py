@@ -2,9 +2,9 @@
 
     u32 header length | u64 payload length | header (msgpack map) | payload
 
-Both lengths are little-endian. The payload is opaque here; tensors travel in it as safetensors
-(`plexrl.wire.tensors`). Blocking sockets serve workers and the StateManager, whose hot paths are
-one thread per connection; asyncio streams serve router, scheduler and node agent.
+Both lengths are little-endian. The payload is opaque here; tensors are encoded as safetensors
+(`plexrl.wire.tensors`). Workers and the StateManager use blocking sockets with one thread per
+connection; router, scheduler and node agent use asyncio streams.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from plexrl.errors import ConnectionLostError, InvalidRequestError, PayloadTooLa
 HEADER_BYTES_MAX = 64 << 20
 PAYLOAD_BYTES_MAX = 16 << 30
 UNSEEN_BYTES_MAX = 64 << 20
-"""Memory taken on the word of a length alone; beyond it, memory grows with what has arrived."""
+"""Most memory allocated for an announced length; above it, memory grows with the received data."""
 
 _LENGTHS = struct.Struct("<IQ")
 HEAD_BYTES = _LENGTHS.size
-"""Of the two lengths."""
+"""Size of the two lengths."""
 
 Header = dict[str, Any]
 Buffer = bytes | bytearray | memoryview
 
 
 def encode_head(header: Mapping[str, Any], payload_bytes: int) -> bytes:
-    """Lengths and header; the payload follows it on the stream."""
+    """Lengths and header of a frame; the payload follows on the stream."""
     body = msgspec.msgpack.encode(header)
     _check_lengths(len(body), payload_bytes)
     return _LENGTHS.pack(len(body), payload_bytes) + body
@@ -51,12 +51,12 @@ def recv_frame(
     """The next frame of a blocking socket.
 
     Raises:
-        ConnectionLostError: the peer closed, also in the middle of a frame.
-        PayloadTooLargeError: a length beyond the bound; the stream cannot be used further.
-        InvalidRequestError: the header is no msgpack map with text keys.
+        ConnectionLostError: the peer closed the connection, possibly in the middle of a frame.
+        PayloadTooLargeError: a length exceeds its bound; the stream is unusable then.
+        InvalidRequestError: the header is not a msgpack map with text keys.
     """
     body, payload_bytes = _recv_head(sock, payload_bytes_max)
-    # The payload is taken whatever the header is, so that the stream stays in step.
+    # The payload is read even for a bad header, so that the stream stays in sync.
     payload = _recv_exactly(sock, payload_bytes)
     return decode_header(body), payload
 
@@ -64,9 +64,9 @@ def recv_frame(
 def recv_head(
     sock: socket.socket, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
 ) -> tuple[Header, int]:
-    """The next frame's header, and the size of the payload that the caller is then to take.
+    """The next frame's header, and the size of the payload, which the caller reads next.
 
-    Raises as `recv_frame`; after a malformed header the stream is no longer in step.
+    Raises as `recv_frame`; after a malformed header the stream is out of sync.
     """
     body, payload_bytes = _recv_head(sock, payload_bytes_max)
     return decode_header(body), payload_bytes
@@ -75,10 +75,10 @@ def recv_head(
 async def write_frame(
     writer: asyncio.StreamWriter, header: Mapping[str, Any], payload: Buffer = b""
 ) -> None:
-    """Write one frame and wait until the transport has room again.
+    """Write one frame, and wait until the transport's buffer has space again.
 
-    Both parts are queued without a suspension point between them, so concurrent callers never
-    interleave their frames.
+    Header and payload are queued without a suspension point between them, so frames of concurrent
+    callers never interleave.
     """
     view = memoryview(payload).cast("B")
     writer.write(encode_head(header, view.nbytes))
@@ -123,7 +123,7 @@ def decode_header(body: bytes | bytearray) -> Header:
     try:
         header: Header = msgspec.msgpack.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        # msgspec lets bad UTF-8 and deep nesting through as Python's own errors.
+        # For bad UTF-8 and deep nesting msgspec raises Python's own errors.
         raise InvalidRequestError(f"a frame's header is malformed: {error}") from error
     return header
 

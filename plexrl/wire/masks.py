@@ -1,6 +1,6 @@
-"""Which tokens of a packed batch count for its loss. Pure: client and router ask the same.
+"""Checks the loss mask of a packed batch. Pure; used by client and router.
 
-A row's first token is predicted from nothing, so its mask never counts.
+A row's first token is not predicted, so its mask never counts.
 """
 
 import numpy as np
@@ -10,15 +10,15 @@ from plexrl.wire.tensors import Array
 
 
 def predicted(mask: Array, lengths: Array) -> Array:
-    """The mask without the first token of each row, which none predicts."""
+    """The mask with 0 at the first token of each row, which is not predicted."""
     found: Array = mask.copy()
     found[np.cumsum(lengths, dtype=np.int64) - lengths] = 0.0
     return found
 
 
 def check_mask(mask: Array, lengths: Array) -> None:
-    """Refuse a mask that leaves nothing to learn, or that is no weight. Rows that do not count are
-    no harm beside one that does.
+    """Refuse a mask without any counted token, or with a negative weight. Single rows may have only
+    zeros.
 
     Raises:
         NoTokenCountsError: no token of the whole batch counts.
@@ -30,14 +30,14 @@ def check_mask(mask: Array, lengths: Array) -> None:
         row = int(np.searchsorted(ends, at, side="right"))
         position = at - int(ends[row] - lengths[row])
         raise InvalidRequestError(
-            f"mask is {mask[at]:g} in row {row} at position {position}: a mask weighs tokens, 0 "
-            "drops one, and nothing weighs less; negative weights are for plexrl.losses.custom()",
+            f"mask is {mask[at]:g} in row {row} at position {position}: mask weights must be at "
+            "least 0, and 0 drops a token; use plexrl.losses.custom() for negative weights",
             row=row,
             position=position,
         )
     if not predicted(mask, lengths).any():
-        where = "only on the first token of rows, which none predicts" if mask.any() else "0 on all"
+        found = "above 0 only on rows' first tokens, which are not predicted"
         raise NoTokenCountsError(
-            f"no token of the batch counts: its mask is {where}, so there is nothing to learn; set "
-            "the mask to 1 on the completions' tokens, or leave this batch out"
+            f"no token of the batch counts: its mask is {found if mask.any() else '0 everywhere'}; "
+            "set the mask to 1 on the completions' tokens, or leave this batch out"
         )

@@ -1,21 +1,21 @@
-"""The phases of an operation that has ended, from its row in the operation log. Pure."""
+"""Computes the phases of a finished operation from its row in the operation log. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 MOVES = frozenset({"load", "offload", "snapshot"})
-"""Kinds by which the scheduler moves a deployment's state: a run without phases."""
+"""Kinds that move a deployment's state; their run has a single phase."""
 
 Span = tuple[float, float]
-"""Start and end, seconds of the scheduler's clock."""
+"""Start and end, in seconds of the scheduler's clock."""
 
 
 def phases(row: Mapping[str, Any]) -> list[tuple[str, Span]]:
-    """Name and span of each phase that took any time, in order.
+    """Name and span of each phase with a duration above 0, in order.
 
-    Of a run only the lengths of its transfer and computation are known; the transfer is put first,
-    and what is left of the run is the control plane's. The wait is told the same way: the context
-    switches in it are put last.
+    The log has only the durations of a run's transfer and computation. The transfer is assumed to
+    come first, and the rest of the run is overhead of the control plane. Likewise, context switches
+    are assumed to be at the end of the wait.
     """
     submitted, started, finished = row["submitted_at"], row["started_at"], row["finished_at"]
     if started is None:

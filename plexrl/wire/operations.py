@@ -1,36 +1,38 @@
-"""Operations and their parameters, as controller, router, scheduler and worker all know them.
+"""Operations and their parameters, shared by controller, router, scheduler and worker.
 
-Token arrays are *ragged and packed*: the rows of a batch laid end to end, with their lengths
-beside them. Entry t of a per-token array speaks of token t as predicted from the tokens before it,
-so entry 0 of a row is never used.
+Token arrays are *ragged and packed*: the rows of a batch are concatenated, and a second array has
+their lengths. Entry t of a per-token array is for token t, predicted from the tokens before it. So
+entry 0 of a row is never used.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+import msgspec
+
 
 class OperationKind(StrEnum):
-    """What an operation does on its WPG. The last four are PlexRL's own, never a controller's."""
+    """What an operation does on its WPG. A controller cannot submit the last four."""
 
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
     OPTIM_STEP = "optim_step"
     ZERO_GRAD = "zero_grad"
-    """Drop the gradients that wait for a step."""
+    """Drop the accumulated gradients."""
     GENERATE = "generate"
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
     SYNC_WEIGHTS = "sync_weights"
-    """On a rollout or forward deployment: pull what the train deployment published for it."""
+    """On a rollout or forward deployment: pull the weights that a train deployment published."""
     BARRIER = "barrier"
-    """Does nothing, in its turn: finished means everything before it is."""
+    """Does nothing. When it has finished, all earlier operations have finished."""
     PUBLISH = "publish"
-    """On the train deployment: put an immutable version of the parameters where others can pull."""
+    """On the train deployment: make an immutable version of the parameters available to pulls."""
     OFFLOAD = "offload"
     LOAD = "load"
     SNAPSHOT = "snapshot"
-    """An offload that leaves the state on the device: bounds how much a recovery must replay."""
+    """Stores the state and leaves it on the device: bounds how much a recovery must replay."""
 
 
 MUTATING = frozenset(
@@ -42,14 +44,15 @@ MUTATING = frozenset(
         OperationKind.SYNC_WEIGHTS,
     }
 )
-"""Kinds that change a WPG's state; these are what a recovery replays, in order."""
+"""Kinds that change a WPG's state. A recovery replays them in order."""
 
 HALTED = MUTATING | {OperationKind.SAVE_CHECKPOINT, OperationKind.PUBLISH}
-"""Kinds that are not carried out while a failed mutation of their deployment is unacknowledged, for
-they change, keep or hand on its state."""
+"""Kinds that do not run while a failed mutation of their deployment is unacknowledged: they change,
+save or publish its state."""
 
 SUPERSEDING = frozenset({OperationKind.LOAD_CHECKPOINT, OperationKind.SYNC_WEIGHTS})
-"""Mutating kinds that overwrite all state of their WPG: a replay may begin at the last of them."""
+"""Mutating kinds that overwrite the whole state of their WPG: a replay may begin with the last
+one."""
 
 USER_KINDS: dict[str, frozenset[OperationKind]] = {
     "train": frozenset(
@@ -80,7 +83,7 @@ USER_KINDS: dict[str, frozenset[OperationKind]] = {
         }
     ),
 }
-"""The operations a controller may submit, by deployment kind."""
+"""The kinds that a controller may submit, by deployment kind."""
 
 
 class OperationState(StrEnum):
@@ -105,27 +108,27 @@ class SamplingParams:
     max_tokens: int = 64
     """Most tokens drawn for one sample."""
     temperature: float = 1.0
-    """Logits are divided by it before a token is drawn. 0 is greedy."""
+    """Divisor of the logits. 0 is greedy."""
     top_p: float = 1.0
-    """Tokens are drawn from the smallest set of the likeliest ones whose probabilities add up to
-    this. 1 keeps the whole vocabulary."""
+    """Tokens are drawn from the smallest set of likeliest tokens whose probabilities sum to this
+    value. 1 keeps the whole vocabulary."""
     top_k: int = 0
-    """Tokens are drawn from this many of the likeliest. 0 keeps the whole vocabulary."""
+    """Tokens are drawn from the `top_k` likeliest. 0 keeps the whole vocabulary."""
     seed: int | None = None
-    """Same seed, same weights, same prompts: same tokens, whatever else the engine is running.
-    Absent: the router draws one, and a repeated dispatch reuses it."""
+    """The same seed, weights and prompts give the same tokens, whatever else the engine runs.
+    Absent: the router chooses a seed, and a repeated dispatch reuses it."""
     stop_token_ids: tuple[int, ...] = ()
-    """A sample ends with the first of these, which is kept. The model's own end token always
-    counts, unless `ignore_eos`."""
+    """A sample ends with the first of these tokens, which is kept. The model's end token also ends
+    a sample, unless `ignore_eos`."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """A sample ends once its last tokens equal one of these."""
+    """A sample ends when its last tokens equal one of these sequences."""
     ignore_eos: bool = False
-    """The model's own end token ends no sample."""
+    """The model's end token ends no sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """One optimizer step (AdamW); the controller sets the learning rate of every step."""
+    """Parameters of one AdamW step. The controller sets the learning rate of every step."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -133,9 +136,10 @@ class AdamParams:
     beta2: float = 0.95
     """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.0
-    """Decoupled: every parameter is first multiplied by 1 - learning_rate · weight_decay."""
+    """Decoupled weight decay: every parameter is first multiplied by 1 - learning_rate ·
+    weight_decay."""
     grad_clip_norm: float = 0.0
     """Largest global gradient norm; 0 does not clip."""
 
@@ -147,9 +151,9 @@ Reduction = Literal["token_mean", "sequence_mean", "sum"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """Which loss `forward_backward` computes, and its constants.
+    """The loss that `forward_backward` computes, and its constants.
 
-    Per-token inputs, by loss (all float32 `[tokens]`; `mask` weights each token, 0 drops it):
+    Per-token inputs by loss, all float32 `[tokens]`; `mask` weights each token, and 0 drops it:
 
     =====================  ==================================================================
     cross_entropy          mask
@@ -161,17 +165,17 @@ class LossSpec:
     """
 
     name: LossName
-    """Made by the function of `plexrl.losses` of that name."""
+    """Name of the function in `plexrl.losses` that makes this spec."""
     clip_low: float = 0.2
-    """As `clip_high`."""
+    """See `clip_high`."""
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. DAPO's higher upper bound is 0.28."""
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy ‖ reference) (GRPO)."""
     reduction: Reduction | None = None
-    """How tokens become one number. `token_mean`: Σ/Σmask over the batch (cross_entropy,
-    importance_sampling, ppo, dapo). `sequence_mean`: mean over rows of each row's token mean
-    (grpo). `sum` (custom). Absent: the loss's own, as listed."""
+    """How token losses are reduced. `token_mean`: Σ/Σmask over the batch (the default of
+    cross_entropy, importance_sampling, ppo, dapo). `sequence_mean`: mean over rows of each row's
+    token mean (the default of grpo). `sum`: the default of custom. Absent: the loss's default."""
 
 
 LOSS_INPUTS: dict[str, tuple[str, ...]] = {
@@ -182,7 +186,7 @@ LOSS_INPUTS: dict[str, tuple[str, ...]] = {
     "dapo": ("mask", "logprobs", "advantages"),
     "custom": ("weights",),
 }
-"""Per-token arrays that each loss needs; `ref_logprobs` comes on top where `kl_coef` > 0."""
+"""Per-token arrays that each loss needs; with `kl_coef` > 0 also `ref_logprobs`."""
 
 DEFAULT_REDUCTION: dict[str, Reduction] = {
     "cross_entropy": "token_mean",
@@ -200,23 +204,23 @@ SHARD_BYTES_MAX = 5_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardParams:
-    """Of `forward_backward`."""
+    """Parameters of `forward_backward`."""
 
     loss: LossSpec
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    """Most tokens, padding included, that one rank runs through the model at once."""
+    """Most tokens, including padding, that one rank runs through the model at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardParams:
-    """Of `forward`."""
+    """Parameters of `forward`."""
 
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateParams:
-    """Of `generate`."""
+    """Parameters of `generate`."""
 
     samples_per_prompt: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -226,65 +230,65 @@ class GenerateParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointParams:
-    """Of `save_checkpoint` and `load_checkpoint`."""
+    """Parameters of `save_checkpoint` and `load_checkpoint`."""
 
     name: str
-    """A directory name of the job's own checkpoints: letters, digits, `.`, `_`, `-`."""
+    """Directory name among the job's checkpoints: letters, digits, `.`, `_`, `-`."""
     overwrite: bool = False
-    """For a save: replace an existing checkpoint of that name."""
+    """For a save: replace an existing checkpoint with this name."""
     format: Literal["hf", "training", "both"] = "both"
-    """For a save: what `transformers` loads, what training resumes from, or both."""
+    """For a save: files for `transformers`, files to resume training, or both."""
     dtype: Literal["bfloat16", "float16"] | None = None
-    """For a save: cast what `transformers` loads. Absent: as it is; training always resumes from
-    what it had."""
+    """For a save: dtype of the files for `transformers`. Absent: the weights' own. The files to
+    resume training are never cast."""
     shard_bytes_max: int = SHARD_BYTES_MAX
-    """For a save: a file of more bytes is cut."""
+    """For a save: larger files are split."""
     step: int | None = None
     """For a save: the training step, which orders checkpoints for `keep_last` and `keep_every`.
-    Absent: the count of operations that changed the state."""
+    Absent: the number of operations that changed the state."""
     keep: bool = False
-    """For a save: no later checkpoint's `keep_last` and `keep_every` delete this one."""
+    """For a save: exempt this checkpoint from later `keep_last` and `keep_every`."""
     keep_last: int | None = None
-    """For a save: once it is whole, delete the job's checkpoints but for the newest so many. Both
-    this and `keep_every` absent: delete none."""
+    """For a save: when the checkpoint is complete, delete the job's checkpoints except the newest
+    `keep_last`. Without this and `keep_every`, none is deleted."""
     keep_every: int | None = None
-    """For a save: as `keep_last`, but for those at a multiple of so many steps."""
+    """For a save: as `keep_last`, but keep the checkpoints whose step is a multiple of this."""
     upload: bool = False
-    """For a save: upload it to where the cluster's operator has uploads go."""
+    """For a save: upload the checkpoint to the target that the cluster's operator configured."""
     job: str | None = None
-    """For a load: whose checkpoint (a job of the same tenant). Absent: this job's."""
+    """For a load: the job that saved the checkpoint, of the same tenant. Absent: this job."""
     optimizer: bool = True
     """For a load on a train deployment: restore the optimizer state too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncWeightsParams:
-    """Of `sync_weights`."""
+    """Parameters of `sync_weights`."""
 
     source: str
-    """Deployment id of the train deployment whose parameters are wanted."""
+    """Id of the train deployment whose parameters are pulled."""
     delta: bool | Literal["auto"] = "auto"
-    """Bring only blocks that differ from the version that the rollout holds, if it holds one of the
-    same source. `auto`: where that is quicker, so not within a machine, where all bytes are copied
-    sooner than they are compared."""
+    """Transfer only blocks that differ from the version that the rollout has from the same source.
+    `auto`: only if that is faster. Within a machine it is slower, because comparing takes longer
+    than copying."""
     digest: bool = False
-    """Have the result say the digest of the weights as they are then."""
+    """Add a digest of the new weights to the result."""
     in_flight: bool = False
-    """Do not wait for generations under way: they stop between two tokens, and go on with the new
+    """Do not wait for running generations: they pause between two tokens, and continue with the new
     weights."""
     recompute_kv: bool = True
-    """In flight: what such generations have cached is computed anew with the new weights. Otherwise
-    they go on with it, which is quicker and further off the policy."""
+    """In flight: recompute the KV cache of running generations with the new weights. Otherwise they
+    keep their cache, which is faster and further off-policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroGradParams:
-    """A `zero_grad` has no parameters."""
+    """`zero_grad` has no parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierParams:
-    """A barrier has no parameters."""
+    """`barrier` has no parameters."""
 
 
 PARAMS_BY_KIND: dict[OperationKind, type] = {
@@ -298,4 +302,30 @@ PARAMS_BY_KIND: dict[OperationKind, type] = {
     OperationKind.SYNC_WEIGHTS: SyncWeightsParams,
     OperationKind.BARRIER: BarrierParams,
 }
-"""The parameter type of every kind a controller can submit."""
+"""The parameter type of every kind that a controller can submit."""
+
+
+OperationParams = (
+    ForwardParams
+    | ForwardBackwardParams
+    | AdamParams
+    | ZeroGradParams
+    | GenerateParams
+    | CheckpointParams
+    | SyncWeightsParams
+    | BarrierParams
+)
+
+
+def params_to_json(params: OperationParams) -> str:
+    """An operation's parameters as JSON text.
+
+    Journal and wire carry parameters as text, because the scheduler does not read them.
+    """
+    return msgspec.json.encode(params).decode()
+
+
+def params_from_json(kind: OperationKind, params_json: str) -> OperationParams:
+    """The parameters of an operation of `kind`, encoded by `params_to_json`."""
+    params: OperationParams = msgspec.json.decode(params_json, type=PARAMS_BY_KIND[kind])
+    return params

@@ -1,7 +1,7 @@
-"""What the parameters of operations may be. Pure: client and router refuse by the same rules.
+"""Checks of operation parameters. Pure; used by client and router.
 
-The client refuses before a request is sent, so that whoever made the mistake is told in its own
-words; the router refuses again, for it trusts no client.
+The client checks before it sends a request, so that the error is raised at the faulty call. The
+router checks again, because it trusts no client.
 """
 
 import math
@@ -27,24 +27,25 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 SAMPLES_MAX = 65_536
 COUNT_MAX = 2**31 - 1
-"""Of tokens and the like: engines count in 32 bits."""
+"""Largest count of tokens, samples and so on: engines count in 32 bits."""
 BYTES_MAX = 2**63 - 1
 REDUCTIONS = ("token_mean", "sequence_mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The least and the most of a finite number."""
+    """Lower and upper bound of a finite number."""
 
     least: float
     most: float = math.inf
     is_open: bool = False
-    """`most` itself is too much."""
+    """The upper bound is exclusive."""
     is_whole: bool = False
     may_be_absent: bool = False
 
     def check(self, name: str, value: object) -> None:
-        """Raises `InvalidRequestError`, naming the value, what it is and what it may be."""
+        """Raises `InvalidRequestError` for a value out of bounds, naming the value and the
+        bounds."""
         if value is None and self.may_be_absent:
             return
         kind = Integral if self.is_whole else Real
@@ -96,17 +97,17 @@ BOUNDS: Final[dict[type, dict[str, Bounds]]] = {
         "step": _MAYBE_ANY,
     },
 }
-"""Of every number among the parameters, by their type."""
+"""Bounds of every numeric parameter, by parameter type."""
 
 SHOWN: Final[Mapping[str, str]] = {"samples_per_prompt": "samples_per_prompt (n)"}
-"""Names that the SDK has others for."""
+"""Names shown for parameters that have another name in the SDK."""
 
 
 def check_parameters(params: object) -> None:
-    """Refuse parameters that no operation can be carried out with.
+    """Check an operation's parameters.
 
     Raises:
-        InvalidRequestError: `details["parameter"]` names the first such one.
+        InvalidRequestError: `details["parameter"]` names the first invalid parameter.
     """
     for name, bounds in BOUNDS.get(type(params), {}).items():
         bounds.check(SHOWN.get(name, name), getattr(params, name))
@@ -132,13 +133,14 @@ def check_parameters(params: object) -> None:
 def _check_stops(sampling: SamplingParams) -> None:
     if not _are_tokens(sampling.stop_token_ids):
         raise InvalidRequestError(
-            f"stop_token_ids is {short(sampling.stop_token_ids)}: give token ids, as (plexrl.EOS,)",
+            f"stop_token_ids is {short(sampling.stop_token_ids)}: give token ids, such as "
+            "(plexrl.EOS,)",
             parameter="stop_token_ids",
         )
     sequences: object = sampling.stop_sequences
     if not isinstance(sequences, list | tuple) or not all(map(_are_tokens, sequences)):
         raise InvalidRequestError(
-            f"stop_sequences is {short(sequences)}: give lists of token ids, as "
+            f"stop_sequences is {short(sequences)}: give lists of token ids, such as "
             "[tokenizer.encode(text)]",
             parameter="stop_sequences",
         )
@@ -149,10 +151,10 @@ def _are_tokens(ids: object) -> bool:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse what is no loss of `forward_backward`; says how to write the one that was meant.
+    """Check the loss of a `forward_backward`; the message shows how to write the intended loss.
 
     Raises:
-        InvalidRequestError: `details["parameter"]` names what is wrong.
+        InvalidRequestError: `details["parameter"]` names the invalid parameter.
     """
     known = ", ".join(f"{name}()" for name in LOSS_INPUTS)
     if not isinstance(loss, LossSpec):
@@ -173,29 +175,33 @@ def check_loss(loss: object) -> None:
             parameter="loss.reduction",
         )
     if loss.name == "custom" and loss.reduction not in (None, "sum"):
-        raise InvalidRequestError("a custom loss is a sum: put any mean into its weights")
+        raise InvalidRequestError(
+            f"loss.reduction of a custom loss is {loss.reduction!r}: leave it out; a custom loss "
+            "is a sum, so include any mean in its weights",
+            parameter="loss.reduction",
+        )
 
 
 def check_name(what: str, name: object) -> None:
-    """Names become file names. Raises `InvalidRequestError`."""
+    """Raises `InvalidRequestError` for a name that cannot be a file name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{what} name {short(name)}: use up to 100 letters, digits, '.', '_' and '-', a "
-            "letter or digit first"
+            f"{what} name {short(name)}: use up to 100 letters, digits, '.', '_' and '-'; begin "
+            "with a letter or digit"
         )
 
 
 def check_identifier(what: str, name: object) -> None:
-    """Ids made by clients. Raises `InvalidRequestError`."""
+    """Raises `InvalidRequestError` for an invalid id."""
     if not isinstance(name, str) or not IDENTIFIER.fullmatch(name):
         raise InvalidRequestError(
-            f"{what} id {short(name)}: use up to 200 letters, digits and any of ._:/-, a letter "
-            "or digit first"
+            f"{what} id {short(name)}: use up to 200 letters, digits and any of ._:/-; begin with "
+            "a letter or digit"
         )
 
 
 def short(value: Any) -> str:
-    """A value as a message quotes it: plain ones as they are, of others the type too."""
+    """A value as quoted in messages; values that are not plain also show their type."""
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
     is_plain = value is None or isinstance(value, str | int | float)

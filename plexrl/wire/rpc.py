@@ -1,10 +1,11 @@
 """Calls in both directions over one framed connection (scheduler ↔ router, scheduler ↔ agent).
 
-A `Peer` sends requests, answers the other side's, and passes typed errors across. Every call has a
-deadline. When the connection ends, pending calls raise `ConnectionLostError` and `run` returns.
+A `Peer` sends requests, answers the other side's requests, and transmits typed errors. Every call
+has a deadline. When the connection ends, pending calls raise `ConnectionLostError` and `run`
+returns.
 
-A call is a header `{"method", "params"}`, with `"call"` where an answer is wanted; an answer is
-`{"answer", "result"}` or `{"answer", "error"}`. A frame that is neither ends the connection.
+A call is a header `{"method", "params"}`, with `"call"` if the caller expects an answer. An answer
+is `{"answer", "result"}` or `{"answer", "error"}`. Any other frame ends the connection.
 """
 
 import asyncio
@@ -29,14 +30,14 @@ LOG = logging.getLogger(__name__)
 Handler = Callable[["Peer", dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 IN_FLIGHT_MAX = 4096
-"""Requests of the other side that may be in work at once; more wait in the socket."""
+"""Most requests of the other side that are handled at once; more wait in the socket."""
 
 
 class Peer:
-    """One end of a connection. `handlers` maps method names to coroutines returning plain values.
+    """One end of a connection. `handlers` maps method names to coroutines that return plain values.
 
-    A handler that raises `PlexRLError` answers with that error; any other exception ends the
-    connection and surfaces from `run`, because it is a bug of ours.
+    If a handler raises `PlexRLError`, the answer is that error. Any other exception is a bug: it
+    ends the connection, and `run` raises it.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Peer:
         """The other side's answer to `method`.
 
         Raises:
-            PlexRLError: what the other side raised.
+            PlexRLError: the other side's error.
             ConnectionLostError: the connection ended first.
             NoAnswerError: no answer within `timeout_s` seconds.
         """
         if self._closed:
-            raise ConnectionLostError(f"cannot call {method!r}: the connection is closed")
+            raise ConnectionLostError(f"cannot call {method!r}: the connection is closed; retry")
         call_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._pending[call_id] = future
@@ -75,23 +76,23 @@ class Peer:
                 answer: dict[str, Any] = await future
                 return answer
         except TimeoutError as error:
-            raise NoAnswerError(f"{method!r} gave no answer in {timeout_s:g} s") from error
+            raise NoAnswerError(f"{method!r} gave no answer in {timeout_s:g} s; retry") from error
         finally:
             self._pending.pop(call_id, None)
 
     async def notify(self, method: str, params: Mapping[str, Any] | None = None) -> None:
-        """Tell the other side something; no answer is awaited."""
+        """Call `method` without an answer."""
         if self._closed:
-            raise ConnectionLostError(f"cannot say {method!r}: the connection is closed")
+            raise ConnectionLostError(f"cannot send {method!r}: the connection is closed; retry")
         await write_frame(self._writer, {"method": method, "params": dict(params or {})})
 
     async def run(self) -> None:
-        """Serve the connection until it ends. Returns then; cancels unfinished handlers."""
+        """Serve the connection until it ends; then cancel unfinished handlers."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
                     while True:
-                        # Calls and answers are all header.
+                        # Calls and answers have no payload.
                         header, _ = await read_frame(self._reader, payload_bytes_max=0)
                         if "method" in header:
                             call_id = _call_id(header)
@@ -103,7 +104,7 @@ class Peer:
                 except PlexRLError as error:
                     if not isinstance(error, ConnectionLostError):
                         LOG.warning("closing a connection: %s", error)
-                    # No task may outlive the connection that would carry its answer.
+                    # No handler may outlive the connection that its answer needs.
                     raise _ConnectionEnded from None
         except* _ConnectionEnded:
             pass
@@ -119,7 +120,7 @@ class Peer:
                 future.set_exception(ConnectionLostError("the peer closed the connection"))
 
     def abort(self) -> None:
-        """Close the connection without waiting for what the other side has not taken yet."""
+        """Close the connection and drop data that the other side has not received."""
         self._writer.transport.abort()
         self.close()
 
@@ -133,7 +134,7 @@ class Peer:
         try:
             await write_frame(self._writer, answer)
         except ConnectionLostError:
-            # The caller sees the same loss and retries; there is nobody left to tell.
+            # The caller sees the same loss and retries.
             return
         except PayloadTooLargeError as error:
             refusal = {"answer": call_id, "error": error.to_wire()}
@@ -146,28 +147,28 @@ class Peer:
         if handler is None:
             raise InvalidRequestError(f"unknown method {method!r}")
         if not isinstance(params, dict):
-            raise InvalidRequestError(f"the params of {method!r} are no map")
+            raise InvalidRequestError(f"the params of {method!r} must be a map")
         return await handler(self, params) or {}
 
     def _settle(self, header: dict[str, Any]) -> None:
         call_id, result, error = (header.get(key) for key in ("answer", "result", "error"))
-        told = error if "error" in header else result
-        if not isinstance(call_id, int) or not isinstance(told, dict):
+        answer = error if "error" in header else result
+        if not isinstance(call_id, int) or not isinstance(answer, dict):
             raise InvalidRequestError("a frame is neither a call nor an answer")
         future = self._pending.get(call_id)
         if future is None or future.done():
-            # Its caller has stopped waiting.
+            # The caller has stopped waiting.
             return
         if "error" in header:
-            future.set_exception(from_wire(told))
+            future.set_exception(from_wire(answer))
         else:
-            future.set_result(told)
+            future.set_result(answer)
 
 
 def _call_id(header: dict[str, Any]) -> int | None:
     call_id = header.get("call")
     if call_id is not None and not isinstance(call_id, int):
-        raise InvalidRequestError(f"a call's number is {type(call_id).__name__}, not an integer")
+        raise InvalidRequestError(f"a call's id is {type(call_id).__name__}: it must be an integer")
     return call_id
 
 

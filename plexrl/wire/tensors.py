@@ -1,11 +1,11 @@
-"""Bulk arrays on the wire: safetensors, with the call's parameters in its metadata.
+"""Encodes arrays as safetensors, with a call's parameters in the metadata.
 
-One body is one safetensors file. Arrays travel as raw little-endian bytes; what is small and
-structured travels as JSON under the metadata key `plexrl`. Any safetensors reader can open it, and
-files of any safetensors writer are read.
+One body is one safetensors file. Arrays are raw little-endian bytes; parameters are JSON under the
+metadata key `plexrl`. Any safetensors reader can read a body, and files of any safetensors writer
+can be decoded.
 
-Nothing is copied: arrays are views of the body that they came in, and a body can be written part by
-part from where its arrays lie.
+Nothing is copied: decoded arrays are views of the body, and a body can be sent part by part from
+the memory of its arrays.
 """
 
 import math
@@ -31,7 +31,7 @@ _HEADER_LENGTH = struct.Struct("<Q")
 _HEADER_BYTES_MAX = 100 << 20
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
-"""Of the arrays' bytes in a file."""
+"""Alignment of the arrays' bytes in a file."""
 _DTYPES = {
     name: np.dtype(code)
     for name, code in (
@@ -48,11 +48,11 @@ def encode_parts(
 ) -> list[bytes | memoryview]:
     """`params` (JSON values) and `arrays` (any numeric dtype, any shape) as one body, in parts.
 
-    The first part is the header; the others are the arrays where they lie, a copy only of one whose
-    bytes do not follow each other.
+    The first part is the header; the others are views of the arrays. Only arrays that are not
+    contiguous are copied.
     """
     named = arrays or {}
-    # The widest first, so that each begins at a multiple of its items' size.
+    # The widest items first, so that each array is aligned to its item size.
     order = sorted(named, key=lambda name: (-named[name].dtype.itemsize, name))
     header: dict[str, Any] = {_METADATA: {METADATA_KEY: msgspec.json.encode(params).decode()}}
     parts: list[bytes | memoryview] = []
@@ -77,7 +77,7 @@ def encode_body(params: Mapping[str, Any], arrays: Mapping[str, Array] | None = 
 
 
 def with_params(body: Body, params: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """`body` with other parameters, in two parts: a header, and the arrays' bytes where they lie.
+    """`body` with other parameters, in two parts: a new header, and a view of the arrays' bytes.
 
     Raises as `decode_params`.
     """
@@ -87,16 +87,15 @@ def with_params(body: Body, params: Mapping[str, Any]) -> list[bytes | memoryvie
 
 
 def decode_params(body: Body) -> dict[str, Any]:
-    """Only the parameters of `body`; its arrays are not touched. Raises as `decode_body`."""
+    """Only the parameters of `body`, without its arrays. Raises as `decode_body`."""
     return _params(_split(body)[0])
 
 
 def decode_body(body: Body) -> tuple[dict[str, Any], Arrays]:
-    """The parameters and arrays of `body`. The arrays are views of it, and can be written to where
-    it can.
+    """The parameters and arrays of `body`. The arrays are views of `body`, writable if it is.
 
     Raises:
-        InvalidRequestError: `body` is no safetensors file, or its metadata is no JSON object.
+        InvalidRequestError: `body` is not a safetensors file, or its metadata is not a JSON object.
     """
     header, view = _split(body)
     params = _params(header)
@@ -106,13 +105,13 @@ def decode_body(body: Body) -> tuple[dict[str, Any], Arrays]:
         _check_cover(entries, view.nbytes)
         arrays = {name: _array(entry, view) for name, entry in entries.items()}
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        # A dtype that numpy has not, or a shape beyond its bounds.
-        raise InvalidRequestError(f"the body is no safetensors file: {error}") from error
+        # Includes dtypes that numpy lacks, and shapes beyond numpy's limits.
+        raise _not_safetensors(error) from error
     return params, arrays
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What a header says of one array."""
+    """One array's entry in the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -131,13 +130,17 @@ def _split(body: Body) -> tuple[dict[str, Any], memoryview]:
     try:
         (length,) = _HEADER_LENGTH.unpack(view[: _HEADER_LENGTH.size])
         if length > min(_HEADER_BYTES_MAX, view.nbytes - _HEADER_LENGTH.size):
-            raise InvalidRequestError("the body is no safetensors file: its header is cut short")
+            raise _not_safetensors("its header is cut short")
         end = _HEADER_LENGTH.size + length
         header = msgspec.json.decode(view[_HEADER_LENGTH.size : end], type=dict[str, Any])
     except (struct.error, ValueError, RecursionError) as error:
-        # msgspec lets bad UTF-8 and deep nesting through as Python's own errors.
-        raise InvalidRequestError(f"the body is no safetensors file: {error}") from error
+        # For bad UTF-8 and deep nesting msgspec raises Python's own errors.
+        raise _not_safetensors(error) from error
     return header, view[end:]
+
+
+def _not_safetensors(reason: object) -> InvalidRequestError:
+    return InvalidRequestError(f"the body is not a valid safetensors file: {reason}")
 
 
 def _params(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,19 +148,19 @@ def _params(header: Mapping[str, Any]) -> dict[str, Any]:
         metadata = msgspec.convert(header.get(_METADATA, {}), dict[str, str])
         return msgspec.json.decode(metadata.get(METADATA_KEY, "{}"), type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is no safetensors file: {error}") from error
+        raise _not_safetensors(error) from error
 
 
 def _check_cover(entries: Mapping[str, _Entry], data_bytes: int) -> None:
-    """Every byte belongs to one array: neither overlaps nor holes, as the format has it."""
+    """Check that arrays neither overlap nor leave gaps, as the format requires."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, until = entry.data_offsets
-        if begin != end or until < begin:
-            raise ValueError(f"{name} is at {begin} to {until}, the array before it ends at {end}")
-        end = until
+        begin, last = entry.data_offsets
+        if begin != end or last < begin:
+            raise ValueError(f"{name} is at {begin} to {last}, the array before it ends at {end}")
+        end = last
     if end != data_bytes:
-        raise ValueError(f"its arrays have {end} bytes, {data_bytes} are there")
+        raise ValueError(f"its header describes {end} bytes of arrays, but it has {data_bytes}")
 
 
 def _array(entry: _Entry, view: memoryview) -> Array:

@@ -1,1 +1,1 @@
-"""Worker processes, the backends they wrap, and the node agent that starts them."""
+"""Worker processes, their backends, and the node agent that starts them."""

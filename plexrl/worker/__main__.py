@@ -12,11 +12,11 @@ from plexrl.worker.config import AgentConfig
 
 
 def main() -> None:
-    """Serve until a signal; then end all workers."""
+    """Serve until a signal, then end all workers."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, AgentConfig)
-    # Inherited by the fork server, and read when it loads torch.
+    # The fork server inherits these variables, and torch reads them when it is loaded.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -24,11 +24,11 @@ def main() -> None:
         connected = asyncio.Event()
         launcher = LocalLauncher(Path(config.run_dir))
         agent = asyncio.create_task(Agent(config, launcher).run(stop, connected))
-        greeted = asyncio.create_task(connected.wait())
-        await asyncio.wait({agent, greeted}, return_when=asyncio.FIRST_COMPLETED)
-        if greeted.done():
+        joined = asyncio.create_task(connected.wait())
+        await asyncio.wait({agent, joined}, return_when=asyncio.FIRST_COMPLETED)
+        if joined.done():
             print_ready(node=config.node)
-        greeted.cancel()
+        joined.cancel()
         await agent
 
     run_until_signal(serve)

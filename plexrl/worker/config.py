@@ -7,47 +7,50 @@ from plexrl.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """One node's agent."""
+    """Configuration of one node's agent."""
 
     node: str
     scheduler: str
-    """The scheduler's socket path."""
+    """Path of the scheduler's Unix socket."""
     statemanager: str
-    """The node's StateManager's socket path."""
+    """Path of the Unix socket of the node's StateManager."""
     ticket_key_file: str
-    """The StateManager's key, for the tickets of this node's workers."""
+    """File with the StateManager's key, which signs the tickets of this node's workers."""
     gpus: int
     gpu_memory_bytes: int
-    """Per GPU."""
+    """Memory per GPU."""
     host_memory_bytes: int
-    """Bound of the StateManager's host tier."""
+    """Capacity of the StateManager's host tier."""
     run_dir: str
-    """For this node's sockets: a short path, nobody else's."""
+    """Folder for this node's sockets only; a short path."""
     rendezvous_dir: str
-    """Where the ranks of a WPG find each other; the same for all nodes."""
+    """Folder with the rendezvous files of the ranks of a WPG; the same for all nodes."""
     data_dir: str
-    """For logs and checkpoints."""
+    """Folder for logs and checkpoints."""
     nvme_bytes: int = 0
-    """Bound of the StateManager's NVMe tier."""
+    """Capacity of the StateManager's NVMe tier."""
     node_type: str = ""
-    """What the operator calls such nodes, as `h200`; deployments can ask for it."""
+    """The operator's name for this type of node, such as `h200`; deployments can request it."""
     block: str = ""
-    """Where the node stands, as `row1/rack3`; nodes of one block are near each other."""
+    """Location of the node, such as `row1/rack3`; nodes of one block are near each other."""
     threads: int = 1
-    """Compute threads of a worker; more than its share of cores slows everybody."""
+    """Compute threads of a worker. More than its share of cores slows all workers."""
     cores: tuple[int, ...] = ()
-    """Cores dealt out to the virtual GPUs, each worker bound to its GPU's; none: unbound."""
+    """Cores divided among the virtual GPUs; each worker is bound to its GPU's cores. Empty: workers
+    are not bound."""
     statemanager_tcp: str = ""
-    """`host:port` at which other nodes reach the StateManager; empty: none do."""
+    """`host:port` at which other nodes reach the StateManager; empty: not reachable."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.threads < 1:
-            raise InvalidRequestError("a node needs at least one GPU and one thread a worker")
+            raise InvalidRequestError(
+                f"gpus is {self.gpus} and threads is {self.threads}: both must be at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One worker process."""
+    """Configuration of one worker process."""
 
     deployment: str
     job: str
@@ -57,24 +60,24 @@ class WorkerConfig:
     world_size: int
     group: str
     address: str
-    """Unix socket path to listen on."""
+    """Path of the Unix socket to listen on."""
     rendezvous: str
-    """File over which the ranks of this incarnation find each other."""
+    """Rendezvous file of the ranks of this incarnation."""
     statemanager: str
     ticket: bytes = field(repr=False)
-    """What the StateManager knows this worker by."""
+    """Identifies this worker to the StateManager."""
     checkpoint_dir: str
     spec_json: str
     log_path: str
     threads: int
     gpu: int = 0
-    """The node's GPU that it has."""
+    """Index of the worker's GPU on the node."""
     cores: tuple[int, ...] = ()
-    """Bound to these; none: unbound."""
+    """Cores that the worker is bound to; empty: not bound."""
 
 
 def cores_of_gpu(cores: tuple[int, ...], gpu: int, gpus: int) -> tuple[int, ...]:
-    """A virtual GPU's share of a node's cores: neighbours share one where there are too few."""
+    """A virtual GPU's share of a node's cores. GPUs share a core if there are fewer cores."""
     first = gpu * len(cores) // gpus
     last = (gpu + 1) * len(cores) // gpus
     return cores[first : max(last, first + 1)]

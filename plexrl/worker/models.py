@@ -1,4 +1,4 @@
-"""Models as `transformers` builds them, from a `ModelSpec`."""
+"""Builds models with `transformers`, from a `ModelSpec`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def build_model(spec: ModelSpec) -> "nn.Module":
-    """The model of `spec`, with the head it names: fp32, in evaluation mode, without dropout.
+    """The model of `spec`, with the head that it names: fp32, in evaluation mode, without dropout.
 
-    A locally made model's weights depend on `spec.seed` alone: same spec, same bits. The global
-    random state is left as it was.
+    The weights of a generated model depend on `spec.seed` alone: same spec, same bits. The global
+    random state does not change.
 
     Raises:
-        InvalidRequestError: `transformers` refuses the architecture or its configuration, or a
-            directory lacks weights of it.
+        InvalidRequestError: `transformers` refuses the architecture or its configuration, or the
+            model's directory lacks weights.
     """
     from transformers import (
         AutoConfig,
@@ -46,7 +46,7 @@ def build_model(spec: ModelSpec) -> "nn.Module":
     except (PlexRLError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # A configuration that it does not check fails wherever its code first meets the value.
+        # `transformers` checks little: a wrong configuration may fail anywhere in its code.
         raise InvalidRequestError(
             f"the model cannot be built ({type(error).__name__}: {error}): check its directory, or "
             "its architecture and configuration"
@@ -56,15 +56,15 @@ def build_model(spec: ModelSpec) -> "nn.Module":
 
 
 def _refuse_missing(path: str, missing: "Iterable[str]") -> None:
-    """`transformers` draws what it does not find at random, and says so in a log only."""
+    """Refuse missing weights: `transformers` would initialise them at random, with only a log."""
     names = sorted(missing)
     if names:
         raise InvalidRequestError(
-            f"{path} lacks {len(names)} of the model's weights ({', '.join(names[:3])}, …): is it "
-            "complete, and of a model with this head?"
+            f"{path} lacks {len(names)} of the model's weights ({', '.join(names[:3])}, …): check "
+            "that the directory is complete, and that the model has this head"
         )
 
 
 def named_parameters(model: "nn.Module") -> "list[tuple[str, nn.Parameter]]":
-    """Parameters under their canonical names, a tied one once, in the model's own order."""
+    """Parameters with their canonical names, in the model's order; a tied one only once."""
     return list(model.named_parameters(remove_duplicate=True))

@@ -1,4 +1,4 @@
-"""The trace shows each phase once, in its place, and who held the GPUs."""
+"""The Chrome trace shows each phase once, at its time, and who held the GPUs."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def slices(trace: Plain) -> dict[tuple[str, str], list[tuple[str, float, float]]
     return found
 
 
-def test_phases_follow_each_other_and_fill_no_more_than_the_operation() -> None:
+def test_phases_are_disjoint_and_within_the_operation() -> None:
     assert phases(ROWS[1]) == [
         ("queue", (99.0, 100.0)),
         ("switch", (100.0, 102.0)),
@@ -72,7 +72,7 @@ def test_phases_follow_each_other_and_fill_no_more_than_the_operation() -> None:
     assert phases(never) == [("queue", (99.0, 107.0))]
 
 
-def test_a_jobs_trace_has_its_phases_and_all_holders_of_its_group() -> None:
+def test_a_jobs_trace_shows_its_phases_and_all_holders_of_its_group() -> None:
     found = slices(chrome_trace(ROWS, "a"))
     assert found["job a", "actor compute"] == [("optim_step", 4.0, 3.0)]
     assert found["job a", "actor move"] == [("load", 1.0, 2.0), ("offload", 8.0, 1.0)]
@@ -83,13 +83,13 @@ def test_a_jobs_trace_has_its_phases_and_all_holders_of_its_group() -> None:
     assert {process for process, _ in found} == {"job a", "group g0"}
 
 
-def test_the_trace_of_all_has_every_job_and_group() -> None:
+def test_a_trace_of_all_jobs_shows_every_job_and_group() -> None:
     found = slices(chrome_trace(ROWS))
     wanted = {"job a", "job b", "job c", "group g0", "group elsewhere"}
     assert {process for process, _ in found} == wanted
 
 
-def test_runs_side_by_side_get_threads_of_their_own() -> None:
+def test_overlapping_runs_get_separate_threads() -> None:
     rows = [row(n, "a", "generate", (0.0, float(n), n + 3.0), compute_s=3.0) for n in range(4)]
     found = slices(chrome_trace(rows, "a"))
     computing = {thread: pieces for (_, thread), pieces in found.items() if "compute" in thread}
@@ -100,7 +100,7 @@ def test_runs_side_by_side_get_threads_of_their_own() -> None:
     }
 
 
-def test_queues_stand_below_what_was_computed() -> None:
+def test_queue_threads_sort_below_compute_threads() -> None:
     rows = [row(n, "a", "barrier", (0.0, n + 1.0, n + 2.0), compute_s=1.0) for n in range(3)]
     events = chrome_trace(rows, "a")["traceEvents"]
     places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}

@@ -1,4 +1,4 @@
-"""Which router is asked, how long one is patient, and what is left of a deadline."""
+"""Choice of the router, retries and deadlines of requests."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.client.calls.transport import AsyncTransport, Call, Endpoints, Patience, Transport
+from plexrl.client.calls.transport import AsyncTransport, Call, Endpoints, RetryTimer, Transport
 from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -19,7 +19,7 @@ from plexrl.errors import (
 )
 
 
-def test_a_router_that_fails_is_left_for_the_next_once() -> None:
+def test_after_a_failure_the_next_router_is_used() -> None:
     endpoints = Endpoints(" http://a/ , http://b,http://c")
     assert str(endpoints) == "http://a,http://b,http://c"
     endpoints.failed("http://a")
@@ -31,7 +31,7 @@ def test_a_router_that_fails_is_left_for_the_next_once() -> None:
     assert endpoints.current == "http://a"
 
 
-def test_urls_may_be_a_list_but_not_none() -> None:
+def test_urls_may_be_a_list_but_not_empty() -> None:
     assert Endpoints(["http://a", "http://b/"]).urls == ("http://a", "http://b")
     for nothing in ("", " , "):
         with pytest.raises(InvalidRequestError, match="no URL"):
@@ -40,7 +40,7 @@ def test_urls_may_be_a_list_but_not_none() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http:/a", "ftp://a", "http://a,b:8000"])
 def test_a_url_without_http_is_refused_before_any_request(url: str) -> None:
-    with pytest.raises(InvalidRequestError, match="begins with http:// or https://"):
+    with pytest.raises(InvalidRequestError, match="must begin with http:// or https://"):
         Endpoints(url)
 
 
@@ -50,22 +50,22 @@ def test_a_number_that_is_not_finite_is_refused_before_it_is_sent() -> None:
         transport.request(Call(method="POST", path="/", json={"loss": float("nan")}))
 
 
-def test_the_refused_wait_as_long_as_they_are_told_or_longer_but_not_in_step() -> None:
+def test_retries_wait_at_least_retry_after_with_jitter() -> None:
     error = OverloadedError("full", retry_after_s=4.0)
-    pauses = {Patience(1000.0).pause_s(error) for _ in range(20)}
+    pauses = {RetryTimer(1000.0).pause_s(error) for _ in range(20)}
     assert len(pauses) > 10
     assert all(4.0 <= pause <= 6.0 for pause in pauses)
 
 
-def test_patience_ends_with_the_callers_time_or_the_deadline() -> None:
+def test_retries_end_with_the_timeout_or_the_deadline() -> None:
     error = OverloadedError("full", retry_after_s=5.0)
     with pytest.raises(OverloadedError):
-        Patience(4.0).pause_s(error)
+        RetryTimer(4.0).pause_s(error)
     with pytest.raises(OverloadedError):
-        Patience(1000.0, time.monotonic() + 4.0).pause_s(error)
+        RetryTimer(1000.0, time.monotonic() + 4.0).pause_s(error)
 
 
-def test_a_deadline_is_counted_from_the_call_and_not_from_each_try() -> None:
+def test_a_deadline_counts_from_the_call_not_from_each_try() -> None:
     transport = Transport("http://127.0.0.1:9", "key", 0.0)
     call = Call(method="POST", path="/x", query={"a": 1}).within(50.0)
     assert call.deadline_at is not None
@@ -77,7 +77,7 @@ def test_a_deadline_is_counted_from_the_call_and_not_from_each_try() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A router that says that it is away, or one that streams."""
+    """A router that replies 503, or one that streams."""
 
     def do_GET(self) -> None:
         assert isinstance(self.server, Router)
@@ -88,7 +88,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode() + b"\n")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
         del format, args
 
 
@@ -105,7 +105,7 @@ class Router(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-def test_a_stream_too_is_asked_of_another_router_than_one_that_is_away() -> None:
+def test_a_stream_is_retried_on_another_router() -> None:
     call = Call(method="GET", path="/x")
 
     async def lines_of(transport: AsyncTransport) -> list[str]:

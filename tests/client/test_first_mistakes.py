@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong first is refused by a typed error, before anything is sent."""
+"""Typical first mistakes get a typed error before anything is sent."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY)
 TOKENIZER = plexrl.Tokenizer.from_vocabulary(VOCABULARY)
 PROMPTS = [[3, 4, 5]]
 UNCHECKED: Any = plexrl.Batch
-"""For mistakes that a type checker would see."""
+"""For calls that a type checker would refuse."""
 NAN, INF = float("nan"), float("inf")
 JOB = {"job": "j", "name": "j", "controller_timeout_s": 60.0}
 
@@ -28,7 +28,7 @@ def batch(mask: float = 1.0, **more: Any) -> plexrl.Batch:
 
 
 class NothingIsSent(Transport):
-    """A connection on which a request is a failure of the test."""
+    """A transport that fails the test on any request."""
 
     def request(self, call: Any) -> Any:
         pytest.fail(f"{call.method} {call.path} was sent")
@@ -65,7 +65,7 @@ def rollout(job: plexrl.Job) -> plexrl.RolloutDeployment:
         (losses.ppo(reduction="mean"), "loss.reduction is 'mean': use token_mean"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_loss_is_refused_with_the_one_that_was_meant(
+def test_an_invalid_loss_is_refused_with_a_hint(
     actor: plexrl.TrainDeployment, loss: Any, message: str
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match=message):
@@ -73,7 +73,7 @@ def test_what_is_no_loss_is_refused_with_the_one_that_was_meant(
 
 
 @pytest.mark.parametrize("wrong", [[[3, 4]], {"tokens": [[3, 4]]}, None, np.ones((2, 2))])
-def test_rows_that_are_no_batch_are_refused_by_all_that_take_one(
+def test_every_operation_on_a_batch_refuses_other_values(
     job: plexrl.Job, actor: plexrl.TrainDeployment, wrong: Any
 ) -> None:
     reference = plexrl.ReferenceDeployment(job._transport, "j/reference")
@@ -85,7 +85,7 @@ def test_rows_that_are_no_batch_are_refused_by_all_that_take_one(
         reward.score,
     )
     for call in calls:
-        with pytest.raises(errors.BatchShapeError, match=r"make a plexrl.Batch of it"):
+        with pytest.raises(errors.BatchShapeError, match=r"give a plexrl.Batch"):
             call(wrong)
 
 
@@ -105,7 +105,7 @@ def test_weights_come_from_a_deployment_not_from_its_name(
 @pytest.mark.parametrize(
     "name", ["learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"]
 )
-def test_a_step_with_a_number_that_cannot_be_is_refused_by_its_name(
+def test_a_step_with_an_invalid_number_is_refused_by_name(
     actor: plexrl.TrainDeployment, name: str, value: Any
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match=f"{name} is .*must be") as refused:
@@ -116,15 +116,15 @@ def test_a_step_with_a_number_that_cannot_be_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("12+3=", "'12[+]3=' is no list of rows"),
-        (["12+3="], "row 0 is '12[+]3=', no list of token ids"),
-        ([3, 4], "row 0 is 3, no list of token ids"),
-        ([[3.5]], "no list of token ids"),
-        (None, "None is no list of rows"),
-        (5, "5 is no list of rows"),
+        ("12+3=", "'12[+]3=' is not a list of rows"),
+        (["12+3="], "row 0 is '12[+]3=', not a list of token ids"),
+        ([3, 4], "row 0 is 3, not a list of token ids"),
+        ([[3.5]], "not a list of token ids"),
+        (None, "None is not a list of rows"),
+        (5, "5 is not a list of rows"),
     ],
 )
-def test_prompts_that_are_no_tokens_are_refused(
+def test_prompts_that_are_not_token_ids_are_refused(
     rollout: plexrl.RolloutDeployment, prompts: Any, message: str
 ) -> None:
     with pytest.raises(errors.BatchShapeError, match=message):
@@ -132,9 +132,7 @@ def test_prompts_that_are_no_tokens_are_refused(
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "a", None, True, 10**6])
-def test_a_number_of_samples_that_cannot_be_is_refused(
-    rollout: plexrl.RolloutDeployment, n: Any
-) -> None:
+def test_an_invalid_number_of_samples_is_refused(rollout: plexrl.RolloutDeployment, n: Any) -> None:
     with pytest.raises(errors.InvalidRequestError, match=r"samples_per_prompt \(n\) is"):
         rollout.generate(PROMPTS, n=n)
 
@@ -151,7 +149,7 @@ def test_a_number_of_samples_that_cannot_be_is_refused(
         *[("stop_sequences", value) for value in ("ab", ["ab"], [3, 4], None)],
     ],
 )
-def test_sampling_that_cannot_be_is_refused_by_its_name(
+def test_an_invalid_sampling_parameter_is_refused_by_name(
     rollout: plexrl.RolloutDeployment, name: str, value: Any
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match=f"{name} is") as refused:
@@ -164,44 +162,44 @@ def test_sampling_that_cannot_be_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], 1.0), "1.0 is no list of rows"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], 1.0), "1.0 is not a list of rows"),
         (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [1.0]), "one number for each prompt"),
-        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0]]), "1 of prompt 0 is no Sample"),
+        (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0]]), "1 of prompt 0 is not a Sample"),
         (lambda: UNCHECKED.from_samples(PROMPTS, [[1]], [[1.0, 2]]), "2 advantages of prompt 0"),
         (lambda: UNCHECKED.from_completions(PROMPTS, ["12"]), "row 0 is '12'"),
-        (lambda: UNCHECKED.from_completions(PROMPTS, None), "completions: None is no list"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, None), "completions: None is not a list"),
         (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=[1.0]), r"shape \[\]"),
-        (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=1.0), "no list of rows"),
-        (lambda: UNCHECKED(None), "tokens: None is no list of rows"),
+        (lambda: UNCHECKED.from_completions(PROMPTS, [[3]], advantages=1.0), "not a list of rows"),
+        (lambda: UNCHECKED(None), "tokens: None is not a list of rows"),
         (lambda: UNCHECKED([[3]], [[1]]), "give a dict of rows by name"),
-        (lambda: UNCHECKED([[3]], {"mask": ["a"]}), "mask: row 0 is 'a', which are no numbers"),
+        (lambda: UNCHECKED([[3]], {"mask": ["a"]}), "mask: row 0 is 'a', not a list of numbers"),
         (lambda: UNCHECKED([[3]], {"mask": [1]}), r"mask: row 0 has the shape \[\]"),
         (lambda: UNCHECKED([[3, 4]], {"mask": [[[1, 1]]]}), r"the shape \[1, 2\]"),
-        (lambda: UNCHECKED([[3, 4]], {"mask": [[1, [2]]]}), "which are no numbers"),
-        (lambda: UNCHECKED([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values and 2 tokens"),
-        (lambda: UNCHECKED([[3]]).with_values("weights", None), "weights: None is no list of rows"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[1, [2]]]}), "not a list of numbers"),
+        (lambda: UNCHECKED([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values for 2 tokens"),
+        (lambda: UNCHECKED([[3]]).with_values("weights", None), "None is not a list of rows"),
         (lambda: UNCHECKED([[3]]).with_values(3, [[1] * 3, [1] * 2]), "are named 3: give a text"),
     ],
 )
-def test_rows_of_a_wrong_type_or_shape_are_refused_by_their_name(
+def test_rows_of_a_wrong_type_or_shape_are_refused_by_name(
     make: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(errors.BatchShapeError, match=message):
         make()
 
 
-def test_a_result_in_the_place_of_its_rows_is_refused_with_what_to_give(job: plexrl.Job) -> None:
-    with pytest.raises(errors.BatchShapeError, match=r"no list of rows: give its \.samples$"):
+def test_a_result_instead_of_rows_is_refused_with_a_hint(job: plexrl.Job) -> None:
+    with pytest.raises(errors.BatchShapeError, match=r"not a list of rows: give its \.samples$"):
         UNCHECKED.from_samples(PROMPTS, plexrl.GenerateResult([], 0), [[1.0]])
-    with pytest.raises(errors.BatchShapeError, match=r"no list of rows: give its \.logprobs$"):
+    with pytest.raises(errors.BatchShapeError, match=r"not a list of rows: give its \.logprobs$"):
         UNCHECKED([[3]]).with_values("ref_logprobs", plexrl.ForwardResult([]))
     view = {"operation": "o", "state": "pending"}
     pending: Any = plexrl.Future(job._transport, view, lambda *_: None)
-    with pytest.raises(errors.BatchShapeError, match="no list of rows: wait for its result"):
+    with pytest.raises(errors.BatchShapeError, match="not a list of rows: wait for its result"):
         UNCHECKED([[3]]).with_values("ref_logprobs", pending)
 
 
-def test_a_batch_in_which_no_token_counts_is_refused_before_it_is_sent(
+def test_a_batch_with_an_all_zero_mask_is_refused_before_sending(
     actor: plexrl.TrainDeployment,
 ) -> None:
     with pytest.raises(errors.NoTokenCountsError, match="leave this batch out"):
@@ -216,7 +214,7 @@ def test_a_batch_in_which_no_token_counts_is_refused_before_it_is_sent(
 @pytest.mark.parametrize(
     ("text", "position", "character"), [("1 + 2=", 1, " "), ("12=é", 3, "é"), ("12\n", 2, r"\\n")]
 )
-def test_a_character_outside_the_vocabulary_is_refused_and_placed(
+def test_a_character_outside_the_vocabulary_is_refused_with_its_position(
     text: str, position: int, character: str
 ) -> None:
     message = f"'{character}' at position {position}"
@@ -226,11 +224,11 @@ def test_a_character_outside_the_vocabulary_is_refused_and_placed(
     assert TOKENIZER.encode(text, allow_unknown=True)[position] == plexrl.PAD
 
 
-def test_special_tokens_may_stand_in_a_text() -> None:
+def test_a_text_may_contain_special_tokens() -> None:
     assert TOKENIZER.encode("<pad>1<eos>") == [plexrl.PAD, 4, plexrl.EOS]
 
 
-def test_what_is_no_text_and_what_are_no_tokens_are_refused() -> None:
+def test_the_tokenizer_refuses_values_of_a_wrong_type() -> None:
     for text in (12, None, ["1"]):
         with pytest.raises(errors.InvalidRequestError, match="give a str to encode"):
             TOKENIZER.encode(text)  # type: ignore[arg-type]
@@ -251,20 +249,20 @@ def test_what_is_no_text_and_what_are_no_tokens_are_refused() -> None:
         {"vocabulary": "ab", "layers": 0},
     ],
 )
-def test_a_tiny_model_that_cannot_be_is_refused(arguments: dict[str, Any]) -> None:
+def test_an_invalid_tiny_model_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidRequestError):
         plexrl.tiny_qwen2(**arguments)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "a\nb", "-a", None, 5, "x" * 101])
-def test_a_name_that_cannot_be_one_is_refused_as_a_name(name: Any) -> None:
+def test_an_invalid_name_is_refused(name: Any) -> None:
     with pytest.raises(errors.InvalidRequestError, match="use up to 100 letters"):
         create_job(name, None, {})
     with pytest.raises(errors.InvalidRequestError, match="deployment name"):
         create_deployment("j", name, "train", MODEL, {})
 
 
-def test_an_id_that_cannot_be_one_is_refused() -> None:
+def test_an_invalid_id_is_refused() -> None:
     for wrong in ("", "a b", 5):
         with pytest.raises(errors.InvalidRequestError, match="job id"):
             create_job("fine", wrong, {})  # type: ignore[arg-type]
@@ -287,19 +285,19 @@ def test_options_of_a_wrong_type_are_refused(
         job.train_deployment("actor", MODEL, **options)
 
 
-def test_a_model_is_no_name(job: plexrl.Job) -> None:
+def test_a_name_instead_of_a_model_is_refused(job: plexrl.Job) -> None:
     for deploy in (job.train_deployment, job.rollout_deployment, job.reward_deployment):
         for wrong in ("gpt2", None):
             with pytest.raises(errors.InvalidRequestError, match=r"give a plexrl\.ModelSpec"):
                 deploy("actor", wrong)  # type: ignore[arg-type]
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     call = create_job("a", None, {"priority": np.int64(3), "expected_s": np.float32(1.5)})
     assert (call.json["priority"], call.json["expected_s"]) == (3, 1.5)
 
 
-def test_metrics_that_are_not_finite_come_back_as_they_were() -> None:
+def test_non_finite_metrics_survive_a_round_trip() -> None:
     row = metrics_row(np.int64(3), {"loss": NAN, "up": INF, "down": -INF, "r": np.float32(0.5)})
     assert row["values"] == {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "r": 0.5}
     [back] = read_rows([row])
@@ -313,13 +311,13 @@ def test_metrics_that_are_not_finite_come_back_as_they_were() -> None:
         (0.5, {"a": 1.0}, "the step is 0.5"),
         ("x", {"a": 1.0}, "the step is 'x'"),
         (0, [1.0], "give a dict of numbers by name"),
-        (0, {1: 1.0}, "a metric is named 1"),
+        (0, {1: 1.0}, "a metric's name is 1"),
         (0, {"a": "high"}, "metric 'a' is 'high'"),
         (0, {"a": None}, "metric 'a' is None"),
         (0, {"a": np.ones(3)}, r"metric 'a' is a ndarray .*\.mean\(\)"),
     ],
 )
-def test_metrics_that_are_no_numbers_are_refused_by_name(
+def test_metrics_that_are_not_numbers_are_refused_by_name(
     step: Any, values: Any, message: str
 ) -> None:
     with pytest.raises(errors.InvalidRequestError, match=message):

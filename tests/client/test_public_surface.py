@@ -32,7 +32,7 @@ def public_classes() -> list[type]:
 
 
 def methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public ones by name, and `__init__` where it is the user who calls it."""
+    """Public methods by name, and `__init__` if users call it."""
     for name, member in inspect.getmembers(cls):
         if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)):
             continue
@@ -61,16 +61,16 @@ def arguments(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def sync_of(call: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What a docstring of the form "As `Deployment.within`." refers to."""
+    """The blocking method that a docstring such as "As `Deployment.within`." refers to."""
     found = re.match(r"As `(\w+)(?:\.(\w+))?`[.,]", (call.__doc__ or "").strip())
     if found is None:
         return None
     # The base class of all deployments is reached by any of them.
     name = "TrainDeployment" if found[1] == "Deployment" else found[1]
-    told: Callable[..., Any] = getattr(plexrl, name)
+    documented: Callable[..., Any] = getattr(plexrl, name)
     if found[2] is not None:
-        told = getattr(told, found[2])
-    return told
+        documented = getattr(documented, found[2])
+    return documented
 
 
 @pytest.mark.parametrize("call", CALLS, ids=ident)
@@ -84,13 +84,13 @@ def test_every_argument_is_named(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("call", CALLS, ids=ident)
 def test_every_argument_is_in_the_docstring(call: Callable[..., Any]) -> None:
     names = [each.name for each in arguments(call)]
-    told = sync_of(call)
-    if told is None or names != [each.name for each in arguments(told)]:
-        told = call
-    text = inspect.getdoc(told) or ""
-    assert text, f"{told.__qualname__} has no docstring"
+    documented = sync_of(call)
+    if documented is None or names != [each.name for each in arguments(documented)]:
+        documented = call
+    text = inspect.getdoc(documented) or ""
+    assert text, f"{documented.__qualname__} has no docstring"
     missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
-    assert not missing, f"the docstring of {told.__qualname__} says nothing of {missing}"
+    assert not missing, f"the docstring of {documented.__qualname__} says nothing of {missing}"
 
 
 def test_the_guide_has_every_argument() -> None:
@@ -106,7 +106,7 @@ def test_the_guide_has_every_argument() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=ident)
-def test_nothing_is_of_any_type(call: Callable[..., Any]) -> None:
+def test_no_argument_or_result_is_any(call: Callable[..., Any]) -> None:
     for name, parameter in inspect.signature(call).parameters.items():
         if name not in ("self", "cls"):
             shown = str(parameter.annotation)
@@ -131,7 +131,7 @@ def test_every_field_is_documented_and_typed(cls: type) -> None:
 
 
 def surface(cls: type) -> dict[str, str]:
-    """Its public methods and properties with their signatures, as a blocking class has them."""
+    """Public methods and properties of a class, with signatures mapped to blocking classes."""
     found: dict[str, str] = {}
     for name, member in inspect.getmembers(cls):
         if name.startswith("_"):
@@ -149,7 +149,7 @@ def blocking(signature: str) -> str:
 
 
 @pytest.mark.parametrize(("sync", "aio"), PAIRS, ids=ident)
-def test_async_classes_have_what_the_blocking_ones_have(sync: type, aio: type) -> None:
+def test_async_classes_have_the_surface_of_the_blocking_ones(sync: type, aio: type) -> None:
     wanted, found = surface(sync), surface(aio)
     for base in sync.__mro__:
         if base.__module__.startswith("plexrl"):
@@ -158,7 +158,7 @@ def test_async_classes_have_what_the_blocking_ones_have(sync: type, aio: type) -
     assert found == wanted
 
 
-def test_both_ways_to_connect_take_the_same() -> None:
+def test_both_connect_functions_have_the_same_arguments() -> None:
     sync, aio = inspect.signature(plexrl.connect), inspect.signature(plexrl.connect_async)
     assert blocking(str(aio)) == blocking(str(sync))
 
@@ -172,7 +172,7 @@ def test_both_ways_to_connect_take_the_same() -> None:
     ],
     ids=ident,
 )
-def test_defaults_are_those_of_the_wire(
+def test_defaults_match_the_wire_types(
     call: Callable[..., Any], params: type, others: set[str]
 ) -> None:
     wanted = {
@@ -195,17 +195,17 @@ def test_defaults_are_those_of_the_wire(
     ],
     ids=ident,
 )
-def test_defaults_are_those_of_the_http_api(
+def test_defaults_match_the_http_api(
     call: Callable[..., Any], request_type: type[BaseModel]
 ) -> None:
     wanted = {name: field.default for name, field in request_type.model_fields.items()}
-    # The API needs an id that the SDK makes up; one worker is what no number means.
+    # The SDK generates the id that the API needs; without `workers` one worker is meant.
     own = ("job_id", "workers")
     for argument in arguments(call):
         if argument.default is not inspect.Parameter.empty and argument.name not in own:
             assert argument.default == wanted[argument.name], argument.name
 
 
-def test_type_checkers_are_told_that_the_package_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert plexrl.__file__ is not None
     assert (Path(plexrl.__file__).parent / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""What a controller sees in a notebook or a log: one short line, without a request or a key."""
+"""Reprs of SDK objects: one short line, without a request and without the key."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from plexrl.client.data.results import WeightsSpan, decode_plain
 
 KEY = "s3cret"
 NOWHERE = "http://user:pass@127.0.0.1:9"
-"""Nobody listens there: a repr that made a request would fail."""
+"""Unreachable, so a repr that made a request would fail."""
 PENDING = {
     "operation": "sums-1:ab",
     "state": "pending",
@@ -30,13 +30,13 @@ def transport() -> Iterator[Transport]:
     made.close()
 
 
-def test_handles_show_what_they_stand_for(transport: Transport) -> None:
+def test_handles_show_what_they_refer_to(transport: Transport) -> None:
     assert repr(plexrl.Cluster(transport)) == "<Cluster 'http://127.0.0.1:9'>"
-    mine = transport.of(Controller())
+    mine = transport.for_controller(Controller())
     job = plexrl.Job(mine, {"job": "sums-1", "name": "sums"}, heartbeat=False)
     assert repr(job) == "<Job 'sums-1'>"
-    looked_at = plexrl.Job(transport, {"job": "sums-1", "name": "sums"}, heartbeat=False)
-    assert repr(looked_at) == "<Job 'sums-1' looked at>"
+    read_only = plexrl.Job(transport, {"job": "sums-1", "name": "sums"}, heartbeat=False)
+    assert repr(read_only) == "<Job 'sums-1' read only>"
     actor = plexrl.TrainDeployment(transport, "sums-1/actor")
     assert repr(actor) == "<TrainDeployment 'sums-1/actor'>"
     assert repr(actor.within(30)) == "<TrainDeployment 'sums-1/actor' deadline_s=30.0>"
@@ -64,7 +64,7 @@ async def async_handles(transport: Transport) -> list[str]:
 def test_async_handles_show_the_same(transport: Transport) -> None:
     assert asyncio.run(async_handles(transport)) == [
         "<AsyncCluster 'http://127.0.0.1:9'>",
-        "<AsyncJob 'sums-1' looked at>",
+        "<AsyncJob 'sums-1' read only>",
         "<AsyncTrainDeployment 'sums-1/actor'>",
         "<AsyncFuture 'sums-1:ab' generate on 'sums-1/rollout' pending>",
     ]

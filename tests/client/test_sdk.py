@@ -25,7 +25,7 @@ JOB = {"job": "j", "name": "j", "tenant": "t"}
 
 
 class FakeRouter(ThreadingHTTPServer):
-    """Speaks the API; `faults` holds what to do wrong, one entry a request."""
+    """A fake API; `faults` lists faults to inject, one for each request."""
 
     daemon_threads = True
 
@@ -35,7 +35,7 @@ class FakeRouter(ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
         self.polls_until_done = 1
         self.bodies: dict[str, Any] = {}
-        """The last JSON sent, by path."""
+        """The last JSON body received, by path."""
         self.tokens: list[str | None] = []
         self.on_poll: Callable[[], None] = lambda: None
         self.result: dict[str, Any] = {"metrics": {"loss": 0.5}}
@@ -61,7 +61,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             self.connection.close()
             self.close_connection = True
         elif fault == "untyped":
-            # As a server answers that cuts its requests off while it shuts down.
+            # As the response of a server that cuts off requests while it shuts down.
             self.answer(500, b"Internal Server Error")
         elif fault:
             # A fault that is final has no Retry-After, whatever its code.
@@ -109,7 +109,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def log_message(self, *_: object) -> None:
-        """Tests are quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ BATCH = plexrl.Batch([[3, 4], [3, 4, 3]], {"mask": [[0, 1], [0, 1, 1]]})
         *("storage_full", "journal_full", "journal_unavailable"),
     ],
 )
-def test_a_submission_that_fails_in_passing_is_repeated_under_the_same_id(
+def test_a_transient_failure_repeats_a_submission_under_the_same_id(
     router: FakeRouter, actor: plexrl.TrainDeployment, fault: str
 ) -> None:
     router.requests.clear()
@@ -150,7 +150,7 @@ def test_a_submission_that_fails_in_passing_is_repeated_under_the_same_id(
     assert len(set(posts)) == 1, "every try must name the same operation"
 
 
-def test_a_refusal_is_final_and_keeps_its_kind(
+def test_a_refusal_is_final_and_keeps_its_error_class(
     router: FakeRouter, actor: plexrl.TrainDeployment
 ) -> None:
     router.requests.clear()
@@ -161,7 +161,7 @@ def test_a_refusal_is_final_and_keeps_its_kind(
 
 
 @pytest.mark.slow
-def test_a_cluster_that_holds_is_waited_for_longer_than_one_that_is_silent(
+def test_retries_go_on_while_the_cluster_is_unavailable_beyond_the_timeout(
     router: FakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
     with plexrl.connect(router.url, "key", timeout_s=0.2) as cluster:
@@ -170,35 +170,37 @@ def test_a_cluster_that_holds_is_waited_for_longer_than_one_that_is_silent(
         future = actor.barrier()
         router.faults = ["journal_unavailable"] * 12
         assert future.done() is False
-        assert "holds: injected" in future.explain()
+        assert "unavailable for now: injected" in future.explain()
         assert future.result()["metrics"] == {"loss": 0.5}
         router.faults = ["overloaded"] * 100
         with pytest.raises(errors.OverloadedError):
             actor.barrier()
-    told = [record.message for record in caplog.records if "asks to wait" in record.message]
-    assert len(told) == 2, "one message for each reason"
+    messages = [
+        record.message for record in caplog.records if "unavailable for now" in record.message
+    ]
+    assert len(messages) == 2, "one message for each reason"
 
 
-def test_a_result_that_is_not_there_in_time_is_no_failure_while_the_cluster_holds(
+def test_a_timeout_while_the_cluster_is_unavailable_is_not_the_operations_error(
     router: FakeRouter, actor: plexrl.TrainDeployment
 ) -> None:
     future = actor.barrier()
     router.faults = ["no_answer"] * 10**6
-    with pytest.raises(errors.DeadlineExceededError, match="holds: injected"):
+    with pytest.raises(errors.DeadlineExceededError, match="unavailable for now: injected"):
         future.result(timeout_s=0.05)
     router.faults = []
     assert future.result()["metrics"] == {"loss": 0.5}
 
 
-def test_a_checkpoint_that_is_not_durable_in_time_is_no_failure_while_the_cluster_holds(
+def test_a_checkpoint_timeout_while_the_cluster_is_unavailable_is_not_its_error(
     router: FakeRouter, actor: plexrl.TrainDeployment
 ) -> None:
     router.result = {"job": "j", "name": "c", "seq": 1, "durable": False}
     future = actor.save_checkpoint("c")
     assert future.pinned() == router.result
-    # More than the listing is asked for in the time that is given, yet the test ends without them.
+    # More faults than listings in the given time; the rest is not used.
     router.faults = ["no_answer"] * 500
-    with pytest.raises(errors.DeadlineExceededError, match="holds: injected"):
+    with pytest.raises(errors.DeadlineExceededError, match="unavailable for now: injected"):
         future.result(timeout_s=0.05)
     router.faults = ["no_answer"] * 500
     assert future.done() is False
@@ -220,7 +222,7 @@ def test_an_operations_own_error_is_final_whatever_its_status(
     assert len(polls) == 1
 
 
-def test_a_result_is_waited_for_through_polls_and_lost_connections(
+def test_waiting_survives_polls_and_lost_connections(
     router: FakeRouter, actor: plexrl.TrainDeployment
 ) -> None:
     future = actor.forward_backward(BATCH, plexrl.losses.cross_entropy())
@@ -231,7 +233,7 @@ def test_a_result_is_waited_for_through_polls_and_lost_connections(
     assert [row.tolist() for row in result.logprobs] == [[0, 1], [2, 3, 4]]
 
 
-def test_a_poll_tells_why_one_waits_and_a_timeout_leaves_the_operation_alone(
+def test_a_poll_explains_the_wait_and_a_timeout_leaves_the_operation_running(
     router: FakeRouter, actor: plexrl.TrainDeployment
 ) -> None:
     router.polls_until_done = 10**6
@@ -246,7 +248,7 @@ def test_a_poll_tells_why_one_waits_and_a_timeout_leaves_the_operation_alone(
     assert future.done()
 
 
-def test_submissions_leave_in_the_order_of_the_calls(
+def test_submissions_keep_the_order_of_the_calls(
     router: FakeRouter, actor: plexrl.TrainDeployment
 ) -> None:
     router.requests.clear()
@@ -255,10 +257,10 @@ def test_submissions_leave_in_the_order_of_the_calls(
     assert posted == [future.operation for future in futures]
 
 
-def test_nobody_there_is_said_so_within_the_callers_patience() -> None:
+def test_an_unreachable_cluster_is_reported_within_the_timeout() -> None:
     with (
         plexrl.connect("http://127.0.0.1:9", "key", timeout_s=0.2) as cluster,
-        pytest.raises(errors.ConnectionLostError, match="is the cluster up"),
+        pytest.raises(errors.ConnectionLostError, match="check that the cluster is up"),
     ):
         cluster.jobs()
 
@@ -275,7 +277,7 @@ def test_async_controllers_have_the_same_surface(router: FakeRouter) -> None:
     asyncio.run(control())
 
 
-def test_a_job_ends_as_its_block_does(router: FakeRouter) -> None:
+def test_a_job_ends_with_the_outcome_of_its_block(router: FakeRouter) -> None:
     with plexrl.connect(router.url, "key") as cluster:
         with cluster.create_job("j"):
             pass
@@ -311,7 +313,7 @@ def test_an_async_controller_can_be_interrupted_while_its_last_operation_waits(
     assert router.bodies["/v1/jobs/j/finish"]["outcome"] == "cancelled"
 
 
-def test_a_stream_names_its_controller(router: FakeRouter) -> None:
+def test_a_stream_request_carries_the_controller_token(router: FakeRouter) -> None:
     with plexrl.connect(router.url, "key") as cluster:
         rollout = cluster.create_job("j").rollout_deployment("actor", plexrl.tiny_qwen2("01"))
         router.tokens.clear()
@@ -320,13 +322,13 @@ def test_a_stream_names_its_controller(router: FakeRouter) -> None:
     assert len(set(router.tokens)) == 1, "the submission's and the stream's"
 
 
-def test_a_node_that_gave_no_logs_is_told_of(
+def test_a_node_without_logs_is_reported(
     router: FakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
     with plexrl.connect(router.url, "key") as cluster:
         job = cluster.attach_job("j", heartbeat=False)
         assert job.logs() == []
-        assert "no logs of node n7: it is silent" in caplog.text
+        assert "no logs from node n7: it is silent" in caplog.text
         assert [each["node"] for each in job.read_logs()["failed"]] == ["n7"]
     found = CliRunner().invoke(
         app, ["logs", "j", "--url", router.url, "--api-key", "key", "--json"]
@@ -347,7 +349,7 @@ def test_the_public_names_are_these() -> None:
     assert {"connect", "Batch", "losses", "SamplingParams", "tiny_qwen2"} <= set(plexrl.__all__)
 
 
-def test_a_batch_of_samples_puts_everything_on_the_completions() -> None:
+def test_from_samples_puts_values_on_completions_only() -> None:
     sample = plexrl.Sample([5, 6], np.array([-0.5, -0.25], dtype=np.float32), "stop")
     batch = plexrl.Batch.from_samples(
         [[3, 4], [7]], [[sample], [sample]], [[2.0], [9.0]], keep=[True, False]
@@ -360,7 +362,7 @@ def test_a_batch_of_samples_puts_everything_on_the_completions() -> None:
     assert arrays["advantages"].tolist() == [0, 0, 2, 2]
 
 
-def test_completions_and_values_of_unequal_length_are_named() -> None:
+def test_completions_and_values_of_unequal_length_are_refused_by_name() -> None:
     with pytest.raises(errors.BatchShapeError, match="logprobs: row 1 has 1 values"):
         plexrl.Batch.from_completions([[3], [3]], [[4], [4, 5]], logprobs=[[0.0], [0.0]])
 
@@ -368,14 +370,14 @@ def test_completions_and_values_of_unequal_length_are_named() -> None:
 @pytest.mark.parametrize(
     ("rows", "error", "names"),
     [
-        (["abc"], errors.BatchShapeError, "row 0 is 'abc', no list of token ids"),
-        ([1, 2, 3], errors.BatchShapeError, "row 0 is 1, no list of token ids"),
+        (["abc"], errors.BatchShapeError, "row 0 is 'abc', not a list of token ids"),
+        ([1, 2, 3], errors.BatchShapeError, "row 0 is 1, not a list of token ids"),
         ([[1], [0.5]], errors.BatchShapeError, "row 1 is"),
         ([[[1, 2], [3]]], errors.BatchShapeError, "row 0 is ragged"),
         ([[1], [1 << 40]], errors.TokenRangeError, "32 bits"),
     ],
 )
-def test_rows_that_are_no_lists_of_tokens_are_refused(
+def test_rows_that_are_not_token_lists_are_refused(
     rows: Any, error: type[errors.PlexRLError], names: str
 ) -> None:
     with pytest.raises(error, match=names):
@@ -392,16 +394,16 @@ def test_rows_may_be_empty_or_arrays() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -3.0, float("nan"), float("inf"), "a"])
-def test_a_deadline_that_is_none_is_refused(router: FakeRouter, seconds: Any) -> None:
+def test_an_invalid_deadline_is_refused(router: FakeRouter, seconds: Any) -> None:
     with plexrl.connect(router.url, "key") as cluster, cluster.create_job("j") as job:
         rollout = job.rollout_deployment("rollout", plexrl.tiny_qwen2("ab"))
-        with pytest.raises(errors.InvalidRequestError, match="more than 0"):
+        with pytest.raises(errors.InvalidRequestError, match="above 0"):
             rollout.within(seconds)
 
 
 @pytest.mark.parametrize("example", ["grpo_digits", "distill_digits"])
 def test_an_example_shows_a_refusal_as_one_line(example: str) -> None:
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{example}.py")],
         env={**os.environ, "PLEXRL_URL": " , ", "PLEXRL_API_KEY": "key"},
         capture_output=True,
@@ -409,11 +411,11 @@ def test_an_example_shows_a_refusal_as_one_line(example: str) -> None:
         check=False,
         timeout=120,
     )
-    assert told.returncode == 1
-    assert told.stderr.startswith("InvalidRequestError: "), told.stderr
+    assert result.returncode == 1
+    assert result.stderr.startswith("InvalidRequestError: "), result.stderr
 
 
-def test_a_trace_that_cannot_be_written_is_said_so(router: FakeRouter, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_reported(router: FakeRouter, tmp_path: Path) -> None:
     where = ["--url", router.url, "--api-key", "key"]
-    told = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
-    assert isinstance(told.exception, errors.StorageError), told.output
+    result = CliRunner().invoke(app, ["trace", "--out", str(tmp_path / "no" / "x.json"), *where])
+    assert isinstance(result.exception, errors.StorageError), result.output

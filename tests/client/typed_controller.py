@@ -1,7 +1,7 @@
-"""A controller as a user types it: `mypy --strict` says that each call answers what is said here.
+"""A controller for `mypy --strict`, which checks the type of each result.
 
-Nothing runs it: `typing.assert_type` is for the type checker, and a call that answered `Any` would
-fail there.
+Nothing runs it: `typing.assert_type` is for the type checker, and fails there for a result of type
+`Any`.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,7 +19,7 @@ def advantages_of(rewards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def control(prompts: Sequence[Sequence[int]], rewards: npt.NDArray[np.float64]) -> None:
-    """One step, and what a user looks at."""
+    """One step, and the queries of a user."""
     with plexrl.connect(timeout_s=60) as cluster, cluster.create_job("typed", gang=2) as job:
         assert_type(cluster, plexrl.Cluster)
         assert_type(job, plexrl.Job)
@@ -73,7 +73,7 @@ def control(prompts: Sequence[Sequence[int]], rewards: npt.NDArray[np.float64]) 
 
 
 async def control_async(prompts: Sequence[Sequence[int]], batch: plexrl.Batch) -> None:
-    """The same, awaited."""
+    """The same for `async`."""
     async with await plexrl.connect_async() as cluster:
         job = assert_type(await cluster.create_job("typed"), plexrl.AsyncJob)
         model = plexrl.ModelSpec(path="/models/qwen")

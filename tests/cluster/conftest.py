@@ -1,4 +1,4 @@
-"""A real cluster of real processes, shared by the tests of this folder."""
+"""A real cluster of real processes, shared by the tests of this folder and its sub-folders."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the whole-cluster tests do to a cluster, and look at."""
+"""Shared actions on and observations of a live cluster."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def wait_until(what: Callable[[], bool], message: str) -> None:
 
 
 def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
-    """The process of one part, by the module it runs; one that is restarting is waited for."""
+    """The process of the part that runs `module`; waits if it is restarting."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
@@ -71,7 +71,7 @@ def some_batch(seed: int, rows: int = 12) -> plexrl.Batch:
 
 
 def checkpoint_weights(actor: plexrl.TrainDeployment, name: str = "end") -> bytes:
-    """The bytes of the deployment's weights as a checkpoint has them."""
+    """The bytes of the deployment's weights, from a checkpoint."""
     path = Path(actor.save_checkpoint(name).result(120)["path"])
     return (path / "model.safetensors").read_bytes()
 
@@ -79,8 +79,8 @@ def checkpoint_weights(actor: plexrl.TrainDeployment, name: str = "end") -> byte
 def paused_in_the_middle(
     rollout: plexrl.RolloutDeployment, begin: Callable[[], plexrl.GenerateFuture], running: int
 ) -> plexrl.GenerateFuture:
-    """A generation that is stopped with so many samples under way, some tokens of each engine
-    drawn. One that was over before it could be stopped is begun again."""
+    """A generation that is paused with `running` samples, after each engine has drawn some tokens.
+    A generation that ends before the pause is repeated."""
 
     def drawn() -> list[int]:
         return [each["tokens_drawn"] for each in rollout.status()["engines"]]

@@ -1,4 +1,4 @@
-"""A cluster for the documentation's commands and snippets, with a job that has done something."""
+"""A cluster for the commands and snippets of the documentation, with jobs that have results."""
 
 import json
 import os
@@ -18,27 +18,27 @@ from tests.docs.pages import ROOT
 ANSWER_S = 120.0
 TENANT = "team"
 SPARE_CHECKPOINT = "step1"
-"""May be deleted."""
+"""A checkpoint that tests may delete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Docs:
-    """What the pages' commands run against."""
+    """The cluster that commands and snippets use, and its jobs."""
 
     folder: Path
-    """Where they run, page after page."""
+    """Working directory of the commands of all pages."""
     data_dir: Path
-    """The cluster's."""
+    """Data directory of the cluster."""
     url: str
     api_key: str
     job: str
-    """A job that is under way, and has metrics and checkpoints."""
+    """A running job with metrics and checkpoints."""
     failed_job: str
-    """A job that has failed, and has metrics."""
+    """A failed job with metrics."""
     environment: dict[str, str]
 
     def placeholders(self, words: Sequence[str]) -> dict[str, str]:
-        """What stands in a command that runs now for each word that is left to the reader."""
+        """Values for the placeholders in `words`."""
         makers: dict[str, Callable[[], str]] = {
             "JOB": lambda: self._job_for(words),
             "JOB2": self._another_job,
@@ -54,12 +54,12 @@ class Docs:
         return self.failed_job if "--follow" in words else self.job
 
     def _another_job(self) -> str:
-        """One that may end."""
+        """A new job that tests may end."""
         with plexrl.connect(self.url, self.api_key) as cluster:
             return cluster.create_job("another").job
 
     def _spare_key(self) -> str:
-        """Of the tenant's keys, the one made last."""
+        """The newest key of the tenant."""
         with plexrl.connect(self.url, self.api_key) as cluster:
             cluster.rotate_key(TENANT)
             return str(cluster.tenant_keys(TENANT)[-1]["key"])
@@ -67,7 +67,7 @@ class Docs:
 
 @pytest.fixture(scope="session")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docs]:
-    """A cluster as `plexrl up` starts it."""
+    """A cluster that `plexrl up` started."""
     folder = tmp_path_factory.mktemp("docs")
     data_dir = folder / "cluster"
     environment = {
@@ -112,7 +112,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docs]:
 
 
 def train(job: plexrl.Job) -> None:
-    """A step of a job, with all that commands show of one."""
+    """Run two steps of a job, so that every command has something to show."""
     model = plexrl.tiny_qwen2(VOCABULARY)
     actor = job.train_deployment("actor", model)
     rollout = job.rollout_deployment("rollout", model)
@@ -126,7 +126,7 @@ def train(job: plexrl.Job) -> None:
 
 
 def fail(cluster: plexrl.Cluster) -> str:
-    """A job that logs a row and fails."""
+    """Run a job that logs a row and fails."""
     job = cluster.create_job("broken")
     job.log(1, {"reward/mean": 0.0})
     job.finish("failed", "no reward")

@@ -1,4 +1,4 @@
-"""The documentation's pages as a reader has them: code blocks, code spans, links, headings."""
+"""Parsed pages of the documentation: code blocks, commands, links, headings."""
 
 import re
 import shlex
@@ -15,16 +15,16 @@ COMMANDS = (
     *("plexrl", ".venv/bin/plexrl", "make", "python", "pip"),
     *("curl", "cp", "install", "ray", "scripts/gpu_check.sh", "systemctl"),
 )
-"""First words of a line that is a command. A code block that names no language has commands if its
-first line begins with one of these."""
+"""First words of commands. A code block without a language contains commands if its first line
+begins with one of these."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
-"""Of a variable, before a command."""
+"""An assignment of a variable before a command."""
 PIPE = "|"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced code block; `line` is its first one in the page, from 1."""
+    """A fenced code block; `line` is its first line in the page, from 1."""
 
     page: str
     line: int
@@ -33,52 +33,52 @@ class Block:
 
     @property
     def name(self) -> str:
-        """How tests are named for it."""
+        """Name in test ids."""
         return f"{self.page}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command of a code block, without its comment and its program's folder."""
+    """One command of a code block, without its comment and the folder of its program."""
 
     page: str
     line: int
     words: tuple[str, ...]
-    """Those behind a pipe too."""
+    """All words, including those after a pipe."""
 
     @property
     def text(self) -> str:
-        """As one would type it."""
+        """The command as text."""
         return typed(self.words)
 
     @property
     def first(self) -> tuple[str, ...]:
-        """The words before a pipe."""
+        """Words before a pipe."""
         return tuple(takewhile(lambda word: word != PIPE, self.words))
 
     @property
     def name(self) -> str:
-        """How tests are named for it."""
+        """Name in test ids."""
         return f"{self.page}:{self.line} {self.text}"
 
 
 def typed(words: Sequence[str]) -> str:
-    """Words as one would type them."""
+    """Join words to a command line."""
     return " ".join(word if word == PIPE else shlex.quote(word) for word in words)
 
 
 def pages() -> list[Path]:
-    """The README and the rest of the documentation, in the order in which one reads it."""
+    """All pages, in reading order."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
 def tokens(page: Path) -> list[Token]:
-    """The page, parsed as GitHub does."""
+    """The page, parsed like GitHub's markdown."""
     return MarkdownIt("commonmark").enable("table").parse(page.read_text())
 
 
 def inline(page: Path) -> Iterator[tuple[int, Token]]:
-    """The parts of running text, each with the first line of its paragraph."""
+    """Inline tokens of running text, each with the first line of its paragraph."""
     for token in tokens(page):
         for child in token.children or ():
             assert token.map is not None
@@ -86,7 +86,7 @@ def inline(page: Path) -> Iterator[tuple[int, Token]]:
 
 
 def blocks(language: str | None = None) -> list[Block]:
-    """All code blocks, or those of one language."""
+    """All code blocks, or only those of one language."""
     return [
         Block(
             page=str(page.relative_to(ROOT)),
@@ -102,11 +102,11 @@ def blocks(language: str | None = None) -> list[Block]:
 
 
 def commands() -> list[Command]:
-    """Every command of a code block; what stands twice, once. In a block that begins with `$ `,
-    lines without it are output.
+    """All different commands of code blocks. In a block that begins with `$ `, other lines are
+    output.
 
     Raises:
-        ValueError: a line of a block of commands is none.
+        ValueError: a line of a block of commands is not a command.
     """
     found: dict[tuple[str, ...], Command] = {}
     for block in blocks():
@@ -131,7 +131,7 @@ def commands() -> list[Command]:
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """(number from 0, line), those that end in a backslash joined with the next."""
+    """(number from 0, line); a line that ends in a backslash is joined with the next one."""
     first = 0
     parts: list[str] = []
     for number, line in enumerate(text.splitlines()):
@@ -143,7 +143,7 @@ def lines_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the page's headings."""
+    """Anchors of the page's headings on GitHub."""
     found: set[str] = set()
     parts = tokens(page)
     for number, token in enumerate(parts):

@@ -1,4 +1,4 @@
-"""What the snippets of the documentation take for granted: names, prepared when asked for."""
+"""Names that snippets of the documentation use without a definition, made at their first use."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -41,11 +41,11 @@ TYPES = {
     "step": "int",
     "url": "str",
 }
-"""Every name that a snippet may use without having made it, and what it is."""
+"""Names that a snippet may use without a definition, with their types."""
 
 
 def tree(block: Block) -> ast.Module:
-    """The snippet, parsed; it may await at its top level."""
+    """Parse the snippet, which may await at its top level."""
     flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     found = compile(block.text, block.name, "exec", flags)
     assert isinstance(found, ast.Module)
@@ -53,7 +53,7 @@ def tree(block: Block) -> ast.Module:
 
 
 def needed(block: Block) -> list[str]:
-    """The names of `TYPES` that the snippet reads before it makes them."""
+    """Names of `TYPES` that the snippet reads before it assigns them."""
     events: list[tuple[int, int, str, bool]] = []
     for name, end in _names(tree(block), None):
         is_made = isinstance(name.ctx, ast.Store)
@@ -72,7 +72,7 @@ def needed(block: Block) -> list[str]:
 def _names(
     node: ast.AST, end: tuple[int, int] | None
 ) -> Iterator[tuple[ast.Name, tuple[int, int] | None]]:
-    """Every name, and where the assignment that makes it ends."""
+    """Every name, and the end of the assignment that defines it."""
     if isinstance(node, ast.Assign | ast.AnnAssign):
         end = (node.end_lineno or 0, node.end_col_offset or 0)
     if isinstance(node, ast.Name):
@@ -82,7 +82,7 @@ def _names(
 
 
 class Prepared:
-    """Makes the names for one snippet; each job is a new one."""
+    """Makes the names for one snippet, in a new job."""
 
     def __init__(self, docs: Docs, cluster: plexrl.Cluster, title: str) -> None:
         self._docs = docs
@@ -92,7 +92,7 @@ class Prepared:
         self.names: Names = {"plexrl": plexrl, "cluster": cluster}
 
     def get(self, name: str) -> Any:
-        """The value, made now if it is not there."""
+        """The value; made at its first use."""
         if name not in self.names:
             makers: dict[str, Callable[[], Any]] = {
                 "AutoModelForCausalLM": _auto_model,
@@ -131,14 +131,14 @@ class Prepared:
         return self._job
 
     def _left_job(self) -> str:
-        """A job with an actor, whose controller is gone."""
+        """A job with an actor, whose controller has left."""
         with plexrl.connect(self._docs.url, self._docs.api_key) as other:
             job = other.create_job(f"{self._title}-left")
             job.train_deployment("actor", self.get("model")).barrier().result(ANSWER_S)
             return job.job
 
     def finish(self) -> None:
-        """End the snippet's job, once its deployments run and all is done that it began.
+        """Wait for the snippet's deployments and operations, then end its job.
 
         Raises:
             PlexRLError: a deployment did not come up, or an operation failed.
@@ -151,7 +151,7 @@ class Prepared:
         self._job.finish()
 
     def close(self) -> None:
-        """Leave nothing running."""
+        """Cancel the snippet's job."""
         if self._job is not None:
             self._job.finish("cancelled")
 

@@ -1,4 +1,4 @@
-"""Every command of the documentation's code blocks does what it should; `make docs-check`."""
+"""Every command of the documentation's code blocks succeeds (`make docs-check`)."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def exception(command: Command) -> str | None:
-    """Which exception it is."""
+    """The entry of `PARSED` that excludes the command, if any."""
     return next((text for text in PARSED if f"{command.text} ".startswith(text)), None)
 
 
@@ -32,11 +32,11 @@ def test_a_command_of_a_page_succeeds(docs: Docs, command: Command) -> None:
         pipeline, cwd=docs.folder, env=docs.environment, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.strip(), "it says nothing"
+    assert found.stdout.strip(), "it prints nothing"
 
 
 def serves(docs: Docs, words: list[str]) -> None:
-    """A cluster that starts, and ends in order with Ctrl-C."""
+    """Check that the cluster starts, and that Ctrl-C ends it in order."""
     environment = {**docs.environment, "PLEXRL_DATA_DIR": str(docs.folder / "own")}
     with subprocess.Popen(
         words, cwd=docs.folder, env=environment, stdout=subprocess.PIPE, text=True
@@ -48,6 +48,6 @@ def serves(docs: Docs, words: list[str]) -> None:
     assert running.returncode == 0
 
 
-def test_every_exception_is_of_a_command_that_is_there() -> None:
+def test_every_exception_matches_a_command() -> None:
     used = {exception(command) for command in commands()}
     assert set(PARSED) == used - {None}

@@ -1,4 +1,4 @@
-"""What the documentation names is there: commands, options, targets, files, anchors."""
+"""Commands, options, targets, files and anchors in the documentation exist."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
 def options_of_scripts() -> set[str]:
-    """Those of examples, benchmarks and scripts, which have no table of theirs."""
+    """Options in the source of examples, benchmarks and scripts."""
     files = [*(ROOT / "examples").glob("*.py"), *HERE.rglob("*.py"), ROOT / "tests" / "conftest.py"]
     return {option for path in files for option in OPTION.findall(path.read_text())}
 
@@ -41,7 +41,7 @@ def test_a_command_is_accepted(command: Command) -> None:
     elif program == "python":
         assert (ROOT / words[0]).exists() or _is_module(words), words
     else:
-        assert any(command.text.startswith(text) for text in PARSED), "stands in no list"
+        assert any(command.text.startswith(text) for text in PARSED), "not in PARSED"
 
 
 def _is_module(words: list[str]) -> bool:
@@ -50,7 +50,7 @@ def _is_module(words: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_what_running_text_names_exists(page: Path) -> None:
+def test_names_in_running_text_exist(page: Path) -> None:
     known = all_options() | options_of_scripts() | OPTIONS_OF_OTHERS
     wrong = []
     for line, token in inline(page):
@@ -59,17 +59,17 @@ def test_what_running_text_names_exists(page: Path) -> None:
         text = token.content.removeprefix(".venv/bin/")
         where = f"{page.name}:{line}: `{text}`"
         if text.startswith("plexrl ") and not _command_exists(text):
-            wrong.append(f"{where} is no command, or has no such option")
+            wrong.append(f"{where} is not a command, or has no such option")
         elif text.startswith("make ") and text.split()[1] not in TARGETS:
-            wrong.append(f"{where} is no target")
+            wrong.append(f"{where} is not a target")
         elif text.startswith("--") and not set(OPTION.findall(text)) <= known:
-            wrong.append(f"{where} is no option")
+            wrong.append(f"{where} is not an option")
         elif found := re.match(r"(?:python )?((?:benchmarks|examples|plexrl)/[\w/.]+)", text):
             path = found[1].rstrip("/.")
             if not (ROOT / path).exists():
-                wrong.append(f"{where} is no file")
+                wrong.append(f"{where} does not exist")
         elif (found := re.match(r"python (-m [\w.]+)", text)) and not _is_module(found[1].split()):
-            wrong.append(f"{where} is no module")
+            wrong.append(f"{where} is not a module")
     assert not wrong, "\n".join(wrong)
 
 
@@ -83,7 +83,7 @@ def _command_exists(text: str) -> bool:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     broken = []
     for line, token in inline(page):
         target = str(token.attrs.get("href" if token.type == "link_open" else "src", ""))
@@ -97,7 +97,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.name)
-def test_a_snippet_compiles_and_names_what_plexrl_has(block: Block) -> None:
+def test_a_snippet_compiles_and_its_plexrl_names_exist(block: Block) -> None:
     code = compile(
         block.text,
         block.name,

@@ -1,4 +1,4 @@
-"""Every Python snippet of the documentation is true; `make docs-check`."""
+"""Every Python snippet of the documentation runs (`make docs-check`)."""
 
 import ast
 import asyncio
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def exceptions(block: Block) -> set[str]:
-    """Why it is not run."""
+    """The entries of `TYPED` that exclude the snippet from running."""
     return {text for text in TYPED if text in block.text}
 
 
@@ -53,7 +53,7 @@ def test_a_snippet_runs(prepared: Prepared, block: Block) -> None:
 
 
 def run(code: CodeType, prepared: Prepared) -> None:
-    """Until all that it has begun is done; it may await."""
+    """Run the snippet, which may await, and wait for its operations."""
     if code.co_flags & inspect.CO_COROUTINE:
 
         async def awaited() -> None:
@@ -80,6 +80,6 @@ def test_snippets_fit_the_types_of_plexrl(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout
 
 
-def test_every_exception_is_of_a_snippet_that_is_there() -> None:
+def test_every_exception_matches_a_snippet() -> None:
     used = {text for block in blocks("python") for text in exceptions(block)}
     assert used == set(TYPED)

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector, as far as traces over HTTP go: decodes and keeps what it is sent."""
+"""A minimal OpenTelemetry collector: decodes and stores the spans it receives over HTTP."""
 
 import gzip
 import threading
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Collector:
-    """What has come; `refuses` more requests are answered with an error first."""
+    """Received spans; the next `refuses` requests get an error."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -26,7 +26,7 @@ class Collector:
         self.endpoint = ""
 
     def take(self, body: bytes) -> bool:
-        """Keep one request's spans; False where it is refused."""
+        """Store one request's spans; False if it is refused."""
         if self.refuses:
             self.refuses -= 1
             return False
@@ -41,7 +41,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on a port of its own."""
+    """A collector on a free port."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A scheduler and a router as real processes, without nodes: enough to speak HTTP to."""
+"""A scheduler and a router as real processes, without nodes, for tests over HTTP."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ END_S = 30.0
 
 @dataclass(frozen=True)
 class LiveRouter:
-    """Where the router listens, and what it wrote to its log."""
+    """Port, log and process of the router."""
 
     port: int
     log: Path
@@ -38,7 +38,7 @@ class LiveRouter:
 
 @contextmanager
 def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[LiveRouter]:
-    """A router with that configuration; `descriptors` is its hard limit on them."""
+    """A router with this configuration; `descriptors` is its hard limit on descriptors."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         scheduler = str(folder / "s.sock")
@@ -56,7 +56,7 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
         wrapper = []
         if descriptors is not None:
             wrapper = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
-        told = {
+        router_config = {
             "router": "router0",
             "scheduler": scheduler,
             "host": "127.0.0.1",
@@ -64,7 +64,7 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
             "data_dir": str(folder / "data"),
             **config,
         }
-        router, ready = stack.enter_context(_process(folder, "router", told, wrapper))
+        router, ready = stack.enter_context(_process(folder, "router", router_config, wrapper))
         yield LiveRouter(ready["port"], folder / "router.log", router.pid)
 
 

@@ -9,8 +9,10 @@ what the cluster was told, without the core's own rules of turns.
 from collections.abc import Iterator
 
 from plexrl.ids import DeploymentId, OperationId
+from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, State, WpgState
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -52,7 +54,7 @@ class _Look:
             f"{deployment.deployment} {deployment.state} {deployment.residency} queue="
             f"{deployment.queue[:4]} running={list(deployment.running)} moving="
             f"{deployment.moving and deployment.moving.operation} replaying="
-            f"{deployment.replaying[:3]} relocation={deployment.relocation} group={group}"
+            f"{deployment.replay.replaying[:3]} relocation={deployment.moves.planned} group={group}"
         )
 
     def _has_cause(
@@ -82,16 +84,16 @@ class _Look:
             case WpgState.WAITING:
                 return deployment.deployment in self._cluster.core._context.waiting
             case WpgState.LAUNCHING | WpgState.RECOVERING:
-                key = (deployment.deployment, deployment.incarnation)
+                key = (deployment.deployment, deployment.processes.incarnation)
                 return (
                     key in self._launches
-                    or f"launch:{deployment.deployment}" in self._timers
+                    or timers.launch(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )
             case WpgState.MIGRATING:
                 return (
                     deployment.deployment in self._migrations
-                    or f"migration:{deployment.deployment}" in self._timers
+                    or timers.migration(deployment.deployment) in self._timers
                     or self._misses_a_node(deployment)
                 )
             case WpgState.READY:
@@ -101,7 +103,7 @@ class _Look:
 
     def _misses_a_node(self, deployment: Deployment) -> bool:
         nodes = self._state.nodes
-        names = {*deployment.nodes, *deployment.state_nodes, *deployment.awaited_nodes}
+        names = {*deployment.nodes, *deployment.stored.nodes, *deployment.stored.awaited_nodes}
         if any(not nodes[name].alive for name in names):
             return True
         return any(rank.gpu >= nodes[rank.node].gpus for rank in deployment.ranks)
@@ -128,8 +130,8 @@ class _Look:
         """The publish that the deployment's next operation waits for, if it has not ended."""
         group = self._state.groups[deployment.group or ""]  # type: ignore[index]
         names: list[OperationId] = []
-        if group.holder == deployment.deployment and deployment.replaying:
-            names = deployment.replaying[:1]
+        if group.holder == deployment.deployment and deployment.replay.replaying:
+            names = deployment.replay.replaying[:1]
         elif deployment.queue:
             names = deployment.queue[:1]
         for name in names:
@@ -141,12 +143,12 @@ class _Look:
 
     def _group_goes_on(self, group: Group, deployment: Deployment) -> bool:
         """Whether a member's report, or a timer, has the group looked at."""
-        if f"group:{group.group}" in self._timers:
+        if timers.group_step(group.group) in self._timers:
             return True
         members = [self._state.deployments[name] for name in group.members]
         if any(self._is_busy(member) for member in members):
             return True
-        if deployment.relocation is None:
+        if deployment.moves.planned is None:
             return False
         # It stops for a move: that waits for a pull of its weights, which has a cause or has not.
         return any(self._pulls(other, deployment.deployment) for other in self._of_job(deployment))

@@ -21,7 +21,7 @@ from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
-from plexrl.scheduler.state.records import WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck

@@ -3,10 +3,10 @@
 import pytest
 
 from plexrl.errors import StateTierFullError
-from plexrl.scheduler.operations.holding import HOLD_S_MAX
 from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.deployment.backoff import BACKOFF_S_MAX
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.test_rebuilding import refuse, train, trained
+from tests.scheduler.placement.test_rebuilding import refuse, train, trained
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_held_operation_goes_back_to_the_head_of_its_queue(cluster: FakeCluste
     assert explanation["rule"] == "held"
     assert "no room" in explanation["reason"]
     assert explanation["position"] == 0
-    assert 0 < explanation["eta_s"] < HOLD_S_MAX
+    assert 0 < explanation["eta_s"] < BACKOFF_S_MAX
     cluster.settle()
     assert [cluster.state_of(f"a:{index}") for index in (1, 2, 3)] == ["finished"] * 3
     assert cluster.wpgs["a/actor"].device == ["a:1", "a:2", "a:3"]
@@ -65,7 +65,7 @@ def test_a_held_operation_is_tried_ever_more_rarely_but_without_end(cluster: Fak
         pauses.append(cluster.now - refused_at)
     assert pauses == sorted(pauses)
     assert pauses[0] < 2
-    assert pauses[-1] == pytest.approx(HOLD_S_MAX)
+    assert pauses[-1] == pytest.approx(BACKOFF_S_MAX)
     cluster.settle()
     assert cluster.state_of("a:1") == "finished"
 
@@ -88,7 +88,7 @@ def test_others_have_the_group_while_one_is_held(cluster: FakeCluster) -> None:
     for _ in range(5):
         (run,) = cluster.runs
         cluster.refuse(run)
-        cluster.pass_time(HOLD_S_MAX)
+        cluster.pass_time(BACKOFF_S_MAX)
     (run,) = cluster.runs
     cluster.refuse(run)
     cluster.submit("b:1", "b/actor", "optim_step")
@@ -163,7 +163,7 @@ def test_a_held_replay_is_repeated_and_costs_no_attempt() -> None:
         (run,) = cluster.runs
         assert run.replay
         cluster.refuse(run)
-        cluster.pass_time(HOLD_S_MAX)
+        cluster.pass_time(BACKOFF_S_MAX)
     cluster.settle()
     assert cluster.wpgs["a/actor"].device == ["a:1", "a:2", "a:3"]
 

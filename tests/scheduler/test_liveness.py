@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.state.records import Residency
+from plexrl.scheduler.state.machines.residency_states import Residency
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 from tests.scheduler.random_history import History

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.jobs import profiler
 from plexrl.scheduler.jobs.profiler import ProfilerConfig
-from plexrl.scheduler.state.cycle import BusySpan, Cycle
 from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
 from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
@@ -37,7 +37,7 @@ def live(
     """One cycle: each run is (kind, seconds waited for the group, seconds on it)."""
     now += rollout_s
     for kind, waited_s, seconds in runs:
-        one.wants_since = now
+        one.burst.want(now)
         now += waited_s
         profiler.next_began(one, now)
         profiler.run_began(one, now)

@@ -16,7 +16,7 @@ from typing import Protocol
 import pytest
 
 from plexrl.errors import DeviceUnavailableError
-from plexrl.statemanager.device.backend import DeviceBackend, Loan, Segment, WorkerArena
+from plexrl.statemanager.device.backend import DeviceAllocation, DeviceBackend, Segment, WorkerArena
 from plexrl.statemanager.device.cpu.arena import CpuArena
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.device.cuda.arena import CudaArena
@@ -29,7 +29,7 @@ from tests.statemanager.memory_files import memory_file_bytes
 
 
 class HostBlock:
-    """Host memory to copy to and from."""
+    """Host memory for copies."""
 
     def __init__(self, contents: bytes) -> None:
         self._memory = ctypes.create_string_buffer(contents, max(1, len(contents)))
@@ -40,19 +40,19 @@ class HostBlock:
         return self._memory.raw[: self.nbytes]
 
     def run(self, offset: int) -> Run:
-        """All of it, at that place of an arena."""
+        """A run that copies all of it to or from an arena offset."""
         return Run(offset, self.address, self.nbytes)
 
 
-def read(loan: Loan, offset: int, nbytes: int) -> bytes:
-    """What the daemon reads."""
+def read(loan: DeviceAllocation, offset: int, nbytes: int) -> bytes:
+    """Read as the daemon."""
     block = HostBlock(bytes(nbytes))
     loan.read([block.run(offset)])
     return block.contents()
 
 
-def write(loan: Loan, offset: int, contents: bytes) -> None:
-    """As the daemon writes."""
+def write(loan: DeviceAllocation, offset: int, contents: bytes) -> None:
+    """Write as the daemon."""
     block = HostBlock(contents)
     loan.write([block.run(offset)])
 
@@ -61,25 +61,25 @@ class Rig(Protocol):
     backend: DeviceBackend
 
     def another_backend(self) -> DeviceBackend:
-        """As a restarted daemon has it."""
+        """The devices of a restarted daemon."""
         ...
 
     def make_arena(self, nbytes: int) -> WorkerArena: ...
 
     def poke(self, arena: WorkerArena, offset: int, contents: bytes) -> None:
-        """As the worker writes."""
+        """Write as the worker."""
         ...
 
     def peek(self, arena: WorkerArena, offset: int, nbytes: int) -> bytes:
-        """What the worker reads."""
+        """Read as the worker."""
         ...
 
     def taken_bytes(self) -> int:
-        """Physical memory that both sides take, as far as it can be told from others'."""
+        """Physical memory of both sides, if it can be attributed."""
         ...
 
     def name(self) -> str:
-        """What a worker process needs to make its own rig, by `rig_named`."""
+        """Name from which a worker process makes its own rig (`rig_named`)."""
         ...
 
 
@@ -189,16 +189,14 @@ def real_driver() -> BoundDriver:
     """The GPU's, or a skipped test."""
     try:
         driver = BoundDriver()
-        if driver.device_count() < 1:
-            pytest.skip("no CUDA device")
         driver.enter(0)
     except DeviceUnavailableError:
         pytest.skip("no CUDA device")
     return driver
 
 
-def segments(loan: Loan) -> list[Segment]:
-    """What is sent to the worker."""
+def segments(loan: DeviceAllocation) -> list[Segment]:
+    """The segments as sent to the worker."""
     pairs = zip(loan.descriptors(), loan.segment_bytes, strict=True)
     return [Segment(fd=fd, nbytes=nbytes) for fd, nbytes in pairs]
 

@@ -62,9 +62,6 @@ class EmulatedCuda:
             raise driver_error("cuDeviceGet", "CUDA_ERROR_INVALID_DEVICE")
         self._local.device = device
 
-    def device_count(self) -> int:
-        return self._devices
-
     def memory_info(self) -> tuple[int, int]:
         return self._device_bytes - self.taken_bytes(self._entered()), self._device_bytes
 

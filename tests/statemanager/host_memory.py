@@ -1,4 +1,4 @@
-"""An arena that no daemon lends, as the store sees one."""
+"""An arena in this process, as `DeviceMemory` for the store."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from plexrl.statemanager.device.memory import Run
 
 
 class HostMemory:
-    """As `DeviceMemory`, over an arena of this process."""
+    """Implements `DeviceMemory` over an arena of this process."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

@@ -1,4 +1,4 @@
-"""What memory files take, by the kernel's word: its tables of who has them open or mapped."""
+"""Bytes of memory files, from the kernel's tables of open and mapped files."""
 
 import os
 from contextlib import suppress
@@ -12,7 +12,7 @@ def memory_file_bytes(name: str, *, pid: int | None = None) -> int:
     found: dict[int, int] = {}
     processes = Path("/proc").iterdir() if pid is None else [Path(f"/proc/{pid}")]
     for process in processes:
-        # A process may end while its tables are read, and others' tables are not ours to read.
+        # A process may end meanwhile, and other users' tables are not readable.
         with suppress(OSError):
             if process.name.isdigit() and process.stat().st_uid == os.getuid():
                 found |= _open_files(process, mark)
@@ -31,7 +31,7 @@ def _open_files(process: Path, mark: str) -> dict[int, int]:
 
 
 def _mapped_files(process: Path, mark: str) -> dict[int, int]:
-    """Our memory files are mapped whole, from their start, though maybe several times."""
+    """The memory files are mapped from their start, possibly several times."""
     found: dict[int, int] = {}
     for line in (process / "maps").read_text().splitlines():
         if mark in line:

@@ -81,8 +81,8 @@ class Node:
         assert process.returncode == -signal.SIGKILL, (process.returncode, log)
         assert "Traceback" not in log, log
         # Nothing was damaged here, so what is named is whole.
-        assert "is no longer whole" not in log, log
-        assert "is no version any more" not in log, log
+        assert "is incomplete and was removed" not in log, log
+        assert "is damaged and was removed" not in log, log
         self._counts["daemon"] += 1
 
     def _restart(self) -> None:

@@ -14,9 +14,9 @@ from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.copy.strided_copy import copy_runs
+from plexrl.statemanager.transfer.copy.strided_copy import copy_strided
 from plexrl.statemanager.transfer.delta.codec import DeltaDecoder, Form, encode
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy, changed_blocks
 from plexrl.statemanager.transfer.delta.stream import apply_delta, copy_changed, encode_delta
@@ -108,8 +108,8 @@ def test_each_form_is_taken_where_it_is_shortest_and_leads_to_the_new_bytes(form
     ("payload", "what"),
     [
         (bytes([9]), "form 9"),
-        (bytes([Form.GAPS]) + struct.pack("<II", 2, 1) + b"\1" + b"abcd", "not those of its words"),
-        (bytes([Form.GAPS]) + struct.pack("<II", 1, 1) + b"\77" + b"ab", "beyond its batch"),
+        (bytes([Form.GAPS]) + struct.pack("<II", 2, 1) + b"\1" + b"abcd", "do not match its words"),
+        (bytes([Form.GAPS]) + struct.pack("<II", 1, 1) + b"\77" + b"ab", "exceeds its batch"),
     ],
 )
 def test_a_delta_that_nobody_encoded_is_refused(payload: bytes, what: str) -> None:
@@ -123,12 +123,12 @@ def test_blocks_of_an_odd_size_are_refused(size: int) -> None:
         DeltaPolicy(block_bytes=size)
 
 
-def reshard(dtype: str) -> tuple[Runs, int, int]:
-    """Runs of a tensor-parallel view of whole tensors, and the sizes of both memories."""
+def reshard(dtype: str) -> tuple[StridedCopies, int, int]:
+    """StridedCopies of a tensor-parallel view of whole tensors, and the sizes of both memories."""
     held = slices_of(fsdp(0, 1), "F32")
     wants = slices_of(tensor_parallel(1, 2), dtype)
     plan = make_plan([Source(id="a", layout=Layout.of(held))], [Layout.of(wants)])
-    return plan.targets[0].runs[0], end_of(held), end_of(wants)
+    return plan.targets[0].copies[0], end_of(held), end_of(wants)
 
 
 def end_of(slices: Sequence[StateSlice]) -> int:
@@ -152,39 +152,39 @@ def mapped(memory: Bytes) -> MappedData:
 def test_a_delta_under_another_layout_and_dtype_leads_to_what_a_full_pull_brings(
     dtype: str, way: str
 ) -> None:
-    runs, held_bytes, wanted_bytes = reshard(dtype)
+    copies, held_bytes, wanted_bytes = reshard(dtype)
     random = np.random.default_rng(3)
     old = random.standard_normal(held_bytes // 4).astype(np.float32).view(np.uint8)
     new = old.copy()
     for at in random.integers(0, held_bytes // 4, 60):
         new.view(np.float32)[at] += 1
     target, expected = np.zeros(wanted_bytes, np.uint8), np.zeros(wanted_bytes, np.uint8)
-    copy_runs(old, target, runs)
-    copy_runs(new, expected, runs)
+    copy_strided(old, target, copies)
+    copy_strided(new, expected, copies)
     policy = DeltaPolicy(block_bytes=64)
     if way == "copied":
-        moved = copy_changed(mapped(new), runs, target, policy)
+        moved = copy_changed(mapped(new), copies, target, policy)
     else:
-        parts = encode_delta(mapped(old), mapped(new), runs, policy, verify=True)
+        parts = encode_delta(mapped(old), mapped(new), copies, policy, verify=True)
         assert parts is not None
         payload = b"".join(parts)
         moved = len(payload)
-        apply_delta(memoryview(payload), runs, target, 64, verify=True)
+        apply_delta(memoryview(payload), copies, target, 64, verify=True)
     assert np.array_equal(target, expected)
-    assert 0 < moved < runs.nbytes / 4
+    assert 0 < moved < copies.nbytes / 4
 
 
 def test_what_does_not_lead_to_the_new_version_is_told_by_its_digest() -> None:
-    runs, held_bytes, wanted_bytes = reshard("F32")
+    copies, held_bytes, wanted_bytes = reshard("F32")
     old = np.zeros(held_bytes, np.uint8)
     new = old.copy()
     new[::5000] = 1
-    parts = encode_delta(mapped(old), mapped(new), runs, DeltaPolicy(), verify=True)
+    parts = encode_delta(mapped(old), mapped(new), copies, DeltaPolicy(), verify=True)
     assert parts is not None
     other = np.full(wanted_bytes, 7, np.uint8)
-    with pytest.raises(CorruptStateError, match="did not lead to the version"):
-        apply_delta(memoryview(b"".join(parts)), runs, other, 128, verify=True)
-    assert encode_delta(mapped(old), mapped(old + 1), runs, DeltaPolicy(), verify=False) is None
+    with pytest.raises(CorruptStateError, match="another checksum than its version"):
+        apply_delta(memoryview(b"".join(parts)), copies, other, 128, verify=True)
+    assert encode_delta(mapped(old), mapped(old + 1), copies, DeltaPolicy(), verify=False) is None
 
 
 @pytest.fixture

@@ -302,7 +302,7 @@ def test_a_target_without_room_refuses_and_keeps_what_it_has(
     other = make_shard(target, deployment="b/actor")
     kept = other.fill(7)
     other.offload(1)
-    with pytest.raises(StateTierFullError, match="end a job or raise a bound"):
+    with pytest.raises(StateTierFullError, match="end a job or raise host_bytes"):
         move(source, target)
     # The first rank has come, for which the other deployment's version was spilled.
     assert ranks_held(target) == {0: "host"}
@@ -319,7 +319,7 @@ def test_a_file_system_without_room_refuses(
     source, target = start_daemon(), start_daemon()
     target.limit_files(STATE // 2)
     expected = offloaded(source, make_shard)
-    with pytest.raises(StateTierFullError, match="no room on its file system"):
+    with pytest.raises(StateTierFullError, match=r"file system is full|has no space"):
         move(source, target)
     _check_empty(target)
     check_loads(source, make_shard, expected)
@@ -418,11 +418,11 @@ def test_a_manifest_that_cannot_be_is_refused(
             client.adopt(replace(shard, manifest=wrong), fds)
         for offset in (-4096, 1):
             elsewhere = replace(shard.regions[0], offset=offset)
-            with pytest.raises(InvalidRequestError, match="is said to lie at"):
+            with pytest.raises(InvalidRequestError, match="at the invalid offset"):
                 client.adopt(replace(shard, regions=(elsewhere,)), fds)
         with pytest.raises(CorruptStateError, match="its data ends"):
             client.adopt(replace(shard, regions=()), fds)
-        with pytest.raises(InvalidRequestError, match="needs its files' descriptors"):
+        with pytest.raises(InvalidRequestError, match="regions refer to descriptors beyond"):
             client._call(Adopt(manifest=shard.manifest, regions=shard.regions))
         close_all(fds)
     _check_empty(target)

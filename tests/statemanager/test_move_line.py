@@ -17,7 +17,7 @@ from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.protocol.channel import Kind
 from plexrl.statemanager.protocol.messages import OpenPublished
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -31,15 +31,15 @@ from tests.statemanager.conftest import (
 
 
 def test_moves_without_a_place_wait_in_order() -> None:
-    line = MoveLine(moves_max=1, waiting_max=8)
+    line = FairQueue(moves_max=1, waiting_max=8)
     done: list[int] = []
 
     def move(index: int) -> None:
-        with line.place("Save", str(index)):
+        with line.slot("Save", str(index)):
             done.append(index)
 
     threads = [threading.Thread(target=move, args=(index,)) for index in range(6)]
-    with line.place("Load", "first"):
+    with line.slot("Load", "first"):
         assert [move.kind for move in line.running()] == ["Load"]
         for index, thread in enumerate(threads):
             thread.start()
@@ -50,20 +50,20 @@ def test_moves_without_a_place_wait_in_order() -> None:
     assert not line.running()
 
 
-def wait_in_line(line: MoveLine) -> None:
-    with line.place("Save", "b"):
+def wait_in_line(line: FairQueue) -> None:
+    with line.slot("Save", "b"):
         pass
 
 
 def test_a_move_beyond_the_line_is_told_to_come_back() -> None:
-    line = MoveLine(moves_max=1, waiting_max=1)
-    with line.place("Save", "a"):
+    line = FairQueue(moves_max=1, waiting_max=1)
+    with line.slot("Save", "a"):
         waiting = threading.Thread(target=wait_in_line, args=(line,))
         waiting.start()
         wait_until(lambda: line.waiting() == 1)
         with (
             pytest.raises(OverloadedError, match="1 wait already") as refused,
-            line.place("S", "c"),
+            line.slot("S", "c"),
         ):
             pytest.fail("there was no place")
         assert refused.value.details["retry_after_s"] == pytest.approx(0.1)
@@ -71,24 +71,24 @@ def test_a_move_beyond_the_line_is_told_to_come_back() -> None:
 
 
 def test_a_move_that_fails_gives_its_place_back() -> None:
-    line = MoveLine(moves_max=1, waiting_max=1)
+    line = FairQueue(moves_max=1, waiting_max=1)
     for _ in range(3):
-        with pytest.raises(ValueError, match="no"), line.place("Save", "a"):
+        with pytest.raises(ValueError, match="no"), line.slot("Save", "a"):
             raise ValueError("no")
     assert not line.running()
 
 
 def test_tenants_that_wait_take_turns() -> None:
-    line = MoveLine(moves_max=1, waiting_max=8)
+    line = FairQueue(moves_max=1, waiting_max=8)
     done: list[str] = []
 
     def move(tenant: str, index: int) -> None:
-        with line.place("Save", "x", tenant):
+        with line.slot("Save", "x", tenant):
             done.append(f"{tenant}{index}")
 
     came = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2), ("c", 1)]
     threads = [threading.Thread(target=move, args=each) for each in came]
-    with line.place("Load", "first"):
+    with line.slot("Load", "first"):
         for count, thread in enumerate(threads, 1):
             thread.start()
             wait_until(lambda count=count: line.waiting() == count)  # type: ignore[misc]
@@ -122,14 +122,14 @@ def test_a_move_whose_client_dies_in_line_is_taken_out_of_it(tmp_path: Path) -> 
     try:
         with ThreadPoolExecutor(1) as pool:
             held = ExitStack()
-            held.enter_context(server.services.line.place("Save", "x"))
+            held.enter_context(server.services.move_queue.slot("Save", "x"))
             dying = connect(config.listen, DEADLINE_S, daemon.worker_ticket("job/actor"))
             dying.send(Kind.REQUEST, OpenPublished(source="job/actor", seq=1))
-            wait_until(lambda: server.services.line.waiting() == 1)
+            wait_until(lambda: server.services.move_queue.waiting() == 1)
             saving = pool.submit(patient.snapshot, 1)
-            wait_until(lambda: server.services.line.waiting() == 2)
+            wait_until(lambda: server.services.move_queue.waiting() == 2)
             dying.close()
-            wait_until(lambda: server.services.line.waiting() == 1)
+            wait_until(lambda: server.services.move_queue.waiting() == 1)
             wait_until(lambda: server.connections() == before)
             assert not saving.done()
             held.close()

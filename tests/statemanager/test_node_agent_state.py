@@ -152,7 +152,7 @@ def test_a_refusal_comes_back_as_its_error(
         peer = await peers.get()
         with pytest.raises(StateLostError, match="version 2 of 'job/actor'"):
             await peer.call("migrate_state", migration(source, seq=2))
-        with pytest.raises(StateTierFullError, match="end a job or raise a bound"):
+        with pytest.raises(StateTierFullError, match="end a job or raise host_bytes"):
             await peer.call("migrate_state", migration(source))
         with pytest.raises(InvalidRequestError, match="malformed migrate_state"):
             await peer.call("migrate_state", {"command": {"deployment": "job/actor"}})

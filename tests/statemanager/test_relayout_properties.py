@@ -18,18 +18,16 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.layout.plan.columns import DTYPES
-from plexrl.statemanager.layout.staging import TargetWindows, covered
+from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided_copies import (
     BYTES_CAST,
-    UNSCALED,
-    Runs,
-    cast_code,
+    StridedCopies,
     concatenated,
 )
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
-from plexrl.statemanager.transfer.copy.strided_copy import copy_runs
+from plexrl.statemanager.transfer.copy.strided_copy import copy_strided
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 from tests.statemanager.host_memory import HostMemory
 from tests.statemanager.relayouts import arena_bytes, box_of, view
@@ -165,13 +163,15 @@ def test_any_layout_is_loaded_from_any_other(
 
 
 @st.composite
-def some_runs(draw: st.DrawFn) -> Runs:
+def some_copies(draw: st.DrawFn) -> StridedCopies:
     """Disjoint at the target, in any order, some cast on the way."""
     rows = []
     at = draw(st.integers(0, 5000)) // 4 * 4
     for _ in range(draw(st.integers(1, 6))):
         pair = draw(st.sampled_from([None, ("F32", "BF16"), ("BF16", "F32")]))
-        code = BYTES_CAST if pair is None else cast_code(*(DTYPES.index(name) for name in pair))
+        code = BYTES_CAST
+        if pair is not None:
+            code = DTYPES.index(pair[0]) * len(DTYPES) + DTYPES.index(pair[1])
         widths = {None: (1, 1), ("F32", "BF16"): (4, 2), ("BF16", "F32"): (2, 4)}[pair]
         items = draw(st.integers(1, 3000)) * (4 if pair is None else 1)
         count = draw(st.integers(1, 5))
@@ -181,32 +181,33 @@ def some_runs(draw: st.DrawFn) -> Runs:
         at += max(1, count) * (items * widths[1] + gap)
         at = -(-at // 4) * 4
     columns = np.array(draw(st.permutations(rows)), dtype=np.int64).T
-    names = ("places", "targets", "items", "counts", "strides", "target_strides", "casts")
-    unscaled = np.full(len(rows), UNSCALED)
-    return Runs(**dict(zip(names, columns, strict=True)), scales=unscaled)
+    names = ("src_offsets", "dst_offsets", "items", "counts", "src_strides", "dst_strides", "casts")
+    return StridedCopies(**dict(zip(names, columns, strict=True)))
 
 
 @settings(deadline=None, max_examples=int(os.environ.get("PLEXRL_EXAMPLES", "150")))
-@given(runs=some_runs(), window=st.sampled_from([4096, 8192, 65536]))
-def test_windows_together_bring_what_the_runs_bring(runs: Runs, window: int) -> None:
-    ends = runs.targets + np.maximum(runs.target_strides, runs.row_bytes()) * runs.counts
-    source_ends = runs.places + runs.strides * runs.counts + runs.row_bytes_at_source()
+@given(copies=some_copies(), window=st.sampled_from([4096, 8192, 65536]))
+def test_windows_together_bring_what_the_runs_bring(copies: StridedCopies, window: int) -> None:
+    ends = copies.dst_offsets + np.maximum(copies.dst_strides, copies.row_bytes()) * copies.counts
+    source_ends = (
+        copies.src_offsets + copies.src_strides * copies.counts + copies.row_bytes_at_source()
+    )
     source = np.random.default_rng(1).integers(0, 256, int(source_ends.max()), dtype=np.uint8)
     # NaNs differ in the casts' eyes only by payload; a number has none.
     source[3::4] &= 0x3F
     source[1::4] &= 0x3F
     expected = np.zeros(int(ends.max()) + window, dtype=np.uint8)
-    copy_runs(source, expected, runs)
+    copy_strided(source, expected, copies)
     found = np.zeros_like(expected)
-    there = TargetWindows(runs, window)
+    there = StagingBlocks(copies, window)
     brought = 0
-    for start in there.windows():
-        mine = there.runs(start)
+    for start in there.starts():
+        mine = there.copies(start)
         block = np.zeros(window, dtype=np.uint8)
-        copy_runs(source, block, mine)
+        copy_strided(source, block, mine)
         for at, nbytes in covered(mine):
             found[start + at : start + at + nbytes] = block[at : at + nbytes]
             brought += nbytes
     assert np.array_equal(found, expected)
-    assert brought == runs.nbytes == sum(nbytes for _, nbytes in covered(runs))
-    assert concatenated([there.runs(at) for at in there.windows()]).nbytes == runs.nbytes
+    assert brought == copies.nbytes == sum(nbytes for _, nbytes in covered(copies))
+    assert concatenated([there.copies(at) for at in there.starts()]).nbytes == copies.nbytes

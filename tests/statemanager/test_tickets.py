@@ -30,7 +30,7 @@ from plexrl.statemanager.eviction.tenant_limit import TenantLimit
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.protocol.channel import close_all
-from plexrl.statemanager.protocol.messages import Hello, Ping, Register, Release, Request, Usage
+from plexrl.statemanager.protocol.messages import Confirm, Hello, Register, Release, Request, Usage
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE, make_ticket_key, read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, TicketKey
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
@@ -75,7 +75,7 @@ def test_a_ticket_with_anything_changed_is_refused(data: st.DataObject) -> None:
 
 
 def test_a_ticket_of_another_key_is_refused() -> None:
-    with pytest.raises(AuthenticationError, match="not of this node's key"):
+    with pytest.raises(AuthenticationError, match="not signed with this node's key"):
         TicketKey(b"l" * 32).verify(KEY.mint(AGENT))
 
 
@@ -105,7 +105,7 @@ def test_the_key_is_made_once_and_for_its_user_only(tmp_path: Path) -> None:
     assert make_ticket_key(path).verify(ticket) == read_ticket_key(path).verify(ticket) == AGENT
     assert [entry.name for entry in path.parent.iterdir()] == ["ticket.key"]
     path.chmod(0o640)
-    with pytest.raises(PermissionDeniedError, match="others can mint"):
+    with pytest.raises(PermissionDeniedError, match="other users can mint"):
         read_ticket_key(path)
     path.chmod(0o600)
     path.write_bytes(b"short")
@@ -165,9 +165,9 @@ def test_a_later_incarnation_ends_the_tickets_of_earlier_ones(daemon: Daemon) ->
         )
 
     with connect(daemon.config.listen, DEADLINE_S, ticket(1)) as former:
-        ask(daemon, ticket(2), Ping())
-        with pytest.raises(PermissionDeniedError, match="2 has come since"):
-            ask(daemon, ticket(1), Ping())
+        ask(daemon, ticket(2), Confirm())
+        with pytest.raises(PermissionDeniedError, match="2 is newer"):
+            ask(daemon, ticket(1), Confirm())
         own = Register(
             deployment="job/actor",
             rank=0,
@@ -179,21 +179,21 @@ def test_a_later_incarnation_ends_the_tickets_of_earlier_ones(daemon: Daemon) ->
             kind=DeviceKind.CPU,
             device=0,
         )
-        with pytest.raises(PermissionDeniedError, match="2 has come since"):
+        with pytest.raises(PermissionDeniedError, match="2 is newer"):
             exchange(former, own)
-    ask(daemon, ticket(1, rank=1), Ping())
+    ask(daemon, ticket(1, rank=1), Confirm())
     daemon.kill()
     daemon.start()
-    with pytest.raises(PermissionDeniedError, match="2 has come since"):
-        ask(daemon, ticket(1), Ping())
-    ask(daemon, ticket(1, rank=1), Ping())
+    with pytest.raises(PermissionDeniedError, match="2 is newer"):
+        ask(daemon, ticket(1), Confirm())
+    ask(daemon, ticket(1, rank=1), Confirm())
     ask(daemon, daemon.ticket(role=Role.AGENT), Release(deployment="job/actor"))
-    ask(daemon, ticket(1), Ping())
+    ask(daemon, ticket(1), Confirm())
 
 
 def test_a_connection_keeps_its_ticket(daemon: Daemon) -> None:
     mine, other = daemon.worker_ticket("job/actor"), daemon.worker_ticket("job/critic")
-    ask(daemon, mine, Hello(ticket=mine), Ping())
+    ask(daemon, mine, Hello(ticket=mine), Confirm())
     with pytest.raises(PlexRLError, match="open another"):
         ask(daemon, mine, Hello(ticket=other))
 
@@ -204,10 +204,10 @@ def test_tenants_with_users_of_their_own_are_served_as_these_only(
     me = os.getuid()
     daemon = start_daemon(tenant_uids={"mine": me, "theirs": me + 1})
     claims = {"role": Role.WORKER, "job": "job", "deployment": "job/actor"}
-    ask(daemon, daemon.ticket(**claims, tenant="mine"), Ping())
+    ask(daemon, daemon.ticket(**claims, tenant="mine"), Confirm())
     for tenant in ("theirs", "third", ""):
         with pytest.raises(PermissionDeniedError, match="not its own"):
-            ask(daemon, daemon.ticket(**claims, tenant=tenant), Ping())
+            ask(daemon, daemon.ticket(**claims, tenant=tenant), Confirm())
 
 
 def test_a_worker_sees_its_own_usage(daemon: Daemon, make_shard: MakeShard) -> None:

@@ -16,12 +16,11 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
-from plexrl.statemanager.layout.scales import Wants
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport import OpenSource
-from plexrl.statemanager.transfer.transport.choice import Ways
-from plexrl.statemanager.transfer.transport.source import ShardRuns
+from plexrl.statemanager.transfer.transport.choice import Transports
+from plexrl.statemanager.transfer.transport.source import ShardCopies
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
 
@@ -133,7 +132,9 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
                 nodes[1].start()
 
     layouts = KnownLayouts()
-    ways = Ways(layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S)
+    ways = Transports(
+        layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S
+    )
 
     def opened(address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
         source = ways.open(address, deployment, seq, known)
@@ -145,7 +146,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
     sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
     puller = Puller(opened, layouts, DEADLINE_S)
     target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
-    wants = Wants.of(rollout.slices)
+    wants = Layout.of(rollout.slices)
     result = puller.pull(sources, ACTOR, 1, wants, target)
     assert died
     assert result.attempts == 2
@@ -223,7 +224,7 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
     trainer = Rank(node, ACTOR, 0, fsdp(0, 1))
     rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
     layouts = KnownLayouts()
-    ways = Ways(layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
+    ways = Transports(layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
     trainer.publish(1)
     with contextlib.closing(ways.open(node.tcp, ACTOR, 1, ())) as held:
         for version in (2, 3, 4):
@@ -240,7 +241,9 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
             [Source(id="0", layout=held.shards[0].layout)], [Layout.of(rollout.slices)]
         )
         target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
-        held.read((ShardRuns(shard=0, runs=plan.targets[0].runs[0]),), target, lambda *_: None)
+        held.read(
+            (ShardCopies(shard=0, copies=plan.targets[0].copies[0]),), target, lambda *_: None
+        )
         held.confirm()
         assert rollout.holds(1)
     with pytest.raises(StateLostError):

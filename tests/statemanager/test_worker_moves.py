@@ -5,22 +5,24 @@ import pytest
 
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
-from plexrl.worker.process.backend import BackendCall, BackendResult
-from plexrl.worker.state.residency import StateMover
+from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
+from plexrl.worker.process.command import RunCommand
+from plexrl.worker.state.state_mover import StateMover
 from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, MakeShard, StartDaemon
 
 
-class Bytes:
+def command(kind: OperationKind, seq: int, token: int) -> RunCommand:
+    return RunCommand(operation="o", kind=kind, token=token, seq=seq)
+
+
+class Bytes(Backend):
     """A backend whose state is the bytes of an arena."""
 
     def __init__(self, arena: Arena, slices: tuple[StateSlice, ...]) -> None:
         self.arena = arena
         self._slices = slices
-
-    host_arena: HostArena | None = None
 
     def build(self) -> None:
         """Nothing: the arena is there."""
@@ -58,7 +60,7 @@ def test_a_registration_that_another_process_ended_is_made_again(
     mover = StateMover(Bytes(shard.arena, shard.slices), shard.client, shard.group)
 
     def move(kind: OperationKind, seq: int, token: int) -> None:
-        mover.move(kind, {"seq": seq, "keep_seq": 0, "token": token})
+        mover.move(command(kind, seq, token))
 
     move(OperationKind.LOAD, 0, 1)
     expected = shard.fill(1)
@@ -79,7 +81,11 @@ class WithBase(Bytes):
 
     def __init__(self, arena: Arena, slices: tuple[StateSlice, ...]) -> None:
         super().__init__(arena, slices)
-        self.frozen_base = Base()
+        self.base = Base()
+
+    @property
+    def frozen_base(self) -> SharedWeights:
+        return self.base
 
 
 class Base:
@@ -109,12 +115,12 @@ def test_what_was_built_outlives_a_base_that_found_no_room(
     built = shard.fill(7)
     for _ in range(2):
         with pytest.raises(DeviceMemoryFullError):
-            mover.move(OperationKind.LOAD, {"seq": 0, "token": 1})
+            mover.move(command(OperationKind.LOAD, 0, 1))
         assert not mover.is_resident
         assert shard.arena.resident_bytes() == 0
     holder.offload(1)
-    mover.move(OperationKind.LOAD, {"seq": 0, "token": 1})
-    assert backend.frozen_base.bytes.all()
+    mover.move(command(OperationKind.LOAD, 0, 1))
+    assert backend.base.bytes.all()
     assert shard.arena.resident_bytes() == MIB
     assert np.array_equal(shard.contents, built)
-    backend.frozen_base.arena.close()
+    backend.base.arena.close()

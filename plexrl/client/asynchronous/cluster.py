@@ -1,27 +1,23 @@
-"""The SDK for `async` controllers: the same surface, awaited.
+"""A cluster, for `async` controllers.
 
-Submissions of one deployment leave in the order of the calls; results are awaited on the event
-loop, thousands at a time. What is rare (jobs, deployments, logs) runs the blocking client in a
-thread.
+The `async` classes have the methods of the blocking ones, as coroutines. Operations of one
+deployment are submitted in the order of the calls; thousands of results can be awaited at a time.
+Rare requests (jobs, deployments, logs) run the blocking client in a thread.
 """
 
 import asyncio
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
-from msgspec import UNSET, UnsetType
-
+from plexrl.client.asynchronous.in_thread import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
-from plexrl.client.blocking.cluster import PATIENCE_S, Cluster, connect
+from plexrl.client.blocking.cluster import SILENCE_S_MAX, Cluster, connect
 from plexrl.client.calls.transport import AsyncTransport
-
-Plain = dict[str, Any]
 
 
 class AsyncCluster:
-    """A cluster, as one API key sees it; for one event loop."""
+    """A cluster as one API key sees it, for one event loop."""
 
     def __init__(self, cluster: Cluster, transport: AsyncTransport) -> None:
         self._sync = cluster
@@ -40,142 +36,42 @@ class AsyncCluster:
         """As `Cluster.api_key`."""
         return self._sync.api_key
 
-    async def create_job(
-        self,
-        name: str,
-        *,
-        tenant: str | None = None,
-        job_id: str | None = None,
-        controller_timeout_s: float = 60.0,
-        reattach_timeout_s: float = 300.0,
-        priority: int = 0,
-        gang: int = 0,
-        expected_s: float = 0.0,
-    ) -> AsyncJob:
-        """As `Cluster.create_job`."""
-        made = await asyncio.to_thread(
-            self._sync.create_job,
-            name,
-            tenant=tenant,
-            job_id=job_id,
-            controller_timeout_s=controller_timeout_s,
-            reattach_timeout_s=reattach_timeout_s,
-            priority=priority,
-            gang=gang,
-            expected_s=expected_s,
-        )
-        return AsyncJob(self._transport, made)
-
-    async def attach_job(
-        self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False
-    ) -> AsyncJob:
-        """As `Cluster.attach_job`."""
-        made = await asyncio.to_thread(
-            self._sync.attach_job, job, heartbeat=heartbeat, keep_gradients=keep_gradients
-        )
-        return AsyncJob(self._transport, made)
-
-    async def jobs(self) -> list[Plain]:
-        """As `Cluster.jobs`."""
-        return await asyncio.to_thread(self._sync.jobs)
-
-    async def read_checkpoints(self, job: str) -> Plain:
-        """As `Cluster.read_checkpoints`."""
-        return await asyncio.to_thread(self._sync.read_checkpoints, job)
-
-    async def nodes(self) -> list[Plain]:
-        """As `Cluster.nodes`."""
-        return await asyncio.to_thread(self._sync.nodes)
-
-    async def groups(self) -> list[Plain]:
-        """As `Cluster.groups`."""
-        return await asyncio.to_thread(self._sync.groups)
-
-    async def status(self) -> Plain:
-        """As `Cluster.status`."""
-        return await asyncio.to_thread(self._sync.status)
-
-    async def operations(
-        self,
-        *,
-        job: str | None = None,
-        deployment: str | None = None,
-        kind: str | None = None,
-        after: int = 0,
-        limit: int = 1000,
-    ) -> list[Plain]:
-        """As `Cluster.operations`."""
-        return await asyncio.to_thread(
-            self._sync.operations,
-            job=job,
-            deployment=deployment,
-            kind=kind,
-            after=after,
-            limit=limit,
-        )
-
-    async def usage(self) -> list[Plain]:
-        """As `Cluster.usage`."""
-        return await asyncio.to_thread(self._sync.usage)
-
-    async def sharing(self) -> list[Plain]:
-        """As `Cluster.sharing`."""
-        return await asyncio.to_thread(self._sync.sharing)
-
-    async def tenants(self) -> list[Plain]:
-        """As `Cluster.tenants`."""
-        return await asyncio.to_thread(self._sync.tenants)
-
-    async def create_tenant(self, name: str) -> str:
-        """As `Cluster.create_tenant`."""
-        return await asyncio.to_thread(self._sync.create_tenant, name)
-
-    async def configure_tenant(
-        self,
-        name: str,
-        *,
-        weight: float | UnsetType = UNSET,
-        jobs_max: int | UnsetType | None = UNSET,
-        gpus_max: int | UnsetType | None = UNSET,
-        gpu_seconds_max: float | UnsetType | None = UNSET,
-        priority_max: int | UnsetType = UNSET,
-        live_jobs_max: int | UnsetType | None = UNSET,
-        checkpoints_max: int | UnsetType | None = UNSET,
-        checkpoint_bytes_max: int | UnsetType | None = UNSET,
-    ) -> Plain:
-        """As `Cluster.configure_tenant`."""
-        return await asyncio.to_thread(
-            self._sync.configure_tenant,
-            name,
-            weight=weight,
-            jobs_max=jobs_max,
-            gpus_max=gpus_max,
-            gpu_seconds_max=gpu_seconds_max,
-            priority_max=priority_max,
-            live_jobs_max=live_jobs_max,
-            checkpoints_max=checkpoints_max,
-            checkpoint_bytes_max=checkpoint_bytes_max,
-        )
-
-    async def tenant_keys(self, name: str) -> list[Plain]:
-        """As `Cluster.tenant_keys`."""
-        return await asyncio.to_thread(self._sync.tenant_keys, name)
-
-    async def rotate_key(self, name: str) -> Plain:
-        """As `Cluster.rotate_key`."""
-        return await asyncio.to_thread(self._sync.rotate_key, name)
-
-    async def revoke_key(self, name: str, key: str) -> None:
-        """As `Cluster.revoke_key`."""
-        await asyncio.to_thread(self._sync.revoke_key, name, key)
-
-    async def drain(self, node: str) -> Plain:
-        """As `Cluster.drain`."""
-        return await asyncio.to_thread(self._sync.drain, node)
-
-    async def undrain(self, node: str) -> Plain:
-        """As `Cluster.undrain`."""
-        return await asyncio.to_thread(self._sync.undrain, node)
+    create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
+    """As `Cluster.create_job`."""
+    attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)
+    """As `Cluster.attach_job`."""
+    jobs = in_thread(Cluster.jobs)
+    """As `Cluster.jobs`."""
+    read_checkpoints = in_thread(Cluster.read_checkpoints)
+    """As `Cluster.read_checkpoints`."""
+    nodes = in_thread(Cluster.nodes)
+    """As `Cluster.nodes`."""
+    groups = in_thread(Cluster.groups)
+    """As `Cluster.groups`."""
+    status = in_thread(Cluster.status)
+    """As `Cluster.status`."""
+    operations = in_thread(Cluster.operations)
+    """As `Cluster.operations`."""
+    usage = in_thread(Cluster.usage)
+    """As `Cluster.usage`."""
+    sharing = in_thread(Cluster.sharing)
+    """As `Cluster.sharing`."""
+    tenants = in_thread(Cluster.tenants)
+    """As `Cluster.tenants`."""
+    create_tenant = in_thread(Cluster.create_tenant)
+    """As `Cluster.create_tenant`."""
+    configure_tenant = in_thread(Cluster.configure_tenant)
+    """As `Cluster.configure_tenant`."""
+    tenant_keys = in_thread(Cluster.tenant_keys)
+    """As `Cluster.tenant_keys`."""
+    rotate_key = in_thread(Cluster.rotate_key)
+    """As `Cluster.rotate_key`."""
+    revoke_key = in_thread(Cluster.revoke_key)
+    """As `Cluster.revoke_key`."""
+    drain = in_thread(Cluster.drain)
+    """As `Cluster.drain`."""
+    undrain = in_thread(Cluster.undrain)
+    """As `Cluster.undrain`."""
 
     async def close(self) -> None:
         """As `Cluster.close`."""
@@ -199,7 +95,7 @@ async def connect_async(
     api_key: str | None = None,
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    timeout_s: float = PATIENCE_S,
+    timeout_s: float = SILENCE_S_MAX,
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
     cluster = await asyncio.to_thread(connect, url, api_key, data_dir=data_dir, timeout_s=timeout_s)

@@ -1,10 +1,11 @@
-"""Deployments by what they do, for an `async` controller."""
+"""Deployments, for `async` controllers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from plexrl.client.asynchronous.in_thread import in_thread
 from plexrl.client.blocking.deployment import Deployment
 from plexrl.client.calls import requests
 from plexrl.client.calls.requests import Submission
@@ -34,18 +35,17 @@ from plexrl.wire.operations import (
 
 if TYPE_CHECKING:
     from plexrl.client.data.batch import Batch
-    from plexrl.model.tokenizer import Tokenizer
 
 Plain = dict[str, Any]
 
 
 class AsyncDeployment:
-    """As `Deployment`, for `async` controllers."""
+    """Like `Deployment`, for `async` controllers."""
 
     def __init__(self, transport: AsyncTransport, deployment: Deployment) -> None:
         self._transport = transport
         self._sync = deployment
-        # asyncio locks are fair, so whoever called first submits first.
+        # asyncio locks are fair, so operations are submitted in the order of the calls.
         self._submitting = asyncio.Lock()
         self._deadline_s: float | None = None
 
@@ -75,17 +75,12 @@ class AsyncDeployment:
             requests.load_checkpoint(self.deployment, name, job, optimizer=optimizer)
         )
 
-    async def recover(self) -> None:
-        """As `Deployment.recover`."""
-        await asyncio.to_thread(self._sync.recover)
-
-    async def status(self) -> Plain:
-        """As `Deployment.status`."""
-        return await asyncio.to_thread(self._sync.status)
-
-    async def tokenizer(self) -> "Tokenizer":
-        """As `Deployment.tokenizer`."""
-        return await asyncio.to_thread(self._sync.tokenizer)
+    recover = in_thread(Deployment.recover)
+    """As `Deployment.recover`."""
+    status = in_thread(Deployment.status)
+    """As `Deployment.status`."""
+    tokenizer = in_thread(Deployment.tokenizer)
+    """As `Deployment.tokenizer`."""
 
     async def _submit(self, submission: Submission) -> AsyncFuture[Any]:
         return AsyncFuture(self._transport, await self._post(submission), submission.decoder)
@@ -94,19 +89,19 @@ class AsyncDeployment:
         controller = self._transport.controller
         async with self._submitting:
             if controller is None:
-                mark = 0
+                count = 0
             else:
                 controller.check()
-                mark = controller.mark
+                count = controller.acknowledged_count
             call = submission.call.within(self._deadline_s)
             view = dict((await self._transport.request(call)).json())
             if controller is not None:
-                controller.submitted(submission, view, mark)
+                controller.submitted(submission, view, count)
         return view
 
 
 class AsyncTrainDeployment(AsyncDeployment):
-    """As `TrainDeployment`, for `async` controllers."""
+    """Like `TrainDeployment`, for `async` controllers."""
 
     async def forward(
         self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
@@ -180,7 +175,7 @@ class AsyncTrainDeployment(AsyncDeployment):
 
 
 class AsyncReferenceDeployment(AsyncDeployment):
-    """As `ReferenceDeployment`, for `async` controllers."""
+    """Like `ReferenceDeployment`, for `async` controllers."""
 
     async def forward(
         self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
@@ -202,7 +197,7 @@ class AsyncReferenceDeployment(AsyncDeployment):
 
 
 class AsyncRewardDeployment(AsyncDeployment):
-    """As `RewardDeployment`, for `async` controllers."""
+    """Like `RewardDeployment`, for `async` controllers."""
 
     async def score(
         self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
@@ -212,7 +207,7 @@ class AsyncRewardDeployment(AsyncDeployment):
 
 
 class AsyncRolloutDeployment(AsyncDeployment):
-    """As `RolloutDeployment`, for `async` controllers."""
+    """Like `RolloutDeployment`, for `async` controllers."""
 
     async def generate(
         self,
@@ -265,10 +260,10 @@ class AsyncRolloutDeployment(AsyncDeployment):
 
     async def pause(self, *, for_s: float = 600.0) -> list[Plain]:
         """As `RolloutDeployment.pause`."""
-        call = requests.engine_order(self.deployment, "pause", {"for_s": for_s})
+        call = requests.engine_command(self.deployment, "pause", {"for_s": for_s})
         return list((await self._transport.request(call)).json()["engines"])
 
     async def resume(self) -> list[Plain]:
         """As `RolloutDeployment.resume`."""
-        call = requests.engine_order(self.deployment, "resume")
+        call = requests.engine_command(self.deployment, "resume")
         return list((await self._transport.request(call)).json()["engines"])

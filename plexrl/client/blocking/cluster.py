@@ -12,10 +12,10 @@ from msgspec import UNSET, UnsetType
 from plexrl.client.blocking.job import Job
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller
+from plexrl.client.calls.job_exit import warn_of_former_jobs
 from plexrl.client.calls.transport import Call, Transport
-from plexrl.client.display.cluster_location import Place
+from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
-from plexrl.client.display.leaving import tell_of_former
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.errors import AuthenticationError, InvalidRequestError
 from plexrl.wire.parameter_checks import check_identifier
@@ -27,34 +27,34 @@ LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 
-PATIENCE_S = 120.0
-"""How long a cluster may be silent before a request is given up."""
+SILENCE_S_MAX = 120.0
+"""Default time without a response after which a request fails."""
 
 
 class Cluster:
-    """A cluster, as one API key sees it. Safe for use by several threads."""
+    """A cluster as one API key sees it. Thread-safe."""
 
     def __init__(self, transport: Transport, local: "EmbeddedCluster | None" = None) -> None:
         """`local` is this process's share in a cluster that was found by its data directory."""
         self._transport = transport
         self._local = local
-        self._former: list[Plain] | None = None
-        self._has_told = False
+        self._former_jobs: list[Plain] | None = None
+        self._has_warned = False
         if local is not None:
-            transport.place = Place(local.url, local.data_dir, local.is_embedded)
+            transport.location = ClusterLocation(local.url, local.data_dir, local.is_embedded)
 
     def __repr__(self) -> str:
-        marks = ["embedded"] if self._transport.place.is_embedded else []
+        marks = ["embedded"] if self._transport.location.is_embedded else []
         return handle_repr(self, without_credentials(self.url), *marks)
 
     @property
     def url(self) -> str:
-        """The router's URL, or those of all routers with commas between."""
+        """URL of the router, or URLs of all routers separated by commas."""
         return self._transport.url
 
     @property
     def api_key(self) -> str:
-        """The key in use."""
+        """The API key in use."""
         return self._transport.api_key
 
     def create_job(
@@ -69,22 +69,23 @@ class Cluster:
         gang: int = 0,
         expected_s: float = 0.0,
     ) -> Job:
-        """Submit a job; this process is its controller and keeps it alive by heartbeats.
+        """Submit a job. This process becomes its controller and sends heartbeats.
 
-        `name` is shown to people. `job_id` names the job for good; absent, it is the name and a
-        few random characters. That of a live job of the same name takes that job over, as
-        `attach_job` does. `tenant` is whose job it is, where the operator submits it for another.
+        `name` is shown to people. `job_id` is the job's unique id; absent, it is the name and a few
+        random characters. The id of a live job with the same name takes over that job, as
+        `attach_job` does. `tenant` is the job's owner, if the operator submits for another tenant.
 
-        A job whose controller is silent for `controller_timeout_s` seconds is detached: what was
-        submitted goes on. After `reattach_timeout_s` seconds more without one it is cancelled.
+        If the controller is silent for `controller_timeout_s` seconds, the job is detached;
+        submitted operations continue. After `reattach_timeout_s` more seconds without a controller
+        the job is cancelled.
 
-        A higher `priority` (-100 to 100, no higher than the tenant may) goes first, for GPUs and
-        on them. The first `gang` deployments get GPUs all at once or not at all. `expected_s`
-        seconds of length, where they are known, let the scheduler say when others get the job's
+        A job of higher `priority` (-100 to 100, at most the tenant's limit) gets GPUs first and
+        runs first. The first `gang` deployments get GPUs all at once or not at all. `expected_s` is
+        the job's expected length in seconds; the scheduler uses it to estimate when others get the
         GPUs.
 
         Raises:
-            QuotaExceededError: the tenant has used up its GPU-seconds.
+            QuotaExceededError: the tenant has used all of its GPU-seconds.
         """
         options = {
             "tenant": tenant,
@@ -94,9 +95,9 @@ class Cluster:
             "gang": gang,
             "expected_s": expected_s,
         }
-        self._tell_of_former_jobs()
+        self._warn_of_former_jobs()
         call = requests.create_job(name, job_id, options)
-        transport = self._transport.of(Controller())
+        transport = self._transport.for_controller(Controller())
         view = transport.request(call).json()
         LOG.info("job: %s", view["job"])
         return Job(
@@ -106,20 +107,23 @@ class Cluster:
         )
 
     def attach_job(self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False) -> Job:
-        """Become the controller of the job with the id `job`; its deployments are as they were,
-        under the same names. Without `heartbeat` the job is only looked at.
+        """Become the controller of the job with the id `job`. Its deployments keep their names and
+        state. With `heartbeat=False` the job is only read, without control.
 
-        A former controller that still lives gets `ControllerReplacedError` at its next call.
-        Gradients that it left waiting for a step are dropped, because this controller would add its
-        own to them; `keep_gradients` keeps them. `gradients_found` of the job says where there were
-        some. A failure that the former controller took no note of is raised by the next call.
+        An earlier controller that is alive gets `ControllerReplacedError` at its next call.
+        Gradients that it accumulated without a step are dropped, so that they do not mix with this
+        controller's; `keep_gradients` keeps them. `gradients_found` of the job lists the
+        deployments that had some. A failure that the earlier controller did not acknowledge is
+        raised by the next call.
         """
         check_identifier("job", job)
         if not heartbeat:
             return Job(self._transport, self._get(f"/v1/jobs/{quote(job)}"), heartbeat=False)
-        # It has a controller again: this one.
-        self._former = self._former and [each for each in self._former if each["job"] != job]
-        transport = self._transport.of(Controller())
+        # This process controls the job now, so no warning is due.
+        self._former_jobs = self._former_jobs and [
+            each for each in self._former_jobs if each["job"] != job
+        ]
+        transport = self._transport.for_controller(Controller())
         query = {"keep_gradients": keep_gradients}
         call = Call(method="POST", path=f"/v1/jobs/{quote(job)}/attach", query=query)
         return Job(transport, transport.request(call).json(), heartbeat=True)
@@ -129,8 +133,8 @@ class Cluster:
         return list(self._get("/v1/jobs")["jobs"])
 
     def read_checkpoints(self, job: str) -> Plain:
-        """The checkpoints of the job with the id `job`. `checkpoints` is what `Job.checkpoints`
-        answers; `failed` has the nodes that did not say what they write, and why."""
+        """The checkpoints of the job with the id `job`. `checkpoints` is the list that
+        `Job.checkpoints` returns; `failed` lists the nodes that did not reply, and why."""
         return dict(self._transport.request(list_call(job)).json())
 
     def nodes(self) -> list[Plain]:
@@ -154,11 +158,12 @@ class Cluster:
         after: int = 0,
         limit: int = 1000,
     ) -> list[Plain]:
-        """Finished operations behind index `after`, oldest first, at most `limit`, the cluster's
-        own included, with where their time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`.
+        """Finished operations after index `after`, oldest first, at most `limit`. The cluster's own
+        operations are included. Each has the time of its phases: `queue_s`, `switch_s`,
+        `transfer_s`, `compute_s`.
 
-        Where they are given, only those of a `job` (its id), of a `deployment` (`<job>/<name>`) and
-        of a `kind` (`forward_backward`, `generate`, …).
+        Given a `job` (its id), a `deployment` (`<job>/<name>`) or a `kind` (`forward_backward`,
+        `generate`, …), only operations of these.
         """
         wanted = {"job": job, "deployment": deployment, "kind": kind}
         query: Plain = {"after": after, "limit": limit}
@@ -167,14 +172,14 @@ class Cluster:
         return list(self._transport.request(call).json()["operations"])
 
     def usage(self) -> list[Plain]:
-        """What was used, a row for each job and kind of operation: the tenant's own, or all for the
-        operator."""
+        """Usage, one row for each job and kind of operation: the tenant's own; for the operator
+        that of all tenants."""
         return list(self._get("/v1/usage")["usage"])
 
     def sharing(self) -> list[Plain]:
-        """What was saved by sharing GPUs, a row for each job that had some: the tenant's own, or
-        all for the operator. `saved_gpu_seconds` = `isolated_gpu_seconds` (on groups of its own)
-        less `held_gpu_seconds` (its part of shared ones); below 0 where sharing cost more."""
+        """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
+        operator all. `saved_gpu_seconds` is `isolated_gpu_seconds` (on groups of its own) less
+        `held_gpu_seconds` (its part of shared groups); negative if sharing cost more."""
         return list(self._get("/v1/usage")["sharing"])
 
     def tenants(self) -> list[Plain]:
@@ -182,8 +187,8 @@ class Cluster:
         return list(self._get("/v1/tenants")["tenants"])
 
     def create_tenant(self, name: str) -> str:
-        """Create the tenant `name` (operator only); returns its API key, which is shown only
-        now."""
+        """Create the tenant `name` (operator only). Returns its API key, which is shown only
+        once."""
         call = Call(method="POST", path="/v1/tenants", json={"name": name})
         return str(self._transport.request(call).json()["api_key"])
 
@@ -200,15 +205,16 @@ class Cluster:
         checkpoints_max: int | UnsetType | None = UNSET,
         checkpoint_bytes_max: int | UnsetType | None = UNSET,
     ) -> Plain:
-        """Set what the tenant `name` may have (operator only); returns the tenant as it is then.
+        """Change the settings of the tenant `name` (operator only). Returns the changed tenant.
 
-        `weight` is its share of contended GPUs against other tenants' (1 at first), `priority_max`
-        the highest `priority` of its jobs (0 at first). Quotas: `jobs_max` jobs with GPUs at a
-        time and `live_jobs_max` that have not ended; `gpus_max` GPUs at a time; `gpu_seconds_max`
-        GPU-seconds in all; `checkpoints_max` checkpoints, of `checkpoint_bytes_max` bytes together.
+        `weight` is its share of contended GPUs relative to other tenants (default 1);
+        `priority_max` is the highest `priority` of its jobs (default 0). Quotas: `jobs_max` jobs
+        that hold GPUs and `live_jobs_max` that have not ended; `gpus_max` GPUs at a time;
+        `gpu_seconds_max` GPU-seconds in total; `checkpoints_max` checkpoints of
+        `checkpoint_bytes_max` bytes together.
 
-        What is not named stays as it is; None takes a quota away, or gives the cluster's own bound
-        back where that has one: `live_jobs_max`, `checkpoints_max` and `checkpoint_bytes_max`.
+        An argument that is left out changes nothing. None removes a quota; for `live_jobs_max`,
+        `checkpoints_max` and `checkpoint_bytes_max` it restores the cluster's own bound.
         """
         named = {
             "weight": weight,
@@ -224,28 +230,28 @@ class Cluster:
         return dict(self._transport.request(requests.configure_tenant(name, settings)).json())
 
     def tenant_keys(self, name: str) -> list[Plain]:
-        """The API keys of the tenant `name`, oldest first (operator only): each one's id, when it
-        was made and when it was last used, to about a minute, since the scheduler was started;
-        never the key."""
+        """The API keys of the tenant `name`, oldest first (operator only): each one's id, its time
+        of creation and its last use since the start of the scheduler, to about a minute; never the
+        key itself."""
         return list(self._transport.request(requests.tenant_keys(name)).json()["keys"])
 
     def rotate_key(self, name: str) -> Plain:
-        """Give the tenant `name` one more API key (operator only): `api_key`, which is shown only
-        now, and its id `key`. The keys that the tenant had stay valid until they are revoked."""
+        """Create one more API key for the tenant `name` (operator only). Returns `api_key`, which
+        is shown only once, and its id `key`. The tenant's other keys stay valid until revoked."""
         return dict(self._transport.request(requests.rotate_key(name)).json())
 
     def revoke_key(self, name: str, key: str) -> None:
-        """Have an API key of the tenant `name` refused from now on (operator only); `key` is the
-        key's id."""
+        """Revoke an API key of the tenant `name` (operator only); `key` is the key's id."""
         self._transport.request(requests.revoke_key(name, key))
 
     def drain(self, node: str) -> Plain:
-        """Move all work off the node named `node`, each model between two of its operations, as
-        soon as there is room elsewhere; nothing new comes to it (operator only)."""
+        """Move all work off the node named `node` (operator only). Each deployment moves between
+        two of its operations, as soon as there is capacity elsewhere. No new work is placed on the
+        node."""
         return dict(self._transport.request(requests.drain(node)).json())
 
     def undrain(self, node: str) -> Plain:
-        """Have the drained node named `node` back in use (operator only)."""
+        """Put the drained node named `node` back in use (operator only)."""
         return dict(self._transport.request(requests.drain(node, back=True)).json())
 
     def close(self) -> None:
@@ -265,19 +271,18 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def _note_former_jobs(self) -> None:
-        """Note the jobs of a cluster that was just started: nobody controls them any more."""
-        self._former = self.jobs()
+    def _record_former_jobs(self) -> None:
+        """Record the jobs of a cluster that was just started: none has a controller."""
+        self._former_jobs = self.jobs()
 
-    def _tell_of_former_jobs(self) -> None:
-        """Before the first job on a cluster of this machine, whose GPUs they may hold."""
-        if self._local is None or self._has_told:
+    def _warn_of_former_jobs(self) -> None:
+        """Warn, before the first job on a local cluster, of jobs that may hold its GPUs."""
+        if self._local is None or self._has_warned:
             return
-        self._has_told = True
-        is_new = self._former is not None
-        tell_of_former(
-            self._transport, self.jobs() if self._former is None else self._former, is_new=is_new
-        )
+        self._has_warned = True
+        is_new = self._former_jobs is not None
+        jobs = self.jobs() if self._former_jobs is None else self._former_jobs
+        warn_of_former_jobs(self._transport, jobs, is_new=is_new)
 
     def _get(self, path: str) -> Plain:
         return dict(self._transport.request(Call(method="GET", path=path)).json())
@@ -288,25 +293,24 @@ def connect(
     api_key: str | None = None,
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    timeout_s: float = PATIENCE_S,
+    timeout_s: float = SILENCE_S_MAX,
 ) -> Cluster:
-    """Connect to a cluster: to `url`, or to the cluster of this machine that runs on `data_dir`.
+    """Connect to the cluster at `url`, or to this machine's cluster on `data_dir`.
 
-    Without either, the environment says which: `PLEXRL_URL`, else `PLEXRL_DATA_DIR`; else the data
-    directory is `~/.plexrl`. Where no cluster runs on the data directory, an embedded one is
+    Without either, the environment decides: `PLEXRL_URL`, else `PLEXRL_DATA_DIR`; else the data
+    directory is `~/.plexrl`. If no cluster runs on the data directory, an embedded cluster is
     started. It ends with the last script that uses it; its checkpoints, jobs and logs stay in the
-    data directory, and its next cluster, embedded or of `plexrl up`, goes on with them.
+    data directory, and the next cluster on it, embedded or by `plexrl up`, continues with them.
 
-    Where several routers serve the cluster, `url` names them all, in a list or with commas between:
-    one that does not answer is left for the next.
+    If several routers serve the cluster, `url` names them all, as a list or separated by commas;
+    after a router fails, the next one is used.
 
     The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
 
-    A cluster that gives no answer for `timeout_s` seconds (120) is given up: the request raises
-    `ConnectionLostError`.
+    A request fails with `ConnectionLostError` after `timeout_s` seconds (120) without a response.
 
     Raises:
-        AuthenticationError: there is a URL and no key.
+        AuthenticationError: a URL without a key.
         InvalidRequestError: both `url` and `data_dir` are given.
         PermissionDeniedError, StorageError: the data directory cannot be used.
         UnavailableError: the embedded cluster did not start.
@@ -321,9 +325,9 @@ def connect(
     api_key = api_key or environment.get("PLEXRL_API_KEY")
     if url is not None:
         if not api_key:
-            raise AuthenticationError(f"there is no API key for {url}: set PLEXRL_API_KEY")
+            raise AuthenticationError(f"no API key for {url} was given: set PLEXRL_API_KEY")
         transport = Transport(url, api_key, timeout_s)
-        LOG.info("cluster: %s", transport.place.url)
+        LOG.info("cluster: %s", transport.location.url)
         return Cluster(transport)
     from plexrl.cluster.data_dir import DATA_DIR
     from plexrl.cluster.embedded.start import join_or_start
@@ -333,5 +337,5 @@ def connect(
     local = join_or_start(data_dir, timeout_s)
     cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s), local)
     if local.is_started:
-        cluster._note_former_jobs()
+        cluster._record_former_jobs()
     return cluster

@@ -1,4 +1,4 @@
-"""What every kind of deployment has, for a blocking controller."""
+"""The base class of deployments, for blocking controllers."""
 
 import threading
 from copy import copy
@@ -20,10 +20,10 @@ Plain = dict[str, Any]
 
 
 class Deployment:
-    """One logical model of a job; its operations run in the order of submission.
+    """One model of a job. Its operations run in the order of submission.
 
-    Every operation returns a future at once. Any submission raises `EarlierFailureError` where an
-    operation before it has failed and nobody has read its future.
+    Every operation returns a future at once. A submission raises `EarlierFailureError` if an
+    earlier operation has failed and its future was not read.
     """
 
     def __init__(self, transport: Transport, deployment: str) -> None:
@@ -37,20 +37,21 @@ class Deployment:
         return handle_repr(self, self.deployment, deadline_s=self._deadline_s)
 
     def within(self, deadline_s: float) -> Self:
-        """This deployment, with a deadline for what is submitted by it: an operation that has not
+        """A copy of this deployment that gives its operations a deadline: an operation that has not
         begun `deadline_s` seconds after its submission never runs, and its future raises
-        `DeadlineExceededError`. A generation that runs by then ends with what it has; anything else
-        that runs is finished.
+        `DeadlineExceededError`. A generation that is running then ends with its tokens so far;
+        other running operations finish.
 
         Raises:
-            InvalidRequestError: `deadline_s` is no number above 0.
+            InvalidRequestError: `deadline_s` is not a number above 0.
         """
         limited = copy(self)
         limited._deadline_s = requests.checked_deadline(deadline_s)
         return limited
 
     def barrier(self) -> Future[Plain]:
-        """Finished when everything submitted before it is. The result is empty."""
+        """Submit an operation without effect, which finishes after all operations before it. The
+        result is empty."""
         return self._submit(requests.barrier(self.deployment))
 
     def load_checkpoint(
@@ -58,40 +59,40 @@ class Deployment:
     ) -> Future[LoadedCheckpoint]:
         """Restore the checkpoint `name` of this job, or of the tenant's job with the id `job`.
 
-        A train deployment also takes over the optimizer's state and its count of steps, unless
-        `optimizer` is False: then these begin anew, at zero, which is the way to load a checkpoint
-        of `format="hf"`. Gradients that wait for a step are dropped. Other deployments load
-        weights only, whatever `optimizer` says.
+        A train deployment also restores the optimizer's state and step count, unless `optimizer` is
+        False: then both restart at zero. Use this to load a checkpoint of `format="hf"`. Gradients
+        that wait for a step are dropped. Other deployments load weights only, whatever `optimizer`
+        is.
 
         Raises, from the future:
-            CheckpointNotFoundError: there is none of that name.
-            BatchShapeError: it is of another model.
-            CorruptStateError: it is damaged; no worker's state has changed.
+            CheckpointNotFoundError: there is no checkpoint of that name.
+            BatchShapeError: the checkpoint is of another model.
+            CorruptStateError: the checkpoint is damaged; no worker's state has changed.
         """
         return self._submit(
             requests.load_checkpoint(self.deployment, name, job, optimizer=optimizer)
         )
 
     def recover(self) -> None:
-        """Go on after a failed operation whose future was not read: what it halted is accepted
-        again. The weights, and the gradients that wait for a step, are those of before it."""
+        """Continue after a failed operation whose future was not read: the deployment accepts
+        operations again. Weights and accumulated gradients are those before the failed one."""
         answer = self._transport.request(recover_call(self.deployment)).json()
         if self._transport.controller is not None:
             self._transport.controller.acknowledged(answer)
 
     def status(self) -> Plain:
-        """Where it runs and where its state lies; of a rollout its `engines` too, where they have
-        their weights on the device: samples that run and wait, blocks of the cache in use
+        """State, workers and location of the deployment's model state. A rollout also has `engines`
+        if its weights are on the device: running and waiting samples, cache blocks in use
         (`blocks_held` of `blocks`), preemptions so far. `waiting_gradients` counts the
-        `forward_backward`s since the last step, `trainer_step` the optimizer steps in its
+        `forward_backward`s since the last step; `trainer_step` counts the optimizer steps in the
         weights."""
         job, _, name = self.deployment.rpartition("/")
         path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
         return dict(self._transport.request(Call(method="GET", path=path)).json())
 
     def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer, as the cluster's nodes have it: of a `path` its `tokenizer.json`,
-        of a locally made model the character-level one of its vocabulary.
+        """The model's tokenizer: `tokenizer.json` of a model with a `path`, as the nodes have it;
+        the character-level tokenizer of the vocabulary of a model without one.
 
         Raises:
             InvalidRequestError: the `tokenizers` library is missing (`pip install 'plexrl[text]'`).
@@ -107,16 +108,16 @@ class Deployment:
         return Future(self._transport, self._post(submission), submission.decoder)
 
     def _post(self, submission: Submission) -> Plain:
-        # One at a time, so that the order of calls is the order of submissions.
+        # Under a lock, so that operations are submitted in the order of the calls.
         controller = self._transport.controller
         with self._submitting:
             if controller is None:
-                mark = 0
+                count = 0
             else:
                 controller.check()
-                mark = controller.mark
+                count = controller.acknowledged_count
             call = submission.call.within(self._deadline_s)
             view = dict(self._transport.request(call).json())
             if controller is not None:
-                controller.submitted(submission, view, mark)
+                controller.submitted(submission, view, count)
         return view

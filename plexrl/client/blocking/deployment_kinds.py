@@ -1,4 +1,4 @@
-"""Deployments by what they do, for a blocking controller: train, say logprobs, score, generate."""
+"""The kinds of deployment, for blocking controllers: train, reference, reward, rollout."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,15 +33,15 @@ Plain = dict[str, Any]
 
 
 class TrainDeployment(Deployment):
-    """A model that learns."""
+    """A model that is trained."""
 
     def forward(
         self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Future[ForwardResult]:
-        """Logprobs of every token of `batch` given those before it; gradients stay as they are.
+        """Logprobs of every token of `batch` given the tokens before it. Gradients do not change.
 
         `micro_batch_tokens` (16 384) bounds the tokens, padding included, that one GPU runs through
-        the model at once. It changes memory and speed, not the result beyond rounding.
+        the model at once. It changes memory and speed, and the result by rounding only.
         """
         return self._submit(requests.forward(self.deployment, batch, micro_batch_tokens))
 
@@ -52,14 +52,14 @@ class TrainDeployment(Deployment):
         *,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     ) -> Future[TrainResult]:
-        """Add the gradients of `loss` over `batch` to those that wait for a step.
+        """Add the gradients of `loss` over `batch` to the accumulated gradients.
 
-        `loss` is one of `plexrl.losses`, which says what per-token values the batch must have, and
-        how tokens become one number (`reduction`). The mean is over this batch: several calls
-        before a step add up their gradients and are not averaged.
+        `loss` is one of `plexrl.losses`; its docstring lists the per-token values that the batch
+        must have and how tokens are reduced to one number (`reduction`). The mean is over this
+        batch: gradients of several calls before a step are added, not averaged.
 
         `micro_batch_tokens` (16 384) bounds the tokens, padding included, that one GPU runs through
-        the model at once. A batch of more is run in parts whose gradients add up to the same.
+        the model at once. A larger batch is run in parts whose gradients add up to the same.
 
         Raises:
             BatchShapeError: the batch lacks values that the loss needs.
@@ -78,19 +78,19 @@ class TrainDeployment(Deployment):
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
     ) -> Future[StepResult]:
-        """One AdamW step (Loshchilov & Hutter 2019) with the gradients that wait, which are zero
-        after it. Each step names its own `learning_rate`, so a schedule is the controller's.
+        """Make one AdamW step (Loshchilov & Hutter 2019) with the accumulated gradients, and zero
+        them. Each step has its own `learning_rate`, so the controller decides on the schedule.
 
-        `beta1` and `beta2` are the decay rates of the first and second moment, `eps` is added to
-        the root of the second. `weight_decay` is decoupled: every parameter is first multiplied by
-        1 - learning_rate · weight_decay. `grad_clip_norm` is the largest global norm of the
-        gradients, which are scaled down to it; 0 does not clip.
+        `beta1` and `beta2` are the decay rates of the first and second moment; `eps` is added to
+        the root of the second moment. `weight_decay` is decoupled: every parameter is first
+        multiplied by 1 - learning_rate · weight_decay. `grad_clip_norm` is the largest global norm
+        of the gradients, to which larger ones are scaled down; 0 does not clip.
 
         Raises, from the future:
             NonFiniteGradientError: the norm is not finite. The gradients are dropped, the
-                parameters are as before, and the step does not count.
-            NonFiniteWeightsError: the step made a parameter infinite or not a number; the weights
-                and gradients are those of before it.
+                parameters are unchanged, and the step does not count.
+            NonFiniteWeightsError: the step made a parameter infinite or NaN; weights and gradients
+                are those before the step.
         """
         params = AdamParams(
             learning_rate=learning_rate,
@@ -103,7 +103,7 @@ class TrainDeployment(Deployment):
         return self._submit(requests.optim_step(self.deployment, params))
 
     def zero_grad(self) -> Future[Plain]:
-        """Drop the gradients that wait for a step; a step does so itself. The result is empty."""
+        """Drop the accumulated gradients; a step also drops them. The result is empty."""
         return self._submit(requests.zero_grad(self.deployment))
 
     def save_checkpoint(
@@ -120,26 +120,25 @@ class TrainDeployment(Deployment):
         keep_every: int | None = None,
         upload: bool = False,
     ) -> CheckpointFuture:
-        """Write parameters and optimizer state; `transformers` loads the directory as it is.
+        """Write parameters and optimizer state; `transformers` can load the directory.
 
-        Training goes on once they are pinned (`.pinned()`); `.result()` waits until they are on the
-        disk.
+        Training may continue once they are pinned (`.pinned()`); `.result()` waits until they are
+        on the disk.
 
-        `name` is a directory name of letters, digits, `.`, `_` and `-`; with `overwrite` a
-        checkpoint of that name is replaced. `format` is what is written: `hf`, what `transformers`
-        loads; `training`, what training resumes from; or `both`. `dtype` casts what `transformers`
-        loads; absent, it is as it is, and training resumes from what it had in any case. A file of
-        more than `shard_bytes_max` bytes is cut.
+        `name` is a directory name of letters, digits, `.`, `_` and `-`; `overwrite` replaces a
+        checkpoint of that name. `format` is what to write: `hf` for `transformers`, `training` to
+        resume training, or `both`. `dtype` casts the `hf` part; training always resumes from
+        uncast state. A file of more than `shard_bytes_max` bytes is split.
 
         `step` orders checkpoints (absent: the count of operations that changed the state). Once
-        this one is whole, `keep_last` deletes the job's others but for the newest so many, and
-        `keep_every` but for those at a multiple of so many steps; both absent, none is deleted.
-        `keep` has no later checkpoint delete this one. `upload` has it uploaded to where the
-        operator has uploads go.
+        this checkpoint is whole, `keep_last` deletes the job's others except the newest so many,
+        and `keep_every` those except at a multiple of so many steps; without both, none is deleted.
+        `keep` protects this checkpoint from later deletions of this kind. `upload` uploads it to
+        the location that the operator has configured.
 
         Raises, from the future:
-            CheckpointExistsError: there is one of that name, and `overwrite` is not set.
-            QuotaExceededError: the tenant has as many checkpoints, or bytes of them, as it may.
+            CheckpointExistsError: the name exists, and `overwrite` is not set.
+            QuotaExceededError: the tenant has reached its bound on checkpoints or on their bytes.
         """
         params = CheckpointParams(
             name=name,
@@ -158,12 +157,12 @@ class TrainDeployment(Deployment):
 
 
 class ReferenceDeployment(Deployment):
-    """A model that only says how likely tokens are: a reference policy, a teacher."""
+    """A model that computes logprobs only, such as a reference policy or a teacher."""
 
     def forward(
         self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Future[ForwardResult]:
-        """Logprobs of every token of `batch` given those before it.
+        """Logprobs of every token of `batch` given the tokens before it.
 
         `micro_batch_tokens` (16 384) bounds the tokens, padding included, that one GPU runs through
         the model at once.
@@ -177,10 +176,10 @@ class ReferenceDeployment(Deployment):
         delta: bool | Literal["auto"] = "auto",
         digest: bool = False,
     ) -> Future[SyncReport]:
-        """Take over the weights of the trainer `source` as they are after what was submitted to it
-        before: until the next sync this deployment is that old policy.
+        """Set the weights to those of the trainer `source` after the operations submitted to it so
+        far. They stay until the next sync.
 
-        `delta` and `digest` are as those of `RolloutDeployment.sync_weights`.
+        `delta` and `digest` are as in `RolloutDeployment.sync_weights`.
         """
         return self._submit(
             requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
@@ -193,7 +192,7 @@ class RewardDeployment(Deployment):
     def score(
         self, batch: "Batch", *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Future[ScoreResult]:
-        """The score of every row of `batch`, as its last token has it.
+        """The score of every row of `batch`, computed at the row's last token.
 
         `micro_batch_tokens` (16 384) bounds the tokens, padding included, that one GPU runs through
         the model at once.
@@ -212,14 +211,14 @@ class RolloutDeployment(Deployment):
         sampling: SamplingParams | None = None,
         stream: bool = False,
     ) -> GenerateFuture:
-        """Draw `n` samples of every one of `prompts`, which are lists of token ids.
+        """Draw `n` samples for each of `prompts`, which are lists of token ids.
 
-        `sampling` says how tokens are drawn (absent: `SamplingParams()`, at most 64 tokens at
-        temperature 1). With `stream` the future also gives tokens as they are drawn, by
+        `sampling` controls how tokens are drawn (absent: `SamplingParams()`, at most 64 tokens at
+        temperature 1). With `stream` the future also yields tokens as they are drawn, by
         `future.stream()`.
 
         Raises:
-            BatchShapeError: a prompt is no list of whole numbers.
+            BatchShapeError: a prompt is not a list of whole numbers.
         """
         submission = requests.generate(
             self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
@@ -233,10 +232,10 @@ class RolloutDeployment(Deployment):
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> Iterator[Chunk | GenerateResult]:
-        """Tokens as they are drawn, then the whole result. `prompts`, `n` and `sampling` are as
-        those of `generate`.
+        """Yield tokens as they are drawn, then the whole result. `prompts`, `n` and `sampling` are
+        as in `generate`.
 
-        A router that goes away in between is waited for; no chunk is given twice.
+        After a lost connection the stream continues on any router; no chunk comes twice.
         """
         future = self.generate(prompts, n=n, sampling=sampling, stream=True)
         yield from future.stream()
@@ -251,17 +250,17 @@ class RolloutDeployment(Deployment):
         in_flight: bool = False,
         recompute_kv: bool = True,
     ) -> Future[SyncReport]:
-        """Take over the weights of the trainer `source` as they are after what was submitted to it
-        before. The result says which of its steps they are of (`trainer_step`), and what moved.
+        """Set the weights to those of the trainer `source` after the operations submitted to it so
+        far. The result has the number of optimizer steps in them (`trainer_step`) and what moved.
 
-        `delta` is whether only blocks that have changed are brought, where this deployment holds an
-        earlier version of the same trainer (else all are): `"auto"` where that is quicker, `True`
-        also within a machine, where comparing takes longer than copying. With `digest` the result
-        says the digest of the weights as they are then.
+        `delta` transfers only changed blocks, if this deployment has an earlier version of the same
+        trainer: `"auto"` does so where it is faster, `True` also within a machine, where comparing
+        takes longer than copying. With `digest` the result has the digest of the weights after the
+        sync.
 
-        It waits for the generations that were submitted before it. With `in_flight` they stop
-        between two tokens and go on with the new weights, and each sample's `weights` says which
-        versions drew it. What they have cached is computed anew, unless `recompute_kv` is False.
+        The sync waits for generations that were submitted before it. With `in_flight` they stop
+        between two tokens and continue with the new weights, and each sample's `weights` lists the
+        versions that drew it. Their KV cache is recomputed, unless `recompute_kv` is False.
         """
         return self._submit(
             requests.sync_weights(
@@ -275,19 +274,19 @@ class RolloutDeployment(Deployment):
         )
 
     def pause(self, *, for_s: float = 600.0) -> list[Plain]:
-        """Have what it generates stop between two tokens, until `resume`, or for `for_s` seconds
-        (at most 3600) if nobody says so; returns how its engines stand.
+        """Pause all generations between two tokens, until `resume` or for `for_s` seconds (at most
+        3600). Returns the states of the engines.
 
-        What runs keeps its place and its GPUs, and can be interrupted or given other weights
-        meanwhile; what is submitted meanwhile waits. To pause what is paused begins the time anew.
+        Running samples keep their slots and GPUs; they can be interrupted and can get new weights
+        meanwhile. New generations wait. A second pause restarts the time.
 
         Raises:
-            ConflictError: it has no workers now, or their weights are not on the device.
+            ConflictError: there are no workers now, or their weights are not on the device.
         """
-        call = requests.engine_order(self.deployment, "pause", {"for_s": for_s})
+        call = requests.engine_command(self.deployment, "pause", {"for_s": for_s})
         return list(self._transport.request(call).json()["engines"])
 
     def resume(self) -> list[Plain]:
-        """Let what it generates go on; no harm where it was not paused. Raises as `pause`."""
-        call = requests.engine_order(self.deployment, "resume")
+        """Resume paused generations; does nothing if none is paused. Raises as `pause`."""
+        call = requests.engine_command(self.deployment, "resume")
         return list(self._transport.request(call).json()["engines"])

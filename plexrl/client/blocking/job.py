@@ -18,12 +18,12 @@ from plexrl.client.blocking.deployment_kinds import (
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller, check_completed
 from plexrl.client.calls.heartbeats import send_heartbeats
+from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_if_unfinished
 from plexrl.client.calls.transport import Call, Transport
-from plexrl.client.data.argument_checks import scoring
+from plexrl.client.data.argument_checks import with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row, read_rows
 from plexrl.client.display.handle_repr import handle_repr
-from plexrl.client.display.leaving import leave_block, tell_detached, warn_if_unfinished
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.futures.futures import wait_final
 from plexrl.model.parallelism import Parallelism
@@ -40,39 +40,39 @@ Outcome = Literal["completed", "failed", "cancelled"]
 
 
 class Job:
-    """A job of this controller. As a context manager it ends the job when the block does."""
+    """A job of this controller. As a context manager it ends the job with the block."""
 
     def __init__(self, transport: Transport, view: Plain, *, heartbeat: bool) -> None:
         self._transport = transport
         self.job: str = view["job"]
         self.name: str = view["name"]
-        self.place = transport.place
-        """Where another process finds its cluster."""
+        self.place = transport.location
+        """How another process finds the job's cluster."""
         self.gradients_found: dict[str, int] = {
             each["deployment"]: each["waiting_gradients"]
             for each in view.get("deployments", ())
             if each.get("waiting_gradients")
         }
-        """`forward_backward`s without a step when this controller came, by deployment."""
+        """Number of `forward_backward`s without a step at attachment, by deployment."""
         self._control = transport.controller or Controller()
-        self._control.heard(view.get("failure"), self._control.mark)
+        self._control.receive_failure(view.get("failure"), self._control.acknowledged_count)
         self.left = threading.Event()
-        """Set once this controller has ended the job, or detached it."""
+        """Set once this controller has ended the job or detached from it."""
         self._path = f"/v1/jobs/{quote(self.job)}"
         self._at_exit = partial(warn_if_unfinished, self, transport)
         if heartbeat:
-            # A third of the shortest useful timeout: two beats may be lost.
+            # A third of the timeout, so that two lost heartbeats do no harm.
             period_s = min(20.0, float(view.get("controller_timeout_s", 60.0)) / 3)
             send_heartbeats(transport, self.job, self.left, period_s)
             atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
-        marks = [] if self._transport.controller is not None else ["looked at"]
+        marks = [] if self._transport.controller is not None else ["read only"]
         return handle_repr(self, self.job, *marks, *(["ended"] if self.left.is_set() else []))
 
     @property
     def controller(self) -> Controller | None:
-        """This process, where it controls the job; absent where it only looks at it."""
+        """This process as the job's controller; absent: it only reads the job."""
         return self._transport.controller
 
     def train_deployment(
@@ -92,33 +92,34 @@ class Job:
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> TrainDeployment:
-        """Create a model that learns, on `workers` GPUs, or take it up again: `name` names it in
-        the job, and `model` is what its weights and its optimizer begin with.
+        """Create a model to train on `workers` GPUs, or return the existing deployment: `name` is
+        unique in the job, and `model` has the initial weights.
 
-        `parallelism` lays the model over the GPUs, and says how many there are: `workers` can then
-        be left out. Without it each of `workers` (1) GPUs gets other rows. No other call changes.
+        `parallelism` is the layout of the model over the GPUs. It implies their number, so
+        `workers` can be left out. Without it each of `workers` (1) GPUs gets different rows. No
+        other call depends on the layout.
 
-        `backend` is what trains (`fsdp`, the default; `megatron`, `deepspeed`). A row, prompt and
-        completion together, has at most `max_sequence_tokens` (512) tokens.
+        `backend` is the training backend (`fsdp`, the default; `megatron`, `deepspeed`). A row,
+        prompt and completion together, has at most `max_sequence_tokens` (512) tokens.
 
-        It takes turns on its GPUs with other jobs' deployments, unless it is `exclusive`. It is put
-        on nodes of `node_type` where one is named. With a `trace` of its demand it is placed at
-        once, without a measurement.
+        The deployment shares its GPUs in turns with other jobs' deployments, unless `exclusive`. It
+        is placed on nodes of `node_type`, if given. With a demand `trace` it is placed at once,
+        without being profiled first.
 
-        With `optimizer="host"` the optimizer's state stays in host memory and the CPU steps it, so
-        a context switch moves parameters only; a step takes longer.
+        With `optimizer="host"` the optimizer's state stays in host memory and the CPU makes the
+        steps: a context switch moves parameters only, and a step takes longer.
 
-        With `lora` the model is frozen and adapters on it are trained; they are all its state that
-        moves. Deployments of the same model on the same GPUs share the frozen weights.
+        With `lora` the model is frozen, and adapters on it are trained; a context switch moves only
+        the adapters. Deployments of the same model on the same GPUs share the frozen weights.
 
-        With `compute_dtype="bfloat16"` the model computes in that; its parameters, their gradients
-        and steps are float32 all the same. `activation_checkpointing` computes each layer's
-        activations again in the backward pass instead of keeping them: the same bits, less memory.
+        With `compute_dtype="bfloat16"` the model computes in that dtype; parameters, gradients and
+        steps stay float32. `activation_checkpointing` recomputes each layer's activations in the
+        backward pass instead of keeping them: bit-identical, with less memory.
 
         Raises:
-            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
-            LayoutError: the backend does not run this layout, or the model cannot be cut so; its
-                message says what can.
+            ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
+            LayoutError: the backend cannot run the layout, or the model cannot be split so; the
+                message says what is possible.
         """
         options = {
             "workers": workers,
@@ -149,29 +150,30 @@ class Job:
         parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> RolloutDeployment:
-        """Create a model that generates, on GPUs of its own, or take it up again: `name` names it
-        in the job, and `model` is what its weights are before the first sync.
+        """Create a model that generates, on GPUs of its own, or return the existing deployment:
+        `name` is unique in the job, and `model` has the weights before the first sync.
 
-        It has one GPU, or as many as `parallelism` says: `tp` ranks share each matrix, `dp`
-        replicas share the prompts of every `generate`. What is drawn is the same. It is put on
-        nodes of `node_type` where one is named. `backend` is what draws (`torch`, the default, or
-        `vllm`).
+        It has one GPU, or as many as `parallelism` has ranks: `tp` ranks share each matrix, `dp`
+        replicas share the prompts of every `generate`. The samples do not depend on it. The
+        deployment is placed on nodes of `node_type`, if given. `backend` is the engine (`torch`,
+        the default, or `vllm`).
 
-        A prompt and its completion have at most `max_sequence_tokens` (512) tokens together: a
-        sample that comes there ends. At most `max_concurrent_samples` (256) are drawn side by side
-        on each replica; more wait.
+        A prompt and its completion have at most `max_sequence_tokens` (512) tokens together; a
+        sample ends there. Each replica draws at most `max_concurrent_samples` (256) at the same
+        time; further samples wait.
 
-        `kv_cache_bytes` bounds each worker's cache, beside the weights: samples that find no room
-        in it wait and are computed anew, which results count as `metrics["preemptions"]`.
+        `kv_cache_bytes` bounds each worker's KV cache, in addition to the weights. Samples that do
+        not fit are preempted and recomputed later; results count them in `metrics["preemptions"]`.
 
-        It computes from weights in `dtype` (`float32`, `bfloat16`); what the trainer has is cast on
-        the way, as torch casts it.
+        The weights are in `dtype` (`float32`, `bfloat16`); a sync casts the trainer's weights as
+        torch does.
 
-        With `lora`, its trainer's: a sync brings adapters only, which are merged into the model.
+        `lora` must be the trainer's: a sync then transfers adapters only, which are merged into the
+        model.
 
         Raises:
-            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
-            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+            UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
+            ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
         """
         options = {
             "backend": backend,
@@ -197,18 +199,18 @@ class Job:
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> ReferenceDeployment:
-        """Create a model that only says how likely tokens are, without gradients and optimizer, or
-        take it up again: a reference policy, a teacher. `name` names it in the job, `model` is what
-        its weights are before the first sync.
+        """Create a model that computes logprobs only, such as a reference policy or a teacher, or
+        return the existing deployment. `name` is unique in the job, and `model` has the weights
+        before the first sync.
 
-        Each of `workers` GPUs has all its weights, in `dtype` (`float32`, `bfloat16`), and gets
-        other rows of at most `max_sequence_tokens` (512) tokens. It takes turns on them with other
-        jobs' deployments, and with this job's trainer, unless it is `exclusive`. `node_type` and
-        `trace` are as those of `train_deployment`.
+        Each of `workers` GPUs has all weights, in `dtype` (`float32`, `bfloat16`), and gets
+        different rows of at most `max_sequence_tokens` (512) tokens. The deployment shares its GPUs
+        in turns with other jobs' deployments and this job's trainer, unless `exclusive`.
+        `node_type` and `trace` are as in `train_deployment`.
 
         Raises:
-            UnsupportedDtypeError: the backend cannot compute from weights in `dtype`.
-            ModelDoesNotFitError, CapacityError: not even the empty cluster could hold it.
+            UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
+            ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
         """
         options = {
             "workers": workers,
@@ -232,11 +234,11 @@ class Job:
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> RewardDeployment:
-        """Create a model that scores rows, or take it up again: `model` with a head of one label,
-        as `transformers`' `AutoModelForSequenceClassification` has it.
+        """Create a model that scores rows, or return the existing deployment: `model` gets a head
+        with one label, as in `transformers`' `AutoModelForSequenceClassification`.
 
         `name`, `workers`, `dtype`, `exclusive`, `max_sequence_tokens`, `node_type` and `trace` are
-        as those of `reference_deployment`. Raises as that.
+        as in `reference_deployment`. Raises as that.
         """
         options = {
             "workers": workers,
@@ -246,23 +248,22 @@ class Job:
             "node_type": node_type,
             "trace": plain_trace(trace),
         }
-        deployed = self._deploy(name, "forward", scoring(model), options)
+        deployed = self._deploy(name, "forward", with_reward_head(model), options)
         return RewardDeployment(self._transport, deployed)
 
     def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Add a row to the job's metrics: `values` by name, of the `step` by the controller's own
-        count. NaN and infinite values are kept as such. Rows are only added: a second one of the
-        same step replaces nothing.
+        """Add a row to the job's metrics: `values` by name, for the controller's own `step`. NaN
+        and infinite values are kept. A second row for the same step replaces nothing.
 
         Raises:
-            InvalidRequestError: one of `values` is no number.
+            InvalidRequestError: one of `values` is not a number.
         """
         self._control.check()
         body = metrics_row(step, values)
         self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
 
     def metrics(self, *, after: int = 0) -> list[Plain]:
-        """Rows of the job's metrics whose `index` is above `after`, oldest first; each has `index`,
+        """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,
         `step`, `time` (seconds since the epoch) and `values`."""
         found: list[Plain] = []
         while True:
@@ -274,16 +275,16 @@ class Job:
             after = rows[-1]["index"]
 
     def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[Plain]:
-        """The last `lines` of each worker's log, of one `deployment` (`<job>/<name>`, or the name)
-        or of all; a warning is logged for every node that gave none."""
+        """The last `lines` of each worker's log, for one `deployment` (`<job>/<name>`, or the name)
+        or for all. A warning is logged for every node that returned none."""
         found = self.read_logs(deployment, lines=lines)
         for each in found["failed"]:
-            LOG.warning("no logs of node %s: %s", each["node"], each["reason"])
+            LOG.warning("no logs from node %s: %s", each["node"], each["reason"])
         return list(found["logs"])
 
     def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
-        """`logs`: the last `lines` of each worker's log, of one `deployment` or of all; `failed`:
-        the nodes that gave none, and why."""
+        """`logs`: the last `lines` of each worker's log, for one `deployment` or for all; `failed`:
+        the nodes that returned none, and why."""
         query: Plain = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
@@ -291,7 +292,7 @@ class Job:
         return dict(self._transport.request(call).json())
 
     def checkpoints(self) -> list[Plain]:
-        """Its checkpoints by name, with `state`, `step`, bytes written and how `upload` goes."""
+        """The job's checkpoints by name, with `state`, `step`, bytes written and `upload`."""
         return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def delete_checkpoint(self, name: str) -> None:
@@ -300,14 +301,14 @@ class Job:
         self._transport.request(Call(method="DELETE", path=path))
 
     def explain(self) -> Plain:
-        """Why it waits or runs as it does: a summary, its unfinished operations with reason, holder
-        and estimated start, its deployments with how they got their group or why they have none,
-        and as `holders` the jobs that have the GPUs it waits for, those left open first."""
+        """Why the job waits or runs: a summary; its unfinished operations with reason, holder and
+        estimated start; its deployments with how they got their group or why they have none; and
+        as `holders` the jobs that hold the GPUs it waits for, those without a controller first."""
         call = Call(method="GET", path=f"{self._path}/explain")
         return dict(self._transport.request(call).json())
 
     def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
-        """Finished operations of this job behind index `after`, oldest first, at most `limit`: as
+        """Finished operations of this job after index `after`, oldest first, at most `limit`; as
         `Cluster.operations`."""
         query = {"job": self.job, "after": after, "limit": limit}
         call = Call(method="GET", path="/v1/operations", query=query)
@@ -318,22 +319,22 @@ class Job:
         return dict(self._transport.request(Call(method="GET", path=self._path)).json())
 
     def deployment_status(self, deployment: str) -> Plain:
-        """As `Deployment.status`, of the `deployment` of that name (`<job>/<name>`, or the name
+        """As `Deployment.status`, for the `deployment` of that name (`<job>/<name>`, or the name
         alone)."""
         name = quote(deployment.rpartition("/")[2])
         call = Call(method="GET", path=f"{self._path}/deployments/{name}")
         return dict(self._transport.request(call).json())
 
     def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
-        """End the job with an `outcome`: `completed`, `failed` or `cancelled`. `reason` is shown to
-        whoever looks at it. A job that ended stays as it is.
+        """End the job with an `outcome`: `completed`, `failed` or `cancelled`. `reason` is shown
+        with the job. A job that has ended stays as it is.
 
-        A job is completed once all steps and checkpoints that were submitted are done.
+        A completed job ends once all submitted steps and checkpoints have finished.
 
         Raises:
             EarlierFailureError: one of them failed and its future was not read; the job has ended
                 as failed.
-            JobEndedError: it was to be completed, and has ended otherwise before.
+            JobEndedError: the job was to be completed, but had ended with another outcome.
         """
         if outcome == "completed":
             for operation in self._control.last_operations():
@@ -343,20 +344,20 @@ class Job:
         try:
             view = self._transport.request(call).json()
         finally:
-            # Not before: a cluster that holds is to see that this controller lives.
+            # Not earlier: until the cluster accepts the request, heartbeats keep the job attached.
             self._leave()
         if outcome == "completed":
             check_completed(view)
 
     def cancel(self, reason: str = "") -> None:
-        """End the job as cancelled. Operations that have not been carried out never are.
-        `reason` is shown to whoever looks at the job."""
+        """End the job as cancelled. Pending operations never run. `reason` is shown with the
+        job."""
         self.finish("cancelled", reason)
 
     def detach(self) -> None:
-        """Leave the job to whoever attaches it. What was submitted goes on."""
+        """Leave the job to the next controller that attaches it. Submitted operations continue."""
         self._leave()
-        tell_detached(self._transport, self.job)
+        report_detached(self._transport, self.job)
 
     def _leave(self) -> None:
         self.left.set()
@@ -371,10 +372,10 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        leave_block(self, error)
+        end_with_block(self, error)
 
     def _deploy(self, name: str, kind: str, model: "ModelSpec", options: Plain) -> str:
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
-        LOG.info("deployment %s: once it has GPUs its workers load torch and the model", name)
+        LOG.info("deployment %s: once placed, its workers load torch and the model", name)
         return str(self._transport.request(call).json()["deployment"])

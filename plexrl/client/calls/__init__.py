@@ -1,1 +1,1 @@
-"""Requests of the SDK to a router."""
+"""The SDK's requests to a router, and the controller's connection to its job."""

@@ -1,7 +1,7 @@
-"""What a controller knows of its job besides its futures.
+"""A controller's state about its job, in addition to its futures.
 
-A failed mutation halts its deployment until the controller takes note of it. Every answer about the
-job tells of such a failure, so the next call raises it even where nobody reads futures.
+A failed mutation halts its deployment until the controller acknowledges the failure. Every response
+about the job contains such a failure, so the next call raises it even if no future is read.
 """
 
 import threading
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
     from plexrl.client.calls.requests import Submission
 
 COMPLETED = "COMPLETED"
-"""The state of a job that ended well."""
+"""State of a job that ended well."""
 LASTING = HALTED - {OperationKind.SYNC_WEIGHTS}
-"""Kinds that a job is completed after; weights that are synced are of no use once it has ended."""
+"""Kinds that must finish before a job is completed; synced weights are useless after its end."""
 
 
 class Controller:
-    """One controller of one job. Safe for use by several threads."""
+    """One controller of one job. Thread-safe."""
 
     def __init__(self) -> None:
         self.token = uuid.uuid4().hex
-        """Names this controller: the cluster takes requests of the job's last one only."""
+        """Identifies this controller: the cluster accepts requests of the job's latest one only."""
         self._failure: Mapping[str, Any] | None = None
-        self._mark = 0
+        self._acknowledged_count = 0
         self._awaited: Counter[str] = Counter()
         self._last: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
-    def mark(self) -> int:
-        """How often this controller has taken note of a failure; to be taken before a request."""
-        return self._mark
+    def acknowledged_count(self) -> int:
+        """Number of acknowledged failures; read it before a request."""
+        return self._acknowledged_count
 
     @property
     def failure(self) -> Mapping[str, Any] | None:
-        """The job's first failure that was told of and not acknowledged."""
+        """The job's first unacknowledged failure, as last received."""
         return self._failure
 
-    def heard(self, failure: Mapping[str, Any] | None, mark: int) -> None:
-        """An answer told of the job's first failure that was not acknowledged, or of none. One that
-        was asked for at another `mark` may be of before the last acknowledgement."""
+    def receive_failure(self, failure: Mapping[str, Any] | None, acknowledged_count: int) -> None:
+        """Store the job's first unacknowledged failure, or None. A response to a request that was
+        sent at another `acknowledged_count` may be outdated and is ignored."""
         with self._lock:
-            if mark == self._mark:
+            if acknowledged_count == self._acknowledged_count:
                 self._failure = failure
 
     def check(self) -> None:
-        """Raises `EarlierFailureError` for a failure that was told of and that nobody waits for."""
+        """Raises `EarlierFailureError` for a received failure whose future nobody waits for."""
         failure = self._failure
         if failure is None:
             return
@@ -66,7 +66,7 @@ class Controller:
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """Somebody waits for the result of `operation`, and will be told if it fails."""
+        """While the block runs, somebody waits for `operation` and sees its failure."""
         with self._lock:
             self._awaited[operation] += 1
         try:
@@ -78,30 +78,32 @@ class Controller:
                     del self._awaited[operation]
 
     def acknowledged(self, answer: Mapping[str, Any]) -> None:
-        """The cluster took note that this controller knows of a failure; `answer` has the next."""
+        """Record that the cluster accepted an acknowledgement; `answer` has the next failure."""
         with self._lock:
-            self._mark += 1
+            self._acknowledged_count += 1
             self._failure = answer.get("failure")
 
-    def submitted(self, submission: "Submission", view: Mapping[str, Any], mark: int) -> None:
-        """An operation was accepted; `view` is the answer."""
-        self.heard(view.get("job_failure"), mark)
+    def submitted(
+        self, submission: "Submission", view: Mapping[str, Any], acknowledged_count: int
+    ) -> None:
+        """Record an accepted operation; `view` is the response."""
+        self.receive_failure(view.get("job_failure"), acknowledged_count)
         if submission.kind in LASTING:
             with self._lock:
                 self._last[submission.deployment] = str(view["operation"])
 
     def last_operations(self) -> list[str]:
-        """Of each deployment the last operation whose effect is to last."""
+        """The last operation of each deployment whose effect must outlive the job."""
         with self._lock:
             return list(self._last.values())
 
 
 def check_completed(view: Mapping[str, Any]) -> None:
-    """Look at a job that was to be completed.
+    """Check the view of a job that was to be completed.
 
     Raises:
-        EarlierFailureError: nobody took note of a failure.
-        JobEndedError: it has ended otherwise.
+        EarlierFailureError: a failure was not acknowledged.
+        JobEndedError: the job has ended with another outcome.
     """
     if view.get("failure") is not None:
         raise from_wire(view["failure"])
@@ -114,18 +116,18 @@ def check_completed(view: Mapping[str, Any]) -> None:
 
 
 def acknowledge_call(operation: str) -> Call:
-    """The request that takes note of an operation's failure."""
+    """The request that acknowledges an operation's failure."""
     path = f"/v1/operations/{quote(operation, safe='')}/acknowledge"
     return Call(method="POST", path=path)
 
 
 def recover_call(deployment: str) -> Call:
-    """The request that takes note of whatever halts a deployment."""
+    """The request that acknowledges all failures that halt a deployment."""
     job, _, name = deployment.rpartition("/")
     path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/recover"
     return Call(method="POST", path=path)
 
 
 def _failed(failure: Mapping[str, Any]) -> str:
-    """The operation whose failure an `EarlierFailureError` tells of."""
+    """The operation that an `EarlierFailureError` refers to."""
     return str(failure["details"]["operation"])

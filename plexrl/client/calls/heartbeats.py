@@ -1,4 +1,4 @@
-"""A controller's heartbeats, which also tell it of failures."""
+"""A controller's heartbeats; the responses report failures."""
 
 import logging
 import threading
@@ -18,22 +18,22 @@ LOG = logging.getLogger(__name__)
 def send_heartbeats(
     transport: Transport, job: str, ended: threading.Event, period_s: float
 ) -> None:
-    """Have a thread send them until `ended`, or until they are of no use any more."""
+    """Send heartbeats from a thread until `ended` is set or the job has ended."""
     arguments = (transport, job, ended, period_s)
     threading.Thread(target=_beat, args=arguments, daemon=True).start()
 
 
 def beat(transport: Transport, job: str, within_s: float | None = None) -> None:
-    """Tell the cluster that the job's controller lives, and hear of the job's failure; a cluster
-    that holds is waited for, unless it is to answer within `within_s` seconds."""
+    """Send one heartbeat and store the job's failure from the response. While the cluster is busy
+    the call waits, or fails after `within_s` seconds if given."""
     controller = transport.controller
-    assert controller is not None, "whoever sends heartbeats controls the job"
+    assert controller is not None, "only the job's controller sends heartbeats"
     path = f"/v1/jobs/{quote(job)}/heartbeat"
-    mark = controller.mark
+    count = controller.acknowledged_count
     call = Call(method="POST", path=path)
     if within_s is not None:
-        call = call.tried_for(within_s)
-    controller.heard(transport.request(call).json().get("failure"), mark)
+        call = call.limited_to(within_s)
+    controller.receive_failure(transport.request(call).json().get("failure"), count)
 
 
 def _beat(transport: Transport, job: str, ended: threading.Event, period_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What the SDK asks for, as plain requests: no I/O, so blocking and async clients share it."""
+"""The SDK's requests as values, without I/O: blocking and `async` clients share them."""
 
 import math
 import uuid
@@ -14,8 +14,8 @@ from plexrl.client.data.argument_checks import (
     check_batch,
     check_model,
     checked_layout,
-    name_of_source,
     plain_value,
+    source_deployment,
 )
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import (
@@ -51,7 +51,7 @@ JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request for an operation, and how to read its result."""
+    """A request for an operation, and the decoder of its result."""
 
     call: Call
     decoder: results.Decoder
@@ -60,7 +60,7 @@ class Submission:
 
 
 def new_operation(job: str) -> str:
-    """An id nobody else has."""
+    """A new unique operation id."""
     return f"{job}:{uuid.uuid4().hex}"
 
 
@@ -74,7 +74,7 @@ def submission(
     """An operation on `<job>/<name>`.
 
     Raises:
-        InvalidRequestError: parameters that no operation can be carried out with.
+        InvalidRequestError: the parameters are invalid.
     """
     check_parameters(params)
     job, _, name = deployment.rpartition("/")
@@ -126,7 +126,7 @@ def score(deployment: str, batch: "Batch", micro_batch_tokens: int) -> Submissio
 def forward_backward(
     deployment: str, batch: "Batch", loss: LossSpec, micro_batch_tokens: int
 ) -> Submission:
-    """Gradients of a loss, added to those that wait."""
+    """Gradients of a loss, added to the accumulated ones."""
     check_batch(batch)
     check_loss(loss)
     names = [*LOSS_INPUTS[loss.name], *(["ref_logprobs"] if loss.kl_coef > 0 else [])]
@@ -145,12 +145,12 @@ def forward_backward(
 
 
 def optim_step(deployment: str, params: AdamParams) -> Submission:
-    """One step with the gradients that wait."""
+    """One optimizer step with the accumulated gradients."""
     return submission(deployment, OperationKind.OPTIM_STEP, params, results.decode_step)
 
 
 def zero_grad(deployment: str) -> Submission:
-    """Drop the gradients that wait."""
+    """Drop the accumulated gradients."""
     return submission(deployment, OperationKind.ZERO_GRAD, ZeroGradParams(), results.decode_plain)
 
 
@@ -183,9 +183,9 @@ def sync_weights(
     in_flight: bool = False,
     recompute_kv: bool = True,
 ) -> Submission:
-    """Bring a rollout or reference deployment to the weights of `source`, a train deployment."""
+    """Set a rollout or reference deployment to the weights of `source`, a train deployment."""
     params = SyncWeightsParams(
-        source=name_of_source(source),
+        source=source_deployment(source),
         delta=delta,
         digest=digest,
         in_flight=in_flight,
@@ -194,10 +194,10 @@ def sync_weights(
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
 
 
-def engine_order(deployment: str, order: str, body: dict[str, Any] | None = None) -> Call:
-    """`pause` or `resume` what a rollout generates."""
+def engine_command(deployment: str, command: str, body: dict[str, Any] | None = None) -> Call:
+    """`pause` or `resume` the generations of a rollout deployment."""
     job, _, name = deployment.rpartition("/")
-    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/{order}"
+    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/{command}"
     return Call(method="POST", path=path, json=body)
 
 
@@ -213,18 +213,18 @@ def load_checkpoint(deployment: str, name: str, job: str | None, *, optimizer: b
 
 
 def checked_deadline(deadline_s: float) -> float:
-    """Seconds that operations have to begin in.
+    """Check the seconds in which operations must begin.
 
     Raises:
-        InvalidRequestError: no number above 0.
+        InvalidRequestError: `deadline_s` is not a number above 0.
     """
     if isinstance(deadline_s, int | float) and 0 < deadline_s < math.inf:
         return float(deadline_s)
-    raise InvalidRequestError(f"the deadline is {deadline_s!r}: give seconds, more than 0")
+    raise InvalidRequestError(f"the deadline is {deadline_s!r}: give a number of seconds above 0")
 
 
 def barrier(deployment: str) -> Submission:
-    """Nothing, in its turn."""
+    """No effect; it finishes in queue order."""
     return submission(deployment, OperationKind.BARRIER, BarrierParams(), results.decode_plain)
 
 
@@ -232,7 +232,7 @@ def create_job(name: str, job_id: str | None, options: dict[str, Any]) -> Call:
     """Submit a job.
 
     Raises:
-        InvalidRequestError: a name that an id cannot begin with, or an id that cannot be one.
+        InvalidRequestError: the name or the id is invalid.
     """
     if job_id is None:
         check_name("job", name)
@@ -250,8 +250,8 @@ def create_deployment(
     """Create a deployment.
 
     Raises:
-        InvalidRequestError: a name that cannot be one, or something else where a model, a layout or
-            adapters are wanted.
+        InvalidRequestError: the name is invalid, or `model` is not a model, or an option has a
+            wrong type.
     """
     check_name("deployment", name)
     check_model(model)
@@ -283,6 +283,6 @@ def revoke_key(name: str, key: str) -> Call:
 
 
 def drain(node: str, *, back: bool = False) -> Call:
-    """Empty a node, or have it `back` in use."""
+    """Drain a node, or put it `back` in use."""
     verb = "undrain" if back else "drain"
     return Call(method="POST", path=f"/v1/nodes/{quote(node, safe='')}/{verb}")

@@ -1,15 +1,15 @@
-"""HTTP with patience: requests are repeated until there is an answer or no hope.
+"""HTTP requests with retries, blocking and `async`.
 
-Every request is safe to repeat: it names its job, deployment or operation by an id that the client
-chose, and the router answers a repetition as it answered the first.
+Every request is safe to repeat: it identifies its job, deployment or operation by an id that the
+client chose, and the router answers a repetition like the first request.
 
-Three kinds of failure are repeated:
+Three kinds of failure are retried:
 
-* No cluster answers, or a proxy answers for it: repeated for `timeout_s` seconds.
-* The cluster is overloaded (429): repeated for `timeout_s` seconds.
-* The cluster *holds*: it answers 503, 504 or 507 with `Retry-After`, because a disk is full, its
-  database is away or a part is silent. It is alive and loses nothing, so a request that carries
-  work is repeated until it succeeds or its own deadline has passed.
+* No cluster replies, or a proxy replies for it: retried for `timeout_s` seconds.
+* The cluster is overloaded (429): retried for `timeout_s` seconds.
+* The cluster is *unavailable for now*: it replies 503, 504 or 507 with `Retry-After`, because a
+  disk is full, its database cannot be reached or a part does not reply. It loses nothing, so a
+  request that carries work is retried until it succeeds or its own deadline has passed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from plexrl.client.display.cluster_location import Place
+from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
 from plexrl.errors import (
     ConnectionLostError,
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 BACKOFF_S = 0.05
 BACKOFF_S_MAX = 2.0
-ASKED_SPREAD = 1.5
-"""A wait that the cluster asks for is made longer by up to this factor."""
+RETRY_AFTER_SPREAD = 1.5
+"""`Retry-After` is multiplied by a random factor up to this, so that clients do not retry at once.
+"""
 LEFT_S_MIN = 0.001
 CONTROLLER_HEADER = "plexrl-controller"
 CONNECT_TIMEOUT_S = 10.0
-HOLDING = frozenset({503, 504, 507})
-"""With `Retry-After`: the cluster is alive, and the request succeeds later."""
+UNAVAILABLE = frozenset({503, 504, 507})
+"""With `Retry-After`: the cluster works, and the request succeeds later."""
 UNTYPED_RETRIED = frozenset({429, 500, 502, 503, 504})
-"""Without a typed error such an answer is no word of the cluster: a proxy's, or that of a server
+"""Without a typed error such a response is not from the cluster but from a proxy, or from a server
 that is shutting down."""
-ELSEWHERE = frozenset({500, 502, 503})
-"""Answers after which another router is asked, if they are to be repeated."""
-TELL_AGAIN_S = 60.0
-"""Between two log messages about the same reason to wait."""
-
+NEXT_ROUTER = frozenset({500, 502, 503})
+"""Statuses after which the retry goes to another router."""
+LOG_PERIOD_S = 60.0
+"""Time between two log messages about the same reason to wait."""
 LOG = logging.getLogger(__name__)
 
 
@@ -69,43 +69,44 @@ class Call:
     content_type: str | None = None
     read_timeout_s: float = 60.0
     deadline_at: float | None = None
-    """By the monotonic clock: when an operation is to have begun, and no try is made any more."""
+    """Monotonic time by which the operation must have begun; no retry after it."""
     is_poll: bool = False
-    """It asks for the outcome of work that was submitted before."""
+    """It requests the outcome of work that was submitted before."""
     give_up_at: float | None = None
-    """By the monotonic clock: when the caller stops waiting for a cluster that holds."""
-    on_held: Callable[[PlexRLError], None] | None = None
-    """Told why the cluster asks to wait, before each wait."""
+    """Monotonic time at which the caller stops waiting for an unavailable cluster."""
+    on_unavailable: Callable[[PlexRLError], None] | None = None
+    """Called before each wait with the error of an unavailable cluster."""
 
     @property
     def carries_work(self) -> bool:
-        """Whether to wait for as long as the cluster holds; mere views wait `timeout_s` seconds."""
+        """Whether to retry for as long as the cluster is unavailable; other requests are retried
+        for `timeout_s` seconds."""
         return self.is_poll or self.method != "GET"
 
     def within(self, deadline_s: float | None) -> "Call":
-        """The same request with a deadline, if one is given, that many seconds from now."""
+        """The same request with a deadline `deadline_s` seconds from now, if given."""
         if deadline_s is None:
             return self
         return replace(self, deadline_at=time.monotonic() + deadline_s)
 
-    def tried_for(self, seconds: float) -> "Call":
-        """The same request, for a caller who waits no longer than that for an answer."""
+    def limited_to(self, seconds: float) -> "Call":
+        """The same request for a caller that waits at most `seconds` for the response."""
         return replace(self, read_timeout_s=seconds, give_up_at=time.monotonic() + seconds)
 
 
 class Endpoints:
-    """The routers of one cluster: one of them is asked until it fails, then the next."""
+    """The routers of one cluster. One is used until it fails, then the next."""
 
     def __init__(self, urls: str | Sequence[str]) -> None:
         listed = urls.split(",") if isinstance(urls, str) else urls
         self.urls = tuple(url.strip().rstrip("/") for url in listed if url.strip())
         if not self.urls:
-            raise InvalidRequestError("there is no URL of a router: give one at least")
+            raise InvalidRequestError("no URL of a router was given: give at least one")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise InvalidRequestError(
-                    f"{url!r} is no URL of a router: it begins with http:// or https://, as "
-                    "http://localhost:8000 does"
+                    f"{url!r} is not the URL of a router: it must begin with http:// or https://, "
+                    "such as http://localhost:8000"
                 )
         self._at = 0
 
@@ -114,17 +115,17 @@ class Endpoints:
 
     @property
     def current(self) -> str:
-        """Whom to ask."""
+        """URL of the router in use."""
         return self.urls[self._at]
 
     def failed(self, url: str) -> None:
-        """It did not answer: ask the next one, unless another caller has come to that already."""
+        """Use the next router after `url` failed, unless another thread has switched already."""
         if url == self.current:
             self._at = (self._at + 1) % len(self.urls)
 
 
-class Patience:
-    """When to try again, and when to give up."""
+class RetryTimer:
+    """Computes the pauses between retries, and when to give up."""
 
     def __init__(self, timeout_s: float, deadline_at: float | None = None) -> None:
         self._timeout_s = timeout_s
@@ -133,17 +134,16 @@ class Patience:
         self._backoff_s = BACKOFF_S
 
     def pause_s(self, error: PlexRLError, *, unbounded: bool = False) -> float:
-        """Seconds to wait before the next try. `unbounded`: only the deadline ends the waiting, and
-        the time of silence begins anew.
+        """Seconds to wait before the next try. With `unbounded` only the deadline ends the retries,
+        and the time of silence restarts.
 
         Raises:
-            PlexRLError: `error`, where there is no time left.
+            PlexRLError: `error`, if there is no time left.
         """
         asked = error.details.get("retry_after_s")
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         if isinstance(asked, int | float):
-            # Not all who were told the same are to come back at the same time.
-            pause_s = max(pause_s, float(asked) * random.uniform(1.0, ASKED_SPREAD))
+            pause_s = max(pause_s, float(asked) * random.uniform(1.0, RETRY_AFTER_SPREAD))
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
         now = time.monotonic()
         if unbounded:
@@ -156,101 +156,101 @@ class Patience:
         return pause_s
 
 
-class Waiting:
-    """The waiting of one transport's requests; says why in the log."""
+class RetryPolicy:
+    """Decides on the retries of one transport's requests, and logs why they wait."""
 
     def __init__(self) -> None:
-        self._tell_at: dict[str, float] = {}
+        self._log_at: dict[str, float] = {}
 
-    def pause_s(self, call: Call, patience: Patience, error: PlexRLError) -> float:
-        """Seconds to wait before `call` is tried again. Raises as `Patience.pause_s`."""
-        if not (call.carries_work and is_held(error)):
-            return patience.pause_s(error)
-        if call.on_held is not None:
-            call.on_held(error)
+    def pause_s(self, call: Call, timer: RetryTimer, error: PlexRLError) -> float:
+        """Seconds to wait before `call` is tried again. Raises as `RetryTimer.pause_s`."""
+        if not (call.carries_work and is_unavailable(error)):
+            return timer.pause_s(error)
+        if call.on_unavailable is not None:
+            call.on_unavailable(error)
         now = time.monotonic()
-        if now >= self._tell_at.get(error.code, 0.0):
-            self._tell_at[error.code] = now + TELL_AGAIN_S
-            LOG.warning("the cluster asks to wait, nothing is lost: %s", error)
-        pause_s = patience.pause_s(error, unbounded=True)
+        if now >= self._log_at.get(error.code, 0.0):
+            self._log_at[error.code] = now + LOG_PERIOD_S
+            LOG.warning("the cluster is unavailable for now, nothing is lost: %s", error)
+        pause_s = timer.pause_s(error, unbounded=True)
         if call.give_up_at is not None and now + pause_s > call.give_up_at:
             raise error
         return pause_s
 
 
-def is_held(error: PlexRLError) -> bool:
-    """Whether `error` was an answer that asks for the same request again: the cluster is alive."""
-    return error.status in HOLDING and "retry_after_s" in error.details
+def is_unavailable(error: PlexRLError) -> bool:
+    """Whether `error` means that the cluster works and the same request succeeds later."""
+    return error.status in UNAVAILABLE and "retry_after_s" in error.details
 
 
 class Transport:
-    """Blocking requests to one cluster. Safe for use by several threads."""
+    """Blocking requests to one cluster. Thread-safe."""
 
     def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
         import httpx
 
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
-        """Of all routers, with commas between."""
-        self.place = Place(without_credentials(self.url))
-        """Where another process finds the cluster."""
+        """URLs of all routers, separated by commas."""
+        self.location = ClusterLocation(without_credentials(self.url))
+        """How another process finds the cluster."""
         self.api_key = api_key
         self.timeout_s = timeout_s
-        self._waiting = Waiting()
+        self._retries = RetryPolicy()
         self.controller: Controller | None = None
-        """Whose requests they are; absent: of nobody who controls a job."""
+        """The controller that sends the requests; absent: the sender controls no job."""
         self._client = httpx.Client(
             headers=_headers(api_key),
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
         )
 
-    def of(self, controller: "Controller") -> "Transport":
-        """The same connections for the requests of a controller."""
-        its = copy(self)
-        its.controller = controller
-        return its
+    def for_controller(self, controller: "Controller") -> "Transport":
+        """The same connections, for the requests of `controller`."""
+        other = copy(self)
+        other.controller = controller
+        return other
 
-    def impatient(self) -> "Transport":
+    def without_retries(self) -> "Transport":
         """The same connections, for requests that are tried once."""
-        its = copy(self)
-        its.timeout_s = 0.0
-        return its
+        other = copy(self)
+        other.timeout_s = 0.0
+        return other
 
     def request(self, call: Call) -> "httpx.Response":
-        """The answer to `call`, if it is a good one.
+        """Send `call`, with retries, and return the successful response.
 
         Raises:
-            PlexRLError: the cluster refused it.
-            ConnectionLostError: no cluster answered for `timeout_s` seconds.
+            PlexRLError: the cluster refused the request.
+            ConnectionLostError: no cluster replied for `timeout_s` seconds.
         """
-        patience = Patience(self.timeout_s, call.deadline_at)
+        timer = RetryTimer(self.timeout_s, call.deadline_at)
         while True:
             error = self._try(call)
             if not isinstance(error, PlexRLError):
                 return error
-            time.sleep(self._waiting.pause_s(call, patience, error))
+            time.sleep(self._retries.pause_s(call, timer, error))
 
     def _try(self, call: Call) -> "httpx.Response | PlexRLError":
         import httpx
 
         if self.is_closed:
-            raise ConnectionLostError(f"the connection to {self.url} was closed: connect again")
+            raise ConnectionLostError(f"the connection to {self.url} is closed: connect again")
         url = self._endpoints.current
         try:
             response = self._client.send(_build(self._client, url, call, self.controller))
         except httpx.TransportError as error:
             self._endpoints.failed(url)
-            return _lost(url, error)
-        if response.status_code in ELSEWHERE:
+            return _connection_lost(url, error)
+        if response.status_code in NEXT_ROUTER:
             self._endpoints.failed(url)
         return checked(response)
 
     def lines(self, call: Call) -> Iterator[str]:
-        """The lines of a streamed answer, as they come. Raises as `request`, but tries once."""
+        """Yield the lines of a streamed response. Raises as `request`, without retries."""
         import httpx
 
         if self.is_closed:
-            raise ConnectionLostError(f"the connection to {self.url} was closed: connect again")
+            raise ConnectionLostError(f"the connection to {self.url} is closed: connect again")
         url = self._endpoints.current
         try:
             with self._client.stream(
@@ -262,17 +262,17 @@ class Transport:
             ) as response:
                 if response.status_code >= 400:
                     response.read()
-                    if response.status_code in ELSEWHERE:
+                    if response.status_code in NEXT_ROUTER:
                         self._endpoints.failed(url)
-                    raise _broken(response)
+                    raise _stream_error(response)
                 yield from response.iter_lines()
         except httpx.TransportError as error:
             self._endpoints.failed(url)
-            raise _lost(url, error) from error
+            raise _connection_lost(url, error) from error
 
     @property
     def is_closed(self) -> bool:
-        """No request can be sent any more."""
+        """Whether `close` was called."""
         return self._client.is_closed
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class Transport:
 
 
 class AsyncTransport:
-    """As `Transport`, for one event loop."""
+    """Like `Transport`, for one event loop."""
 
     def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
         import httpx
@@ -289,25 +289,25 @@ class AsyncTransport:
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
         self.timeout_s = timeout_s
-        self._waiting = Waiting()
+        self._retries = RetryPolicy()
         self.controller: Controller | None = None
-        """As that of `Transport`."""
+        """As `Transport.controller`."""
         self._client = httpx.AsyncClient(
             headers=_headers(api_key),
             limits=httpx.Limits(max_connections=2048, max_keepalive_connections=256),
         )
 
-    def of(self, controller: "Controller | None") -> "AsyncTransport":
-        """As `Transport.of`."""
-        its = copy(self)
-        its.controller = controller
-        return its
+    def for_controller(self, controller: "Controller | None") -> "AsyncTransport":
+        """As `Transport.for_controller`."""
+        other = copy(self)
+        other.controller = controller
+        return other
 
     async def request(self, call: Call) -> "httpx.Response":
-        """The answer to `call`, if it is a good one. Raises as `Transport.request`."""
+        """As `Transport.request`."""
         import httpx
 
-        patience = Patience(self.timeout_s, call.deadline_at)
+        timer = RetryTimer(self.timeout_s, call.deadline_at)
         while True:
             url = self._endpoints.current
             response: httpx.Response | PlexRLError
@@ -315,14 +315,14 @@ class AsyncTransport:
                 found = await self._client.send(_build(self._client, url, call, self.controller))
             except httpx.TransportError as error:
                 self._endpoints.failed(url)
-                response = _lost(url, error)
+                response = _connection_lost(url, error)
             else:
-                if found.status_code in ELSEWHERE:
+                if found.status_code in NEXT_ROUTER:
                     self._endpoints.failed(url)
                 response = checked(found)
             if not isinstance(response, PlexRLError):
                 return response
-            await asyncio.sleep(self._waiting.pause_s(call, patience, response))
+            await asyncio.sleep(self._retries.pause_s(call, timer, response))
 
     async def lines(self, call: Call) -> AsyncIterator[str]:
         """As `Transport.lines`."""
@@ -339,14 +339,14 @@ class AsyncTransport:
             ) as response:
                 if response.status_code >= 400:
                     await response.aread()
-                    if response.status_code in ELSEWHERE:
+                    if response.status_code in NEXT_ROUTER:
                         self._endpoints.failed(url)
-                    raise _broken(response)
+                    raise _stream_error(response)
                 async for line in response.aiter_lines():
                     yield line
         except httpx.TransportError as error:
             self._endpoints.failed(url)
-            raise _lost(url, error) from error
+            raise _connection_lost(url, error) from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -354,7 +354,7 @@ class AsyncTransport:
 
 
 def checked(response: "httpx.Response") -> "httpx.Response | PlexRLError":
-    """A good response as it is; an error worth another try is returned, any other raised."""
+    """Return a good response, or an error worth a retry; raise any other error."""
     if response.status_code < 400:
         return response
     typed = _typed_error(response)
@@ -364,16 +364,16 @@ def checked(response: "httpx.Response") -> "httpx.Response | PlexRLError":
         return ConnectionLostError(error_of(response).message)
     after = response.headers.get("retry-after", "")
     if not after.isdigit():
-        # The cluster's last word, or an operation's own error.
+        # A final refusal, or an operation's own error.
         raise typed
     typed.details.setdefault("retry_after_s", float(after))
     return typed
 
 
-def _broken(response: "httpx.Response") -> PlexRLError:
-    """The error of a bad answer to a stream's request."""
+def _stream_error(response: "httpx.Response") -> PlexRLError:
+    """The error of a refused request for a stream."""
     found = checked(response)
-    assert isinstance(found, PlexRLError), "the answer is a good one"
+    assert isinstance(found, PlexRLError), "called with a good response"
     return found
 
 
@@ -387,7 +387,7 @@ def error_of(response: "httpx.Response") -> PlexRLError:
 
 
 def _typed_error(response: "httpx.Response") -> PlexRLError | None:
-    """The cluster's own word; None where the answer is not the cluster's."""
+    """The cluster's own error; None if the response is not the cluster's."""
     try:
         body = json.loads(response.content)["error"]
     except (ValueError, KeyError, TypeError):
@@ -417,7 +417,7 @@ def _build(
 ) -> "httpx.Request":
     query = call.query
     if call.deadline_at is not None:
-        # What is left of it: the tries so far, and their pauses, are in it.
+        # The time left: earlier tries and their pauses count.
         query = {**query, "deadline_s": max(call.deadline_at - time.monotonic(), LEFT_S_MIN)}
     headers = _controller_header(controller)
     if call.content_type is not None:
@@ -437,8 +437,8 @@ def _build(
         raise NonFiniteInputError(message) from error
 
 
-def _lost(url: str, error: Exception) -> ConnectionLostError:
+def _connection_lost(url: str, error: Exception) -> ConnectionLostError:
     return ConnectionLostError(
-        f"no answer from {url} ({type(error).__name__}: {error}): is the cluster up, and the URL "
-        "right?"
+        f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is up "
+        "and the URL is right"
     )

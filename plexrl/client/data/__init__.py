@@ -1,1 +1,1 @@
-"""What controllers send and receive: batches, results, demand, metrics."""
+"""Data of controllers: batches, results, demand traces, metrics."""

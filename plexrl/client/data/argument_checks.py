@@ -1,7 +1,7 @@
-"""What a controller hands to the SDK by mistake, refused before anything is sent.
+"""Checks of the types of SDK arguments, before anything is sent.
 
-A mistake that only the type of an argument shows would otherwise end in an `AttributeError` deep
-inside, which names neither the argument nor what to write instead.
+Without them a wrong type would end in an `AttributeError` deep inside the SDK, which mentions
+neither the argument nor the correct type.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ Plain = dict[str, Any]
 
 
 def check_batch(batch: object) -> None:
-    """Raises `BatchShapeError` for what is no `Batch`, and for one with a row without tokens."""
+    """Raises `BatchShapeError` if `batch` is not a `Batch`, or has a row without tokens."""
     from plexrl.client.data.batch import Batch
 
     if not isinstance(batch, Batch):
         raise BatchShapeError(
-            f"the batch is {short(batch)}: make a plexrl.Batch of it, as plexrl.Batch(rows, "
+            f"the batch is {short(batch)}: give a plexrl.Batch, made by plexrl.Batch(rows, "
             "{'mask': …}), Batch.from_completions(…) or Batch.from_samples(…)"
         )
     if 0 in batch.lengths:
@@ -32,24 +32,24 @@ def check_batch(batch: object) -> None:
         raise BatchShapeError(f"row {row} has 0 tokens: every row needs one", row=row)
 
 
-def name_of_source(source: object) -> str:
-    """The id of a train deployment that weights are to come from.
+def source_deployment(source: object) -> str:
+    """The id of the train deployment `source`.
 
     Raises:
-        InvalidRequestError: it is no deployment.
+        InvalidRequestError: `source` is not a deployment.
     """
     found = getattr(source, "deployment", None)
     if isinstance(found, str) and not isinstance(source, str):
         return found
     raise InvalidRequestError(
-        f"the source of weights is {short(source)}: give the train deployment itself, what "
-        "job.train_deployment(…) returned",
+        f"the source of weights is {short(source)}: give the train deployment itself, as "
+        "job.train_deployment(…) returned it",
         parameter="source",
     )
 
 
 def check_model(model: object) -> None:
-    """Raises `InvalidRequestError` for what is no model."""
+    """Raises `InvalidRequestError` if `model` is not a `ModelSpec`."""
     if not isinstance(model, ModelSpec):
         raise InvalidRequestError(
             f"the model is {short(model)}: give a plexrl.ModelSpec(path='/models/…'), a Hugging "
@@ -58,18 +58,18 @@ def check_model(model: object) -> None:
         )
 
 
-def scoring(model: ModelSpec) -> ModelSpec:
+def with_reward_head(model: ModelSpec) -> ModelSpec:
     """`model` with a head that scores rows. Raises as `check_model`."""
     check_model(model)
     return replace(model, head="reward")
 
 
 def checked_layout(options: Mapping[str, Any]) -> Plain:
-    """Of a deployment's options the layout and the adapters, as they travel.
+    """The layout and the adapters of a deployment's options, as JSON values.
 
     Raises:
-        LayoutError: the layout is no `Parallelism`.
-        InvalidRequestError: the adapters are no `LoraSpec`.
+        LayoutError: the layout is not a `Parallelism`.
+        InvalidRequestError: the adapters are not a `LoraSpec`.
     """
     found: Plain = {}
     layout, lora = options.get("parallelism"), options.get("lora")
@@ -91,13 +91,13 @@ def checked_layout(options: Mapping[str, Any]) -> Plain:
 
 
 def plain_value(value: object) -> bool | int | float:
-    """For values that messages cannot hold: numbers of numpy as those of Python.
+    """Convert a numpy number, which messages cannot hold, to a Python number.
 
     Raises:
-        InvalidRequestError: it is no number.
+        InvalidRequestError: `value` is not a number.
     """
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise InvalidRequestError(f"{short(value)} is no plain value: give a number, a text or a bool")
+    raise InvalidRequestError(f"{short(value)} cannot be sent: give a number, a text or a bool")

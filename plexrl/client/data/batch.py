@@ -1,14 +1,14 @@
-"""Batches: ragged rows, packed as they travel."""
+"""Batches of rows with different lengths, packed end to end."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from plexrl.client.data.batch_rows import (
+    check_count,
     pack,
     pack_tokens,
     rows_of,
-    same_count,
     token_row,
     value_row,
 )
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Rows of tokens with per-token values beside them.
+    """Rows of tokens with per-token values.
 
-    Rows may be of different lengths, and are neither padded nor cut. Entry t of a per-token row
-    speaks of token t as predicted from the tokens before it, so entry 0 never counts. All values
-    travel as float32. What a loss reads of them, by name:
+    Rows may have different lengths; they are neither padded nor cut. Entry t of a per-token row
+    refers to token t as predicted from the tokens before it, so entry 0 never counts. All values
+    are sent as float32. The losses read these values, by name:
 
     - `mask`: the weight of a token in the loss, mostly 0 or 1; 0 drops it (a prompt's tokens).
     - `logprobs`: of each token under the policy that drew it, in nats (`Sample.logprobs`).
-    - `advantages`: what a token is made more likely by; the caller centres and scales them.
-    - `ref_logprobs`: of each token under the reference policy, in nats, where the loss has a
-      `kl_coef` above 0.
-    - `weights`: minus the gradient of a loss of the controller's own by each token's logprob.
+    - `advantages`: how much to raise a token's likelihood; the caller centres and scales them.
+    - `ref_logprobs`: of each token under the reference policy, in nats, for a loss with a `kl_coef`
+      above 0.
+    - `weights`: minus the gradient of the controller's own loss by each token's logprob.
 
-    Everything is checked here for shape, and by the router for the rest.
+    The SDK checks shapes; the router checks the rest.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Batch:
         tokens: Iterable[Sequence[int]],
         per_token: "Mapping[str, Iterable[Values]] | None" = None,
     ) -> None:
-        """`tokens` are the rows, lists of token ids; `per_token` holds, for each name, as many rows
-        of values, each as long as its row of tokens.
+        """`tokens` are the rows, lists of token ids; `per_token` holds, for each name, one row of
+        values for each row of tokens, of the same length.
 
         Raises:
-            BatchShapeError: a row is no list of whole numbers, or a row of values has another
+            BatchShapeError: a row is not a list of whole numbers, or a row of values has another
                 length than its row of tokens.
             TokenRangeError: a token does not fit into 32 bits.
         """
@@ -81,21 +81,21 @@ class Batch:
         ref_logprobs: "Sequence[Values] | None" = None,
         weights: "Sequence[Values] | None" = None,
     ) -> "Batch":
-        """Rows of prompt and completion: `prompts[i]` and behind it `completions[i]`, token ids.
+        """Rows of prompt and completion: `prompts[i]` followed by `completions[i]`, token ids.
 
         `mask`, `logprobs`, `advantages`, `ref_logprobs` and `weights` are per-token values of the
-        completions, `[completions][tokens]`; on the prompts' tokens they are 0. A `mask` that is
-        absent is 1 on the completions' tokens; others that are absent are not in the batch.
+        completions, `[completions][tokens]`; on the prompts' tokens they are 0. Without a `mask`
+        the mask is 1 on the completions' tokens; other absent values are left out of the batch.
 
         Raises:
-            BatchShapeError: a row is none, there is not one completion for each prompt, or values
-                have another length.
+            BatchShapeError: a row is invalid, there is not one completion for each prompt, or
+                values have another length.
         """
         import numpy as np
 
         before = [token_row(row, at) for at, row in enumerate(rows_of("prompts", prompts))]
         after = [token_row(row, at) for at, row in enumerate(rows_of("completions", completions))]
-        same_count("completions", len(after), "prompts", len(before))
+        check_count("completions", len(after), "prompts", len(before))
         tokens = [pack_tokens(parts) for parts in zip(before, after, strict=True)]
         given = {
             "mask": [np.ones(len(row)) for row in after] if mask is None else mask,
@@ -109,13 +109,13 @@ class Batch:
             if per_token is None:
                 continue
             rows = [value_row(name, row, at) for at, row in enumerate(rows_of(name, per_token))]
-            same_count(name, len(rows), "completions", len(after))
+            check_count(name, len(rows), "completions", len(after))
             values[name] = rows
             for index, (row, completion) in enumerate(zip(rows, after, strict=True)):
                 if len(row) != len(completion):
                     raise BatchShapeError(
-                        f"{name}: row {index} has {len(row)} values and its completion "
-                        f"{len(completion)} tokens",
+                        f"{name}: row {index} has {len(row)} values for {len(completion)} tokens "
+                        "of its completion: give one for each",
                         array=name,
                         row=index,
                     )
@@ -138,13 +138,13 @@ class Batch:
         *,
         keep: "Sequence[bool] | npt.NDArray[np.bool_] | None" = None,
     ) -> "Batch":
-        """What a policy loss needs of generated samples: tokens, mask, logprobs and advantages.
+        """A batch for a policy loss: tokens, mask, logprobs and advantages of generated samples.
 
-        `prompts` are those that were given to `generate`, and `samples` its result's,
-        `[prompts][n]`. `advantages` are floats, `[prompts][n]` too (an array or lists): one for
-        each sample, which goes to each of its tokens as it is. A row of the batch is a prompt and
-        one of its samples, prompt by prompt. `keep`, `[prompts]`, drops the samples of prompts
-        where it is False (such as those whose rewards are all the same).
+        `prompts` are those given to `generate`, and `samples` are its result's, `[prompts][n]`.
+        `advantages` are floats, also `[prompts][n]` (an array or lists): one for each sample, which
+        all of its tokens get. A row of the batch is a prompt and one of its samples, prompt by
+        prompt. `keep`, `[prompts]`, drops the samples of prompts for which it is False (such as
+        those with equal rewards).
 
         Raises:
             BatchShapeError: the counts differ.
@@ -156,23 +156,23 @@ class Batch:
         prompts = rows_of("prompts", prompts)
         groups = [rows_of("samples of a prompt", group) for group in rows_of("samples", samples)]
         scores = [value_row("advantages", row, at) for at, row in enumerate(_by_prompt(advantages))]
-        same_count("samples", len(groups), "prompts", len(prompts))
-        same_count("advantages", len(scores), "prompts", len(prompts))
+        check_count("samples", len(groups), "prompts", len(prompts))
+        check_count("advantages", len(scores), "prompts", len(prompts))
         kept = [True] * len(groups) if keep is None else rows_of("keep", keep)
-        same_count("entries of keep", len(kept), "prompts", len(prompts))
+        check_count("entries of keep", len(kept), "prompts", len(prompts))
         flat_prompts: list[Sequence[int]] = []
         completions: list[Sequence[int]] = []
         logprobs: list[Values] = []
         spread: list[Any] = []
         for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            same_count(f"advantages of prompt {index}", len(scores[index]), "samples", len(group))
+            check_count(f"advantages of prompt {index}", len(scores[index]), "samples", len(group))
             if not kept[index]:
                 continue
             for sample, advantage in zip(group, scores[index], strict=True):
                 if not isinstance(sample, Sample):
                     raise BatchShapeError(
-                        f"samples: {short(sample)} of prompt {index} is no Sample: give what "
-                        "generate(…).result().samples is, or use Batch.from_completions"
+                        f"samples: {short(sample)} of prompt {index} is not a Sample: give "
+                        "generate(…).result().samples, or use Batch.from_completions"
                     )
                 flat_prompts.append(prompt)
                 completions.append(sample.tokens)
@@ -182,9 +182,9 @@ class Batch:
 
     def with_values(self, name: str, rows: "Sequence[Values]") -> "Batch":
         """A copy of this batch with further per-token values called `name` (`ref_logprobs`,
-        `weights`, …), or others in the place of those of that name. `rows` has one entry for each
-        row of the batch, as long as that row, prompt included; a `forward` result's `logprobs` have
-        that shape.
+        `weights`, …), which replace values of that name. `rows` has one entry for each row of the
+        batch, as long as that row, prompt included; the `logprobs` of a `forward` result have this
+        shape.
 
         Raises:
             BatchShapeError: a row has another length than its tokens.
@@ -195,26 +195,25 @@ class Batch:
         return other
 
     def arrays(self, names: Sequence[str] | None = None) -> "Arrays":
-        """The packed arrays as they travel: `tokens` int32 `[all tokens]`, the rows end to end,
-        `lengths` int32 `[rows]`, and per-token ones float32 `[all tokens]`; of these only `names`
-        where they are given.
+        """The packed arrays: `tokens` int32 `[all tokens]`, the rows end to end, `lengths` int32
+        `[rows]`, and per-token values float32 `[all tokens]`; with `names` only these values.
 
         Raises:
-            BatchShapeError: one of `names` is not in the batch.
+            BatchShapeError: the batch lacks one of `names`.
         """
         wanted = list(self._per_token) if names is None else names
         missing = sorted(set(wanted) - set(self._per_token))
         if missing:
             raise BatchShapeError(
-                f"the loss needs {', '.join(missing)}; the batch has "
-                f"{', '.join(sorted(self._per_token)) or 'no per-token values'}"
+                f"the loss needs {', '.join(missing)}; the batch has only "
+                f"{', '.join(sorted(self._per_token)) or 'tokens'}: add them by `with_values`"
             )
         chosen = {name: self._per_token[name] for name in wanted}
         return {"tokens": self._tokens, "lengths": self._lengths, **chosen}
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return [int(length) for length in self._lengths]
 
     def __len__(self) -> int:
@@ -237,12 +236,12 @@ class Batch:
         return packed
 
     def _check(self, name: str, lengths: Sequence[int]) -> None:
-        same_count(name, len(lengths), "token rows", len(self._lengths))
+        check_count(name, len(lengths), "token rows", len(self._lengths))
         for row, (length, tokens) in enumerate(zip(lengths, self._lengths, strict=True)):
             if length != tokens:
                 raise BatchShapeError(
-                    f"{name}: row {row} has {length} values and {tokens} tokens: give every token "
-                    "a value, unused ones 0",
+                    f"{name}: row {row} has {length} values for {tokens} tokens: give one for each "
+                    "token, 0 for unused ones",
                     array=name,
                     row=row,
                 )
@@ -253,7 +252,7 @@ def _by_prompt(advantages: Any) -> list[Any]:
     rows = rows_of("advantages", advantages)
     if any(isinstance(row, Real) for row in rows):
         raise BatchShapeError(
-            "advantages are one number for each prompt: give one for each of its samples, "
+            "advantages has one number for each prompt: give one for each sample, "
             "[prompts][samples]",
             array="advantages",
         )

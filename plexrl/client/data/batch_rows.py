@@ -1,4 +1,4 @@
-"""Rows that a controller hands over, checked for shape and packed end to end."""
+"""Rows of a batch, checked for their shape and packed end to end."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ def rows_of(what: str, rows: object) -> list[Any]:
     """`rows` as a list.
 
     Raises:
-        BatchShapeError: they are no rows, or are a text.
+        BatchShapeError: `rows` is not a list of rows, or is a text.
     """
     if isinstance(rows, Iterable) and not isinstance(rows, str | bytes | dict):
         return list(rows)
-    raise BatchShapeError(f"{what}: {short(rows)} is no list of rows{_meant(rows)}", array=what)
+    raise BatchShapeError(f"{what}: {short(rows)} is not a list of rows{_hint(rows)}", array=what)
 
 
 def token_row(row: "Sequence[int]", index: int) -> "npt.NDArray[Any]":
@@ -32,8 +32,8 @@ def token_row(row: "Sequence[int]", index: int) -> "npt.NDArray[Any]":
         raise BatchShapeError(f"row {index} is ragged: give a list of token ids") from error
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise BatchShapeError(
-            f"row {index} is {short(row)}, no list of token ids: give a list of lists of "
-            "whole numbers, as `[tokenizer.encode(text)]` is",
+            f"row {index} is {short(row)}, not a list of token ids: give a list of lists of "
+            "whole numbers, such as `[tokenizer.encode(text)]`",
             row=index,
         )
     return found
@@ -47,8 +47,8 @@ def value_row(what: str, row: object, index: int) -> "npt.NDArray[np.float32]":
         found = np.asarray(row, dtype=np.float32)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise BatchShapeError(
-            f"{what}: row {index} is {short(row)}, which are no numbers: give a list of them, one "
-            "for each token",
+            f"{what}: row {index} is {short(row)}, not a list of numbers: give one number for each "
+            "token",
             array=what,
             row=index,
         ) from error
@@ -63,7 +63,7 @@ def value_row(what: str, row: object, index: int) -> "npt.NDArray[np.float32]":
 
 
 def pack_tokens(rows: "Sequence[npt.NDArray[Any]]") -> Any:
-    """Rows of tokens end to end, int32. Raises `TokenRangeError`."""
+    """Concatenate rows of tokens, int32. Raises `TokenRangeError`."""
     import numpy as np
 
     filled = [row for row in rows if row.size]
@@ -75,28 +75,28 @@ def pack_tokens(rows: "Sequence[npt.NDArray[Any]]") -> Any:
 
 
 def pack(rows: "Sequence[npt.NDArray[Any]]", dtype: "type[np.generic]") -> Any:
-    """Rows of values end to end."""
+    """Concatenate rows of values."""
     import numpy as np
 
     return np.concatenate(rows).astype(dtype) if rows else np.empty(0, dtype=dtype)
 
 
-def same_count(what: str, count: int, other: str, wanted: int) -> None:
-    """Raises `BatchShapeError` where there is not one for each."""
+def check_count(what: str, count: int, other: str, wanted: int) -> None:
+    """Raises `BatchShapeError` if `count` is not `wanted`."""
     if count != wanted:
         raise BatchShapeError(f"{count} {what} for {wanted} {other}: one for each is needed")
 
 
-def _meant(rows: object) -> str:
-    """How a message goes on about a future or a result, which has the rows inside."""
+def _hint(rows: object) -> str:
+    """The end of an error message if `rows` is a future or a result, which contains the rows."""
     if hasattr(rows, "result"):
-        return ": wait for its result, and give the rows that the result has"
+        return ": wait for its result, and give the rows in the result"
     names = [name for name in ("samples", "logprobs") if hasattr(rows, name)]
     return f": give its .{names[0]}" if names else ""
 
 
 def split_rows(values: Any, lengths: Sequence[int]) -> list[Any]:
-    """A packed array as its rows."""
+    """Split a packed array into rows."""
     import numpy as np
 
     return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []

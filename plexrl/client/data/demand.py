@@ -1,4 +1,4 @@
-"""What a user can say of a job's demand beforehand: one cycle and the busy stretches in it."""
+"""Demand traces: one cycle of a job, as far as the user knows it beforehand."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,30 +13,30 @@ class Segment:
     """One stretch of a cycle in which the deployment needs its GPUs."""
 
     offset_s: float
-    """From the start of the cycle."""
+    """Start, in seconds from the start of the cycle."""
     duration_s: float
-    """Seconds of work."""
+    """Length, in seconds."""
     slack_s: float = 0.0
-    """How long it can be delayed without making the cycle longer."""
+    """Delay, in seconds, that does not lengthen the cycle."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemandTrace:
-    """One cycle of a job on its GPUs; the cluster measures it where nothing is said."""
+    """One cycle of a job on its GPUs. Without a trace the cluster profiles the job."""
 
     period_s: float
     """Seconds from the start of one cycle to the start of the next."""
     segments: Sequence[Segment]
-    """In order of their offsets, disjoint, inside the period."""
+    """Ordered by offset, disjoint, inside the period."""
     jitter_s: float = 0.0
     """Standard deviation of the cycle's length."""
 
 
 def plain_trace(trace: DemandTrace | Mapping[str, object] | None) -> dict[str, Any] | None:
-    """`trace` as it travels; its numbers are checked by the router.
+    """`trace` as JSON values; the router checks its numbers.
 
     Raises:
-        InvalidRequestError: it is no trace.
+        InvalidRequestError: `trace` is not a trace.
     """
     if trace is None:
         return None

@@ -1,7 +1,7 @@
-"""Rows of a job's metrics, as they travel and as a controller has them.
+"""Rows of a job's metrics, as JSON and as floats.
 
-Training that diverges reports NaN, and that row is the one to look at. JSON has no such numbers, so
-they travel and are stored as the texts `NaN`, `Infinity` and `-Infinity` (as Protobuf writes them).
+Training that diverges reports NaN, and that row is the most interesting. JSON has no such numbers,
+so they are sent and stored as the texts `NaN`, `Infinity` and `-Infinity` (as in Protobuf).
 """
 
 import math
@@ -16,23 +16,23 @@ Plain = dict[str, Any]
 
 
 def metrics_row(step: object, values: object) -> Plain:
-    """A row as it travels.
+    """A row as JSON values.
 
     Raises:
-        InvalidRequestError: the step is no whole number, or a value is none; names it.
+        InvalidRequestError: the step is not a whole number, or a value is not a number.
     """
     if not isinstance(step, Integral) or isinstance(step, bool):
         raise InvalidRequestError(f"the step is {short(step)}: give a whole number")
     if not isinstance(values, Mapping):
         raise InvalidRequestError(
-            f"the metrics are {short(values)}: give a dict of numbers by name, as "
+            f"the metrics are {short(values)}: give a dict of numbers by name, such as "
             "job.log(step, {'reward/mean': 0.5})"
         )
     return {"step": int(step), "values": {_key(n): _number(n, v) for n, v in values.items()}}
 
 
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> list[Plain]:
-    """Rows as a controller has them: every value a float."""
+    """Rows with every value as a float."""
     return [
         {**row, "values": {name: float(value) for name, value in row["values"].items()}}
         for row in rows
@@ -42,18 +42,19 @@ def read_rows(rows: Iterable[Mapping[str, Any]]) -> list[Plain]:
 def _key(name: object) -> str:
     if isinstance(name, str):
         return name
-    raise InvalidRequestError(f"a metric is named {short(name)}: give a text")
+    raise InvalidRequestError(f"a metric's name is {short(name)}: give a text")
 
 
 def _number(name: object, value: Any) -> float | str:
     try:
-        # A text that reads as a number is most likely a mistake; arrays of one number are not.
+        # A text is most likely a mistake; arrays of one number are accepted.
         number = None if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
         raise InvalidRequestError(
-            f"metric {name!r} is {short(value)}: give one number, as its .mean()", metric=str(name)
+            f"metric {name!r} is {short(value)}: give one number, such as its .mean()",
+            metric=str(name),
         )
     if math.isnan(number):
         return "NaN"

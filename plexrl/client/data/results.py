@@ -1,4 +1,4 @@
-"""What operations answer."""
+"""Results of operations."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 FINISH_REASONS = ("stop", "length", "abort")
 SHOWN_TOKENS = 6
-"""That a repr shows of a sample."""
+"""Tokens of a sample that its repr shows."""
 
 
 class WeightsSpan(NamedTuple):
     """Consecutive tokens of a sample that one version of the weights drew."""
 
     start: int
-    """Index of the first of them in the sample's `tokens`; the next span's start ends them."""
+    """Index of the first token in the sample's `tokens`; the next span's start ends the span."""
     version: int
-    """Of the weights: the number of syncs and loaded checkpoints of the rollout deployment so far,
-    those that brought these weights included. 0: the model that it was created with."""
+    """Version of the weights: the number of syncs and loaded checkpoints of the rollout deployment,
+    including the last. 0: the model that it was created with."""
     trainer_step: int
-    """Optimizer steps of the trainer in these weights: k after the trainer's k-th `optim_step` that
-    was applied. 0: no step was made, or the rollout deployment was never synced. A loaded
-    checkpoint has the step that it was saved at."""
+    """Optimizer steps of the trainer in these weights: k after the trainer's k-th applied
+    `optim_step`. 0: no step, or the rollout deployment was never synced. A loaded checkpoint has
+    the step at which it was saved."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -38,23 +38,24 @@ class Sample:
     """One generated sample."""
 
     tokens: list[int]
-    """The ids that were drawn, without the prompt; an end token that was drawn is the last."""
+    """Drawn token ids, without the prompt; a drawn end token is the last."""
     logprobs: "npt.NDArray[np.float32]"
-    """float32 `[tokens]`: of each token under the model itself, before temperature and
+    """float32 `[tokens]`: logprob of each token under the model itself, before temperature and
     truncation."""
     finish_reason: str
     """`stop`: an end token or a stop sequence was drawn. `length`: `max_tokens` or the deployment's
-    `max_sequence_tokens` was reached. `abort`: it was interrupted, or its deadline passed."""
+    `max_sequence_tokens` was reached. `abort`: the sample was interrupted, or its deadline passed.
+    """
     weights: tuple[WeightsSpan, ...] = ()
-    """Which weights drew which tokens: one `WeightsSpan`, or several in order where weights were
+    """The weights that drew the tokens: one `WeightsSpan`, or several in order if weights were
     synced in flight."""
 
     @property
     def trainer_step(self) -> int:
         """Optimizer steps of the trainer in the weights that drew the first token.
 
-        They are the oldest weights in the sample, so `step - sample.trainer_step` is the number of
-        steps that it is off-policy by. `weights` has the step of every token.
+        These are the oldest weights in the sample, so the sample is off-policy by
+        `step - sample.trainer_step` steps. `weights` has the step of every token.
         """
         return self.weights[0].trainer_step if self.weights else 0
 
@@ -74,12 +75,12 @@ class GenerateResult:
     samples: list[list[Sample]]
     """`[prompts][n]`, in the order of the prompts."""
     weights_seq: int
-    """Version of the weights as it began, as `WeightsSpan.version`."""
+    """Version of the weights at the start, as `WeightsSpan.version`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the engine: `preemptions` (of these samples), `kv_cache_bytes` (each worker's budget) and
-    `kv_cache_bytes_used_max` (the most in use meanwhile, other generations' included)."""
+    """Metrics of the engine: `preemptions` (of these samples), `kv_cache_bytes` (each worker's
+    budget) and `kv_cache_bytes_used_max` (largest use meanwhile, other generations included)."""
     trainer_step: int = 0
-    """Optimizer steps of the trainer in the weights as it began, as `WeightsSpan.trainer_step`."""
+    """Optimizer steps of the trainer in the weights at the start, as `WeightsSpan.trainer_step`."""
 
     def __repr__(self) -> str:
         samples = [sample for group in self.samples for sample in group]
@@ -95,8 +96,8 @@ class ForwardResult:
     """Logprobs of a `forward`."""
 
     logprobs: "list[npt.NDArray[np.float32]]"
-    """For each row of the batch, in its order, float32 `[tokens]`: the logprob of every token given
-    those before it. Entry 0 is 0."""
+    """For each row of the batch, in order, float32 `[tokens]`: the logprob of every token given the
+    tokens before it. Entry 0 is 0."""
 
     def __repr__(self) -> str:
         return f"ForwardResult({_shape(self.logprobs)})"
@@ -115,15 +116,15 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainResult:
-    """What a `forward_backward` measured."""
+    """Result of a `forward_backward`."""
 
     metrics: dict[str, float]
-    """`loss`, as it was reduced; `tokens`, the sum of the mask; and means over these tokens:
-    `logprob`; of a policy loss `ratio` to the policy that drew them, `old_kl`, the k3 estimate of
+    """`loss`, after its reduction; `tokens`, the sum of the mask; and means over these tokens:
+    `logprob`; for a policy loss `ratio` to the policy that drew them, `old_kl`, the k3 estimate of
     the KL to it, and `clip_fraction`; with `kl_coef` also `ref_kl`. NaN: not finite."""
     logprobs: "list[npt.NDArray[np.float32]]"
-    """For each row of the batch, in its order, float32 `[tokens]`, by the weights of before the
-    step. Entry 0 is 0."""
+    """For each row of the batch, in order, float32 `[tokens]`: logprobs under the weights before
+    the step. Entry 0 is 0."""
 
     def __repr__(self) -> str:
         return f"TrainResult(metrics={_shown(self.metrics)}, rows={len(self.logprobs)})"
@@ -131,13 +132,13 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepResult:
-    """What an `optim_step` measured."""
+    """Result of an `optim_step`."""
 
     metrics: dict[str, float]
     """`grad_norm`, the global norm of the gradients before clipping, and `learning_rate`."""
     trainer_step: int = 0
-    """Optimizer steps in the weights now, this one included. Samples drawn after a sync from here
-    have this `trainer_step`."""
+    """Optimizer steps in the weights, including this one. Samples drawn after a sync from here have
+    this `trainer_step`."""
 
     def __repr__(self) -> str:
         return f"StepResult(metrics={_shown(self.metrics)}, trainer_step={self.trainer_step})"
@@ -152,7 +153,7 @@ class Chunk:
     sample: int
     """Which of the prompt's `n` samples, from 0."""
     tokens: list[int]
-    """Those that were drawn since the sample's last chunk."""
+    """Tokens drawn since the sample's last chunk."""
     logprobs: list[float]
     """One for each of `tokens`, as `Sample.logprobs`."""
 
@@ -161,12 +162,12 @@ class Chunk:
 
 
 class SyncReport(TypedDict):
-    """What a `sync_weights` moved."""
+    """Result of a `sync_weights`."""
 
     bytes_wanted: int
-    """Of the weights, over all ranks of the deployment that was synced."""
+    """Size of the weights, over all ranks of the synced deployment."""
     bytes_moved: int
-    """That were brought; with a delta fewer, after the loss of a source more."""
+    """Bytes transferred; fewer with a delta, more after the loss of a source."""
     fraction: float
     """`bytes_moved / bytes_wanted`."""
     way: str
@@ -174,19 +175,19 @@ class SyncReport(TypedDict):
     sources: dict[str, int]
     """Bytes by transport: `shared_memory`, `tcp`, `nixl`."""
     seconds: float
-    """That the slowest rank took."""
+    """Duration on the slowest rank."""
     tier: str
-    """`host` or `nvme`: where the published version lay."""
+    """`host` or `nvme`: the tier of the published version."""
     weights_seq: int
     """The version: the count of operations that had changed the trainer's state."""
     trainer_step: int
     """Optimizer steps in it, as `WeightsSpan.trainer_step`."""
     digest: NotRequired[str]
-    """With `digest=True`: of all weights as they are then."""
+    """With `digest=True`: digest of all weights after the sync."""
 
 
 class SavedCheckpoint(TypedDict):
-    """What a `save_checkpoint` answers."""
+    """Result of a `save_checkpoint`."""
 
     path: str
     """Its directory, on the cluster's nodes."""
@@ -195,18 +196,18 @@ class SavedCheckpoint(TypedDict):
     seq: int
     """The version: the count of operations that had changed the trainer's state."""
     durable: bool
-    """It is whole and on the disk."""
+    """Whether the checkpoint is whole and on the disk."""
 
 
 class LoadedCheckpoint(TypedDict):
-    """What a `load_checkpoint` answers."""
+    """Result of a `load_checkpoint`."""
 
     trainer_step: int
-    """Optimizer steps in the weights that were loaded, as `WeightsSpan.trainer_step`."""
+    """Optimizer steps in the loaded weights, as `WeightsSpan.trainer_step`."""
 
 
 Decoder = Callable[[Mapping[str, Any], "Arrays"], Any]
-"""From the small result and the arrays to what the caller gets."""
+"""Converts the small result and the arrays of a response to what the caller gets."""
 
 
 def generate_decoder(samples_per_prompt: int) -> Decoder:
@@ -256,7 +257,7 @@ def train_decoder(lengths: list[int]) -> Decoder:
     """Decodes a `forward_backward` result."""
 
     def decode(result: Mapping[str, Any], arrays: "Arrays") -> TrainResult:
-        # JSON has no number for what is not finite: there is null in its place.
+        # JSON has no number for NaN and infinity; the router sends null.
         metrics = {n: math.nan if v is None else v for n, v in result["metrics"].items()}
         return TrainResult(metrics, split_rows(arrays["logprobs"], lengths))
 
@@ -264,7 +265,7 @@ def train_decoder(lengths: list[int]) -> Decoder:
 
 
 def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
-    """Decodes an `optim_step` result; a step that dropped its gradients raises its error."""
+    """Decodes an `optim_step` result; raises the error of a step that dropped its gradients."""
     del arrays
     if "error" in result:
         raise from_wire(result["error"])
@@ -272,7 +273,7 @@ def decode_step(result: Mapping[str, Any], arrays: "Arrays") -> StepResult:
 
 
 def decode_plain(result: Mapping[str, Any], arrays: "Arrays") -> dict[str, Any]:
-    """Decodes results that are small values only."""
+    """Decodes results without arrays."""
     del arrays
     return dict(result)
 

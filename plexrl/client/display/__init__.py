@@ -1,1 +1,1 @@
-"""What the SDK shows to people."""
+"""What the SDK shows to people: reprs, progress, traces, commands to copy."""

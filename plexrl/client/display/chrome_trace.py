@@ -1,8 +1,8 @@
-"""The operation log as a Chrome trace: what `chrome://tracing` and https://ui.perfetto.dev show.
+"""The operation log as a Chrome trace, for `chrome://tracing` and https://ui.perfetto.dev.
 
-One process for each job, with a thread for each deployment and phase; one for each node group, with
-who held its GPUs and the moves of state on and off them. Where runs of a deployment overlap, as
-generations do, a phase has several threads; those of queues stand below the others.
+Each job is a process with a thread for each deployment and phase. Each node group is a process that
+shows who held its GPUs and the moves of state on and off them. If runs of a deployment overlap, as
+generations do, a phase has several threads. Threads of queues are below the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ QUEUES_FROM = 1_000_000
 
 
 def operation_rows(cluster: "Cluster", job: str | None = None) -> Iterator[Plain]:
-    """All rows of the operation log that are remembered and the key may see."""
+    """All rows of the operation log that the key may see."""
     after = 0
     while rows := cluster.operations(job=job, after=after, limit=PAGE):
         yield from rows
@@ -29,14 +29,14 @@ def operation_rows(cluster: "Cluster", job: str | None = None) -> Iterator[Plain
 
 
 def chrome_trace(rows: Iterable[Row], job: str | None = None) -> Plain:
-    """The trace of one job, or of all, given the rows that the caller may see.
+    """The trace of one job, or of all, from the rows that the caller may see.
 
-    The lanes of groups that the job used show everybody who is in `rows`.
+    The threads of the groups that the job used show all jobs in `rows`.
     """
-    known = list(rows)
-    shown = [row for row in known if job in (None, row["job"])]
+    rows = list(rows)
+    shown = [row for row in rows if job in (None, row["job"])]
     groups = {row["group"] for row in shown if row["started_at"] is not None}
-    sharing = [row for row in known if row["started_at"] is not None and row["group"] in groups]
+    sharing = [row for row in rows if row["started_at"] is not None and row["group"] in groups]
     begin = min((row["submitted_at"] for row in (*shown, *sharing)), default=0.0)
     canvas = _Canvas(begin)
     for row in sorted(shown, key=lambda row: (row["submitted_at"], row["index"])):
@@ -48,7 +48,7 @@ def chrome_trace(rows: Iterable[Row], job: str | None = None) -> Plain:
 
 
 class _Canvas:
-    """Events, and the processes and threads that they are on."""
+    """Events, and the processes and threads of the trace."""
 
     def __init__(self, begin: float) -> None:
         self.events: list[Plain] = []
@@ -58,7 +58,7 @@ class _Canvas:
         self._lanes: dict[tuple[int, str], list[float]] = {}
 
     def draw(self, process: str, thread: str, name: str, span: Span, args: Plain) -> None:
-        """One slice, on the first thread of that name that is free then."""
+        """Add one slice, on the first thread of that name that is free then."""
         start, end = span
         pid = self._process(process)
         lanes = self._lanes.setdefault((pid, thread), [])
@@ -87,8 +87,8 @@ class _Canvas:
         if (pid, name) not in self._threads:
             tid = self._threads[pid, name] = len(self._threads) + 1
             self._name("thread_name", name, pid, tid)
-            # A queue has a lane for each operation that waited at the same time: below all others,
-            # or what was computed would be lost under them.
+            # A queue has a lane for each operation that waited at the same time. These lanes are
+            # below all others, which would otherwise be hard to find.
             place = {"sort_index": tid + (QUEUES_FROM if " queue" in name else 0)}
             order = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": place}
             self.events.append(order)
@@ -109,7 +109,7 @@ def _draw_phases(canvas: _Canvas, row: Row) -> None:
 
 
 def _draw_group(canvas: _Canvas, group: str, rows: Sequence[Row]) -> None:
-    """Who held the GPUs: from the load of its state, or its first run, to the end of its last."""
+    """Draw who held the GPUs: from the load of its state, or first run, to the end of its last."""
     process = f"group {group}"
     held: Plain = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Where a cluster is found again, as lines for people to use."""
+"""How another process finds a cluster, as lines to copy."""
 
 import shlex
 from dataclasses import dataclass
@@ -6,24 +6,24 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a cluster is found again, in another process."""
+class ClusterLocation:
+    """How another process finds a cluster."""
 
     url: str
-    """Of all routers, with commas between."""
+    """URLs of all routers, separated by commas."""
     data_dir: Path | None = None
-    """Of a cluster that was found by its data directory."""
+    """Data directory; absent: the cluster was connected by URL."""
     is_embedded: bool = False
 
-    def attach(self, job: str) -> str:
-        """The Python line that resumes a job."""
+    def attach_line(self, job: str) -> str:
+        """The Python line that attaches a job."""
         where = repr(self.url) if self.data_dir is None else f"data_dir={str(self.data_dir)!r}"
         return f"plexrl.connect({where}).attach_job({job!r})"
 
-    def cancel(self, job: str) -> str:
-        """What cancels a job: a command, or a Python line where that must start the cluster."""
+    def cancel_line(self, job: str) -> str:
+        """The command that cancels a job; a Python line if the cluster must be started for it."""
         if self.is_embedded:
-            return f"{self.attach(job)}.cancel()"
+            return f"{self.attach_line(job)}.cancel()"
         if self.data_dir is None:
             return f"plexrl cancel {shlex.quote(job)} --url {shlex.quote(self.url)}"
         return f"plexrl cancel {shlex.quote(job)} --data-dir {shlex.quote(str(self.data_dir))}"

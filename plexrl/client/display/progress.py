@@ -1,7 +1,7 @@
-"""What a controller does, for whoever watches: how it starts, then a line for each step.
+"""A controller's progress: log messages and one line for each step.
 
-At a terminal a bar below the lines says what it waits for and how much is left. Elsewhere there are
-plain lines only, so that a log stays readable.
+At a terminal a bar below the lines shows what the controller waits for and how much is left.
+Elsewhere there are plain lines only, so that a log stays readable.
 """
 
 import logging
@@ -18,10 +18,10 @@ STARTING: Final = "starting"
 
 
 class Progress:
-    """Shows what the SDK logs, and the steps it is told of, while its block runs."""
+    """Shows what the SDK logs, and reported steps, while its block runs."""
 
     def __init__(self, steps: int | None = None, *, file: IO[str] | None = None) -> None:
-        """`steps` are those that are to come, where that is known; `file` is standard output."""
+        """`steps` is the number of steps, if known; `file` is standard output by default."""
         from rich import progress
         from rich.console import Console
 
@@ -48,8 +48,8 @@ class Progress:
         self._console.print(f"{self._last_line - self._began:6.1f} s  {text}", soft_wrap=True)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a line about a finished step: its number, `values` by name, and the seconds since
-        the line before it."""
+        """Show a line for a finished step: its number, `values` by name, and the seconds since the
+        line before it."""
         took_s = time.monotonic() - self._last_line
         total = "" if self._steps is None else f"/{self._steps}"
         width = len(total) - 1 if total else 4
@@ -57,14 +57,14 @@ class Progress:
         self.say(f"step {step:>{width}}{total}{row}  {took_s:.2f} s")
         self._show(description="training", total=self._steps, completed=step)
 
-    def _waits_for(self, text: str) -> None:
-        """Text whose first line the bar shows too, until the next text or the next step."""
+    def _show_log(self, text: str) -> None:
+        """Show a log message; its first line is on the bar until the next message or step."""
         self.say(text)
         self._show(description=text.partition("\n")[0].partition(":")[0])
 
     def __enter__(self) -> "Progress":
         self._before = (LOGGER.level, LOGGER.propagate)
-        # Shown here, so not once more by handlers of the controller's own.
+        # Shown here, so handlers of the controller's own must not show the message again.
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
         LOGGER.addHandler(self._handler)
@@ -92,11 +92,11 @@ class Progress:
 
 
 class _Shown(logging.Handler):
-    """Hands on what the SDK logs."""
+    """Passes log records on to the display."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress._waits_for(record.getMessage())
+        self._progress._show_log(record.getMessage())

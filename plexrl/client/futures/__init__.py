@@ -1,1 +1,1 @@
-"""Results that are yet to come."""
+"""Futures: results of submitted operations."""

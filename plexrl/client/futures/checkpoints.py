@@ -1,4 +1,4 @@
-"""Checkpoints from a controller's side: pinned at once, durable a little later."""
+"""Futures of checkpoints: pinned at once, durable a little later."""
 
 import asyncio
 import time
@@ -24,44 +24,42 @@ Plain = dict[str, Any]
 
 
 def list_call(job: str) -> Call:
-    """The request for all of a job's checkpoints."""
+    """The request that lists a job's checkpoints."""
     return Call(method="GET", path=f"/v1/jobs/{quote(job, safe='')}/checkpoints", is_poll=True)
 
 
-def settled(listing: Mapping[str, Any], name: str, seq: int | None) -> Plain | None:
-    """The checkpoint, if it is durable; None while it is being written.
-
-    `seq` absent: of whatever version.
+def is_durable(listing: Mapping[str, Any], name: str, seq: int) -> bool:
+    """Whether version `seq` of a checkpoint is durable; False while it is being written.
 
     Raises:
-        CheckpointNotFoundError: nobody writes it, and it is not there.
-        PlexRLError: it failed; the error is its own.
+        CheckpointNotFoundError: the checkpoint does not exist, and no node writes it.
+        PlexRLError: the error with which the checkpoint failed.
     """
     found = next((each for each in listing["checkpoints"] if each["name"] == name), None)
     if found is None:
         if listing["failed"]:
-            # A node that does not answer may be the one that writes it.
-            return None
+            # A node that does not reply may be the one that writes the checkpoint.
+            return False
         raise CheckpointNotFoundError(
-            f"checkpoint {name!r} is not there, and nobody writes it: its node was restarted, or a "
-            "retention policy deleted it; save it again"
+            f"checkpoint {name!r} does not exist, and no node writes it: its node was restarted, "
+            "or a retention policy deleted it; save it again"
         )
     if found["state"] == "failed":
         raise from_wire(found["error"])
     if found["state"] == "cancelled":
         raise OperationCancelledError(f"checkpoint {name!r} was cancelled: save it again")
     if found["state"] != "durable":
-        return None
-    if seq not in (None, found["seq"]):
+        return False
+    if seq != found["seq"]:
         raise CheckpointNotFoundError(
-            f"checkpoint {name!r} is there as of version {found['seq']}, not {seq}: that one was "
-            "replaced, or its node was restarted before it was written"
+            f"checkpoint {name!r} exists as version {found['seq']}, not {seq}: version {seq} was "
+            "replaced, or its node was restarted before it was written; save it again"
         )
-    return dict(found)
+    return True
 
 
 class CheckpointFuture(Future[SavedCheckpoint]):
-    """Done once the checkpoint is on the disk; the job's other operations go on meanwhile."""
+    """Done once the checkpoint is on the disk; the job's other operations continue meanwhile."""
 
     def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
         super().__init__(transport, view, decoder)
@@ -69,8 +67,8 @@ class CheckpointFuture(Future[SavedCheckpoint]):
         self._pause_s = POLL_S_MIN
 
     def pinned(self, timeout_s: float | None = None) -> SavedCheckpoint:
-        """Wait until its version is pinned, for at most `timeout_s` seconds where they are given:
-        what training does from then on is not in it.
+        """Wait until the checkpoint's version is pinned, for at most `timeout_s` seconds if given:
+        training after that does not change the checkpoint.
 
         Raises as `result`.
         """
@@ -93,26 +91,26 @@ class CheckpointFuture(Future[SavedCheckpoint]):
             time.sleep(min(self._pause_s, wait_s))
             self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
         if not self._is_done:
-            self._look(self._saved, give_up_at)
+            self._check_durable(self._saved, give_up_at)
 
-    def _look(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
-        call = self._pending.patient(list_call(saved["job"]), give_up_at)
+    def _check_durable(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
+        call = self._pending.limited(list_call(saved["job"]), give_up_at)
         try:
             listing = self._transport.request(call)
-            self._pending.held = None
-            self._is_done = settled(listing.json(), saved["name"], saved["seq"]) is not None
+            self._pending.unavailable = None
+            self._is_done = is_durable(listing.json(), saved["name"], saved["seq"])
             self._result = {**saved, "durable": self._is_done}
         except ConnectionLostError:
             raise
         except PlexRLError as error:
-            if error is self._pending.held:
-                # No word about the checkpoint: the caller's time is over.
+            if error is self._pending.unavailable:
+                # The caller's time is over; the checkpoint may still succeed.
                 return
             self._is_done, self._error = True, error
 
 
 class AsyncCheckpointFuture(AsyncFuture[SavedCheckpoint]):
-    """As `CheckpointFuture`: `await` it."""
+    """Like `CheckpointFuture`, for `await`."""
 
     def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
         super().__init__(transport, view, decoder)
@@ -140,18 +138,18 @@ class AsyncCheckpointFuture(AsyncFuture[SavedCheckpoint]):
             await asyncio.sleep(min(self._pause_s, wait_s))
             self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
         if not self._is_done:
-            await self._look(self._saved, give_up_at)
+            await self._check_durable(self._saved, give_up_at)
 
-    async def _look(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
-        call = self._pending.patient(list_call(saved["job"]), give_up_at)
+    async def _check_durable(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
+        call = self._pending.limited(list_call(saved["job"]), give_up_at)
         try:
             listing = (await self._transport.request(call)).json()
-            self._pending.held = None
-            self._is_done = settled(listing, saved["name"], saved["seq"]) is not None
+            self._pending.unavailable = None
+            self._is_done = is_durable(listing, saved["name"], saved["seq"])
             self._result = {**saved, "durable": self._is_done}
         except ConnectionLostError:
             raise
         except PlexRLError as error:
-            if error is self._pending.held:
+            if error is self._pending.unavailable:
                 return
             self._is_done, self._error = True, error

@@ -1,4 +1,4 @@
-"""Results that are yet to come."""
+"""Futures of operations, for blocking and for `async` controllers."""
 
 import logging
 import time
@@ -29,9 +29,9 @@ LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 POLL_S = 25.0
-"""How long the router holds a poll."""
-TELL_S = 20.0
-"""Between two lines in the log about an operation that is waited for."""
+"""How long the router waits for the result before it answers a poll."""
+LOG_PERIOD_S = 20.0
+"""Time between two log messages about an operation that the caller waits for."""
 
 View = dict[str, Any]
 
@@ -48,10 +48,10 @@ def poll_call(operation: str, wait_s: float) -> Call:
 
 
 def wait_final(transport: Transport, operation: str) -> None:
-    """Wait until nothing more comes of an operation, whatever has become of it.
+    """Wait until an operation is final, whatever its outcome.
 
     Raises:
-        ConnectionLostError: no cluster answers.
+        ConnectionLostError: no cluster replies.
         ControllerReplacedError: another controller has attached the job.
     """
     while True:
@@ -61,7 +61,7 @@ def wait_final(transport: Transport, operation: str) -> None:
         except (ConnectionLostError, ControllerReplacedError):
             raise
         except PlexRLError:
-            # Its own failure, which is the cluster's to keep until somebody reads it.
+            # The operation's own failure. The cluster keeps it until a controller reads it.
             return
 
 
@@ -79,73 +79,74 @@ async def wait_final_async(transport: AsyncTransport, operation: str) -> None:
 
 
 def cancel_call(operation: str) -> Call:
-    """The request that takes an operation back, or ends it early."""
+    """The request that cancels an operation, or ends a generation early."""
     return Call(method="DELETE", path=f"/v1/operations/{quote(operation, safe='')}")
 
 
 def waiting(controller: "Controller | None", operation: str) -> AbstractContextManager[None]:
-    """As `Controller.waiting`, where there is a controller."""
+    """`Controller.waiting`, if there is a controller."""
     return nullcontext() if controller is None else controller.waiting(operation)
 
 
 class Pending:
-    """One operation's last known view; shared by both kinds of future."""
+    """The last view of one operation; shared by both kinds of future."""
 
     def __init__(self, view: View, decoder: Decoder) -> None:
         self.operation: str = view["operation"]
         self.view = view
         self.decoder = decoder
-        self.held: PlexRLError | None = None
-        """Why the cluster does not tell now how the operation stands."""
-        self._told_at = time.monotonic()
+        self.unavailable: PlexRLError | None = None
+        """Why the cluster cannot report the operation's state now."""
+        self._logged_at = time.monotonic()
 
     def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
         """The request that waits for the result."""
-        return self.patient(poll_call(self.operation, wait_s), give_up_at)
+        return self.limited(poll_call(self.operation, wait_s), give_up_at)
 
-    def patient(self, call: Call, give_up_at: float | None) -> Call:
-        """The same request, given up at `give_up_at` where the cluster holds; `held` says why."""
-        return replace(call, give_up_at=give_up_at, on_held=self._hold)
+    def limited(self, call: Call, give_up_at: float | None) -> Call:
+        """The same request; its retries end at `give_up_at`, and `unavailable` then says why."""
+        return replace(call, give_up_at=give_up_at, on_unavailable=self._set_unavailable)
 
     def repr_of(self, future: object, error: Exception | None) -> str:
-        """The future's repr: operation, kind and deployment, and the state when last asked."""
+        """The future's repr: operation, kind, deployment and last known state."""
         kind, deployment = self.view.get("kind"), self.view.get("deployment")
         where = () if kind is None else (f"{kind} on {deployment!r}",)
         state = str(self.view["state"]) if error is None else f"failed: {type(error).__name__}"
         return handle_repr(future, self.operation, *where, state)
 
     def explain(self) -> str:
-        """Why the operation was not finished when last asked."""
-        if self.held is not None:
-            return f"{self.view['state']} when last seen: the cluster holds: {self.held}"
+        """Why the operation was unfinished at the last poll."""
+        if self.unavailable is not None:
+            state = self.view["state"]
+            return f"{state}; the cluster is unavailable for now: {self.unavailable}"
         return explanation_text(self.view)
 
-    def tell(self) -> None:
-        """Log now and then why whoever waits for the operation still does."""
+    def log_wait(self) -> None:
+        """Log from time to time why the caller still waits."""
         now = time.monotonic()
-        if now - self._told_at >= TELL_S:
-            self._told_at = now
+        if now - self._logged_at >= LOG_PERIOD_S:
+            self._logged_at = now
             LOG.info("still waiting: %s", self.explain())
 
-    def _hold(self, error: PlexRLError) -> None:
-        self.held = error
+    def _set_unavailable(self, error: PlexRLError) -> None:
+        self.unavailable = error
 
     def take(self, response: "httpx.Response") -> tuple[bool, Any]:
-        """(is finished, result) of a poll's answer."""
-        self.held = None
+        """(is finished, result) from the response to a poll."""
+        self.unavailable = None
         if response.status_code == 202:
             self.view = response.json()
             return False, None
         from plexrl.wire.tensors import decode_body
 
-        # A copy of its own, so that the caller may write to the arrays.
+        # A copy, so that the caller may write to the arrays.
         params, arrays = decode_body(bytearray(response.content))
         self.view = params["operation"]
         return True, self.decoder(params["result"], arrays)
 
 
 class Future(Generic[ResultT]):
-    """The result of an operation that was accepted. For one thread at a time."""
+    """The result of an accepted operation. For one thread at a time."""
 
     def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
         self._transport = transport
@@ -164,11 +165,11 @@ class Future(Generic[ResultT]):
         return self._pending.operation
 
     def result(self, timeout_s: float | None = None) -> ResultT:
-        """Wait for the result, for at most `timeout_s` seconds where they are given.
+        """Wait for the result, for at most `timeout_s` seconds if given.
 
         Raises:
-            PlexRLError: the operation failed; the error is its own.
-            DeadlineExceededError: it is not finished after `timeout_s` seconds; ask again later.
+            PlexRLError: the operation failed; this is its own error.
+            DeadlineExceededError: unfinished after `timeout_s` seconds; call again later.
         """
         with waiting(self._transport.controller, self.operation):
             return self._wait(timeout_s)
@@ -178,7 +179,7 @@ class Future(Generic[ResultT]):
         while not self._is_done:
             self._poll(poll_s(deadline), give_up_at=deadline)
             if not self._is_done:
-                self._pending.tell()
+                self._pending.log_wait()
                 if is_over(deadline):
                     raise not_finished(self.operation, timeout_s, self.explain())
         if self._error is not None:
@@ -187,39 +188,39 @@ class Future(Generic[ResultT]):
         return self._result  # type: ignore[return-value]
 
     def _acknowledge(self, error: Exception) -> None:
-        """The caller is about to be told that the operation failed."""
+        """Acknowledge the operation's failure, which the caller is about to see."""
         controller = self._transport.controller
         if self._is_acknowledged or controller is None or not isinstance(error, PlexRLError):
             return
         try:
             answer = self._transport.request(acknowledge_call(self.operation)).json()
         except PlexRLError as second:
-            # The operation's own error is the one to show; the next call tells of it again.
-            LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
+            # The operation's own error is raised; the next call reports the failure again.
+            LOG.warning("the failure of %s was not acknowledged: %s", self.operation, second)
             return
         controller.acknowledged(answer)
         self._is_acknowledged = True
 
     def done(self) -> bool:
-        """Whether the result, or the operation's error, is there."""
+        """Whether the result, or the operation's error, is available."""
         if not self._is_done:
             self._poll(0.0, give_up_at=time.monotonic())
         return self._is_done
 
     def cancel(self) -> None:
-        """Take the operation back if it has not begun; end a running generation with what it has.
+        """Cancel the operation if it is pending; end a running generation with its tokens so far.
 
         Raises:
-            ConflictError: it is running and cannot be ended.
+            ConflictError: the operation is running and cannot be ended.
         """
         self._pending.view = self._transport.request(cancel_call(self.operation)).json()
 
     def explain(self) -> str:
-        """Why it was not finished when last asked, and until when by estimate."""
+        """Why the operation was unfinished at the last poll, and until when by estimate."""
         return self._pending.explain()
 
     def status(self) -> View:
-        """All that is known of the operation."""
+        """The cluster's view of the operation."""
         self.done()
         return dict(self._pending.view)
 
@@ -230,14 +231,14 @@ class Future(Generic[ResultT]):
         except ConnectionLostError:
             raise
         except PlexRLError as error:
-            if error is self._pending.held:
-                # No word about the operation: the caller's time is over.
+            if error is self._pending.unavailable:
+                # The caller's time is over; the operation may still succeed.
                 return
             self._is_done, self._error = True, error
 
 
 class AsyncFuture(Generic[ResultT]):
-    """The result of an operation that was accepted: `await` it."""
+    """The result of an accepted operation, for `await`."""
 
     def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
         self._transport = transport
@@ -262,13 +263,13 @@ class AsyncFuture(Generic[ResultT]):
             while not self._is_done:
                 await self._poll(poll_s(deadline), give_up_at=deadline)
                 if not self._is_done:
-                    self._pending.tell()
+                    self._pending.log_wait()
                     if is_over(deadline):
                         raise not_finished(self.operation, timeout_s, self.explain())
             if self._error is not None:
                 await self._acknowledge()
                 raise self._error
-        return self._result  # type: ignore[return-value]  # it is done
+        return self._result  # type: ignore[return-value]
 
     async def done(self) -> bool:
         """As `Future.done`."""
@@ -288,8 +289,7 @@ class AsyncFuture(Generic[ResultT]):
         except ConnectionLostError:
             raise
         except PlexRLError as error:
-            if error is self._pending.held:
-                # No word about the operation: the caller's time is over.
+            if error is self._pending.unavailable:
                 return
             self._is_done, self._error = True, error
 
@@ -301,7 +301,7 @@ class AsyncFuture(Generic[ResultT]):
         try:
             response = await self._transport.request(acknowledge_call(self.operation))
         except PlexRLError as second:
-            LOG.warning("the failure of %s is not taken note of: %s", self.operation, second)
+            LOG.warning("the failure of %s was not acknowledged: %s", self.operation, second)
             return
         controller.acknowledged(response.json())
         self._is_acknowledged = True
@@ -319,19 +319,19 @@ class AsyncFuture(Generic[ResultT]):
 
 
 def poll_s(deadline: float | None) -> float:
-    """How long the next poll waits, for a wait that ends at `deadline` by the monotonic clock."""
+    """How long the next poll of a wait until `deadline` (monotonic clock) lasts."""
     return POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
 
 
 def is_over(deadline: float | None) -> bool:
-    """Whether a wait that ends at `deadline` has ended."""
+    """Whether a wait until `deadline` has ended."""
     return deadline is not None and time.monotonic() >= deadline
 
 
 def not_finished(operation: str, timeout_s: float | None, why: str) -> DeadlineExceededError:
-    """What is raised by a wait that is over before the operation is."""
+    """The error of a wait that ended before the operation did."""
     return DeadlineExceededError(
-        f"operation {operation!r} is not finished after {timeout_s or 0.0:g} s: {why}"
+        f"operation {operation!r} is unfinished after {timeout_s or 0.0:g} s: {why}"
     )
 
 

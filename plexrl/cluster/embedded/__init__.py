@@ -1,1 +1,1 @@
-"""The cluster that `plexrl.connect` starts by itself and that ends with its last script."""
+"""The cluster that `plexrl.connect` starts and that ends with the last script."""

@@ -1,4 +1,4 @@
-"""A cluster that belongs to the scripts that use it: started on demand, gone with the last one."""
+"""Starts an embedded cluster, or joins the one that runs on a data directory."""
 
 import atexit
 import json
@@ -20,13 +20,13 @@ from plexrl.cluster.endpoint import Endpoint, in_use, read_endpoint
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 from plexrl.process.folders.leftovers import make_temporary_data
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.process.notices import tell
+from plexrl.process.notices import notify_user
 
 LOG = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 60.0
-LOOK_S = 0.1
-"""Between two looks at whether a cluster that starts or ends has done so."""
+POLL_S = 0.1
+"""Delay between two checks whether a cluster has started or ended."""
 
 
 class EmbeddedCluster:
@@ -38,13 +38,13 @@ class EmbeddedCluster:
         script: ScriptLock,
         process: "subprocess.Popen[str] | None" = None,
     ) -> None:
-        """`process` is the supervisor, where this process started it."""
+        """`process` is the supervisor, if this process started it."""
         self._endpoint = endpoint
         self._script = script
         self._process = process
         self.url = endpoint.url
         self.api_key = endpoint.api_key
-        """The operator's."""
+        """The operator's key."""
         self.data_dir = Path(endpoint.data_dir)
         atexit.register(self.leave)
 
@@ -55,27 +55,27 @@ class EmbeddedCluster:
 
     @property
     def is_started(self) -> bool:
-        """Whether this process started it, so that whatever jobs it had then are of former ones."""
+        """Whether this process started the cluster; its jobs are then left by former scripts."""
         return self._process is not None
 
     @property
     def is_embedded(self) -> bool:
-        """Whether it ends with the last script that uses it; that of `plexrl up` does not."""
+        """Whether the cluster ends with the last script; that of `plexrl up` does not."""
         return self._endpoint.is_embedded
 
     def leave(self) -> None:
-        """Use the cluster no more. An embedded one ends with its last script, and that script waits
-        until it has ended."""
+        """Stop using the cluster. An embedded cluster ends with its last script, and that script
+        waits until the cluster has ended."""
         atexit.unregister(self.leave)
         if not self._script.is_own:
             return
         if not self.is_embedded:
             self._script.close()
         elif self._script.leave():
-            tell(LOG, f"the embedded cluster has ended; {_what_is_kept(self.data_dir)}")
+            notify_user(LOG, f"the embedded cluster has ended; {_kept_files(self.data_dir)}")
 
     def close(self) -> None:
-        """End a cluster that this process started, whoever else uses it."""
+        """End a cluster that this process started, even if others use it."""
         atexit.unregister(self.leave)
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
@@ -89,12 +89,12 @@ class EmbeddedCluster:
 
 def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedCluster:
     """Start a cluster with the given `ClusterOptions`; without a `data_dir`, on a temporary one
-    that goes with it.
+    that is removed at its end.
 
     Raises:
         ConflictError: a cluster runs on `data_dir` already.
-        UnavailableError: it did not start.
-        PlexRLError: it did not, and said why.
+        UnavailableError: the cluster did not start, without a reason.
+        PlexRLError: the reason why the cluster did not start.
     """
     if data_dir is None:
         folder, options["temporary"] = make_temporary_data(), True
@@ -113,12 +113,12 @@ def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedClus
 
 
 def join_or_start(data_dir: str | os.PathLike[str], timeout_s: float) -> EmbeddedCluster:
-    """The cluster that runs on the data directory, embedded or of `plexrl up`; where there is none,
-    an embedded one, started now. One that starts or ends is waited for, for `timeout_s` seconds.
+    """Join the cluster that runs on the data directory, embedded or of `plexrl up`; if there is
+    none, start an embedded one. Waits up to `timeout_s` seconds for a cluster that starts or ends.
 
     Raises:
         PermissionDeniedError, StorageError: the data directory cannot be used.
-        UnavailableError: a cluster has the data directory, and does not serve.
+        UnavailableError: a cluster holds the data directory and does not serve.
         PlexRLError: the embedded cluster did not start.
     """
     folder = make_data_dir(data_dir)
@@ -136,25 +136,25 @@ def _join_or_start(folder: Path, script: ScriptLock, timeout_s: float) -> Embedd
         running = read_endpoint(folder)
         if running is not None:
             kind = "embedded cluster" if running.is_embedded else "cluster of `plexrl up`"
-            tell(LOG, f"joined the {kind} on {folder}: {running.url}")
+            notify_user(LOG, f"joined the {kind} on {folder}: {running.url}")
             return EmbeddedCluster(running, script)
         lock = try_lock(folder)
         if lock is not None:
             with lock:
-                tell(LOG, f"starting an embedded cluster on {folder}")
+                notify_user(LOG, f"starting an embedded cluster on {folder}")
                 started = _start(folder, script, lock, {})
-            tell(LOG, f"it is up at {started.url}; `{status_command(folder)}` shows it")
+            notify_user(LOG, f"it is up at {started.url}; `{status_command(folder)}` shows it")
             return started
         if time.monotonic() > deadline:
             raise UnavailableError(
-                f"a cluster on {folder} starts or ends, and has not done so for {timeout_s:g} s: "
+                f"a cluster on {folder} has been starting or ending for {timeout_s:g} s: "
                 f"see {folder / 'logs'}, or {OTHERWISE}"
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def status_command(data_dir: Path) -> str:
-    """The command that shows the cluster, in whatever shell."""
+    """The shell command that shows the cluster."""
     if data_dir == data_dir_at(DATA_DIR):
         return "plexrl status"
     return f"plexrl status --data-dir {shlex.quote(str(data_dir))}"
@@ -163,7 +163,7 @@ def status_command(data_dir: Path) -> str:
 def _start(
     folder: Path, script: ScriptLock, lock: IO[str], options: dict[str, Any]
 ) -> EmbeddedCluster:
-    # Not an argument: the URL of a database may hold a password.
+    # In the environment, not an argument: the URL of a database may have a password.
     journal = options.pop("journal", None)
     environment = {name: value for name, value in os.environ.items() if name != JOURNAL_VARIABLE}
     if journal is not None:
@@ -175,7 +175,7 @@ def _start(
         for word in (f"--{name.replace('_', '-')}", _word(value))
     ]
     make_private_folder(folder / "logs")
-    # A file: whoever reads this script's standard error must not wait for the cluster's end too.
+    # A file, because a reader of this script's standard error must not wait for the cluster's end.
     with (folder / "logs" / "embedded.log").open("a") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "plexrl.cluster", "--data-dir", str(folder), *arguments],
@@ -185,25 +185,25 @@ def _start(
             text=True,
             env=environment,
             pass_fds=(lock.fileno(),),
-            # A Ctrl-C in the terminal is the script's.
+            # A Ctrl-C in the terminal is for the script only.
             start_new_session=True,
         )
     assert process.stdout is not None
     with process.stdout:
         line = process.stdout.readline()
-    told = json.loads(line) if line else {}
-    if "url" not in told:
+    reply = json.loads(line) if line else {}
+    if "url" not in reply:
         process.wait()
-        raise _not_started(folder, told, is_temporary="temporary" in options)
-    # It may outlive this process's use of it, and is to be no zombie when it ends.
+        raise _start_error(folder, reply, is_temporary="temporary" in options)
+    # The supervisor may outlive this process's use of it; the wait avoids a zombie.
     threading.Thread(target=process.wait, daemon=True).start()
-    endpoint = Endpoint(told["url"], told["api_key"], told["pid"], told["data_dir"], True)
+    endpoint = Endpoint(reply["url"], reply["api_key"], reply["pid"], reply["data_dir"], True)
     return EmbeddedCluster(endpoint, script, process)
 
 
-def _not_started(folder: Path, told: dict[str, Any], *, is_temporary: bool) -> PlexRLError:
-    if "error" in told:
-        error = from_wire(told["error"])
+def _start_error(folder: Path, reply: dict[str, Any], *, is_temporary: bool) -> PlexRLError:
+    if "error" in reply:
+        error = from_wire(reply["error"])
     else:
         logs = f"see {folder / 'logs'}"
         if is_temporary:
@@ -215,7 +215,7 @@ def _not_started(folder: Path, told: dict[str, Any], *, is_temporary: bool) -> P
     return error
 
 
-def _what_is_kept(data_dir: Path) -> str:
+def _kept_files(data_dir: Path) -> str:
     logs = data_dir / "logs"
     checkpoints = data_dir / "checkpoints"
     if any(checkpoints.glob("*/*/checkpoint.json")):

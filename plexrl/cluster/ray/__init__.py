@@ -1,1 +1,1 @@
-"""Nodes of a Ray cluster as nodes of ours."""
+"""Runs a cluster on the nodes of a Ray cluster."""

@@ -1,10 +1,10 @@
-"""The nodes of a Ray cluster as ours: one actor on each, which runs its StateManager and agent.
+"""Nodes on Ray: one actor on each Ray node runs the node's StateManager and agent.
 
-Each node's GPUs are reserved by one placement group with a bundle a GPU. The scheduler decides
-which GPU a worker gets, and lets several WPGs take turns on it; so what Ray counts as taken is the
-GPU, by the bundle, once, however many workers share it. Ray decides nothing, and keeps other users
-of the cluster off what is ours. The bundles are bound to their node by its id: a group whose node
-has died is never placed on another.
+One placement group reserves each node's GPUs, with one bundle for each GPU. Our scheduler assigns
+workers to GPUs and lets several WPGs share a GPU in turns. Ray therefore counts the GPU once, by
+its bundle, whatever the number of workers; it makes no decisions and only keeps other users off
+these GPUs. The bundles are bound to their node by its id, so Ray never moves the group of a dead
+node to another.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from plexrl.cluster.config import ClusterOptions
-from plexrl.cluster.parts import NodePlace, node_parts
+from plexrl.cluster.parts import NodeConfig, node_parts
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError, UnavailableError
 from plexrl.process.children.restart_log import PartRecord
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 NODE_ACTOR = ("plexrl.worker.agent.ray.node", "RayNodeActor")
-"""Module and class. By name, for it belongs to another room: it runs in processes of its own."""
+"""Module and class of the actor. By name, because this package does not import the worker's."""
 NODE_ID_LABEL = "ray.io/node-id"
-"""Which Ray gives every node."""
-LOOK_S = 1.0
-"""Between two looks at which nodes there are."""
+"""Label that Ray gives every node."""
+POLL_S = 1.0
+"""Time between two queries for the nodes of the Ray cluster."""
 PLACE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-AGAIN_S = 1.0
-AGAIN_S_MAX = 30.0
+RESTART_S = 1.0
+RESTART_S_MAX = 30.0
 STABLE_S = 60.0
-"""A node that served this long is served again soon when its actor dies."""
+"""After serving for this long a node's restart delay is reset."""
 
 
 class RayNodes:
-    """All nodes of the Ray cluster, those that come later too."""
+    """All nodes of the Ray cluster, including nodes that join later."""
 
     def __init__(
         self, options: ClusterOptions, ray: RayOptions, folders: Folders, record: PartRecord
@@ -53,15 +53,15 @@ class RayNodes:
         self._folders = folders
         self._record = record
         self._kept: dict[str, asyncio.Task[None]] = {}
-        """By Ray's node id."""
+        """Tasks that serve the nodes, by Ray's node id."""
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Serve all nodes there are.
+        """Serve all current nodes.
 
         Raises:
-            CapacityError: none can be used.
-            UnavailableError: one cannot be served.
+            CapacityError: no node can be used.
+            UnavailableError: a node cannot be served.
         """
         nodes = await asyncio.to_thread(usable_nodes, self._ray.places_per_node)
         if not nodes:
@@ -73,7 +73,7 @@ class RayNodes:
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """End every node's processes, and give its GPUs back to Ray."""
+        """End every node's processes and return its GPUs to Ray."""
         tasks = [*self._kept.values()]
         if self._watching is not None:
             tasks.append(self._watching)
@@ -82,27 +82,27 @@ class RayNodes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _keep(self, node: RayNode) -> "asyncio.Future[None]":
-        """Serve the node as long as it lives; the future says that it serves, or why it cannot."""
+        """Serve the node while it is alive; the future resolves when it serves, or fails."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._kept[node.node_id] = asyncio.create_task(self._serve_again_and_again(node, first))
+        self._kept[node.node_id] = asyncio.create_task(self._serve_with_restarts(node, first))
         return first
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             for node in await asyncio.to_thread(usable_nodes, self._ray.places_per_node):
                 if node.node_id not in self._kept:
                     LOG.warning("node %s has joined the Ray cluster", node.node)
                     self._keep(node).add_done_callback(_retrieve)
 
-    async def _serve_again_and_again(self, node: RayNode, first: "asyncio.Future[None]") -> None:
+    async def _serve_with_restarts(self, node: RayNode, first: "asyncio.Future[None]") -> None:
         from ray.exceptions import RayError
 
         loop = asyncio.get_running_loop()
-        pause_s = AGAIN_S
+        pause_s = RESTART_S
         while True:
             began = loop.time()
-            served = _Served(self._options, self._folders, node)
+            served = _NodeActor(self._options, self._folders, node)
             try:
                 await served.start()
                 if first.done():
@@ -120,16 +120,16 @@ class RayNodes:
             if node.node_id not in {each.node_id for each in alive}:
                 LOG.warning("node %s is dead: %s", node.node, reason)
                 return
-            LOG.warning("node %s does not serve (%s); starting it again", node.node, reason)
+            LOG.warning("node %s does not serve (%s); restarting it", node.node, reason)
             self._record.ended(node.node)
             if loop.time() - began > STABLE_S:
-                pause_s = AGAIN_S
+                pause_s = RESTART_S
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, AGAIN_S_MAX)
+            pause_s = min(2 * pause_s, RESTART_S_MAX)
 
 
-class _Served:
-    """One life of a node's actor."""
+class _NodeActor:
+    """One run of a node's actor."""
 
     def __init__(self, options: ClusterOptions, folders: Folders, node: RayNode) -> None:
         self._options = options
@@ -143,7 +143,7 @@ class _Served:
         """Reserve the GPUs and start the actor; returns once the agent has joined the scheduler.
 
         Raises:
-            UnavailableError: something of it failed.
+            UnavailableError: the reservation or the actor failed.
         """
         import ray
         from ray.util.placement_group import placement_group
@@ -158,7 +158,7 @@ class _Served:
         )
         if not await asyncio.to_thread(self._group.wait, PLACE_TIMEOUT_S):
             raise UnavailableError(
-                f"Ray did not give {node.gpus} {node.resource}s of node {node.node} in "
+                f"Ray did not provide {node.gpus} {node.resource}s of node {node.node} within "
                 f"{PLACE_TIMEOUT_S:g} s: others use them (`ray status` shows them); end those, or "
                 "start Ray nodes for PlexRL alone"
             )
@@ -170,13 +170,13 @@ class _Served:
                 num_cpus=0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
-                # Read before a process's first line; the node's processes inherit them.
+                # Set before the actor's process starts; the node's processes inherit it.
                 runtime_env={"env_vars": _environment()},
             )
             .remote()
         )
-        place = NodePlace(node=node.node, gpus=node.gpus, node_type=node.node_type)
-        statemanager, agent = node_parts(self._options, self._folders, place)
+        config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
+        statemanager, agent = node_parts(self._options, self._folders, config)
         await self._call(
             self._actor.start.remote(
                 self._folders, statemanager, agent.config, self._group, node.resource
@@ -186,7 +186,7 @@ class _Served:
         self._started = True
 
     async def ended(self) -> str:
-        """Wait until the actor has ended; returns why it did."""
+        """Wait until the actor has ended; return the reason."""
         assert self._actor is not None
         try:
             await self._call(self._actor.serve.remote(), None)
@@ -195,7 +195,7 @@ class _Served:
         return "its actor returned"
 
     async def stop(self) -> None:
-        """End what there is of it, in order where it still answers."""
+        """End the actor and remove the reservation, gracefully if the actor still replies."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -217,7 +217,7 @@ class _Served:
                 await asyncio.wrap_future(answer.future())
         except TimeoutError as error:
             raise UnavailableError(
-                f"node {self._node.node} does not answer in {timeout_s:g} s"
+                f"node {self._node.node} does not reply within {timeout_s:g} s"
             ) from error
         except PlexRLError as error:
             raise UnavailableError(f"node {self._node.node}: {error.message}") from error
@@ -229,12 +229,12 @@ class _Served:
 
 
 def _environment() -> dict[str, str]:
-    """Of the actor: what its children need, and sight of all of the node's devices."""
+    """Environment of the actor: settings for its children, and access to all devices."""
     wanted = {"OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     return {**tuned({}), **wanted}
 
 
 def _retrieve(first: "asyncio.Future[None]") -> None:
-    """A node that came later failed to start: it is tried again, and was logged."""
+    """Mark the error of a node that joined later as retrieved: it was logged, and is retried."""
     if not first.cancelled():
         first.exception()

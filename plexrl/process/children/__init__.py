@@ -1,1 +1,1 @@
-"""Child processes: started, watched, started again."""
+"""Starts, watches and restarts child processes."""

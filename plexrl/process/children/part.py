@@ -1,4 +1,4 @@
-"""One process of a cluster: its module and its configuration."""
+"""A part: one process of a cluster, given by its module and its configuration."""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Part:
 
 
 def write_config(part: Part, folders: Folders) -> Path:
-    """The part's configuration file."""
+    """Write the part's configuration file; returns its path."""
     path = folders.run / f"{part.name}.json"
-    # The scheduler's may hold the password of the journal's database.
+    # The scheduler's configuration may contain the password of the journal's database.
     write_private(path, json.dumps(part.config, indent=1))
     return path

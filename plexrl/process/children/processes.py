@@ -1,4 +1,4 @@
-"""The processes that a supervisor has started: watched, started again when they die, ended."""
+"""Starts a supervisor's processes, restarts them when they end, and stops them."""
 
 import asyncio
 import contextlib
@@ -21,18 +21,19 @@ from plexrl.process.tuning import tuned
 LOG = logging.getLogger(__name__)
 
 MOVES_MEMORY = ("plexrl.statemanager", "plexrl.worker")
-"""Parts that copy much, or whose children do: workers pull weights themselves."""
+"""Parts that copy much memory, or whose children do: workers pull weights themselves."""
 START_SLEEP_S_MAX = 60.0
-"""A part that has slept for this long in all before it serves is given up. Time in which it works,
-or is kept from it by others, does not count."""
+"""A start fails after the part has slept for this long in total. Time in which the part works, or
+waits for a core or a disk, does not count."""
 LOOK_S = 0.25
-"""Between two looks at whether a part that starts is at work."""
+"""Interval of checks whether a part that starts or stops is at work."""
 STOP_SLEEP_S_MAX = 20.0
-"""Likewise of a part that is to end: a StateManager writes its host tier to the disk first."""
+"""As `START_SLEEP_S_MAX`, for a part that stops: a StateManager writes its host tier to disk
+first."""
 RESTART_S = 0.2
 RESTART_S_MAX = 5.0
 STABLE_S = 10.0
-"""A part that ran this long is restarted at once when it dies."""
+"""After a part has run for this long, the restart backoff begins at `RESTART_S` again."""
 
 
 class PartProcesses:
@@ -46,34 +47,34 @@ class PartProcesses:
         start_sleep_s_max: float = START_SLEEP_S_MAX,
         stop_sleep_s_max: float = STOP_SLEEP_S_MAX,
     ) -> None:
-        """`record` is told of parts that end and serve again."""
+        """`record` logs the parts that end and restart."""
         self._folders = folders
         self._record = record
         self._start_sleep_s_max = start_sleep_s_max
         self._stop_sleep_s_max = stop_sleep_s_max
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._outputs: dict[str, asyncio.BaseTransport] = {}
-        """The reading ends of what they write to."""
+        """The reading ends of the parts' standard output."""
         self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self, part: Part) -> None:
-        """Start a part and wait until it says that it serves.
+        """Start a part and wait until it reports that it serves.
 
         Raises:
-            UnavailableError: it did not; its log says why.
-            PlexRLError: it did not, and said why.
+            UnavailableError: it did not report; its log has the reason.
+            PlexRLError: the error that the part reported.
         """
         log_path = self._folders.data / "logs" / f"{part.name}.log"
         environment, options = {**os.environ, PARENT: str(os.getpid())}, []
         if part.module in MOVES_MEMORY:
             environment = tuned(environment)
         if part.module == "plexrl.statemanager":
-            # Started by hand or by systemd it outlives whoever did that.
+            # A StateManager started by hand or by systemd outlives the process that started it.
             options = ["--end-with-parent"]
         config = write_config(part, self._folders)
         self._close_output(part)
-        reader, self._outputs[part.name], told = await _pipe()
-        with log_path.open("ab") as log, told:
+        reader, self._outputs[part.name], output = await _pipe()
+        with log_path.open("ab") as log, output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -82,10 +83,10 @@ class PartProcesses:
                 str(config),
                 *options,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=told,
+                stdout=output,
                 stderr=log,
                 env=environment,
-                # Ctrl-C is the supervisor's; it ends the parts in their order.
+                # Only the supervisor gets Ctrl-C; it stops the parts in order.
                 start_new_session=True,
             )
         self._processes[part.name] = process
@@ -100,23 +101,23 @@ class PartProcesses:
         LOG.info("%s runs as process %d", part.name, process.pid)
 
     def watch(self, parts: Sequence[Part]) -> None:
-        """From here on start them again whenever they end."""
+        """Restart these parts from now on whenever they end."""
         self._watchers += [asyncio.create_task(self._watch(part)) for part in parts]
 
     async def unwatch(self) -> None:
-        """Let them end."""
+        """Stop restarting parts."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
 
     async def end(self, part: Part) -> None:
-        """End a part that is not watched any more, if it runs."""
+        """Stop a part that is not watched any more, if it runs."""
         process = self._processes.get(part.name)
         if process is not None and process.returncode is None:
             process.terminate()
             if not await self._ends(process):
-                LOG.error("%s was to end, and did nothing; killed", part.name)
+                LOG.error("%s did not stop and was idle: killed", part.name)
                 process.kill()
                 await process.wait()
         self._close_output(part)
@@ -136,26 +137,26 @@ class PartProcesses:
     async def _first_line(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader
     ) -> tuple[bytes, str]:
-        """(what a part that starts says, empty if it ends or hangs before; why it says nothing)."""
-        told = asyncio.ensure_future(reader.readline())
+        """(first output line of a part that starts, empty if it ends or hangs; reason if empty)."""
+        line = asyncio.ensure_future(reader.readline())
         ended = asyncio.ensure_future(process.wait())
         slept_s = 0.0
         try:
             while slept_s < self._start_sleep_s_max:
                 done, _ = await asyncio.wait(
-                    {told, ended}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    {line, ended}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                if told in done:
-                    return told.result(), "it ended"
+                if line in done:
+                    return line.result(), "it ended"
                 if ended in done:
-                    # What it said last may still be in the pipe.
-                    await asyncio.wait({told}, timeout=LOOK_S)
-                    return told.result() if told.done() else b"", "it ended"
+                    # Its last output may still be in the pipe.
+                    await asyncio.wait({line}, timeout=LOOK_S)
+                    return line.result() if line.done() else b"", "it ended"
                 if not await asyncio.to_thread(is_at_work, process.pid):
                     slept_s += LOOK_S
             return b"", f"it did nothing for {slept_s:g} s"
         finally:
-            told.cancel()
+            line.cancel()
             ended.cancel()
 
     def _close_output(self, part: Part) -> None:
@@ -171,7 +172,7 @@ class PartProcesses:
             LOG.warning("%s ended with %s; starting it again", part.name, code)
             if self._record is not None:
                 self._record.ended(part.name)
-            # What it had started must not meet what its successor starts.
+            # Its children must not interfere with the children of its successor.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._processes[part.name].pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() - began > STABLE_S:
@@ -188,10 +189,10 @@ class PartProcesses:
 
 
 async def _pipe() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, IO[bytes]]:
-    """A reader, its transport, and what a part writes to.
+    """A reader, its transport, and the file that a part writes to.
 
-    Not asyncio's own: for that, a process has not ended before all its descendants have closed
-    what they inherited.
+    With asyncio's own pipe a process would not count as ended until all its descendants have closed
+    the inherited descriptor.
     """
     ours, theirs = os.pipe()
     reader = asyncio.StreamReader()

@@ -1,5 +1,5 @@
-"""Which parts of a cluster ended and were started again: a file, written by whoever starts them and
-read by the routers."""
+"""A file that records the restarts of a cluster's parts. The supervisor writes it, and routers read
+it."""
 
 import logging
 import time
@@ -13,30 +13,30 @@ LOG = logging.getLogger(__name__)
 
 
 class PartHistory(msgspec.Struct, kw_only=True):
-    """What became of one part since the cluster was started; times in seconds since the epoch."""
+    """Restarts of one part since the cluster started; times in seconds since the epoch."""
 
     restarts: int = 0
     last_restart_at: float | None = None
     down_since: float | None = None
-    """Absent while it runs."""
+    """Absent while the part runs."""
 
 
 class PartRecord:
-    """Counts restarts, part by part; parts that never ended are not in it."""
+    """Counts the restarts of each part. Parts that never ended are not recorded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parts: dict[str, PartHistory] = {}
 
     def ended(self, part: str) -> None:
-        """A part ended, though nobody asked it to."""
+        """Record that a part ended unexpectedly."""
         history = self._parts.setdefault(part, PartHistory())
         if history.down_since is None:
             history.down_since = time.time()
             self._write()
 
     def restarted(self, part: str) -> None:
-        """It serves again."""
+        """Record that a part serves again."""
         history = self._parts.setdefault(part, PartHistory())
         history.restarts += 1
         history.last_restart_at = time.time()
@@ -47,11 +47,11 @@ class PartRecord:
         try:
             write_private(self._path, msgspec.json.encode(self._parts).decode())
         except OSError as error:
-            LOG.warning("the record of restarts cannot be written: %s", error)
+            LOG.warning("cannot write the record of restarts: %s", error)
 
 
 def read_parts(path: Path) -> dict[str, PartHistory]:
-    """What a `PartRecord` wrote; nothing where no part has ended yet, or nobody keeps a record."""
+    """The parts in a `PartRecord`'s file; empty if no part has ended, or there is no file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, PartHistory])
     except (OSError, msgspec.MsgspecError):

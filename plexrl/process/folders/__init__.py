@@ -1,1 +1,1 @@
-"""Folders of a cluster on one machine, and who may enter them."""
+"""Folders of a cluster on one machine, and their access control."""

@@ -17,43 +17,43 @@ from plexrl.process.folders.private_folder import (
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
 RUNTIME_PATH_MAX = 24
-"""Longest path of a user's runtime directory that is used: the kernel takes at most 107 bytes for
-the path of a Unix socket, and a node's and a worker's names are still to come. `/run/user/<uid>`
-is never longer."""
+"""Longest path of a user's runtime directory that is used. The path of a Unix socket may have at
+most 107 bytes, and the names of a node and a worker follow. `/run/user/<uid>` is never longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where an embedded cluster keeps its things."""
+    """The folders of a cluster on one machine."""
 
     data: Path
     run: Path
-    """Sockets and configurations; a short path, since socket paths are."""
+    """Sockets and configurations; a short path, because socket paths must be short."""
     shared_memory: Path
     """Host tiers."""
 
     @property
     def parts_file(self) -> Path:
-        """Record of which parts were started again."""
+        """File that records the restarts of parts."""
         return self.run / "parts.json"
 
     @classmethod
     def of(cls, data_dir: Path) -> "Folders":
-        """Named after the data directory, so that what a killed cluster left can be found."""
+        """Folders named after the data directory, so that a killed cluster's leftovers are
+        found."""
         data = data_dir.resolve()
         tag = hashlib.sha256(str(data).encode()).hexdigest()[:10]
         memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else TEMPORARY
         return cls(data, _runtime_folder() / f"plexrl-{tag}", memory / f"plexrl-{tag}")
 
     def make(self) -> None:
-        """Make all of them; what a killed cluster left of the sockets is removed.
+        """Create all folders, and remove the sockets of a killed cluster.
 
         Raises:
-            PermissionDeniedError: another user owns one of them, or could replace it.
-            StorageError: one cannot be made.
+            PermissionDeniedError: another user owns a folder, or could replace it.
+            StorageError: a folder cannot be created.
         """
         make_private_folder(self.data)
-        # Checked before it is emptied: another user may have made it.
+        # Checked before it is emptied, because another user may have created it.
         make_private_folder(self.run)
         empty(self.run)
         for folder in (self.run, self.shared_memory, self.data / "logs"):
@@ -61,28 +61,29 @@ class Folders:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Have the folders belong to this cluster for as long as the block lasts.
+        """Reserve the folders for this cluster while the block runs.
 
         Raises:
-            ConflictError: another cluster has one of them.
-            PermissionDeniedError, StorageError: one cannot be made.
+            ConflictError: another cluster uses one of them.
+            PermissionDeniedError, StorageError: a folder cannot be created.
         """
         with claimed(self.run, self.data), claimed(self.shared_memory, self.data):
             yield
 
     def sweep(self) -> None:
-        """Remove what clusters left that were killed."""
+        """Remove the leftovers of killed clusters."""
         sweep((TEMPORARY, self.run.parent), self.shared_memory.parent)
 
     def remove(self) -> None:
-        """Remove what must not outlive the cluster."""
+        """Remove the folders that must not outlive the cluster."""
         remove_private_folder(self.run)
         remove_private_folder(self.shared_memory)
 
 
 def _runtime_folder() -> Path:
-    """Where sockets lie: the user's runtime directory if it is safe and short, else /tmp."""
-    told = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if told.is_absolute() and len(str(told)) <= RUNTIME_PATH_MAX and is_private_folder(told):
-        return told
+    """The parent of socket folders: the user's runtime directory if private and short, else
+    /tmp."""
+    found = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if found.is_absolute() and len(str(found)) <= RUNTIME_PATH_MAX and is_private_folder(found):
+        return found
     return TEMPORARY

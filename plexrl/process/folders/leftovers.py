@@ -1,12 +1,12 @@
-"""What killed clusters of this user left outside their data directories; the next one removes it.
+"""Removes leftovers of this user's killed clusters outside of their data directories.
 
-A cluster has a folder for its sockets and one in shared memory for its host tiers. While it runs it
-holds an exclusive lock (`flock`) on the file `owner` in each of them, which names its data
-directory. The kernel gives the lock back when the cluster dies. Process ids play no part, because
-the kernel uses them again.
+A cluster has a folder for its sockets, and one in shared memory for its host tiers. While it runs,
+it holds an exclusive lock (`flock`) on the file `owner` in each of them, which names its data
+directory. The kernel releases the lock when the cluster dies. Process ids are not used, because the
+kernel reuses them.
 
 A host tier may hold the newest state of models, which the next cluster of the same data directory
-goes on with. It is removed only once that data directory is gone.
+continues with. It is removed only if that data directory does not exist any more.
 """
 
 import fcntl
@@ -27,24 +27,25 @@ LOG = logging.getLogger(__name__)
 
 OWNER = "owner"
 LOCK = "lock"
-"""Of a data directory, held by the cluster that runs on it."""
+"""Lock file of a data directory, held by the cluster that runs on it."""
 FOLDERS = "plexrl-*"
 TEMPORARY_DATA = "plexrl-data-"
-"""Prefix of data directories that go with their cluster."""
+"""Prefix of data directories that are removed with their cluster."""
 TEMPORARY_MARK = "temporary"
-"""An empty file in each of them: a data directory that a user has named may begin the same."""
+"""An empty file in each temporary data directory. A user's own data directory may have the same
+prefix, but lacks this file."""
 TRIES = 10
 TRY_S = 0.01
-"""A sweep that looks at a folder has its lock for a moment."""
+"""Backoff of retries to lock a folder: a sweep holds the lock for a moment."""
 
 
 @contextmanager
 def claimed(folder: Path, data_dir: Path) -> Iterator[None]:
-    """Make a folder that belongs to the cluster of `data_dir` for as long as the block lasts.
+    """Create a folder, and reserve it for the cluster of `data_dir` while the block runs.
 
     Raises:
-        ConflictError: another cluster has it.
-        PermissionDeniedError, StorageError: it cannot be made.
+        ConflictError: another cluster uses it.
+        PermissionDeniedError, StorageError: it cannot be created.
     """
     file = _lock_owner(folder)
     with file:
@@ -55,27 +56,27 @@ def claimed(folder: Path, data_dir: Path) -> Iterator[None]:
 
 
 def make_temporary_data() -> Path:
-    """A new data directory that goes with its cluster."""
+    """A new data directory that is removed with its cluster."""
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_DATA))
     (folder / TEMPORARY_MARK).touch()
     return folder
 
 
 def sweep(sockets: tuple[Path, ...], shared_memory: Path) -> None:
-    """Remove what dead clusters left in these folders, and temporary data directories of theirs."""
+    """Remove leftovers of dead clusters in these folders, and their temporary data directories."""
     for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_DATA}*"):
         if (path / TEMPORARY_MARK).is_file():
             _remove_if_dead(path, LOCK)
     for parent in dict.fromkeys((*sockets, shared_memory)):
         for path in parent.glob(FOLDERS):
             data_dir = _data_dir_of(path)
-            # Without shared memory the host tiers lie beside the sockets.
+            # Without shared memory the host tiers are in the same folder as the sockets.
             if data_dir is not None and (parent != shared_memory or _is_gone(data_dir)):
                 _remove_if_dead(path, OWNER)
 
 
 def empty(folder: Path) -> None:
-    """Remove what a folder holds, but for the file that says whose it is."""
+    """Remove a folder's contents, except the file `owner`."""
     for path in folder.iterdir():
         if path.name == OWNER:
             continue
@@ -93,15 +94,15 @@ def _lock_owner(folder: Path) -> IO[str]:
         file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A sweep may have removed it since.
+            # A sweep may have removed the file since it was opened.
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         except (BlockingIOError, FileNotFoundError):
             pass
         file.close()
     raise ConflictError(
-        f"another cluster uses {folder}: two clusters whose data directories have the same path "
-        "need temporary folders of their own, as of containers that share none",
+        f"another cluster uses {folder}: stop it or use another data directory. Two containers "
+        "whose data directories have the same path must not share their temporary folders",
         path=str(folder),
     )
 
@@ -110,15 +111,15 @@ def _data_dir_of(folder: Path) -> Path | None:
     if not is_private_folder(folder):
         return None
     try:
-        told = Path((folder / OWNER).read_text())
+        owner = Path((folder / OWNER).read_text())
     except (OSError, ValueError):
         return None
-    # A folder of other contents may have such a file too.
-    return told if told.is_absolute() else None
+    # Another program's folder may have a file with this name.
+    return owner if owner.is_absolute() else None
 
 
 def _is_gone(path: Path) -> bool:
-    """One that cannot be looked at, as on a file system that does not answer, is not gone."""
+    """Whether a path does not exist. False if it cannot be checked, as on a stalled file system."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +130,7 @@ def _is_gone(path: Path) -> bool:
 
 
 def _remove_if_dead(folder: Path, lock: str) -> None:
-    """A folder without the lock's file is not known to be a cluster's: it stays."""
+    """Remove a folder if no cluster holds its lock. A folder without the lock file is kept."""
     if not is_private_folder(folder):
         return
     try:
@@ -142,4 +143,4 @@ def _remove_if_dead(folder: Path, lock: str) -> None:
         except BlockingIOError:
             return
         shutil.rmtree(folder, ignore_errors=True)
-        LOG.info("removed %s, which a killed cluster left", folder)
+        LOG.info("removed %s, a leftover of a killed cluster", folder)

@@ -1,4 +1,4 @@
-"""The operator's API key, in a file of the data directory that only its owner may read."""
+"""The operator's API key, in a private file of the data directory."""
 
 import secrets
 from pathlib import Path
@@ -7,12 +7,12 @@ NAME = "operator.key"
 
 
 def new_api_key() -> str:
-    """A key that nobody can guess."""
+    """A new random key."""
     return f"plx-{secrets.token_urlsafe(24)}"
 
 
 def operator_key(data_dir: Path) -> str:
-    """The operator's key, made at the first start and kept."""
+    """The operator's key; created at the first start."""
     path = data_dir / NAME
     if path.exists():
         return path.read_text().strip()
@@ -22,13 +22,13 @@ def operator_key(data_dir: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file, as a whole, by one that only its owner may read."""
+    """Replace a file atomically by one that only its owner may read."""
     part = stage_private(path, text)
     part.rename(path)
 
 
 def stage_private(path: Path, text: str) -> Path:
-    """`text` in a file beside `path`, to be renamed to it."""
+    """Write `text` to a private file that the caller renames to `path`."""
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     part.touch(mode=0o600, exist_ok=False)

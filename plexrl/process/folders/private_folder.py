@@ -1,9 +1,9 @@
-"""Folders that no other local user may enter or replace.
+"""Folders that no other local user can enter or replace.
 
-Sockets, keys and model state lie in folders whose paths others can guess, some of them below /tmp
-and /dev/shm, where everybody may make a folder first. So each such folder is checked before it is
-used: it is a folder and no symbolic link, it belongs to this process's user, its mode is 0700, and
-nobody else may rename it.
+Sockets, keys and model state are in folders with predictable paths. Some are in /tmp and /dev/shm,
+where any user may create a folder first. So each folder is checked before use: it is a folder and
+not a symbolic link, it belongs to this process's user, its mode is 0700, and no other user may
+rename it.
 """
 
 import logging
@@ -17,17 +17,17 @@ from plexrl.errors import NO_SPACE, PermissionDeniedError, StorageError, Storage
 LOG = logging.getLogger(__name__)
 
 OTHERS = 0o077
-"""Permissions of everybody but the owner."""
+"""Permission bits of all users except the owner."""
 
 
 def make_private_folder(path: Path) -> None:
-    """Make the folder where it is missing, check it, and close it to other users.
+    """Create the folder if it is missing, check it, and close it to other users.
 
-    A folder of ours that others could enter is set to 0700, with a line in the log.
+    If others could enter a folder of this user, its mode is set to 0700 and a warning is logged.
 
     Raises:
-        PermissionDeniedError: the folder is another user's, a link, or open to replacement.
-        StorageError: the file system refuses to make it.
+        PermissionDeniedError: the folder belongs to another user, is a link, or could be replaced.
+        StorageError: the file system refuses to create it.
     """
     path = path.absolute()
     try:
@@ -45,13 +45,13 @@ def make_private_folder(path: Path) -> None:
 
 
 def remove_private_folder(path: Path) -> None:
-    """Remove a folder with its contents, unless it is another user's or a link."""
+    """Remove a folder with its contents, if it is a private folder of this user."""
     if is_private_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def is_private_folder(path: Path) -> bool:
-    """Whether a folder of this user, closed to all others, stands at the path."""
+    """Whether the path is a folder of this user, closed to all others."""
     try:
         found = path.lstat()
     except OSError:
@@ -68,7 +68,7 @@ def _make(path: Path, parent: int) -> None:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(path.name, flags, dir_fd=parent)
     try:
-        # Of what was opened: a name may have changed hands since.
+        # Checks the opened folder, because the path may have been replaced since.
         found = os.fstat(folder)
         _check_owner(path, found)
         if not found.st_mode & OTHERS:
@@ -78,10 +78,10 @@ def _make(path: Path, parent: int) -> None:
         if os.fstat(folder).st_mode & OTHERS:
             raise PermissionDeniedError(
                 f"{path} is open to other users (mode {mode:04o}), and its file system does not "
-                "change that: use a folder on another file system",
+                "change the mode: use a folder on another file system",
                 path=str(path),
             )
-        LOG.warning("%s was open to other users (mode %04o): closed to them now", path, mode)
+        LOG.warning("%s was open to other users (mode %04o): closed it", path, mode)
     finally:
         os.close(folder)
 
@@ -90,26 +90,29 @@ def _check_parent(path: Path, found: os.stat_result) -> None:
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise PermissionDeniedError(
             f"any user can replace {path}, because {path.parent} is writable for all (mode "
-            f"{stat.S_IMODE(found.st_mode):04o}): `chmod o-w` or `chmod +t` it, or use another "
-            "folder",
+            f"{stat.S_IMODE(found.st_mode):04o}): run `chmod o-w` or `chmod +t` on it, or use "
+            "another folder",
             path=str(path),
         )
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no folder"
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
         raise PermissionDeniedError(
             f"{path} is {kind}: remove it, or use another folder", path=str(path)
         )
     if found.st_uid != os.geteuid():
         raise PermissionDeniedError(
             f"{path} belongs to user {found.st_uid}, not to this process's user {os.geteuid()}: "
-            "have it removed, or use another folder",
+            "ask that user to remove it, or use another folder",
             path=str(path),
         )
 
 
 def _refused(path: Path, error: OSError) -> StorageError:
     kind = StorageFullError if error.errno in NO_SPACE else StorageError
-    return kind(f"the folder {path} cannot be made or opened: {error}", path=str(path))
+    return kind(
+        f"the folder {path} cannot be created or opened ({error}): fix this or use another folder",
+        path=str(path),
+    )

@@ -1,4 +1,4 @@
-"""How many checkpoints each tenant has on the shared disk, bounded, and how one is deleted."""
+"""Quota on each tenant's checkpoints on the shared disk, and deletion of a checkpoint."""
 
 import asyncio
 import os
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from plexrl.errors import (
     CheckpointNotFoundError,
     QuotaExceededError,
@@ -18,28 +16,27 @@ from plexrl.errors import (
     UnknownJobError,
 )
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.wire.operations import CheckpointParams
 
 RETRY_S = 0.5
 DISK_SHARE = 0.5
-"""Of the disk, for one tenant where no bound is configured."""
+"""Share of the disk for one tenant if no bound is configured."""
 
 Plain = dict[str, Any]
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""Of a job's folder and of a checkpoint, as the StateManager takes them."""
+"""Valid name of a job's folder and of a checkpoint, as in the StateManager."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointUse:
-    """What lies on the disk, checkpoints that are being written among it."""
+    """What a tenant has on the disk, including checkpoints that are being written."""
 
     checkpoints: int = 0
     nbytes: int = 0
 
 
 class CheckpointQuota:
-    """Of all tenants, in one folder that has a folder for every job."""
+    """Quotas of all tenants over one folder that holds a folder for each job."""
 
     def __init__(
         self,
@@ -50,30 +47,30 @@ class CheckpointQuota:
         checkpoints_max: int,
         bytes_max: int | None,
     ) -> None:
-        """The bounds are those of tenants that have none of their own."""
+        """The bounds apply to tenants without bounds of their own."""
         self._scheduler = scheduler
         self._folder = folder
         self._router = router
         self._checkpoints_max = checkpoints_max
         self._bytes_max = bytes_max
 
-    async def check(self, job: str, params_json: str) -> None:
-        """Refuse a `save_checkpoint` beyond the quota of the job's tenant.
+    async def check(self, job: str, name: str) -> None:
+        """Refuse to save checkpoint `name` of `job` beyond the quota of the job's tenant.
 
-        The one that has the name already does not count: it is replaced, or this is a repetition.
-        Waits for as long as the scheduler is away, because the run itself outlives its restart.
+        An existing checkpoint of that name does not count: it is replaced, or the save is a
+        repetition. While the scheduler is unreachable the check waits, because the run outlives a
+        restart of the scheduler.
 
         Raises:
-            QuotaExceededError: the tenant has as many checkpoints, or bytes of them, as it may.
-            StorageError: the disk cannot be looked at.
+            QuotaExceededError: the tenant has reached its bound on checkpoints or on their bytes.
+            StorageError: the disk cannot be read.
         """
-        name = msgspec.json.decode(params_json, type=CheckpointParams).name
         while True:
             try:
                 owner = await self._scheduler.call("checkpoint_owner", {"job": job})
                 break
             except UnknownJobError:
-                # It ended meanwhile: the run has no answer any more.
+                # The job has ended, so nobody reads the run's result.
                 return
             except (UnavailableError, StorageError):
                 await asyncio.sleep(RETRY_S)
@@ -83,12 +80,14 @@ class CheckpointQuota:
             use = await asyncio.to_thread(self._use, owner["jobs"], (job, name))
             checkpoints_max, bytes_max = await asyncio.to_thread(self._bounds, owner)
         except OSError as error:
-            raise StorageError(f"{self._folder} cannot be looked at: {error}") from error
+            raise StorageError(
+                f"{self._folder} cannot be read: {error}: check its disk and its owner"
+            ) from error
         if use.checkpoints < checkpoints_max and use.nbytes < bytes_max:
             return
         raise QuotaExceededError(
-            f"tenant {owner['tenant']!r} has {use.checkpoints} checkpoints of {use.nbytes} bytes, "
-            f"and {checkpoints_max} of {bytes_max} bytes are the most: delete some "
+            f"tenant {owner['tenant']!r} has {use.checkpoints} checkpoints of {use.nbytes} bytes; "
+            f"its bounds are {checkpoints_max} checkpoints and {bytes_max} bytes: delete some "
             "(`job.delete_checkpoint`), save with `keep_last`, or ask an operator for more",
             checkpoints=use.checkpoints,
             checkpoints_max=checkpoints_max,
@@ -97,7 +96,7 @@ class CheckpointQuota:
         )
 
     async def describe(self, tenant: Plain) -> Plain:
-        """A tenant as the scheduler shows it, with what it has here and may have."""
+        """The scheduler's view of a tenant, with its checkpoints on the disk and its bounds."""
         owner = await self._scheduler.call("checkpoint_owner", {"tenant": tenant["tenant"]})
         use = await asyncio.to_thread(self._use, owner["jobs"], None)
         checkpoints_max, bytes_max = await asyncio.to_thread(self._bounds, owner)
@@ -110,14 +109,14 @@ class CheckpointQuota:
         }
 
     async def delete(self, job: str, name: str) -> None:
-        """Delete a checkpoint of a job that is the caller's.
+        """Delete a checkpoint of a job that the caller may change.
 
         Raises:
-            CheckpointNotFoundError: there is none of that name.
+            CheckpointNotFoundError: the job has no checkpoint of that name.
             StorageError: the file system refuses.
         """
         if not (_NAME.fullmatch(job) and _NAME.fullmatch(name)):
-            # Nothing outside the job's folder is ever named.
+            # A path outside the job's folder is never touched.
             raise CheckpointNotFoundError(f"job {job!r} has no checkpoint {name!r}")
         await asyncio.to_thread(self._delete, self._folder / job, name)
 
@@ -149,7 +148,7 @@ class CheckpointQuota:
 
     def _delete(self, folder: Path, name: str) -> None:
         suffix = f".{self._router}.gone"
-        # Renamed first, so that no reader meets half of it.
+        # Renamed first, so that no reader finds half of it.
         gone = folder / f".{name}{suffix}"
         try:
             for left in folder.glob(f".*{suffix}"):
@@ -165,7 +164,7 @@ class CheckpointQuota:
 
 
 def _is_of(entry: str, name: str) -> bool:
-    """Whether a folder is the checkpoint of that name, or one that is to become it."""
+    """Whether a folder is the checkpoint `name`, or a partial write of it."""
     return entry == name or (entry.startswith(f".{name}.") and entry.endswith(".part"))
 
 
@@ -176,6 +175,6 @@ def _size(path: Path) -> int:
             try:
                 nbytes += os.lstat(Path(folder) / file).st_size
             except FileNotFoundError:
-                # It was deleted, or renamed, meanwhile.
+                # It was deleted or renamed meanwhile.
                 continue
     return nbytes

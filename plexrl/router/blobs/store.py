@@ -1,8 +1,8 @@
-"""The blob store: payloads and results, each a file that is written once and then only read.
+"""The blob store: payloads and results as files that are written once and then only read.
 
-A name is published by a rename, so whoever finds a blob finds it whole. Payloads outlive the router
-that took them in, which is what lets another one carry the operation out. Large blobs are mapped,
-not read: what checks, plans and sends them works on the page cache's own bytes.
+A blob is published by a rename, so a reader finds either the whole blob or none. A payload outlives
+the router that received it, so another router can execute the operation. Large blobs are
+memory-mapped, not read: checks, plans and sends use the page cache's own bytes.
 """
 
 import asyncio
@@ -41,36 +41,36 @@ RESULT_SUFFIX = ".out"
 """Ends the name of every result."""
 
 INLINE_BYTES_MAX = 2 << 20
-"""Up to this size a body is written, checked and split on the event loop, in about a millisecond:
-threads would cost an operation's latency more."""
+"""A body up to this size is written, checked and split on the event loop, in about a millisecond: a
+thread would add more latency."""
 
 RECENT_BYTES_MAX = 64 << 20
-"""Of small payloads, kept in memory until they are first read."""
+"""Bound on small payloads kept in memory until they are first read."""
 
 FULL_RETRY_S = 1.0
-"""When a full disk is tried again."""
+"""Delay before a retry on a full disk."""
 
 NAME_BYTES_MAX = 200
-"""Of a file's name, of which systems take 255; a longer one is cut and told apart by a digest."""
+"""Bound on a file name; file systems allow 255. A longer name is cut, with a digest added."""
 
 _NUMBERS = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
-"""Routers of several machines, or of containers with the same process ids, may share a store."""
+"""Distinguishes routers that share a store, since process ids repeat across machines."""
 
 
 class Upload:
-    """A body that has arrived and has no name yet. `publish` or `drop` it."""
+    """A body that was received and has no name yet. Call `publish` or `drop`."""
 
     def __init__(self, body: Body, path: Path | None, digest: str) -> None:
         self.body = body
-        """Of a large body a map of its file: it stays valid whatever becomes of the file."""
+        """The bytes. A large body is a memory map that stays valid after its file is removed."""
         self.digest = digest
-        """Of its bytes, 32 hexadecimal digits."""
+        """Checksum of the bytes, 32 hexadecimal digits."""
         self.path = path
-        """Where a large one lies; absent: in memory alone."""
+        """File of a large body; absent: the body is only in memory."""
 
     def drop(self) -> None:
-        """Give the file up; a published one stays."""
+        """Remove the file, unless it was published."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -85,7 +85,7 @@ class BlobStore:
         self._recent_bytes = 0
 
     async def write(self, ref: BlobRef, *parts: Body) -> None:
-        """Store a blob, given in parts; the same name again is stored again.
+        """Store a blob, given in parts; a blob of the same name is replaced.
 
         Raises:
             StorageError: the directory cannot be written.
@@ -96,10 +96,10 @@ class BlobStore:
             await asyncio.to_thread(self._write, ref, parts)
 
     async def read(self, ref: BlobRef) -> Body:
-        """A blob's bytes, not to be changed.
+        """Return a blob's bytes, which must not be changed.
 
         Raises:
-            UnknownOperationError: it has been discarded.
+            UnknownOperationError: the blob was discarded.
         """
         if (recent := self._take_recent(ref)) is not None:
             return recent
@@ -112,16 +112,16 @@ class BlobStore:
             raise UnknownOperationError(f"the result {ref!r} is no longer kept") from error
 
     async def receive(self, chunks: AsyncIterator[bytes], bytes_max: int) -> Upload:
-        """Take a body in as it arrives; a large one goes to a file beside what still comes.
+        """Receive a body; a large one is written to a file while the rest arrives.
 
         Raises:
-            PayloadTooLargeError: it is longer than `bytes_max`; nothing is kept.
+            PayloadTooLargeError: the body is longer than `bytes_max`; nothing is kept.
             StorageError: the directory cannot be written; nothing is kept.
         """
         digest = xxhash.xxh3_128()
-        waiting: list[bytes] = []
-        size = waiting_bytes = 0
-        arriving: _Arriving | None = None
+        buffered: list[bytes] = []
+        size = buffered_bytes = 0
+        file: _UploadFile | None = None
         try:
             async for chunk in chunks:
                 size += len(chunk)
@@ -130,25 +130,25 @@ class BlobStore:
                         f"the body is over {bytes_max} bytes: split the batch",
                         body_bytes_max=bytes_max,
                     )
-                waiting.append(chunk)
-                waiting_bytes += len(chunk)
-                if waiting_bytes > INLINE_BYTES_MAX:
-                    arriving = arriving or _Arriving(self._part_path("upload"), digest)
-                    await arriving.append(waiting)
-                    waiting, waiting_bytes = [], 0
-            if arriving is None:
-                body = b"".join(waiting)
+                buffered.append(chunk)
+                buffered_bytes += len(chunk)
+                if buffered_bytes > INLINE_BYTES_MAX:
+                    file = file or _UploadFile(self._part_path("upload"), digest)
+                    await file.append(buffered)
+                    buffered, buffered_bytes = [], 0
+            if file is None:
+                body = b"".join(buffered)
                 digest.update(body)
                 return Upload(body, None, digest.hexdigest())
-            await arriving.append(waiting)
-            return Upload(await arriving.finish(), arriving.path, digest.hexdigest())
+            await file.append(buffered)
+            return Upload(await file.finish(), file.path, digest.hexdigest())
         except BaseException:
-            if arriving is not None:
-                await arriving.give_up()
+            if file is not None:
+                await file.remove()
             raise
 
     async def publish(self, upload: Upload, ref: BlobRef) -> None:
-        """Store what has arrived under a name that no other blob ever has. Raises as `write`."""
+        """Store an upload under a name that no other blob ever has. Raises as `write`."""
         if upload.path is None:
             await self.write(ref, upload.body)
             self._keep_recent(ref, upload.body)
@@ -156,23 +156,24 @@ class BlobStore:
         try:
             upload.path.rename(self._path(ref))
         except OSError as error:
-            raise unwritable(self._directory, error) from error
+            raise write_error(self._directory, error) from error
 
     def discard(self, ref: BlobRef) -> None:
-        """Give a blob up; one that is gone already is no error."""
+        """Delete a blob, if it still exists."""
         self._take_recent(ref)
         self._path(ref).unlink(missing_ok=True)
 
     def discard_all(self, refs: Iterable[BlobRef]) -> None:
-        """As `discard`; one that cannot be given up is logged and left."""
+        """Delete blobs; one that cannot be deleted is logged and left."""
         for ref in refs:
             try:
                 self.discard(ref)
             except OSError as error:
-                LOG.error("the blob %s stays: %s", ref, error)
+                LOG.error("the blob %s was not deleted: %s", ref, error)
 
     def payloads(self, *, older_than_s: float) -> list[BlobRef]:
-        """Of the payloads stored longer ago than that, those whose files bear their full names."""
+        """Payloads older than `older_than_s` seconds; those with a shortened file name are left
+        out."""
         limit = time.time() - older_than_s
         found = []
         for path in sorted(self._directory.glob(f"*{PAYLOAD_SUFFIX}")):
@@ -182,8 +183,8 @@ class BlobStore:
         return found
 
     def discard_results(self, *, older_than_s: float) -> None:
-        """Give up results that were written longer ago than that, and what a killed router left
-        half-written; payloads are the scheduler's."""
+        """Delete results older than `older_than_s` seconds, and partial files that a killed router
+        left. Payloads are deleted by the scheduler's order."""
         limit = time.time() - older_than_s
         for pattern in (f"*{RESULT_SUFFIX}", "*.part"):
             for path in self._directory.glob(pattern):
@@ -191,7 +192,7 @@ class BlobStore:
                     if path.stat().st_mtime < limit:
                         path.unlink()
                 except FileNotFoundError:
-                    # Another router was quicker.
+                    # Another router deleted it first.
                     continue
 
     def _keep_recent(self, ref: BlobRef, body: Body) -> None:
@@ -217,7 +218,7 @@ class BlobStore:
             part.rename(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise unwritable(self._directory, error) from error
+            raise write_error(self._directory, error) from error
 
     def _part_path(self, name: str) -> Path:
         return self._directory / f"{name[:150]}.{_PROCESS}.{next(_NUMBERS)}.part"
@@ -226,9 +227,9 @@ class BlobStore:
         return self._directory / _file_name(ref)
 
 
-class _Arriving:
-    """The file of a body of which a part is there. One write at a time is under way, in a thread,
-    while the next part arrives."""
+class _UploadFile:
+    """The file of a large body that is being received. One write at a time runs in a thread while
+    the next part arrives."""
 
     def __init__(self, path: Path, digest: "xxhash.xxh3_128") -> None:
         self.path = path
@@ -237,31 +238,31 @@ class _Arriving:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise unwritable(self.path.parent, error) from error
+            raise write_error(self.path.parent, error) from error
 
     async def append(self, chunks: list[bytes]) -> None:
-        """Add to the file, as soon as the former addition is done."""
-        await self._written()
+        """Append to the file as soon as the previous write is done."""
+        await self._wait_for_write()
         self._writing = asyncio.create_task(asyncio.to_thread(self._append, chunks))
 
     async def finish(self) -> Body:
-        """All bytes, mapped."""
-        await self._written()
+        """Close the file and return all its bytes, memory-mapped."""
+        await self._wait_for_write()
         os.close(self._fd)
         self._fd = -1
         return _map(self.path)
 
-    async def give_up(self) -> None:
-        """Remove the file. The thread that writes cannot be stopped and is waited for."""
+    async def remove(self) -> None:
+        """Remove the file, after the write that is running: its thread cannot be stopped."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
         if self._fd >= 0:
             os.close(self._fd)
         self.path.unlink(missing_ok=True)
 
-    async def _written(self) -> None:
+    async def _wait_for_write(self) -> None:
         if self._writing is not None:
-            # Shielded: a cancelled request must not leave the thread behind with a closed file.
+            # Shielded: a cancelled request must not close the file under a running thread.
             await asyncio.shield(self._writing)
 
     def _append(self, chunks: list[bytes]) -> None:
@@ -270,19 +271,19 @@ class _Arriving:
         try:
             write_all(self._fd, chunks)
         except OSError as error:
-            raise unwritable(self.path.parent, error) from error
+            raise write_error(self.path.parent, error) from error
 
 
-def unwritable(where: Path, error: OSError) -> StorageError:
-    """What an error of the system while something is written below `where` means to a caller."""
+def write_error(folder: Path, error: OSError) -> StorageError:
+    """The error to raise if a write below `folder` failed."""
     if error.errno in NO_SPACE:
         return StorageFullError(
-            f"the disk of {where} is full ({error.strerror}): free space there; the same request "
+            f"the disk of {folder} is full ({error.strerror}): free space there; the same request "
             "succeeds then",
-            path=str(where),
+            path=str(folder),
             retry_after_s=FULL_RETRY_S,
         )
-    return StorageError(f"{where} cannot be written ({error}): see its disk and its owner")
+    return StorageError(f"{folder} cannot be written ({error}): check its disk and its owner")
 
 
 def _file_name(ref: BlobRef) -> str:
@@ -290,12 +291,12 @@ def _file_name(ref: BlobRef) -> str:
     if len(name) <= NAME_BYTES_MAX:
         return name
     digest = hashlib.blake2b(ref.encode(), digest_size=16).hexdigest()
-    # No id has a '~'.
+    # No id contains a '~'.
     return f"{name[:120]}~{digest}{Path(ref).suffix}"
 
 
 def write_all(fd: int, chunks: Sequence[Body]) -> None:
-    """Write all of `chunks`, however little the system takes at a time. Raises `OSError`."""
+    """Write all of `chunks`, over as many system calls as it takes. Raises `OSError`."""
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         while view.nbytes:

@@ -1,1 +1,1 @@
-"""From a batch to what every rank is sent, and back. Pure."""
+"""Splits a batch into each rank's input, and joins the ranks' results. Pure."""

@@ -1,8 +1,8 @@
-"""Loads over equal parts, so that the fullest part is as light as can cheaply be had. Pure.
+"""Balances loads over equal parts, so that the fullest part is nearly as light as possible. Pure.
 
-Longest processing time first keeps the fullest part within 4/3 of the best there is; exchanges
-between parts then close most of what is left. The differencing method (Karmarkar and Karp) starts
-nearer to the best but costs `parts` times as much for each item, and exchanges end at the same.
+Longest-processing-time-first keeps the fullest part within 4/3 of the optimum; exchanges between
+parts then close most of the rest. The differencing method (Karmarkar and Karp) starts nearer to the
+optimum but costs `parts` times as much for each item, and exchanges end at the same result.
 """
 
 import heapq
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 import numpy as np
 
 CLOSE_ENOUGH = 1 / 400
-"""Of the lower bound: a fullest part so near to it is not worked on."""
+"""Relative distance of the fullest part from the lower bound at which the search stops."""
 
 ROUNDS_PER_PART = 4
-"""Exchanges that are tried at most, for each part."""
+"""Most exchanges, for each part."""
 
 PARTNERS = 8
-"""Lightest parts that the fullest one looks for an exchange with."""
+"""Number of lightest parts that the fullest part tries to exchange with."""
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `costs` in `parts` lists, each sorted. Deterministic, O(n log n).
+    """Distribute indices of `costs` over `parts` sorted lists. Deterministic, O(n log n).
 
-    No part is fuller than by longest processing time first.
+    No part is fuller than the fullest part of longest-processing-time-first.
     """
     assigned = _longest_first(costs, parts)
     bound = lower_bound(costs, parts)
@@ -40,8 +40,8 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def lower_bound(costs: Sequence[int], parts: int) -> int:
-    """What the fullest of `parts` cannot be below: the mean, the largest item, and the two
-    smallest of the `parts` + 1 largest, two of which must share a part."""
+    """A lower bound on the fullest of `parts`: the mean, the largest item, and the sum of the two
+    smallest of the `parts` + 1 largest items, two of which must share a part."""
     if not len(costs):
         return 0
     bound = max(-(-sum(costs) // parts), max(costs))
@@ -65,25 +65,25 @@ def _longest_first(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _exchange(kept: list[list[tuple[int, int]]], loads: list[int], fullest: int) -> bool:
-    """Give an item of the fullest part away, for a smaller one or none, where both parts then are
-    lighter than it was. False where no such exchange is found."""
+    """Move an item out of the fullest part, in exchange for a smaller one or none, if both parts
+    are then lighter than the fullest was. Returns whether such an exchange was found."""
     given = np.array([cost for cost, _ in kept[fullest]])
     others = sorted((part for part in range(len(loads)) if part != fullest), key=loads.__getitem__)
     for part in others[:PARTNERS]:
         gap = loads[fullest] - loads[part]
         if gap < 2:
             break
-        # Taking nothing back is an item of cost 0.
+        # Receiving nothing is an item of cost 0.
         taken = np.array([0, *(cost for cost, _ in kept[part])])
-        # The pair is even where what changes hands is half of the gap; nothing is won where it is
-        # none of the gap, or all of it and more.
+        # The two parts are even if the moved cost is half of the gap; a moved cost of 0, or of at
+        # least the whole gap, gains nothing.
         near = np.searchsorted(taken, given - gap // 2)
-        places = np.stack([near - 1, near]).clip(0, len(taken) - 1)
-        change = given - taken[places]
+        indices = np.stack([near - 1, near]).clip(0, len(taken) - 1)
+        change = given - taken[indices]
         uneven = np.abs(2 * change - gap)
         side, at = divmod(int(uneven.argmin()), len(given))
         if uneven[side, at] < gap:
-            _swap(kept, loads, (fullest, at), (part, int(places[side, at]) - 1))
+            _swap(kept, loads, (fullest, at), (part, int(indices[side, at]) - 1))
             return True
     return False
 
@@ -94,12 +94,12 @@ def _swap(
     giver: tuple[int, int],
     taker: tuple[int, int],
 ) -> None:
-    """Change items by (part, place); place -1 of the taker gives nothing back."""
-    (fullest, at), (part, place) = giver, taker
+    """Exchange items given as (part, index); index -1 of the taker returns nothing."""
+    (fullest, at), (part, index) = giver, taker
     mine = kept[fullest].pop(at)
     handed = mine[0]
-    if place >= 0:
-        theirs = kept[part].pop(place)
+    if index >= 0:
+        theirs = kept[part].pop(index)
         insort(kept[fullest], theirs)
         handed -= theirs[0]
     insort(kept[part], mine)

@@ -1,8 +1,8 @@
-"""Prompts shared out over the replicas of a rollout, and their samples put together. Pure.
+"""Splits prompts over the replicas of a rollout, and joins the samples. Pure.
 
-Each replica gets prompts that follow each other, so rows keep their order and, told the number of
-their first one, draw what they would on a single replica. Tensor ranks behind a replica's first one
-are sent nothing: it leads them.
+Each replica gets consecutive prompts, so the rows keep their order. A replica gets the index of
+its first row and therefore draws what a single replica would draw. Only the first tensor rank of a
+replica receives the prompts; it leads the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ class ReplicaShare:
     """One replica's part of a generation."""
 
     rank: int
-    """That leads it."""
+    """Rank that leads the replica."""
     first_prompt: int
     prompts: int
     """At least 1."""
 
     def inputs(self, arrays: Arrays) -> Arrays:
-        """Its prompts."""
+        """The replica's prompts out of the batch's arrays."""
         lengths = arrays["lengths"]
         starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         mine = slice(self.first_prompt, self.first_prompt + self.prompts)
@@ -38,22 +38,22 @@ class ReplicaShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratePlan:
-    """Who generates what."""
+    """Which replica generates which samples."""
 
     shares: tuple[ReplicaShare, ...]
-    """In the order of the prompts; only replicas that have any."""
+    """In the order of the prompts; replicas without prompts are left out."""
     samples_per_prompt: int
 
     def first_row(self, share: ReplicaShare) -> int:
-        """Number of a replica's first sample, in the order of the prompts."""
+        """Index of a replica's first sample among all samples, in the order of the prompts."""
         return share.first_prompt * self.samples_per_prompt
 
     def join_arrays(self, parts: Sequence[Arrays]) -> Arrays:
-        """All samples, given those of each share."""
+        """Concatenate the samples of all shares."""
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def join_results(self, results: Sequence[Mapping[str, Any]]) -> Plain:
-        """One result: what is counted adds up, of budgets and uses it is the fullest worker's."""
+        """Join the results: preemptions are added, of other metrics the largest value counts."""
         joined: Plain = dict(results[0])
         metrics: dict[str, float] = {}
         for result in results:
@@ -69,8 +69,8 @@ class GeneratePlan:
 
 
 def plan_generate(layout: Parallelism, prompts: int, samples_per_prompt: int) -> GeneratePlan:
-    """Gives each replica as many prompts as the others, to within one."""
-    bounds = [prompts * place // layout.dp for place in range(layout.dp + 1)]
+    """Give each replica the same number of prompts, to within one."""
+    bounds = [prompts * index // layout.dp for index in range(layout.dp + 1)]
     shares = tuple(
         ReplicaShare(rank=rank, first_prompt=first, prompts=last - first)
         for rank, first, last in zip(layout.output_ranks, bounds[:-1], bounds[1:], strict=True)

@@ -1,10 +1,9 @@
-"""Rows of one data-parallel rank to micro-batches of a bounded number of tokens. Pure.
+"""Groups the rows of one data-parallel rank into micro-batches of bounded size. Pure.
 
-Two kinds of backend differ in what a micro-batch costs. One that pads lays rows of similar length
-side by side, each as long as the longest, and cuts them itself, given a count. One that packs lays
-rows end to end and is told which rows go together. A row longer than the bound makes a micro-batch
-of its own for both. All ranks run the same number, because each takes part in the others'
-collectives.
+A backend that pads puts rows of similar length side by side, each as long as the longest. It splits
+the rows itself and receives only a count. A backend that packs concatenates rows and receives the
+rows of each micro-batch. For both, a row longer than the bound is a micro-batch of its own. All
+ranks run the same number of micro-batches, because each takes part in the others' collectives.
 """
 
 import heapq
@@ -17,11 +16,10 @@ from plexrl.wire.tensors import Array
 
 
 def padded_count(lengths: Array, bound: int) -> int:
-    """The fewest micro-batches into which a worker cuts rows so that none exceeds `bound` tokens
-    with padding; at least 1."""
+    """The fewest micro-batches such that none exceeds `bound` tokens with padding; at least 1."""
     ordered = np.sort(lengths.astype(np.int64))
     # More micro-batches never make one larger (a group's last row stays in a group as long, or
-    # moves to a shorter one), so the first count that fits can be searched by halves.
+    # moves to a shorter one), so a binary search finds the first count that fits.
     low, high = 1, max(1, len(ordered))
     while low < high:
         middle = (low + high) // 2
@@ -33,13 +31,13 @@ def padded_count(lengths: Array, bound: int) -> int:
 
 
 def packed_count(costs: Sequence[int], bound: int) -> int:
-    """Micro-batches that `packed` needs at least for rows of these costs; at least 1."""
+    """The fewest micro-batches that `packed` needs for rows of these costs; at least 1."""
     return max(1, len(_best_fit(costs, bound)))
 
 
 def packed(costs: Sequence[int], count: int, bound: int) -> list[list[int]]:
-    """Exactly `count` lists of indices, none above `bound` unless by one row alone, the heaviest
-    first, so that the ranks of a collective come to it after like work. Some may be empty.
+    """Exactly `count` lists of indices, each within `bound` unless it is a single row. The heaviest
+    list comes first, so that ranks reach each collective after similar work. Lists may be empty.
 
     `count` is at least `packed_count` of the same rows.
     """
@@ -54,11 +52,11 @@ def packed(costs: Sequence[int], count: int, bound: int) -> list[list[int]]:
 
 
 def _fits(ordered: Array, count: int, bound: int) -> bool:
-    """Whether sorted rows cut into `count` groups, as workers cut them, stay within the bound."""
+    """Whether sorted rows, split into `count` groups as workers split them, fit the bound."""
     small, larger = divmod(len(ordered), count)
     if small == 0:
         return True
-    # `array_split`: the first groups have a row more than the others.
+    # As `array_split`: the first groups have one row more than the others.
     sizes = np.full(count, small)
     sizes[:larger] += 1
     longest = ordered[np.cumsum(sizes) - 1]
@@ -66,21 +64,21 @@ def _fits(ordered: Array, count: int, bound: int) -> bool:
 
 
 def _best_fit(costs: Sequence[int], bound: int) -> list[list[int]]:
-    """The longest rows first, each into the fullest group that still has room for it: at most
-    11/9 of the fewest groups, and one more."""
+    """Best fit decreasing: the longest rows first, each into the fullest group with enough
+    capacity. At most 11/9 of the fewest groups, plus one."""
     groups: list[list[int]] = []
-    room: list[tuple[int, int]] = []
+    capacities: list[tuple[int, int]] = []
     """(tokens left, group), sorted."""
     for index in _longest_first(costs):
-        at = bisect_left(room, (costs[index], -1))
-        if at < len(room):
-            left, group = room.pop(at)
+        at = bisect_left(capacities, (costs[index], -1))
+        if at < len(capacities):
+            left, group = capacities.pop(at)
             groups[group].append(index)
         else:
             left, group = bound, len(groups)
             groups.append([index])
         if left > costs[index]:
-            insort(room, (left - costs[index], group))
+            insort(capacities, (left - costs[index], group))
     return groups
 
 

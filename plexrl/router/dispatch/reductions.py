@@ -1,4 +1,4 @@
-"""Scalars of a whole batch, and one answer out of what its ranks say. Pure."""
+"""Reductions: scalars of a whole batch, and one result from the results of all ranks. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from plexrl.wire.tensors import Array, Arrays
 Plain = dict[str, Any]
 
 TIERS = ("host", "nvme")
-"""Of model state, the quickest first."""
+"""Tiers of model state, fastest first."""
 
 
 def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
-    """What the whole batch's loss is divided by; at least a tiny number, so that 0/0 is 0."""
+    """The divisor of the whole batch's loss; at least a tiny number, so that 0/0 is 0."""
     reduction = loss.reduction or DEFAULT_REDUCTION[loss.name]
     if reduction == "sum":
         return 1.0
@@ -28,7 +28,7 @@ def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
 
 
 def row_masks(mask: Array, lengths: Array) -> Array:
-    """The mask's sum over the tokens of each row that are predicted, float64."""
+    """The mask's sum over each row's predicted tokens, float64 `[rows]`."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     if not len(starts):
         return mask
@@ -37,10 +37,10 @@ def row_masks(mask: Array, lengths: Array) -> Array:
 
 
 def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
-    """One answer of the output ranks' `sums` and `maxes`: `{"metrics": {...}}`.
+    """Combine the output ranks' `sums` and `maxes`: `{"metrics": {...}}`.
 
-    `loss` is a sum already; every other sum is per token of the mask. Each rank sums over the
-    tokens whose results it gives, so ranks that repeat another's must not be among them.
+    `loss` is already a sum; every other sum becomes a mean over the tokens of the mask. Each rank
+    sums over the tokens of its own results, so ranks that replicate another must be left out.
     """
     sums: dict[str, float] = {}
     maxes: dict[str, float] = {}
@@ -56,21 +56,21 @@ def gather_metrics(results: Sequence[Mapping[str, Any]]) -> Plain:
 
 
 def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
-    """One answer of all ranks' state moves: bytes added up, the longest time, all memory.
+    """Combine all ranks' state moves: bytes added, the longest time, every rank's memory.
 
-    Every rank of the layout moves memory of its own, replicas too, so each counts once, whether
-    its results do or not.
+    Every rank moves memory of its own, replicas too, so each rank counts once, also if its results
+    do not.
     """
     joined: Plain = dict(results[0])
     if "bytes_moved" in joined:
         joined["bytes_moved"] = sum(int(result["bytes_moved"]) for result in results)
         joined["seconds"] = max(float(result["seconds"]) for result in results)
-        # The slowest tier that any rank met says what the move was like.
+        # The slowest tier of all ranks.
         joined["tier"] = max((str(result["tier"]) for result in results), key=TIERS.index)
     if "bytes_wanted" in joined:
         joined |= _gathered_sync(results, int(joined["bytes_moved"]))
     if "trainer_step" in joined:
-        # A rank without parameters of its own steps nothing.
+        # A rank without parameters of its own makes no steps.
         joined["trainer_step"] = max(int(result["trainer_step"]) for result in results)
     for name in ("memory_before", "memory_after"):
         if name in joined:
@@ -79,7 +79,7 @@ def gather_moves(results: Sequence[Mapping[str, Any]]) -> Plain:
 
 
 def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
-    """Of a weight sync: what its ranks brought, each into its own memory."""
+    """Combine the ranks' reports on a weight sync; each rank received weights of its own."""
     wanted = sum(int(result["bytes_wanted"]) for result in results)
     sources: dict[str, int] = {}
     for result in results:
@@ -98,7 +98,7 @@ def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
 
 
 def state_moved(kind: OperationKind, result: Mapping[str, Any]) -> Plain | None:
-    """What the scheduler learns of a load or offload; None of anything else."""
+    """The report to the scheduler on a load or offload; None for other kinds."""
     if kind not in (OperationKind.LOAD, OperationKind.OFFLOAD) or "bytes_moved" not in result:
         return None
     return {"bytes_moved": result["bytes_moved"], "tier": result["tier"]}

@@ -1,16 +1,14 @@
-"""What every rank of a run is sent, and one result out of what they answer.
+"""Splits the payload of a run into parts for its ranks, and joins the ranks' results.
 
-Planning, splitting and joining work on whole batches, so large ones go through threads: the event
-loop has other clients. A run whose every row goes to one rank is not split at all; its payload is
-sent, and its result stored, as the bytes that they are.
+Planning, splitting and joining handle whole batches, so large batches are handled in a thread; the
+event loop serves other clients meanwhile. If one rank gets all rows, nothing is split: the payload
+is sent, and the result stored, byte for byte.
 """
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from plexrl.model.capabilities import backend_capabilities
 from plexrl.model.deployment_spec import DeploymentSpec
@@ -19,7 +17,13 @@ from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator
 from plexrl.scheduler.state.commands import RunOperation
-from plexrl.wire.operations import PARAMS_BY_KIND, GenerateParams, OperationKind
+from plexrl.wire.operations import (
+    ForwardBackwardParams,
+    ForwardParams,
+    GenerateParams,
+    OperationKind,
+    params_from_json,
+)
 from plexrl.wire.tensors import Body, decode_body, encode_parts
 
 SPLIT_KINDS = frozenset(
@@ -30,25 +34,21 @@ Plain = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """One run as its ranks see it."""
+    """What the ranks of one run receive."""
 
     payloads: Sequence[Sequence[Body]]
-    """By rank, each in parts to be sent end to end; ranks that replicate share them."""
+    """By rank, each in parts to send one after another; ranks that replicate share a payload."""
     rank_params: Plain
     plan: DispatchPlan | None
-    """Of a batch whose rows are split; None of anything else."""
+    """Plan of a batch whose rows are split; None for other runs."""
     generation: GeneratePlan | None = None
-    """Of a generate: `payloads` are then by share, and no other ranks are asked."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Sent to all ranks together."""
-        return sum(memoryview(part).nbytes for parts in self.payloads for part in parts)
+    """Plan of a `generate`; `payloads` then has one entry for each share, and other ranks receive
+    nothing."""
 
 
 async def split(command: RunOperation, body: Body | None, spec: DeploymentSpec | None) -> RunParts:
-    """What the ranks of `command` are sent, given its payload, and the specification of its
-    deployment where the kind's rows are split."""
+    """Split the payload of `command` for its ranks; `spec` is the specification of its deployment,
+    needed for the kinds in `SPLIT_KINDS`."""
     ranks = len(command.addresses)
     if body is None:
         return RunParts([()] * ranks, {"job": command.job}, None)
@@ -61,15 +61,15 @@ async def split(command: RunOperation, body: Body | None, spec: DeploymentSpec |
 
 
 async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
-    """What all ranks' payloads say of the batch's tokens (`logprobs`) or rows (`scores`), as a body
-    in parts."""
+    """Join the ranks' results about the batch's tokens (`logprobs`) or rows (`scores`) into one
+    body, in parts."""
     if sum(len(payload) for payload in payloads) <= INLINE_BYTES_MAX:
         return _join(plan, payloads)
     return await asyncio.to_thread(_join, plan, payloads)
 
 
 def join_samples(plan: GeneratePlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
-    """The samples of all shares as a body in parts."""
+    """Join the samples of all shares into one body, in parts."""
     if len(payloads) == 1:
         return (payloads[0],)
     return encode_parts({}, plan.join_arrays([decode_body(each)[1] for each in payloads]))
@@ -78,13 +78,14 @@ def join_samples(plan: GeneratePlan, payloads: Sequence[bytearray]) -> Sequence[
 def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
     ranks = len(command.addresses)
     _, arrays = decode_body(body)
-    params: Any = msgspec.json.decode(command.params_json, type=PARAMS_BY_KIND[command.kind])
+    params = params_from_json(command.kind, command.params_json)
     if isinstance(params, GenerateParams):
         generation = plan_generate(spec.layout, len(arrays["lengths"]), params.samples_per_prompt)
         if len(generation.shares) == 1:
             return RunParts([(body,)], {}, None, generation)
         shares = [encode_parts({}, share.inputs(arrays)) for share in generation.shares]
         return RunParts(shares, {}, None, generation)
+    assert isinstance(params, ForwardParams | ForwardBackwardParams)
     plan = plan_batch(
         spec.layout,
         arrays["lengths"].tolist(),
@@ -92,7 +93,7 @@ def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
         packs=backend_capabilities(spec.kind, spec.backend).packs,
     )
     rank_params: Plain = {"micro_batches": plan.micro_batches}
-    if command.kind == OperationKind.FORWARD_BACKWARD:
+    if isinstance(params, ForwardBackwardParams):
         rank_params["denominator"] = loss_denominator(params.loss, arrays)
     if plan.is_whole:
         return RunParts([(body,)] * ranks, rank_params, plan)
@@ -102,12 +103,12 @@ def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
 
 def _join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
     ranks = plan.layout.output_ranks
-    answers = {rank: decode_body(payloads[rank])[1] for rank in ranks}
-    by_token = "logprobs" in answers[ranks[0]]
+    results = {rank: decode_body(payloads[rank])[1] for rank in ranks}
+    by_token = "logprobs" in results[ranks[0]]
     name = "logprobs" if by_token else "scores"
-    per_rank = {rank: arrays[name] for rank, arrays in answers.items()}
+    per_rank = {rank: arrays[name] for rank, arrays in results.items()}
     if plan.is_whole:
         wanted = plan.tokens if by_token else len(plan.lengths)
-        assert len(per_rank[ranks[0]]) == wanted, f"a rank gives {name} of everything"
+        assert len(per_rank[ranks[0]]) == wanted, f"the rank returned {name} of some rows only"
         return (payloads[ranks[0]],)
     return encode_parts({}, {name: (plan.join if by_token else plan.join_rows)(per_rank)})

@@ -1,1 +1,1 @@
-"""Admitted operations, carried out on workers."""
+"""Executes admitted operations on workers."""

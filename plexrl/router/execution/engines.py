@@ -1,4 +1,4 @@
-"""Questions to the engines of a rollout deployment, one engine a replica of the model."""
+"""Requests to the engines of a rollout deployment; each replica of the model has one engine."""
 
 import asyncio
 import uuid
@@ -15,16 +15,16 @@ from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.worker_link import WorkerGoneError
 
-ORDER_TIMEOUT_S = 20.0
+COMMAND_TIMEOUT_S = 20.0
 STATS_TIMEOUT_S = 2.0
-"""A worker that loads weights answers nobody meanwhile."""
+"""Short, because a worker that loads weights does not reply until it is done."""
 
 Plain = dict[str, Any]
 
 
 def engine_addresses(view: Plain) -> list[str]:
-    """The workers that lead a replica each, of a deployment as the scheduler shows it; none where
-    some worker is not there."""
+    """Addresses of the workers that lead a replica, from the scheduler's view of a deployment;
+    empty if some worker has not started."""
     layout = deployment_spec_from_json(view["spec_json"]).layout
     addresses = [each["address"] for each in sorted(view["ranks"], key=lambda rank: rank["rank"])]
     if len(addresses) != layout.world_size or None in addresses:
@@ -33,71 +33,75 @@ def engine_addresses(view: Plain) -> list[str]:
 
 
 class Engines:
-    """Of all rollout deployments, by way of the router's own connections to workers."""
+    """Sends requests to engines over the router's connections to workers."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    async def ask(self, address: str, request: str, timeout_s: float, **fields: Any) -> Plain:
-        """One engine's answer.
+    async def request(self, address: str, request: str, timeout_s: float, **fields: Any) -> Plain:
+        """Send one engine a request and return its reply.
 
         Raises:
-            UnavailableError: there is none in time; `details["is_gone"]` is whether the worker is
-                gone, rather than busy.
-            PlexRLError: what the worker raised.
+            UnavailableError: no reply in time; `details["is_gone"]` is True if the worker has
+                ended, False if it is busy.
+            PlexRLError: the error that the worker raised.
         """
         name = (f"ask-{uuid.uuid4().hex}", 0)
         header = {"request": request, "ask": name[0], **fields}
         link = self._executor.link(address)
         try:
             async with asyncio.timeout(timeout_s):
-                answer, _ = await link.run(name, header, ())
+                reply, _ = await link.run(name, header, ())
         except (TimeoutError, WorkerGoneError) as error:
             raise UnavailableError(
-                f"the deployment's worker at {address} did not answer {request!r}: it is busy "
-                "loading weights, or being restarted; ask again",
+                f"the deployment's worker at {address} did not reply to {request!r}: it is loading "
+                "weights or restarting; try again",
                 retry_after_s=0.5,
                 is_gone=isinstance(error, WorkerGoneError),
             ) from error
-        if answer["reply"] == "failed":
-            raise from_wire(answer["error"])
-        found: Plain = answer["answer"]
+        if reply["reply"] == "failed":
+            raise from_wire(reply["error"])
+        found: Plain = reply["answer"]
         return found
 
-    async def order(self, view: Plain, request: str, **fields: Any) -> list[Plain]:
-        """Have every engine of a deployment do something; how each stands then.
+    async def command(self, view: Plain, request: str, **fields: Any) -> list[Plain]:
+        """Send every engine of a deployment a command; return the engines' states after it.
 
         Raises:
-            InvalidRequestError: it is no rollout deployment.
-            ConflictError: it has no workers now, or no weights on its device.
-            UnavailableError: an engine did not answer; the order may be given again.
+            InvalidRequestError: the deployment is not a rollout deployment.
+            ConflictError: the deployment has no workers now, or no weights on its device.
+            UnavailableError: an engine did not reply; the command may be repeated.
         """
         if view["kind"] != "rollout":
             raise InvalidRequestError(
-                f"{view['deployment']!r} is a {view['kind']} deployment: it generates nothing"
+                f"{view['deployment']!r} is a {view['kind']} deployment, which generates nothing: "
+                f"{request} a rollout deployment"
             )
         addresses = engine_addresses(view)
         if not addresses:
             raise ConflictError(
-                f"{view['deployment']!r} has no workers now ({view['state']}), so nothing of it "
-                f"runs that one could {request}: see `plexrl explain`"
+                f"{view['deployment']!r} has no workers now ({view['state']}), so there is nothing "
+                f"to {request}: see `plexrl explain`"
             )
-        asked = [self.ask(address, request, ORDER_TIMEOUT_S, **fields) for address in addresses]
-        return list(await asyncio.gather(*asked))
+        replies = [
+            self.request(address, request, COMMAND_TIMEOUT_S, **fields) for address in addresses
+        ]
+        return list(await asyncio.gather(*replies))
 
     async def stats(self, view: Plain) -> list[Plain]:
-        """How the engines of a deployment stand; nothing of one that has no weights now or does
-        not answer."""
+        """Statistics of a deployment's engines; an engine without weights on its device, or without
+        a reply in time, is left out."""
         if view["kind"] != "rollout":
             return []
-        asked = [
-            self.ask(address, "engine_stats", STATS_TIMEOUT_S) for address in engine_addresses(view)
+        requests = [
+            self.request(address, "engine_stats", STATS_TIMEOUT_S)
+            for address in engine_addresses(view)
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        replies = await asyncio.gather(*requests, return_exceptions=True)
         found = []
-        for answer in answers:
-            if isinstance(answer, dict):
-                found.append(answer)
-            elif not isinstance(answer, PlexRLError):
-                raise answer
+        for reply in replies:
+            if isinstance(reply, dict):
+                found.append(reply)
+            elif not isinstance(reply, PlexRLError):
+                raise reply
         return found

@@ -1,4 +1,4 @@
-"""Carries out what the scheduler admits: split, send to every rank, gather, store, report."""
+"""Executes what the scheduler admits: split, send to every rank, gather, store, report."""
 
 import asyncio
 import json
@@ -14,28 +14,27 @@ from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, stat
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
-from plexrl.wire.operations import MUTATING, OperationKind
+from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind, params_from_json
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
+    from plexrl.router.execution.deployment_specs import DeploymentSpecs
     from plexrl.router.execution.scheduler_link import SchedulerLink
-    from plexrl.router.execution.specs import DeploymentSpecs
     from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)
 
 OTHER_RANKS_TIMEOUT_S = 5.0
-"""How long the other ranks are waited for once one has failed: they may hang in a collective."""
+"""How long the router waits for the other ranks once one has failed: a collective may hang."""
 
 STORE_RETRY_S = 1.0
-"""Between two tries to store a result on a disk that is full."""
+"""Delay before the next try to store a result on a full disk."""
 
 UNCHANGING = frozenset({OperationKind.PUBLISH, OperationKind.SNAPSHOT})
-"""Kinds that leave a rank's state as it is, and may be repeated on ranks that were done with them.
-"""
+"""Kinds that do not change a rank's state and may be repeated on ranks that have finished them."""
 
 COUNTED_STEPS = frozenset(
     {
@@ -45,47 +44,48 @@ COUNTED_STEPS = frozenset(
         OperationKind.SYNC_WEIGHTS,
     }
 )
-"""Kinds whose workers say how many optimizer steps are in the weights."""
+"""Kinds whose workers report the number of optimizer steps in the weights."""
 
 Plain = dict[str, Any]
 _Grant = tuple[str, int, tuple[str, ...]]
-"""Group, token and workers that a run was admitted to."""
+"""Group, fencing token and workers of an admitted run."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """A run in flight."""
+    """A run that is executing."""
 
     grant: _Grant
     task: asyncio.Task[None]
     sent: asyncio.Event
-    """Its requests to the workers are on their way."""
+    """Set once the requests to the workers are being sent."""
 
 
 class Executor:
-    """All runs in flight of one router."""
+    """All executing runs of one router."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self._links: dict[str, WorkerLink] = {}
         self._runs: dict[str, _Run] = {}
         self._unstored: dict[str, str] = {}
+        """By operation: why its result cannot be stored yet."""
         self.scheduler: SchedulerLink | None = None
         self.specs: DeploymentSpecs | None = None
         self.checkpoint_quota: CheckpointQuota | None = None
 
     async def on_run(self, peer: Peer, params: Plain) -> None:
-        """The scheduler admits a run."""
+        """Handle the admission of a run."""
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, RunOperation)
-        # Each group counts its tokens from 1, and a WPG that has lost its node is in another group.
+        # Tokens count from 1 in each group, and a WPG that loses its node moves to another group.
         grant: _Grant = (command.group, command.token, command.addresses)
         current = self._runs.get(command.operation)
         if current is not None:
             if current.grant == grant and not current.task.done():
                 return
-            # The run of a former grant can have no answer any more.
+            # Nobody accepts the result of an earlier grant's run.
             current.task.cancel()
         sent = asyncio.Event()
         task = asyncio.create_task(self._execute(command, sent))
@@ -93,13 +93,13 @@ class Executor:
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
     async def on_abort(self, peer: Peer, params: Plain) -> None:
-        """The scheduler has a generation ended early."""
+        """Handle the early end of a generation."""
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, AbortOperation)
         run = self._runs.get(command.operation)
         if run is not None:
-            # A worker knows nothing yet of a run whose payload is still being read.
+            # A worker does not have the run yet while its payload is still being read.
             sent = asyncio.create_task(run.sent.wait())
             await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
             sent.cancel()
@@ -107,22 +107,24 @@ class Executor:
             try:
                 await self.link(address).send({"request": "abort", "operation": command.operation})
             except (ConnectionLostError, OSError) as error:
-                # Nothing runs there any more; the other ranks are to hear it all the same.
-                LOG.info("%s is not told to end %s: %s", address, command.operation, error)
+                # Nothing runs on this rank; the other ranks still need the message.
+                LOG.info(
+                    "%s did not receive the abort of %s: %s", address, command.operation, error
+                )
 
     async def on_discard(self, peer: Peer, params: Plain) -> None:
-        """The scheduler gives blobs up."""
+        """Handle the deletion of blobs."""
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, DiscardBlobs)
         self._blobs.discard_all(command.blobs)
 
-    def held(self, operation: str) -> str | None:
-        """Why this router cannot store the result of an operation that was carried out."""
+    def unstored_reason(self, operation: str) -> str | None:
+        """Why this router cannot store the result of an operation that has run; None if it can."""
         return self._unstored.get(operation)
 
     async def close(self) -> None:
-        """Stop everything; the scheduler has another router carry on."""
+        """Stop all runs; the scheduler assigns them to another router."""
         for run in list(self._runs.values()):
             run.task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
@@ -133,33 +135,35 @@ class Executor:
             del self._runs[operation]
 
     def link(self, address: str) -> WorkerLink:
-        """The connection to a worker, made when it is first used."""
+        """The connection to a worker; it is made on first use."""
         return self._links.setdefault(address, WorkerLink(address))
 
     def forget_link(self, address: str) -> None:
-        """A worker is gone: its address is never used again."""
+        """Drop the connection to a worker that has ended; its address is never used again."""
         self._links.pop(address, None)
 
     async def _execute(self, command: RunOperation, sent: asyncio.Event) -> None:
         began_at = time.monotonic()
-        # Once the workers have answered, a failure here no longer leaves the state as it was.
+        # After the workers have replied, a failure here no longer means unchanged state.
         is_applied = False
         try:
             if command.kind is OperationKind.SAVE_CHECKPOINT:
+                params = params_from_json(command.kind, command.params_json)
+                assert isinstance(params, CheckpointParams)
                 assert self.checkpoint_quota is not None
-                await self.checkpoint_quota.check(command.job, command.params_json)
+                await self.checkpoint_quota.check(command.job, params.name)
             parts = await self._parts(command)
-            answers = await self._ask_ranks(command, parts, sent)
+            answers = await self._send_to_ranks(command, parts, sent)
             is_applied = command.kind in MUTATING
             await self._conclude(command, parts, answers, began_at)
         except WorkerGoneError as error:
-            LOG.info("%s: worker %s is gone", command.operation, error)
+            LOG.info("%s: worker %s has ended", command.operation, error)
             self.forget_link(str(error))
         except PlexRLError as error:
             self._report_failure(command, error, state_intact=not is_applied)
         except Exception:
             LOG.exception("%s failed in the router", command.operation)
-            failure = ExecutionError("the router could not carry the operation out: see its log")
+            failure = ExecutionError("the router could not execute the operation: see its log")
             self._report_failure(command, failure, state_intact=False)
 
     async def _parts(self, command: RunOperation) -> RunParts:
@@ -170,24 +174,24 @@ class Executor:
         body = None if command.payload is None else await self._blobs.read(command.payload)
         return await split(command, body, spec)
 
-    async def _ask_ranks(
+    async def _send_to_ranks(
         self, command: RunOperation, parts: RunParts, sent: asyncio.Event
     ) -> list[Answer | None]:
-        """Every rank's answer; None for one that gave none after another had failed."""
+        """Every rank's reply; None for a rank that did not reply after another had failed."""
         plain = CODEC.to_plain(command)
-        asked = [(address, parts.rank_params) for address in command.addresses]
+        targets = [(address, parts.rank_params) for address in command.addresses]
         if (plan := parts.generation) is not None:
-            asked = [
+            targets = [
                 (command.addresses[share.rank], {"first_row": plan.first_row(share)})
                 for share in plan.shares
             ]
         name: RunName = (command.operation, command.token)
         tasks = []
-        for (address, rank_params), payload in zip(asked, parts.payloads, strict=True):
+        for (address, rank_params), payload in zip(targets, parts.payloads, strict=True):
             header = {"request": "run", "command": plain, "rank_params": rank_params}
             tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
         try:
-            # Each has its place in its worker's line now.
+            # After one pass of the event loop each request has its position in its worker's queue.
             await asyncio.sleep(0)
             sent.set()
             pending = set(tasks)
@@ -212,7 +216,7 @@ class Executor:
     ) -> None:
         failed = [a[0] for a in answers if a is not None and a[0]["reply"] == "failed"]
         if failed:
-            # A rank that succeeded where another failed has changed, if the kind changes anything.
+            # If only some ranks failed, the others have changed, unless the kind changes nothing.
             is_even = len(failed) == len(answers) or command.kind in UNCHANGING
             intact = is_even and None not in answers and all(f["state_intact"] for f in failed)
             self._report(
@@ -222,25 +226,12 @@ class Executor:
                 state_intact=intact,
             )
             return
-        # An answer is only missing beside one that failed.
+        # A reply is missing only if another rank failed.
         finished = [answer for answer in answers if answer is not None]
         results = [header["result"] for header, _ in finished]
-        body: Sequence[Body] = ()
-        # Every rank gives the same one: they decide together.
+        # Every rank returns the same refusal: the ranks decide together.
         refusal = results[0].pop("error", None) if command.kind in MUTATING else None
-        if command.replay:
-            result: Plain = {}
-        elif parts.plan is not None:
-            body = await join(parts.plan, [payload for _, payload in finished])
-            counted = [results[rank] for rank in parts.plan.layout.output_ranks]
-            result = gather_metrics(counted) if "sums" in counted[0] else {}
-        elif parts.generation is not None:
-            body = join_samples(parts.generation, [payload for _, payload in finished])
-            result = parts.generation.join_results(results)
-        else:
-            result = gather_moves(results)
-            if finished[0][1]:
-                body = (finished[0][1],)
+        result, body = await self._joined(command, parts, finished)
         steps = [each["trainer_step"] for each in results if "trainer_step" in each]
         ref: BlobRef | None = None
         if body:
@@ -260,9 +251,25 @@ class Executor:
             trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
         )
 
+    async def _joined(
+        self, command: RunOperation, parts: RunParts, finished: list[Answer]
+    ) -> tuple[Plain, "Sequence[Body]"]:
+        """The ranks' results as one result and one body in parts."""
+        results = [header["result"] for header, _ in finished]
+        payloads = [payload for _, payload in finished]
+        if command.replay:
+            return {}, ()
+        if parts.plan is not None:
+            body = await join(parts.plan, payloads)
+            counted = [results[rank] for rank in parts.plan.layout.output_ranks]
+            return gather_metrics(counted) if "sums" in counted[0] else {}, body
+        if parts.generation is not None:
+            return parts.generation.join_results(results), join_samples(parts.generation, payloads)
+        return gather_moves(results), (payloads[0],) if payloads[0] else ()
+
     async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:
-        """Store a result, as soon as there is room: the operation was carried out, and its result
-        is nowhere else but in the memory of this router and of the workers."""
+        """Store a result; while the disk is full, retry. The operation has run, and the only other
+        copies of its result are in the memory of this router and of the workers."""
         try:
             while True:
                 try:
@@ -270,7 +277,9 @@ class Executor:
                     return
                 except StorageFullError as error:
                     if command.operation not in self._unstored:
-                        LOG.warning("the result of %s waits for room: %s", command.operation, error)
+                        LOG.warning(
+                            "the result of %s waits for free space: %s", command.operation, error
+                        )
                     self._unstored[command.operation] = error.message
                 await asyncio.sleep(STORE_RETRY_S)
         finally:

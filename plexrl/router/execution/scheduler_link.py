@@ -1,4 +1,4 @@
-"""The router's connection to the scheduler, made again whenever it ends."""
+"""The router's connection to the scheduler, with automatic reconnection."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ Plain = dict[str, Any]
 
 
 class SchedulerLink:
-    """Calls the scheduler; keeps reports until they are acknowledged."""
+    """Calls the scheduler, and queues reports until the scheduler acknowledges them."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class SchedulerLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a scheduler now; `connected` stays set once there was one."""
+        """Whether a scheduler is connected now; `connected` stays set after the first one."""
         return self._peer is not None
 
     async def call(self, method: str, params: Plain, *, timeout_s: float = CALL_TIMEOUT_S) -> Plain:
-        """The scheduler's answer.
+        """Call the scheduler and return its reply.
 
         Raises:
-            UnavailableError: there is no scheduler now; nothing is known to have changed.
-            PlexRLError: what the scheduler raised.
+            UnavailableError: no scheduler is connected; the call may or may not have had an effect.
+            PlexRLError: the error that the scheduler raised.
         """
         peer = self._peer
         try:
@@ -65,7 +65,7 @@ class SchedulerLink:
             ) from error
 
     def report(self, method: str, params: Plain) -> None:
-        """Have the scheduler told, however long it takes."""
+        """Queue a report to the scheduler; it is repeated until the scheduler acknowledges it."""
         self._reports.append((method, params))
         self._has_reports.set()
 
@@ -87,10 +87,10 @@ class SchedulerLink:
                 reporting = asyncio.create_task(self._send_reports(peer))
                 await running
             except PlexRLError as error:
-                # One that is stopping refuses even the greeting.
+                # A scheduler that is stopping refuses even `hello`.
                 LOG.info("no scheduler (%s); connecting again", error)
             except Exception:
-                # A bug of ours that one order met; without a connection no other would be met.
+                # A bug in one handler must not end the connection for good.
                 LOG.exception("the scheduler's connection failed; connecting again")
             finally:
                 self._peer = None
@@ -113,9 +113,9 @@ class SchedulerLink:
                 except ConnectionLostError:
                     return
                 except (UnavailableError, StorageError) as error:
-                    # It is stopping, leads no more, is silent, or its journal takes nothing now:
-                    # it, or the next one, is told again.
-                    LOG.info("the scheduler takes no reports now (%s)", error)
+                    # The scheduler stops, has lost its lease, does not reply or cannot write its
+                    # journal: repeat the report to it, or to the next scheduler.
+                    LOG.info("the scheduler accepts no reports now (%s)", error)
                     await asyncio.sleep(RECONNECT_S)
                     continue
                 except PlexRLError as error:

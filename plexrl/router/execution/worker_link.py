@@ -1,4 +1,4 @@
-"""Connections to workers, and the execution of admitted operations on all ranks of a WPG."""
+"""Connections to workers, with repeated requests after a lost connection."""
 
 import asyncio
 import logging
@@ -12,19 +12,19 @@ LOG = logging.getLogger(__name__)
 
 RECONNECT_S = 0.1
 RunName = tuple[str, int]
-"""Operation and token."""
+"""Operation and fencing token."""
 Answer = tuple[Header, bytearray]
 
 
 class WorkerGoneError(Exception):
-    """The worker's socket is no more: it is dead, and its node's agent says so to the scheduler."""
+    """The worker's socket file is gone: the worker is dead, and its node's agent reports that."""
 
 
 class WorkerLink:
-    """One worker: many runs in flight over one connection.
+    """The connection to one worker, shared by many runs.
 
-    A broken connection does not end a run: the worker may live, and the run is asked for again on
-    the next connection, as long as the worker's socket is there.
+    A broken connection does not end a run, because the worker may be alive. The request is repeated
+    on the next connection, as long as the worker's socket file exists.
     """
 
     def __init__(self, address: str) -> None:
@@ -32,14 +32,14 @@ class WorkerLink:
         self._socket: FrameSocket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[RunName, asyncio.Future[Answer]] = {}
-        # Held over a whole frame: frames do not mix, and leave in the order of the calls.
+        # Held for a whole frame, so that frames do not mix and keep the order of the calls.
         self._sending = asyncio.Lock()
 
     async def run(self, name: RunName, header: Header, payload: Sequence[Buffer]) -> Answer:
-        """The worker's final answer to a run; asks until there is one.
+        """Request a run until the worker replies; return its final reply.
 
         Raises:
-            WorkerGoneError: there will be none.
+            WorkerGoneError: the worker has ended and will not reply.
         """
         while True:
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -50,10 +50,10 @@ class WorkerLink:
             except FileNotFoundError as error:
                 raise WorkerGoneError(self._address) from error
             except (ConnectionLostError, OSError) as error:
-                LOG.info("%s: %s; asking again", self._address, error)
+                LOG.info("%s: %s; repeating the request", self._address, error)
                 await asyncio.sleep(RECONNECT_S)
             finally:
-                # The same run may have been asked for anew meanwhile.
+                # A repeated request for the same run may have replaced the future.
                 if self._waiting.get(name) is future:
                     del self._waiting[name]
 
@@ -63,31 +63,31 @@ class WorkerLink:
             if self._socket is None:
                 self._socket = connection = await FrameSocket.connect(self._address)
                 self._reading = asyncio.create_task(self._read(connection))
-                # Also where the task is cancelled before its first step.
+                # A done callback also runs if the task is cancelled before its first step.
                 self._reading.add_done_callback(lambda _: connection.close())
             try:
                 await self._socket.send(header, payload)
             except BaseException:
-                # Half a frame may have left, also where the run was cancelled.
-                self._hang_up()
+                # Part of a frame may have been sent, also if the run was cancelled.
+                self._disconnect()
                 raise
 
     async def close(self) -> None:
         """End the connection."""
         reading = self._reading
-        self._hang_up()
+        self._disconnect()
         if reading is not None:
             await asyncio.gather(reading, return_exceptions=True)
 
-    def _hang_up(self) -> None:
-        """End the connection; the reading task wakes all who wait, and closes the socket."""
+    def _disconnect(self) -> None:
+        """End the connection; the reading task wakes all waiting runs and closes the socket."""
         self._socket = None
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
     async def _read(self, connection: FrameSocket) -> None:
-        lost: PlexRLError = ConnectionLostError("the connection was given up")
+        lost: PlexRLError = ConnectionLostError("the connection was closed")
         try:
             while True:
                 header, payload = await connection.receive()
@@ -102,5 +102,5 @@ class WorkerLink:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(lost)
-                    # Whoever was cancelled does not ask.
+                    # Marks the error as retrieved: a cancelled run does not read it.
                     future.exception()

@@ -1,4 +1,4 @@
-"""The router's application: the HTTP door, errors as JSON, and the life of its parts."""
+"""The router's FastAPI application: its middleware, its error handlers and its background tasks."""
 
 import asyncio
 import logging
@@ -11,137 +11,145 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.router.blobs.checkpoint_owners import CheckpointOwners
+from plexrl.router.blobs.checkpoint_access import CheckpointAccess
 from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
+from plexrl.router.blobs.garbage_collection import collect_orphans, collect_results
 from plexrl.router.blobs.store import BlobStore
-from plexrl.router.blobs.sweeping import discard_old_results, discard_orphans
-from plexrl.router.blobs.upload_admission import Arrivals
+from plexrl.router.blobs.upload_admission import UploadAdmission
 from plexrl.router.config import RouterConfig
+from plexrl.router.execution.deployment_specs import DeploymentSpecs
+from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
-from plexrl.router.execution.public_errors import public_error
 from plexrl.router.execution.scheduler_link import SchedulerLink
-from plexrl.router.execution.specs import DeploymentSpecs
-from plexrl.router.http.admission import BodyRefusedError, Door, closing
-from plexrl.router.http.authentication import Callers
-from plexrl.router.http.error_responses import error_response
-from plexrl.router.http.gateway import Gateway
-from plexrl.router.http.routes.cluster import cluster_routes
-from plexrl.router.http.routes.jobs import deployment_routes, job_routes
-from plexrl.router.http.routes.operations import operation_routes
-from plexrl.router.http.routes.rollouts import rollout_routes
-from plexrl.router.http.routes.streams import stream_routes
+from plexrl.router.http.authentication import KeyCache
+from plexrl.router.http.error_responses import error_response, public_error
+from plexrl.router.http.routes import cluster, deployments, jobs, operations, rollouts, streams
 from plexrl.router.http.schemas import ErrorResponse
-from plexrl.router.http.server.stopping import AskedAgain
+from plexrl.router.http.server.request_limits import BodyRefusedError, RequestLimits, close_after
+from plexrl.router.http.server.shutdown import RetryOnShutdown
+from plexrl.router.http.services import RouterServices
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.metrics_log import MetricsLog
 from plexrl.router.observe.spans import SpanSender
+from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
 
 LOG = logging.getLogger(__name__)
 
-DESCRIPTION = """Model execution for RL as a shared service. Operations are submitted, admitted by
-the scheduler in its own order, and answered with a result or a reason to wait. Errors are
-`{"error": {"code", "message", "details"}}` with a stable code. An answer with `Retry-After` asks
-for the same request again, later: nothing is wrong with it."""
+DESCRIPTION = """Model execution for RL as a shared service. Clients submit operations; the
+scheduler admits them in its own order; a poll returns the result or the reason to wait. Errors are
+`{"error": {"code", "message", "details"}}` with a stable code. A response with `Retry-After` means
+that the request is correct: send the same request again later."""
 
 
-def make_app(config: RouterConfig) -> tuple[FastAPI, Gateway]:
-    """The application and the parts behind it; its lifespan keeps them running."""
-    gateway = _make_gateway(config)
+def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
+    """Make the application and the services that its routes share; its lifespan runs the
+    background tasks."""
+    services = _make_services(config)
     spans = None
     if config.otlp_endpoint is not None:
-        place = Path(config.data_dir) / "spans.json"
-        spans = SpanSender(gateway.scheduler, config.otlp_endpoint, place)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        del app
-        running = [
-            asyncio.create_task(gateway.scheduler.run()),
-            asyncio.create_task(discard_old_results(gateway.blobs)),
-            asyncio.create_task(discard_orphans(gateway.blobs, gateway.scheduler)),
-        ]
-        if spans is not None:
-            running.append(asyncio.create_task(spans.run()))
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            await gateway.executor.close()
-
+        position_file = services.data_dir / "spans.json"
+        spans = SpanSender(services.scheduler, config.otlp_endpoint, position_file)
     app = FastAPI(
         title="PlexRL",
         description=DESCRIPTION,
-        lifespan=lifespan,
+        lifespan=lambda _: _background_tasks(services, spans),
         docs_url="/docs" if config.api_docs else None,
         redoc_url="/redoc" if config.api_docs else None,
         openapi_url="/openapi.json" if config.api_docs else None,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
-    app.add_middleware(AskedAgain)
-    app.add_exception_handler(PlexRLError, _typed)
-    app.add_exception_handler(RequestValidationError, _malformed)
+    app.state.services = services
+    app.add_middleware(RetryOnShutdown)
+    app.add_exception_handler(PlexRLError, _plexrl_error)
+    app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(BodyRefusedError, _refused_body)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(Exception, _unexpected_error)
     app.add_middleware(
-        Door,
-        authenticate=gateway.caller,
-        answer=_typed,
+        RequestLimits,
+        authenticate=services.caller,
+        error_response=_plexrl_error,
         bytes_max=config.json_bytes_max,
         timeout_s=config.body_timeout_s,
     )
-    # They are tried in this order: an operation's id may have slashes, so what lies behind it comes
-    # first; then the busiest.
-    for routes in (
-        *(stream_routes, rollout_routes, operation_routes),
-        *(deployment_routes, job_routes, cluster_routes),
-    ):
-        app.include_router(routes(gateway))
-    return app, gateway
+    # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
+    # come before the path that ends with the id. After that the busiest come first.
+    for subject in (streams, rollouts, operations, deployments, jobs, cluster):
+        app.include_router(subject.ROUTES)
+    return app, services
 
 
-def _make_gateway(config: RouterConfig) -> Gateway:
+@asynccontextmanager
+async def _background_tasks(
+    services: RouterServices, spans: SpanSender | None
+) -> AsyncIterator[None]:
+    tasks = [
+        asyncio.create_task(services.scheduler.run()),
+        asyncio.create_task(collect_results(services.blobs)),
+        asyncio.create_task(collect_orphans(services.blobs, services.scheduler)),
+    ]
+    if spans is not None:
+        tasks.append(asyncio.create_task(spans.run()))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await services.executor.close()
+
+
+def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
+    checkpoint_dir = data_dir / "checkpoints"
     blobs = BlobStore(data_dir / "blobs")
     executor = Executor(blobs)
-    callers = Callers()
-    orders = {"run": executor.on_run, "abort": executor.on_abort, "discard": executor.on_discard}
+    keys = KeyCache()
     scheduler = SchedulerLink(
         config.scheduler,
         config.router,
-        {**orders, "forget_callers": callers.on_forget},
-        on_lost=callers.forget,
+        {
+            "run": executor.on_run,
+            "abort": executor.on_abort,
+            "discard": executor.on_discard,
+            "forget_callers": keys.on_forget,
+        },
+        on_lost=keys.clear,
     )
-    callers.scheduler = scheduler
     specs = DeploymentSpecs(scheduler)
-    executor.scheduler = scheduler
-    executor.specs = specs
-    arrivals = Arrivals(config.arriving_bytes_max, config.tenant_arriving_bytes_max)
-    metrics = MetricsLog(
-        data_dir / "metrics",
-        row_bytes_max=config.metrics_row_bytes_max,
-        job_bytes_max=config.metrics_job_bytes_max,
-    )
-    owners = CheckpointOwners(scheduler, data_dir / "checkpoints")
     quota = CheckpointQuota(
         scheduler,
-        data_dir / "checkpoints",
+        checkpoint_dir,
         config.router,
         checkpoints_max=config.tenant_checkpoints_max,
         bytes_max=config.tenant_checkpoint_bytes_max,
     )
+    keys.scheduler = executor.scheduler = scheduler
+    executor.specs = specs
     executor.checkpoint_quota = quota
     parts_file = None if config.parts_file is None else Path(config.parts_file)
-    return Gateway(
-        *(scheduler, executor, blobs, metrics, specs, arrivals, owners, quota, callers),
+    return RouterServices(
+        scheduler=scheduler,
+        executor=executor,
+        blobs=blobs,
+        metrics=MetricsLog(
+            data_dir / "metrics",
+            row_bytes_max=config.metrics_row_bytes_max,
+            job_bytes_max=config.metrics_job_bytes_max,
+        ),
+        specs=specs,
+        uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
+        checkpoint_access=CheckpointAccess(scheduler, checkpoint_dir),
+        checkpoint_quota=quota,
+        keys=keys,
+        engines=Engines(executor),
+        disconnects=CancelOnDisconnect(scheduler),
         health=ClusterHealth(scheduler, data_dir, parts_file),
         data_dir=data_dir,
         body_bytes_max=config.body_bytes_max,
     )
 
 
-async def _typed(request: Request, error: Exception) -> JSONResponse:
+async def _plexrl_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PlexRLError)
     is_operator = getattr(request.state, "is_operator", False)
     return error_response(error if is_operator else public_error(error))
@@ -149,10 +157,10 @@ async def _typed(request: Request, error: Exception) -> JSONResponse:
 
 async def _refused_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BodyRefusedError)
-    return closing(await _typed(request, error.cause))
+    return close_after(await _plexrl_error(request, error.cause))
 
 
-async def _malformed(request: Request, error: Exception) -> JSONResponse:
+async def _invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -160,9 +168,11 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     value = first.get("input")
     if isinstance(value, str | int | float):
         message += f"; it is {value!r:.100}"
-    return await _typed(request, InvalidRequestError(message, where=where))
+    return await _plexrl_error(request, InvalidRequestError(message, where=where))
 
 
-async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
     LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return await _typed(request, PlexRLError("the router failed on this request: see its log"))
+    return await _plexrl_error(
+        request, PlexRLError("the router failed on this request: see its log")
+    )

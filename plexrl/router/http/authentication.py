@@ -1,4 +1,4 @@
-"""Who sends a request: API keys, and for a while what the scheduler said about them."""
+"""API keys: who sends a request, with a cache of the scheduler's replies."""
 
 import hashlib
 import time
@@ -19,12 +19,12 @@ CACHE_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose key a request carries."""
+    """The tenant, or the operator, that owns the key of a request."""
 
     tenant: str
     is_operator: bool
     controller: str = ""
-    """Token of the controller that sent the request; empty: it names none."""
+    """Token of the controller that sent the request; empty: the request has none."""
 
     @property
     def scope(self) -> str | None:
@@ -33,57 +33,59 @@ class Caller:
 
     @property
     def claim(self) -> Plain:
-        """What a call to the scheduler says about whom it is made for, and by which controller."""
+        """Fields of a scheduler call that identify the caller and its controller."""
         if not self.controller:
             return self.rights
         return {**self.rights, "controller": self.controller}
 
     @property
     def rights(self) -> Plain:
-        """`claim` for a question about a job that need not be the controller's own."""
+        """Like `claim` but without the controller, for calls about a job that another controller
+        may have."""
         if self.is_operator:
             return {"tenant": None, "as_operator": True}
         return {"tenant": self.tenant}
 
 
-class Callers:
-    """Asks the scheduler who holds a key and remembers the answer for `CACHE_S` seconds.
+class KeyCache:
+    """Looks API keys up at the scheduler and caches the replies for `CACHE_S` seconds.
 
-    The scheduler says when a key was revoked, and everything is forgotten then. It is forgotten too
-    when the connection to the scheduler ends, because nothing would be heard until the next one.
+    The scheduler reports each revocation; the cache is cleared then. The cache is also cleared when
+    the connection to the scheduler ends, because no report arrives until the next connection.
     """
 
     def __init__(self) -> None:
         self.scheduler: SchedulerLink | None = None
-        self._known: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
-        self._forgotten = 0
-        """How often everything was forgotten. An answer that was asked for before that may be older
-        than a revocation, so it is not remembered."""
+        self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
+        """By digest of the key: when the entry was made, by the monotonic clock, and the caller."""
+        self._clear_count = 0
+        """Number of clears. A reply to a request sent before the last clear may be older than a
+        revocation and is not cached."""
 
-    async def of_key(self, key: str) -> Caller:
-        """Who holds this key. Raises `AuthenticationError`."""
+    async def caller_of(self, key: str) -> Caller:
+        """Return who owns `key`. Raises `AuthenticationError`."""
         digest = key_digest(key)
-        known = self._known.get(digest)
-        if known is not None and time.monotonic() - known[0] < CACHE_S:
-            return known[1]
-        forgotten = self._forgotten
+        entry = self._callers.get(digest)
+        if entry is not None and time.monotonic() - entry[0] < CACHE_S:
+            return entry[1]
+        clear_count = self._clear_count
         assert self.scheduler is not None
-        answer = await self.scheduler.call("authenticate", {"key_digest": digest})
-        caller = Caller(answer["tenant"], bool(answer["is_operator"]))
-        if forgotten == self._forgotten:
-            self._known[digest] = (time.monotonic(), caller)
-            while len(self._known) > CACHE_MAX:
-                self._known.popitem(last=False)
+        reply = await self.scheduler.call("authenticate", {"key_digest": digest})
+        caller = Caller(reply["tenant"], bool(reply["is_operator"]))
+        if clear_count == self._clear_count:
+            self._callers[digest] = (time.monotonic(), caller)
+            while len(self._callers) > CACHE_MAX:
+                self._callers.popitem(last=False)
         return caller
 
-    def forget(self) -> None:
-        """Ask the scheduler about every key anew."""
-        self._known.clear()
-        self._forgotten += 1
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._callers.clear()
+        self._clear_count += 1
 
     async def on_forget(self, _: Peer, __: Plain) -> Plain:
-        """The scheduler's call `forget_callers`."""
-        self.forget()
+        """Handle the scheduler's call `forget_callers`."""
+        self.clear()
         return {}
 
 
@@ -91,7 +93,7 @@ def bearer_key(authorization: str) -> str:
     """The API key in a request's `Authorization` header.
 
     Raises:
-        AuthenticationError: there is none.
+        AuthenticationError: the header has none.
     """
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() != "bearer" or not key:
@@ -102,5 +104,5 @@ def bearer_key(authorization: str) -> str:
 
 
 def key_digest(key: str) -> str:
-    """What is kept of an API key."""
+    """The SHA-256 digest of an API key, which is what the scheduler stores."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Request and response bodies of the HTTP API. They go no further than the routes."""
+"""Request and response bodies of the HTTP API. Only the routes use them."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,13 +19,13 @@ Seconds = Annotated[float, Field(strict=True, ge=0, lt=SECONDS_MAX, allow_inf_na
 def _plain(name: str) -> str:
     if not is_plain(name):
         raise PydanticCustomError(
-            "not_plain", "control characters, line ends and text direction marks are not taken"
+            "not_plain", "control characters, line ends and text direction marks are not allowed"
         )
     return name
 
 
 PlainText = Annotated[str, AfterValidator(_plain)]
-"""Text that operators are shown as a name."""
+"""Text that is shown to operators as a name."""
 
 
 class _Strict(BaseModel):
@@ -39,8 +39,8 @@ class TenantRequest(_Strict):
 
 
 class TenantSettings(_Strict):
-    """A tenant's weight, quotas and highest priority: what is absent stays as it is, null takes a
-    quota away."""
+    """Changes to a tenant's weight, quotas and highest priority. An absent field stays as it is;
+    null removes a quota."""
 
     weight: float = Field(
         1.0,
@@ -48,12 +48,12 @@ class TenantSettings(_Strict):
         gt=0,
         le=1e6,
         allow_inf_nan=False,
-        description="share of the cluster, beside those of the other tenants",
+        description="share of the cluster relative to the other tenants' weights",
     )
-    jobs_max: Count | None = Field(None, description="jobs that hold GPUs at a time")
-    gpus_max: Count | None = Field(None, description="GPUs held at a time")
+    jobs_max: Count | None = Field(None, description="jobs that hold GPUs at the same time")
+    gpus_max: Count | None = Field(None, description="GPUs held at the same time")
     gpu_seconds_max: Seconds | None = Field(
-        None, description="used altogether, after which new work is refused"
+        None, description="GPU-seconds in total; after that new work is refused"
     )
     live_jobs_max: Count | None = Field(
         None, description="jobs that have not ended; null: the cluster's bound"
@@ -62,36 +62,36 @@ class TenantSettings(_Strict):
         None, description="checkpoints on the shared disk; null: the cluster's bound"
     )
     checkpoint_bytes_max: int | None = Field(
-        None, strict=True, ge=0, lt=2**62, description="their bytes; null: the cluster's bound"
+        None, strict=True, ge=0, lt=2**62, description="bytes of them; null: the cluster's bound"
     )
     priority_max: int = Field(
-        0, strict=True, ge=-100, le=100, description="the highest priority of its jobs"
+        0, strict=True, ge=-100, le=100, description="highest priority of the tenant's jobs"
     )
 
 
 class JobRequest(_Strict):
     """A job to submit."""
 
-    job: str = Field(description="id chosen by the client; the same one again is the same job")
+    job: str = Field(description="id chosen by the client; the same id again is the same job")
     name: PlainText = Field(max_length=200)
-    tenant: str | None = Field(None, description="for operators: whose job it is")
+    tenant: str | None = Field(None, description="for operators: the tenant that owns the job")
     controller_timeout_s: float = Field(
-        60.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False, description="silence until it is detached"
+        60.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False, description="silence before detachment"
     )
     reattach_timeout_s: float = Field(
-        300.0, ge=0, le=SECONDS_MAX, allow_inf_nan=False, description="detached until cancelled"
+        300.0, ge=0, le=SECONDS_MAX, allow_inf_nan=False, description="time detached before cancel"
     )
     priority: int = Field(
         0,
         strict=True,
         ge=-100,
         le=100,
-        description="class: higher goes first, for GPUs and on them",
+        description="priority class: a higher class gets GPUs first and runs first",
     )
     gang: Count = Field(
-        0, description="deployments that get GPUs all at once or not at all; 0: each by itself"
+        0, description="deployments that get GPUs all at once or not at all; 0: one by one"
     )
-    expected_s: Seconds = Field(0.0, description="length of the job where known; 0: unknown")
+    expected_s: Seconds = Field(0.0, description="expected length of the job; 0: unknown")
 
 
 class FinishRequest(_Strict):
@@ -106,7 +106,7 @@ class MetricsRequest(_Strict):
 
     step: int = Field(ge=-(2**63), lt=2**63)
     values: dict[str, float] = Field(
-        description="numbers by name; what is not finite as `NaN`, `Infinity` or `-Infinity`"
+        description="numbers by name; non-finite ones as `NaN`, `Infinity` or `-Infinity`"
     )
 
 
@@ -122,27 +122,27 @@ class ModelRequest(_Strict):
 
 
 class SegmentRequest(_Strict):
-    """One busy stretch of a cycle."""
+    """One stretch of a cycle in which the deployment uses its GPUs."""
 
     offset_s: Seconds = Field(description="from the start of the cycle")
     duration_s: Seconds
-    slack_s: Seconds = Field(0.0, description="delay that does not make the cycle longer")
+    slack_s: Seconds = Field(0.0, description="delay that does not lengthen the cycle")
 
 
 class TraceRequest(_Strict):
-    """One cycle of a job on its GPUs, where the user knows it."""
+    """One cycle of a job on its GPUs, if the user knows it."""
 
     period_s: float = Field(strict=True, ge=1e-3, lt=SECONDS_MAX, allow_inf_nan=False)
     segments: list[SegmentRequest] = Field(
         min_length=1,
         max_length=SEGMENTS_MAX,
-        description="in order of their offsets, disjoint, inside the period",
+        description="ordered by offset, disjoint, inside the period",
     )
     jitter_s: Seconds = Field(0.0, description="standard deviation of the cycle's length")
 
 
 class ParallelismRequest(_Strict):
-    """The sizes of the axes; checked together when the layout is made."""
+    """Sizes of the axes; they are checked together when the layout is made."""
 
     dp: Count = Field(1, description="ranks that get different rows")
     tp: Count = Field(1, description="parts of each matrix")
@@ -159,7 +159,7 @@ class PauseRequest(_Strict):
         gt=0,
         le=3600,
         allow_inf_nan=False,
-        description="after which they go on by themselves; a pause of what is paused counts anew",
+        description="time limit of the pause; a second pause restarts it",
     )
 
 
@@ -168,12 +168,12 @@ class LoraRequest(_Strict):
 
     rank: int = Field(strict=True, ge=1, le=COUNT_MAX, description="rows of A, columns of B")
     alpha: float = Field(
-        16.0, gt=0, allow_inf_nan=False, description="what B A is multiplied with, times the rank"
+        16.0, gt=0, allow_inf_nan=False, description="B·A is multiplied by alpha / rank"
     )
     targets: list[str] | None = Field(
-        None, max_length=100, description="linear layers that get adapters; absent: all of a layer"
+        None, max_length=100, description="linear layers with adapters; absent: all in a layer"
     )
-    seed: int = Field(0, ge=0, lt=2**64, description="of A's first values")
+    seed: int = Field(0, ge=0, lt=2**64, description="seed of A's initial values")
 
 
 class DeploymentRequest(_Strict):
@@ -190,26 +190,26 @@ class DeploymentRequest(_Strict):
         description="worker processes, one per GPU; absent: as many as the layout has, else 1",
     )
     parallelism: ParallelismRequest | None = Field(
-        None, description="how the model lies over the workers; absent: dp over all of them"
+        None, description="the model's layout on the workers; absent: dp over all of them"
     )
-    exclusive: bool = Field(False, description="share the GPUs with nobody")
+    exclusive: bool = Field(False, description="do not share the GPUs")
     backend: str | None = Field(
         None,
         description="train: fsdp, megatron, deepspeed; forward: torch; rollout: torch, vllm",
     )
     optimizer: Literal["device", "host"] = Field(
         "device",
-        description="train: where optimizer state lies; in host memory it stays over a switch",
+        description="train: where optimizer state is; host memory keeps it over a context switch",
     )
     dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = Field(
         "float32",
-        description="of a forward or rollout deployment's weights, cast as they are synchronised",
+        description="forward, rollout: dtype of the weights; a sync casts them",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="train: to compute in; parameters and their steps are float32"
+        "float32", description="train: dtype of computation; parameters and steps stay float32"
     )
     activation_checkpointing: bool = Field(
-        False, description="train: compute activations again in the backward pass, to save memory"
+        False, description="train: recompute activations in the backward pass, to save memory"
     )
     max_sequence_tokens: int = Field(512, strict=True, ge=2, le=1 << 22)
     max_concurrent_samples: int = Field(256, strict=True, ge=1, le=1 << 16)
@@ -218,14 +218,14 @@ class DeploymentRequest(_Strict):
         strict=True,
         ge=1,
         lt=2**63,
-        description="rollout: budget of each worker's cache; absent: the engine's own default",
+        description="rollout: KV cache of each worker; absent: the engine's own default",
     )
     lora: LoraRequest | None = Field(
-        None, description="train: adapters on a frozen model; rollout: which a trainer has"
+        None, description="train: adapters on a frozen model; rollout: as its trainer's"
     )
-    node_type: PlainText = Field("", max_length=100, description="of nodes; empty: any")
+    node_type: PlainText = Field("", max_length=100, description="type of the nodes; empty: any")
     trace: TraceRequest | None = Field(
-        None, description="its demand by the user's word: it is placed by it at once"
+        None, description="its demand as given by the user; it is placed by this at once"
     )
 
 

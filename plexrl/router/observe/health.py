@@ -1,9 +1,9 @@
-"""What is wrong with the cluster, as far as a router can tell: for probes, tenants and operators.
+"""The cluster's health as far as a router sees it: for probes, tenants and operators.
 
 A condition is `{"code", "message", "since"}`. The scheduler reports those of its journal and of its
-database. The supervisor's record says which parts are being started again. The router adds what it
-meets itself. Messages may name paths, hosts and parts, so they are for the operator; everybody else
-sees codes and times.
+database. The supervisor's record lists the parts that are being restarted. The router adds what it
+finds itself. Messages may name paths, hosts and parts, so only the operator sees messages; other
+callers see codes and times.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ LOG = logging.getLogger(__name__)
 
 Plain = dict[str, Any]
 CACHE_S = 2.0
-"""Probes within this time share one look."""
-ASK_S = 2.0
+"""Probes within this time share one check."""
+SCHEDULER_TIMEOUT_S = 2.0
 FREE_BYTES_MIN = 64 << 20
-"""With less room left on its disk the data directory counts as full."""
+"""Free space on the data directory's disk below which the disk counts as full."""
 
 
 class ClusterHealth:
-    """Looks at most once in `CACHE_S` seconds, however many ask."""
+    """Checks the health at most once in `CACHE_S` seconds, whatever the number of requests."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class ClusterHealth:
         self._data_dir = data_dir
         self._parts_file = parts_file
         self._free_bytes_min = free_bytes_min
-        self._looking: asyncio.Task[list[Plain]] | None = None
-        self._looked_at = -CACHE_S
+        self._checking: asyncio.Task[list[Plain]] | None = None
+        self._checked_at = -CACHE_S
         self._own = Conditions()
-        """That this router found itself."""
+        """Conditions that this router found itself."""
 
     async def public(self) -> Plain:
-        """For anybody, without a key: codes, times and counts, no names and no messages."""
+        """Health without a key: codes, times and counts, no names and no messages."""
         found = await self.conditions()
         parts = self.parts()
         restarts = [each.last_restart_at for each in parts.values() if each.last_restart_at]
@@ -61,45 +61,45 @@ class ClusterHealth:
         }
 
     def parts(self) -> dict[str, PartHistory]:
-        """The parts that ended since the cluster was started."""
+        """The parts that have ended at least once since the cluster's start."""
         return {} if self._parts_file is None else read_parts(self._parts_file)
 
     async def conditions(self) -> list[Plain]:
-        """All that is wrong now."""
+        """All current conditions."""
         now = time.monotonic()
-        if self._looking is None or (self._looking.done() and now - self._looked_at >= CACHE_S):
-            self._looked_at = now
-            self._looking = asyncio.create_task(self._look())
-        return await asyncio.shield(self._looking)
+        if self._checking is None or (self._checking.done() and now - self._checked_at >= CACHE_S):
+            self._checked_at = now
+            self._checking = asyncio.create_task(self._check())
+        return await asyncio.shield(self._checking)
 
-    async def _look(self) -> list[Plain]:
-        found = [
+    async def _check(self) -> list[Plain]:
+        parts = [
             {
                 "code": "part_down",
-                "message": f"{part} ended and is being started again",
+                "message": f"{part} ended and is being restarted",
                 "since": history.down_since,
             }
             for part, history in self.parts().items()
             if history.down_since is not None
         ]
-        scheduler = await self._ask_scheduler()
-        self._look_at_disk()
-        return [*found, *scheduler, *self._own.view()]
+        scheduler = await self._scheduler_conditions()
+        self._check_disk()
+        return [*parts, *scheduler, *self._own.view()]
 
-    async def _ask_scheduler(self) -> list[Plain]:
+    async def _scheduler_conditions(self) -> list[Plain]:
         try:
-            answer = await self._scheduler.call("conditions", {}, timeout_s=ASK_S)
+            reply = await self._scheduler.call("conditions", {}, timeout_s=SCHEDULER_TIMEOUT_S)
         except PlexRLError as error:
-            self._own.hold(UnavailableError(f"the scheduler does not answer: {error.message}"))
+            self._own.hold(UnavailableError(f"the scheduler does not reply: {error.message}"))
             return []
         self._own.clear(UnavailableError.code)
-        return list(answer["conditions"])
+        return list(reply["conditions"])
 
-    def _look_at_disk(self) -> None:
+    def _check_disk(self) -> None:
         try:
             disk = os.statvfs(self._data_dir)
         except OSError as error:
-            LOG.error("the data directory %s cannot be looked at: %s", self._data_dir, error)
+            LOG.error("the data directory %s cannot be read: %s", self._data_dir, error)
             return
         free_bytes = disk.f_bavail * disk.f_frsize
         if free_bytes >= self._free_bytes_min:
@@ -108,6 +108,6 @@ class ClusterHealth:
         self._own.hold(
             StorageFullError(
                 f"the disk of {self._data_dir} has {free_bytes >> 20} MiB left: free some space; "
-                "work that needs room waits for it"
+                "work that needs space waits for it"
             )
         )

@@ -1,4 +1,4 @@
-"""What is wrong with the cluster, as figures for Prometheus: the same as `/v1/health` tells."""
+"""The cluster's health as Prometheus metrics, with the same content as `/v1/health`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,24 +9,24 @@ from prometheus_client.registry import Collector
 
 
 class HealthCollector(Collector):
-    """One look at the cluster's health."""
+    """Metrics of one health check."""
 
     def __init__(self, health: dict[str, Any], now: float) -> None:
-        """`health` as `ClusterHealth.public` gives it; `now` in seconds since the epoch."""
+        """`health` is from `ClusterHealth.public`; `now` is in seconds since the epoch."""
         self._health = health
         self._now = now
 
     def collect(self) -> Iterator[Metric]:
-        """The figures."""
+        """Yield the metrics."""
         health = self._health
         connected = GaugeMetricFamily(
-            "plexrl_scheduler_connected", "1 while this router reaches a scheduler."
+            "plexrl_scheduler_connected", "1 while this router is connected to a scheduler."
         )
         connected.add_metric([], health["scheduler"])
         yield connected
         holds = GaugeMetricFamily(
             "plexrl_condition_seconds",
-            "For how long a condition that delays work has held; absent while there is none.",
+            "How long a condition that delays work has lasted; absent while there is none.",
             labels=["code"],
         )
         longest: dict[str, float] = {}
@@ -36,15 +36,13 @@ class HealthCollector(Collector):
         for code, seconds in sorted(longest.items()):
             holds.add_metric([code], seconds)
         yield holds
-        restarts = CounterMetricFamily(
-            "plexrl_part_restarts", "Parts of the cluster that were started again."
-        )
+        restarts = CounterMetricFamily("plexrl_part_restarts", "Restarts of parts of the cluster.")
         restarts.add_metric([], health["restarts"])
         yield restarts
 
 
 def metrics_text(health: dict[str, Any], now: float) -> bytes:
-    """The figures in Prometheus's text format."""
+    """The metrics in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(HealthCollector(health, now))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""Metrics that controllers report: one JSON line a row, one file a job, both bounded."""
+"""Metrics that controllers report: one JSON line for each row, one file for each job."""
 
 import json
 import math
@@ -9,14 +9,14 @@ from urllib.parse import quote
 
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.router.blobs.store import unwritable, write_all
+from plexrl.router.blobs.store import write_all, write_error
 
 PAGE_BYTES = 1 << 20
-"""About as much is read at a time."""
+"""Approximate size of a page of rows."""
 
 
 class MetricsLog:
-    """Files under one directory."""
+    """Metrics of all jobs, in files under one directory."""
 
     def __init__(self, directory: Path, *, row_bytes_max: int, job_bytes_max: int) -> None:
         self._directory = directory
@@ -25,21 +25,21 @@ class MetricsLog:
         make_private_folder(directory)
 
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
-        """Add a row; a number that is not finite, which JSON has not, as `NaN`, `Infinity` or
-        `-Infinity` in quotes.
+        """Add a row. NaN and infinite numbers, which JSON cannot express, become the strings
+        `NaN`, `Infinity` or `-Infinity`.
 
         Raises:
             PayloadTooLargeError: the row is too large.
-            QuotaExceededError: the job has as many bytes of metrics as it may have.
-            StorageError: the file cannot be written; it stays as it was.
+            QuotaExceededError: the job has reached its bound on bytes of metrics.
+            StorageError: the file cannot be written; it is unchanged.
         """
         written = {name: _written(value) for name, value in values.items()}
         row = {"step": step, "time": time.time(), "values": written}
         line = json.dumps(row).encode() + b"\n"
         if len(line) > self._row_bytes_max:
             raise PayloadTooLargeError(
-                f"a row of metrics has {len(line)} bytes, and {self._row_bytes_max} are the most: "
-                "report fewer values, or in several rows",
+                f"a row of metrics has {len(line)} bytes; the bound is {self._row_bytes_max}: "
+                "report fewer values, or split them into several rows",
                 metrics_row_bytes_max=self._row_bytes_max,
             )
         try:
@@ -47,8 +47,8 @@ class MetricsLog:
                 size = file.seek(0, os.SEEK_END)
                 if size + len(line) > self._job_bytes_max:
                     raise QuotaExceededError(
-                        f"job {job!r} has {size} bytes of metrics, and {self._job_bytes_max} are "
-                        "the most: report less often, or have the operator raise "
+                        f"job {job!r} has {size} bytes of metrics; the bound is "
+                        f"{self._job_bytes_max}: report less often, or have the operator raise "
                         "metrics_job_bytes_max",
                         used=size,
                         quota=self._job_bytes_max,
@@ -56,22 +56,22 @@ class MetricsLog:
                 try:
                     write_all(file.fileno(), [line])
                 except OSError:
-                    # Half a line would make the whole file unreadable.
+                    # A partial line would make the whole file unreadable.
                     file.truncate(size)
                     raise
         except OSError as error:
-            raise unwritable(self._directory, error) from error
+            raise write_error(self._directory, error) from error
 
     def page(self, job: str, after: int) -> bytes:
-        """As JSON, `{"rows": […]}`: rows behind number `after`, counted from 1, each with its
-        `index`. About `PAGE_BYTES` of them at most; there are no more where there are none."""
+        """JSON `{"rows": […]}`: rows after number `after`, counted from 1, each with its `index`.
+        At most about `PAGE_BYTES`; an empty page means that there are no more."""
         path = self._path(job)
         rows: list[bytes] = []
         size = 0
         if path.exists():
             with path.open("rb") as file:
                 for index, line in enumerate(file, start=1):
-                    # A last line without its end is being written.
+                    # A last line without its newline is still being written.
                     if index <= after or not line.endswith(b"\n"):
                         continue
                     rows.append(b'{"index": %d, %s' % (index, line[1:-1]))

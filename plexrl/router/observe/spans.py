@@ -1,9 +1,9 @@
 """Finished operations as OpenTelemetry spans, sent by OTLP over HTTP (`plexrl[otel]`).
 
-An operation is a trace: a span from its acceptance to its end, and one below it for each phase. Ids
-follow from the operation's own, so that a span which is sent twice, after a crash, is the same span
-again. How far the log has been sent is kept beside the blobs; while nobody takes spans they wait in
-the log, as long as the scheduler remembers them.
+An operation is a trace: a span from its acceptance to its end, and a child span for each phase. Ids
+follow from the operation's id, so a span that is sent twice, after a crash, is the same span. The
+position up to which the log has been sent is kept in a file. While the collector is unreachable,
+spans wait in the scheduler's operation log, for as long as the log keeps them.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 
 POLL_S = 1.0
 RETRY_S = 30.0
-"""After a collector has not taken what it was sent."""
+"""Pause after the collector has refused spans."""
 PAGE = 500
 NS = 1_000_000_000
 ATTRIBUTES = (
@@ -40,7 +40,7 @@ Row = Mapping[str, Any]
 
 
 def make_spans(rows: Sequence[Row]) -> "list[ReadableSpan]":
-    """The spans of rows of the operation log."""
+    """Make the spans of rows of the operation log."""
     from opentelemetry import trace
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -49,7 +49,7 @@ def make_spans(rows: Sequence[Row]) -> "list[ReadableSpan]":
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class OwnIds(IdGenerator):
-        """Ids that follow from the operation's name."""
+        """Generates ids that follow from the operation's id."""
 
         operation = ""
         spans = 0
@@ -89,31 +89,31 @@ def make_spans(rows: Sequence[Row]) -> "list[ReadableSpan]":
 
 
 class SpanSender:
-    """Sends what is new in the operation log, for ever."""
+    """Sends new rows of the operation log, until cancelled."""
 
     def __init__(
         self,
         scheduler: "SchedulerLink",
         endpoint: str,
-        place: Path,
+        position_file: Path,
         *,
         page: int = PAGE,
         poll_s: float = POLL_S,
         retry_s: float = RETRY_S,
     ) -> None:
-        """`place` is the file that says how far it has come.
+        """`position_file` stores the index of the last row sent.
 
         Raises:
             InvalidRequestError: the libraries are not installed.
         """
         self._scheduler = scheduler
-        self._place = place
+        self._position_file = position_file
         self._page, self._poll_s, self._retry_s = page, poll_s, retry_s
         self._exporter = _exporter(endpoint)
 
     async def run(self) -> None:
-        """Send until cancelled; what could not be sent is tried again."""
-        after = self._read_place()
+        """Send rows until cancelled; rows that could not be sent are tried again."""
+        after = self._read_position()
         pause_s = self._poll_s
         while True:
             await asyncio.sleep(pause_s)
@@ -124,7 +124,7 @@ class SpanSender:
                         pause_s = self._retry_s
                         break
                     after = int(rows[-1]["index"])
-                    self._write_place(after)
+                    self._write_position(after)
             except (PlexRLError, OSError) as error:
                 LOG.info("no operations to send as spans: %s", error)
 
@@ -138,17 +138,17 @@ class SpanSender:
 
         return self._exporter.export(make_spans(rows)) == SpanExportResult.SUCCESS
 
-    def _read_place(self) -> int:
+    def _read_position(self) -> int:
         try:
-            return int(json.loads(self._place.read_text())["after"])
+            return int(json.loads(self._position_file.read_text())["after"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0
 
-    def _write_place(self, after: int) -> None:
-        # Several routers may keep their places in one folder.
-        part = self._place.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
+    def _write_position(self, after: int) -> None:
+        # Several routers may write the same file, so each uses a temporary file of its own.
+        part = self._position_file.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
         part.write_text(json.dumps({"after": after}))
-        part.rename(self._place)
+        part.rename(self._position_file)
 
 
 def _exporter(endpoint: str) -> "SpanExporter":
@@ -170,5 +170,5 @@ def _version() -> str:
     try:
         return version("plexrl")
     except PackageNotFoundError:
-        # Run from a source tree.
+        # Running from a source tree.
         return "unknown"

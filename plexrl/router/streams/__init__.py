@@ -1,1 +1,1 @@
-"""Streams of generated tokens."""
+"""Token streams of generations."""

@@ -1,13 +1,13 @@
-"""What a reader of a generation's tokens is told, and how it says where it has got to. Pure.
+"""Events of a token stream, and the cursor with which a reader continues. Pure.
 
-An event is a JSON object. `{"cursor", "rows": [{"sample", "tokens", "logprobs"}, …]}` brings
-tokens, and the cursor that goes on behind them; `sample` counts from 0 over all prompts.
-`{"restart": true}` voids what came before: the generation was begun anew after a fault.
-`{"waiting": true}` says that there is nothing yet. The last one is `{"done": true}` or
+An event is a JSON object. `{"cursor", "rows": [{"sample", "tokens", "logprobs"}, …]}` carries
+tokens, and the cursor to continue after them; `sample` counts from 0 over all prompts.
+`{"restart": true}` voids the tokens so far: the generation has restarted after a fault.
+`{"waiting": true}` means that there are no new tokens yet. The last event is `{"done": true}` or
 `{"error": …}`.
 
-As server-sent events the same objects are `data`, the cursor is `id`, and an event's name is its
-first key but for tokens (`tokens`); as JSON lines they are as they are.
+As server-sent events the objects are `data`, the cursor is `id`, and the event's name is the
+object's first key, or `tokens`. As JSON lines each object is one line.
 """
 
 import json
@@ -21,7 +21,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.wire.tensors import Arrays
 
 TOKENS_MAX = 4096
-"""In one event."""
+"""Most tokens in one event."""
 
 Plain = dict[str, Any]
 
@@ -32,33 +32,33 @@ DONE: Plain = {"done": True}
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the stream of one run of a generation."""
+    """A position in the token stream of one run of a generation."""
 
     stream: str = ""
-    """Names the run; empty: none was seen yet."""
+    """Id of the run; empty: the reader has seen none."""
     position: int = 0
-    """Tokens before it."""
+    """Number of tokens before the cursor."""
 
     def __str__(self) -> str:
         return f"{self.stream}.{self.position}"
 
 
 def read_cursor(text: str) -> Cursor:
-    """The cursor that `str` wrote; of an empty text the beginning. Raises `InvalidRequestError`."""
+    """Parse a cursor; an empty text is the beginning. Raises `InvalidRequestError`."""
     if not text:
         return Cursor()
     stream, dot, position = text.rpartition(".")
     if not (dot and stream.isalnum() and stream.isascii() and position.isdecimal()):
         raise InvalidRequestError(
-            f"{text[:100]!r} is no place in a stream: send the cursor (or Last-Event-ID) of the "
-            "last event, as it was"
+            f"{text[:100]!r} is not a cursor: send the cursor (or Last-Event-ID) of the last event "
+            "unchanged"
         )
-    # A longer number than any stream has tokens is behind its end as well.
+    # A number of more digits than any stream has tokens is behind the end, too.
     return Cursor(stream, int(position[:18]))
 
 
 def tokens_event(cursor: Cursor, rows: list[Any]) -> Plain:
-    """Of `[sample, tokens, logprobs]` of each row."""
+    """The event for `[sample, tokens, logprobs]` of each row."""
     named = [
         {"sample": sample, "tokens": tokens, "logprobs": logprobs}
         for sample, tokens, logprobs in rows
@@ -66,15 +66,15 @@ def tokens_event(cursor: Cursor, rows: list[Any]) -> Plain:
     return {"cursor": str(cursor), "rows": named}
 
 
-def told_again(cursor: Cursor, stream: str, arrays: Arrays) -> Iterator[Plain]:
-    """The events behind `cursor` of a generation that has finished, from its result.
+def result_events(cursor: Cursor, stream: str, arrays: Arrays) -> Iterator[Plain]:
+    """The events after `cursor` of a finished generation, made from its result.
 
     Raises:
-        InvalidRequestError: it was not streamed.
+        InvalidRequestError: the generation was not submitted with `stream`.
     """
     if "stream_order" not in arrays:
         raise InvalidRequestError(
-            "the operation was not submitted with `stream`, so its tokens come with its result only"
+            "the operation was submitted without `stream`: read the tokens from its result"
         )
     order, lengths = arrays["stream_order"], arrays["lengths"].astype(np.int64)
     if cursor.stream not in ("", stream):
@@ -96,12 +96,12 @@ def told_again(cursor: Cursor, stream: str, arrays: Arrays) -> Iterator[Plain]:
 
 
 def json_line(event: Plain) -> bytes:
-    """An event as a line of JSON."""
+    """Encode an event as a line of JSON."""
     return json.dumps(event).encode() + b"\n"
 
 
 def server_sent(event: Plain) -> bytes:
-    """An event as a browser's `EventSource` reads it."""
+    """Encode an event for a browser's `EventSource`."""
     name = "tokens" if "rows" in event else next(iter(event))
     head = f"id: {event['cursor']}\n" if "cursor" in event else ""
     return f"{head}event: {name}\ndata: {json.dumps(event)}\n\n".encode()

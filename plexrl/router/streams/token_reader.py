@@ -1,9 +1,8 @@
-"""The events of one streamed generation, for one reader, on whichever router it asks.
+"""Reads the events of one streamed generation for one client, on any router.
 
-While the generation runs, its worker is asked for what lies behind the reader's place; each
-question waits for the reader to have taken the answer to the one before, so nothing piles up for a
-slow one.
-Once it has finished its result tells the rest.
+While the generation runs, the reader requests the tokens after its cursor from the worker. It sends
+the next request only after the client has taken the last events, so nothing accumulates for a slow
+client. Once the generation has finished, the remaining events come from its result.
 """
 
 import asyncio
@@ -16,91 +15,94 @@ from plexrl.errors import InvalidRequestError, PlexRLError, StorageError, Unavai
 from plexrl.ids import BlobRef
 from plexrl.router.execution.engines import engine_addresses
 from plexrl.router.http.authentication import Caller
-from plexrl.router.http.gateway import FINAL, Gateway
+from plexrl.router.http.services import RouterServices
 from plexrl.router.streams.events import (
     DONE,
     RESTART,
     WAITING,
     Cursor,
+    result_events,
     tokens_event,
-    told_again,
 )
+from plexrl.wire.operations import OperationState
 from plexrl.wire.tensors import decode_body
 
 READ_TIMEOUT_S = 2.0
-"""After which it is asked whether the operation still runs, and where."""
+"""Longest wait for the worker, after which the reader checks the operation's state."""
 PAUSE_S = 0.2
-"""Between two looks for workers, or a scheduler, that are yet to come."""
+"""Pause before the next attempt while workers or the scheduler are unreachable."""
 
 Plain = dict[str, Any]
 
 
 class TokenReader:
-    """One reader's way through a stream."""
+    """One reader of a token stream."""
 
-    def __init__(self, gateway: Gateway, caller: Caller, operation: str, cursor: Cursor) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, services: RouterServices, caller: Caller, operation: str, cursor: Cursor
+    ) -> None:
+        self._services = services
         self._caller = caller
         self._operation = operation
         self._cursor = cursor
         self._name = uuid.uuid4().hex
 
-    async def begin(self) -> None:
-        """Check that there is something to read.
+    async def check(self) -> None:
+        """Check that the operation is a generation.
 
         Raises:
             UnknownOperationError: there is no such operation.
-            InvalidRequestError: it is no generation.
+            InvalidRequestError: the operation is not a generation.
         """
         view = await self._view(0.0)
         if view["kind"] != "generate":
             raise InvalidRequestError(
-                f"operation {self._operation!r} is of kind {view['kind']}: only generations are "
+                f"operation {self._operation!r} is of kind {view['kind']}: only generations can be "
                 "streamed"
             )
 
     async def events(self) -> AsyncIterator[Plain]:
-        """All events behind the cursor; a failure is the last of them."""
+        """All events after the cursor; a failure is the last event."""
         try:
             while True:
                 try:
                     view = await self._view(0.0)
-                    if view["state"] in FINAL:
+                    if OperationState(view["state"]).is_final:
                         break
-                    async for event in self._read_on(view["deployment"]):
+                    async for event in self._worker_events(view["deployment"]):
                         yield event
                 except (UnavailableError, StorageError):
-                    # The generation outlives a restart of the scheduler, and so does its stream.
+                    # The generation outlives a restart of the scheduler, and so does the stream.
                     await asyncio.sleep(PAUSE_S)
                 yield WAITING
-            if view["state"] != "finished":
+            if view["state"] != OperationState.FINISHED:
                 yield {"error": view["error"]}
                 return
-            for event in told_again(self._cursor, *await self._result(view)):
+            for event in result_events(self._cursor, *await self._result(view)):
                 yield event
             yield DONE
         except PlexRLError as error:
             yield {"error": error.to_wire()}
 
     async def _view(self, timeout_s: float) -> Plain:
-        return await self._gateway.operation(self._caller, self._operation, timeout_s)
+        return await self._services.operation(self._caller, self._operation, timeout_s)
 
     async def _result(self, view: Plain) -> tuple[str, Any]:
-        """The stream's name and the arrays of a finished generation."""
+        """The stream's id and the arrays of a finished generation."""
         if view["result"] is None:
             return "", {}
-        _, arrays = decode_body(await self._gateway.blobs.read(BlobRef(view["result"])))
+        _, arrays = decode_body(await self._services.blobs.read(BlobRef(view["result"])))
         return str(json.loads(view["result_json"]).get("stream", "")), arrays
 
-    async def _read_on(self, deployment: str) -> AsyncIterator[Plain]:
-        """What the worker tells, until it has nothing to tell for a while."""
-        addresses = engine_addresses(await self._gateway.deployment(self._caller, deployment))
+    async def _worker_events(self, deployment: str) -> AsyncIterator[Plain]:
+        """Events from the worker, until it has no tokens for a while."""
+        addresses = engine_addresses(await self._services.deployment(self._caller, deployment))
         if not addresses:
             await asyncio.sleep(PAUSE_S)
             return
         while True:
             try:
-                found = await self._gateway.engines.ask(
+                found = await self._services.engines.request(
                     addresses[0],
                     "read_stream",
                     READ_TIMEOUT_S,
@@ -115,10 +117,10 @@ class TokenReader:
                 return
             if "rows" not in found:
                 if "ended" in found:
-                    # The worker has told its result; the scheduler is about to know.
+                    # The worker has reported its result; the scheduler receives it in a moment.
                     await self._view(READ_TIMEOUT_S)
                 else:
-                    # More readers than the worker lets wait: none of them may ask without a pause.
+                    # The worker has too many waiting readers: pause before the next request.
                     await asyncio.sleep(PAUSE_S)
                 return
             if self._cursor.stream not in ("", found["stream"]):

@@ -1,1 +1,1 @@
-"""Which waiting deployment gets GPUs next. Pure."""
+"""Admission: the order in which waiting deployments get GPUs. Pure."""

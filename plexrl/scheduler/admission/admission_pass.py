@@ -1,10 +1,10 @@
-"""One pass of the admission: who waits is looked at in the order of turns, and placed if possible.
+"""One admission pass: considers waiting deployments in the order of `order`, and places them.
 
-Not everybody is looked at. Of a line only the first is, and the next once that one is placed; of a
-file only who there may be room for, one after the other (`waiting`). All queues of one owner that
-want the same sizes are opened when the owner's turn comes, so that a pass costs little for those
-whose turn does not come. Where others must not be let past, the first of each wish stands for all
-that wish the same.
+Not all waiting deployments are considered. Of a queue only the head is, and the next one once the
+head is placed. Of an index of heads only those that may fit are, one after the other
+(`queues.waiting`). All queues of one owner with the same sizes stay closed until the owner is
+reached, so owners that are not reached cost little. If deployments must not be passed, the first of
+each group of equal blocking requests stands for all of them.
 """
 
 import heapq
@@ -14,50 +14,55 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.fair_shares import tenant_share
-from plexrl.scheduler.admission.fit.bound import NOTHING, Room
-from plexrl.scheduler.admission.fit.bound_cache import Rooms
+from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
+from plexrl.scheduler.admission.fit.bound_cache import FitBoundCache
 from plexrl.scheduler.admission.fit.feasibility import gang_of, is_possible
-from plexrl.scheduler.admission.order import Turn, is_unpassable, response_ratio, turn_of
+from plexrl.scheduler.admission.order import (
+    AdmissionKey,
+    admission_key,
+    blocks_others,
+    waiting_ratio,
+)
 from plexrl.scheduler.admission.queues.gangs import (
-    Wish,
-    likeness_of,
+    BlockingRequest,
+    allowed_modes,
+    equivalence_key,
     place_all,
-    ways_left,
     why_not_yet,
 )
 from plexrl.scheduler.admission.queues.queue_heads import Head
-from plexrl.scheduler.admission.queues.waiting import File, Owner, Size, Sizes, Unit, size_of
-from plexrl.scheduler.admission.scarcity import alike, is_rival
+from plexrl.scheduler.admission.queues.waiting import Owner, QueueKey, Size, Sizes, Unit, size_of
+from plexrl.scheduler.admission.scarcity import is_rival, node_types_compatible
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import ways
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.placement import modes
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
 if TYPE_CHECKING:
     from plexrl.scheduler.admission.queues.waiting import Queue
 
 
-class _Bundle(NamedTuple):
-    """All queues of one owner that want the same sizes: not opened before the turn of the first."""
+class _Closed(NamedTuple):
+    """All queues of one owner with the same sizes, which are opened when their first is reached."""
 
-    is_wish: bool
-    """Its wishes, else its files."""
+    is_blocking: bool
+    """Whether these are blocking requests; otherwise indexes of heads."""
     sizes: Sizes
     owner: Owner
     first: tuple[float, float, DeploymentId]
-    """The end of the earliest turn in it, whether or not there is room for whose it is."""
+    """The end of the lowest key among them, whether or not that deployment may fit."""
 
 
-class _Spot(NamedTuple):
-    """A file among all."""
+class _IndexId(NamedTuple):
+    """Identifies one index of queue heads."""
 
     sizes: Sizes
     owner: Owner
-    file: File
+    key: QueueKey
 
 
 class AdmissionPass:
-    """One look at those who wait."""
+    """The working state of one pass."""
 
     def __init__(
         self, context: Context, now: float, newcomers: Sequence[DeploymentId] | None
@@ -67,123 +72,126 @@ class AdmissionPass:
         if newcomers is None:
             context.state.searches.clear()
         self._newcomers = None if newcomers is None else set(newcomers)
-        """Who alone may be placed; None: everybody."""
-        self._rooms = Rooms(context)
-        self._turns: list[tuple[Turn, int]] = []
-        """A heap: the second is the number of what has that turn."""
-        self._numbered: list[tuple[Owner | _Bundle | DeploymentId, bool]] = []
-        """With whether it is a candidate: who stands for a wish is none."""
-        self._bundles: dict[Owner, list[tuple[bool, Sizes]]] = {}
-        """(is a wish, sizes) of each owner whose turn has not come yet."""
+        """The only deployments that may be placed; None: all."""
+        self._bounds = FitBoundCache(context)
+        self._heap: list[tuple[AdmissionKey, int]] = []
+        """(key, number of the entry)."""
+        self._entries: list[tuple[Owner | _Closed | DeploymentId, bool]] = []
+        """(entry, whether it is a candidate). An entry that only blocks others is none."""
+        self._unreached: dict[Owner, list[tuple[bool, Sizes]]] = {}
+        """(is blocking, sizes) of each owner that was not reached yet."""
         self._candidates = 0
-        """Deployments in the heap that may be placed, and bundles that may hold some."""
-        self._heads: dict[DeploymentId, tuple[_Spot, Head]] = {}
-        """Whose turn it is of each file."""
-        self._passed: dict[_Spot, Head] = {}
-        """The last of each file whose turn it was."""
-        self._ended: dict[_Spot, None] = {}
-        """Files of which there was room for nobody any more."""
+        """Deployments in the heap that may be placed, and closed queues that may hold some."""
+        self._heads: dict[DeploymentId, tuple[_IndexId, Head]] = {}
+        """The head of each index that is in the heap."""
+        self._passed: dict[_IndexId, Head] = {}
+        """The last head of each index that was considered."""
+        self._exhausted: dict[_IndexId, None] = {}
+        """Indexes in which nothing else may fit."""
         self._unopened: dict[Sizes, int] = {}
-        """How many bundles of files are still to be opened."""
-        self._closed: dict[Sizes, None] = {}
-        """Sizes for which there is no room, so that their bundles need not be opened."""
+        """Number of owners whose indexes of these sizes are not open yet."""
+        self._full: dict[Sizes, None] = {}
+        """Sizes for which nothing fits, so their queues need not be opened."""
         self._skipped: dict[Sizes, list[Owner]] = {}
-        """Whose bundles of files were not opened, for their sizes were closed."""
-        self._at: Turn | None = None
-        """Whose turn it is."""
-        self._wishes: dict[DeploymentId, tuple[Sizes, Owner]] = {}
+        """Owners whose indexes were not opened because the sizes were full."""
+        self._reached: AdmissionKey | None = None
+        """The key of the deployment that is considered."""
+        self._blockers: dict[DeploymentId, tuple[Sizes, Owner]] = {}
+        """Deployments in the heap that stand for equal blocking requests."""
         self._seen: set[DeploymentId] = set()
-        self._ahead: set[Wish] = set()
+        self._blocking: set[BlockingRequest] = set()
+        """Requests that no deployment behind them may pass."""
         self._failed: set[tuple[object, ...]] = set()
         self._gang_searches = 0
-        """Gangs that were searched for in vain."""
+        """Gangs for which a search failed."""
         self._shares: dict[TenantId, float] = {}
         self._placed: list[Deployment] = []
 
     def run(self) -> list[Deployment]:
-        """Who was placed."""
-        self._line_up()
+        """The deployments that were placed."""
+        self._fill_heap()
         while self._candidates:
-            turn, number = heapq.heappop(self._turns)
-            what, is_candidate = self._numbered[number]
-            turn_now = self._turn_of(what)
-            if turn_now > turn:
-                # What was placed meanwhile counts against its tenant.
-                heapq.heappush(self._turns, (turn_now, number))
+            key, number = heapq.heappop(self._heap)
+            entry, is_candidate = self._entries[number]
+            key_now = self._key_of(entry)
+            if key_now > key:
+                # Deployments placed in this pass have raised the tenant's share.
+                heapq.heappush(self._heap, (key_now, number))
                 continue
-            if isinstance(what, Owner):
-                self._open_owner(what)
+            if isinstance(entry, Owner):
+                self._open_owner(entry)
                 continue
-            if isinstance(what, _Bundle):
-                self._open(what.is_wish, what.sizes, what.owner)
+            if isinstance(entry, _Closed):
+                self._open(entry.is_blocking, entry.sizes, entry.owner)
                 continue
             self._candidates -= is_candidate
-            if what not in self._seen:
-                self._at = turn
-                self._take_turn(what)
+            if entry not in self._seen:
+                self._reached = key
+                self._consider(entry)
         return self._placed
 
-    def _take_turn(self, name: DeploymentId) -> None:
+    def _consider(self, name: DeploymentId) -> None:
         context = self._context
-        found, wish = self._heads.pop(name, None), self._wishes.pop(name, None)
-        if found is not None:
-            self._passed[found[0]] = found[1]
-            if not self._holds(*found):
-                # Its room is for those ahead of it now, or gone.
-                self._next_of_file(found[0])
-                found = None
-                if wish is None:
+        head, blocker = self._heads.pop(name, None), self._blockers.pop(name, None)
+        if head is not None:
+            self._passed[head[0]] = head[1]
+            if not self._may_fit(*head):
+                # The capacity is reserved for deployments ahead, or gone.
+                self._push_next_head(head[0])
+                head = None
+                if blocker is None:
                     return
         deployment = context.deployment(name)
-        is_placed = self._look_at(deployment, is_tried=found is not None)
-        if found is not None and (is_placed or why_not_yet(context, deployment) is None):
-            self._next_of_file(found[0])
-        if is_placed and wish is not None:
-            self._next_of_wish(*wish)
+        is_placed = self._try_to_place(deployment, is_tried=head is not None)
+        if head is not None and (is_placed or why_not_yet(context, deployment) is None):
+            self._push_next_head(head[0])
+        if is_placed and blocker is not None:
+            self._push_next_blocker(*blocker)
 
-    def _line_up(self) -> None:
+    def _fill_heap(self) -> None:
         waiting = self._context.waiting
         sizes: set[Size] = set()
-        """For which there may be room."""
+        """Sizes that may fit."""
         if self._newcomers is None:
-            for each, owners in waiting.files.items():
-                if not self._rooms.of_all(each).is_nothing:
+            for each, owners in waiting.heads.items():
+                if not self._bounds.of_unit(each).is_empty:
                     sizes.update(each)
                     self._unopened[each] = len(owners)
                     self._candidates += len(owners)
                     for owner in owners:
-                        self._bundles.setdefault(owner, []).append((False, each))
-            for name in waiting.singles:
+                        self._unreached.setdefault(owner, []).append((False, each))
+            for name in waiting.of_partial_jobs:
                 self._push(name)
         else:
             for name in self._newcomers:
                 unit = waiting.unit_of(name)
                 if unit is None:
-                    if name in waiting.singles:
+                    if name in waiting.of_partial_jobs:
                         self._push(name)
                         sizes.add(size_of(self._context.deployment(name)))
-                elif self._holds(_spot_of(unit), unit.head):
+                elif self._may_fit(_index_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
-            for name in waiting.singles if self._candidates else ():
-                if is_unpassable(self._context, self._context.deployment(name), self._now):
+            for name in waiting.of_partial_jobs if self._candidates else ():
+                if blocks_others(self._context, self._context.deployment(name), self._now):
                     self._push(name, is_candidate=False)
         if not self._candidates:
             return
-        # Who only stands for a wish keeps others from groups of that size, and from free GPUs.
-        any_free = any(self._rooms.of(size).free_state_bytes != NOTHING for size in sizes)
-        for each, wishes in waiting.wishes.items():
-            if any_free or waiting.singles or any(is_rival(size, sizes) for size in each):
-                for owner in wishes:
-                    self._bundles.setdefault(owner, []).append((True, each))
-        for owner in self._bundles:
+        # A blocking request keeps others from groups of its size, and from free GPUs.
+        any_free = any(self._bounds.of(size).free_state_bytes != NO_FIT for size in sizes)
+        for each, requests in waiting.blocking_requests.items():
+            is_relevant = any_free or waiting.of_partial_jobs
+            if is_relevant or any(is_rival(size, sizes) for size in each):
+                for owner in requests:
+                    self._unreached.setdefault(owner, []).append((True, each))
+        for owner in self._unreached:
             self._push(owner, is_candidate=False)
 
-    def _first_unpassable(
+    def _first_blocking(
         self, queues: "Mapping[float, Queue]"
     ) -> tuple[float, float, DeploymentId] | None:
-        """The end of the earliest turn of those that have waited long enough, whether or not they
-        could ever have GPUs."""
+        """The end of the lowest key of those that have waited long enough to block others, whether
+        or not they could ever get GPUs."""
         first = self._earliest([(expected_s, queue[0]) for expected_s, queue in queues.items()])
         if first is None or not self._context.policy.backfills or first[0] == -math.inf:
             return first
@@ -192,30 +200,31 @@ class AdmissionPass:
     def _earliest(
         self, firsts: Sequence[tuple[float, tuple[float, DeploymentId]]]
     ) -> tuple[float, float, DeploymentId] | None:
-        """The end of the earliest turn of one owner, given the first of each expected length."""
+        """The end of the lowest key of one owner, given the first of each expected length."""
         found = None
         for expected_s, (created_at, name) in firsts:
-            ratio = response_ratio(self._context, created_at, expected_s, self._now)
-            turn = -ratio, created_at, name
-            if found is None or turn < found:
-                found = turn
+            ratio = waiting_ratio(self._context, created_at, expected_s, self._now)
+            end = -ratio, created_at, name
+            if found is None or end < found:
+                found = end
         return found
 
-    def _push(self, what: Owner | _Bundle | DeploymentId, *, is_candidate: bool = True) -> None:
-        heapq.heappush(self._turns, (self._turn_of(what), len(self._numbered)))
-        self._numbered.append((what, is_candidate))
+    def _push(self, entry: Owner | _Closed | DeploymentId, *, is_candidate: bool = True) -> None:
+        heapq.heappush(self._heap, (self._key_of(entry), len(self._entries)))
+        self._entries.append((entry, is_candidate))
         self._candidates += is_candidate
 
-    def _turn_of(self, what: Owner | _Bundle | DeploymentId) -> Turn:
-        """Of an owner or a bundle the earliest that one of its units may have."""
-        if isinstance(what, Owner):
-            return True, -what.priority, self._share(what.tenant), -math.inf, -math.inf, ""
-        if isinstance(what, _Bundle):
-            tenant, priority = what.owner
-            return True, -priority, self._share(tenant), *what.first
-        deployment = self._context.deployment(what)
+    def _key_of(self, entry: Owner | _Closed | DeploymentId) -> AdmissionKey:
+        """The key of a deployment; for an owner or closed queues, the lowest possible key."""
+        if isinstance(entry, Owner):
+            share = self._share(entry.tenant)
+            return True, -entry.priority, share, -math.inf, -math.inf, ""
+        if isinstance(entry, _Closed):
+            tenant, priority = entry.owner
+            return True, -priority, self._share(tenant), *entry.first
+        deployment = self._context.deployment(entry)
         share = self._share(self._context.job(deployment.job).tenant)
-        return turn_of(self._context, deployment, share, self._now)
+        return admission_key(self._context, deployment, share, self._now)
 
     def _share(self, tenant: TenantId) -> float:
         share = self._shares.get(tenant)
@@ -225,223 +234,229 @@ class AdmissionPass:
 
     def _open_owner(self, owner: Owner) -> None:
         waiting = self._context.waiting
-        for is_wish, sizes in self._bundles.pop(owner):
-            if is_wish and self._is_ahead(sizes):
+        for is_blocking, sizes in self._unreached.pop(owner):
+            if is_blocking and self._is_covered(sizes):
                 continue
-            if is_wish:
-                wishes = waiting.wishes.get(sizes, {}).get(owner, {})
-                first = self._first_unpassable(wishes)
-            elif sizes in self._closed or self._is_nothing_for(sizes):
+            if is_blocking:
+                requests = waiting.blocking_requests.get(sizes, {}).get(owner, {})
+                first = self._first_blocking(requests)
+            elif sizes in self._full or self._mark_if_full(sizes):
                 self._unopened[sizes] -= 1
                 self._skipped.setdefault(sizes, []).append(owner)
                 continue
             else:
-                files = waiting.files.get(sizes, {}).get(owner, {})
+                indexes = waiting.heads.get(sizes, {}).get(owner, {})
                 first = self._earliest(
-                    [(file.expected_s, heads.least) for file, heads in files.items()]
+                    [(key.expected_s, index.least) for key, index in indexes.items()]
                 )
             if first is not None:
-                self._push(_Bundle(is_wish, sizes, owner, first), is_candidate=False)
+                self._push(_Closed(is_blocking, sizes, owner, first), is_candidate=False)
 
-    def _open(self, is_wish: bool, sizes: Sizes, owner: Owner) -> None:
-        if is_wish:
-            self._next_of_wish(sizes, owner)
+    def _open(self, is_blocking: bool, sizes: Sizes, owner: Owner) -> None:
+        if is_blocking:
+            self._push_next_blocker(sizes, owner)
             return
-        is_closed = sizes in self._closed or self._is_nothing_for(sizes)
+        is_full = sizes in self._full or self._mark_if_full(sizes)
         self._unopened[sizes] -= 1
-        if is_closed:
+        if is_full:
             self._skipped.setdefault(sizes, []).append(owner)
             return
         self._candidates -= 1
-        for file in self._context.waiting.files.get(sizes, {}).get(owner, ()):
-            self._next_of_file(_Spot(sizes, owner, file))
+        for key in self._context.waiting.heads.get(sizes, {}).get(owner, ()):
+            self._push_next_head(_IndexId(sizes, owner, key))
 
-    def _is_nothing_for(self, sizes: Sizes) -> bool:
-        """Whether nobody who wants these sizes waits any more, or has room: close them."""
-        least = self._context.waiting.least.get(sizes)
-        is_open = least is not None and self._rooms.of_all(sizes).holds(*least)
-        if is_open and not self._is_blocked(sizes):
+    def _mark_if_full(self, sizes: Sizes) -> bool:
+        """Whether no deployment of these sizes waits or may fit; if so, mark the sizes as full."""
+        least = self._context.waiting.smallest_demand.get(sizes)
+        may_fit = least is not None and self._bounds.of_unit(sizes).may_fit(*least)
+        if may_fit and not self._is_blocked(sizes):
             return False
-        self._closed[sizes] = None
+        self._full[sizes] = None
         self._candidates -= self._unopened[sizes]
         return True
 
     def _is_blocked(self, sizes: Sizes) -> bool:
-        """Whether somebody ahead, whom nobody may pass, waits for GPUs as these sizes want them."""
-        return bool(self._ahead) and any(
-            size.workers == workers and alike(kind, size.node_type)
-            for kind, workers in self._ahead
+        """Whether a blocking request ahead asks for the same GPUs as these sizes."""
+        return bool(self._blocking) and any(
+            size.workers == workers and node_types_compatible(kind, size.node_type)
+            for kind, workers in self._blocking
             for size in sizes
         )
 
-    def _next_of_file(self, spot: _Spot) -> None:
-        """It is the turn of the next of a file for whom there may be room."""
-        sizes, owner, file = spot
-        heads = self._context.waiting.files.get(sizes, {}).get(owner, {}).get(file)
-        room = self._room(spot)
-        if heads is None or room is None:
+    def _push_next_head(self, where: _IndexId) -> None:
+        """Push the next head of an index that may fit."""
+        sizes, owner, key = where
+        index = self._context.waiting.heads.get(sizes, {}).get(owner, {}).get(key)
+        bound = self._bound(where)
+        if index is None or bound is None:
             return
-        head = heads.first(room, self._passed.get(spot))
-        while head is not None and not self._is_next(spot, head):
-            head = heads.first(room, head)
+        head = index.first(bound, self._passed.get(where))
+        while head is not None and not self._is_next(where, head):
+            head = index.first(bound, head)
         if head is None:
-            self._ended[spot] = None
+            self._exhausted[where] = None
         else:
-            self._heads[head.name] = spot, head
+            self._heads[head.name] = where, head
             self._push(head.name)
 
-    def _is_next(self, spot: _Spot, head: Head) -> bool:
-        """Whether there may be room for the head of a line whose turn is still to come."""
-        if head.name in self._seen or not self._holds(spot, head):
+    def _is_next(self, where: _IndexId, head: Head) -> bool:
+        """Whether a head may fit and has not been reached yet."""
+        if head.name in self._seen or not self._may_fit(where, head):
             return False
-        return self._at is None or self._turn_of(head.name) > self._at
+        return self._reached is None or self._key_of(head.name) > self._reached
 
-    def _offer(self, node_type: str, workers: int) -> None:
-        """There is a new group that others may join, too: those that had no room have some now."""
+    def _reopen(self, node_type: str, workers: int) -> None:
+        """Consider queues again that were full, because there is a new group to join."""
 
-        def suits(sizes: Sizes) -> bool:
+        def may_join(sizes: Sizes) -> bool:
             return any(
-                size.shares and size.workers == workers and alike(size.node_type, node_type)
+                size.shares
+                and size.workers == workers
+                and node_types_compatible(size.node_type, node_type)
                 for size in sizes
             )
 
-        for sizes in [each for each in self._closed if suits(each)]:
-            del self._closed[sizes]
+        for sizes in [each for each in self._full if may_join(each)]:
+            del self._full[sizes]
             self._candidates += self._unopened[sizes]
             for owner in self._skipped.pop(sizes, ()):
-                for file in self._context.waiting.files.get(sizes, {}).get(owner, ()):
-                    self._next_of_file(_Spot(sizes, owner, file))
-        for spot in [each for each in self._ended if suits(each.sizes)]:
-            del self._ended[spot]
-            self._next_of_file(spot)
+                for key in self._context.waiting.heads.get(sizes, {}).get(owner, ()):
+                    self._push_next_head(_IndexId(sizes, owner, key))
+        for where in [each for each in self._exhausted if may_join(each.sizes)]:
+            del self._exhausted[where]
+            self._push_next_head(where)
 
-    def _room(self, spot: _Spot) -> Room | None:
-        """What there is for a file behind those who may not be passed, and after so many searches;
-        None: nothing that they are not waiting for themselves."""
-        sizes, bound = spot.sizes, self._context.config.searches_max
-        if len(sizes) > 1 and self._gang_searches >= bound:
+    def _bound(self, where: _IndexId) -> FitBound | None:
+        """The fit bound of an index, given the blocking requests and the searches so far; None:
+        nothing fits."""
+        sizes, searches_max = where.sizes, self._context.config.searches_max
+        if len(sizes) > 1 and self._gang_searches >= searches_max:
             return None
         takes_free = [True] * len(sizes)
-        for kind, workers in self._ahead:
+        for kind, workers in self._blocking:
             for at, size in enumerate(sizes):
-                if alike(kind, size.node_type):
+                if node_types_compatible(kind, size.node_type):
                     if workers == size.workers:
                         return None
                     takes_free[at] = False
         if len(sizes) > 1:
-            return self._rooms.of_gang(sizes, tuple(takes_free))
+            return self._bounds.of_gang(sizes, tuple(takes_free))
         searches = self._context.state.searches.get(_size_key(sizes[0]), 0)
-        joins = not spot.file.has_profile or searches < bound
-        return self._rooms.of(sizes[0], takes_free=takes_free[0], joins=joins)
+        joins = not where.key.has_profile or searches < searches_max
+        return self._bounds.of(sizes[0], takes_free=takes_free[0], joins=joins)
 
-    def _holds(self, spot: _Spot, head: Head) -> bool:
-        """Whether there may be room for the head of a line."""
-        room = self._room(spot)
-        if room is None or not room.holds(head.duty, head.state_bytes):
+    def _may_fit(self, where: _IndexId, head: Head) -> bool:
+        """Whether the head of a queue may fit."""
+        bound = self._bound(where)
+        if bound is None or not bound.may_fit(head.duty, head.state_bytes):
             return False
-        if spot.file.has_profile or head.state_bytes <= room.free_state_bytes:
+        if where.key.has_profile or head.state_bytes <= bound.free_state_bytes:
             return True
         context = self._context
-        return ways(context, context.deployment(head.name), self._now) != (Way.DEDICATED,)
+        allowed = modes(context, context.deployment(head.name), self._now)
+        return allowed != (PlacementMode.DEDICATED,)
 
-    def _is_ahead(self, sizes: Sizes) -> bool:
-        """Whether others that wish the same are ahead already, and keep these from GPUs, too."""
-        return all((size.node_type, size.workers) in self._ahead for size in sizes)
+    def _is_covered(self, sizes: Sizes) -> bool:
+        """Whether equal requests are blocking already."""
+        return all((size.node_type, size.workers) in self._blocking for size in sizes)
 
-    def _next_of_wish(self, sizes: Sizes, owner: Owner) -> None:
-        """The next of those of one owner that wish the same stands for all of them."""
-        if self._is_ahead(sizes):
+    def _push_next_blocker(self, sizes: Sizes, owner: Owner) -> None:
+        """Push the first deployment of one owner that blocks others; it stands for all with equal
+        requests."""
+        if self._is_covered(sizes):
             return
         context = self._context
-        found: list[tuple[Turn, DeploymentId]] = []
-        for queue in context.waiting.wishes.get(sizes, {}).get(owner, {}).values():
+        found: list[tuple[AdmissionKey, DeploymentId]] = []
+        for queue in context.waiting.blocking_requests.get(sizes, {}).get(owner, {}).values():
             for _, name in queue:
                 deployment = context.deployment(name)
-                if is_unpassable(context, deployment, self._now):
-                    found.append((self._turn_of(name), name))
+                if blocks_others(context, deployment, self._now):
+                    found.append((self._key_of(name), name))
                     break
                 if is_possible(context, deployment):
-                    # Those behind it have waited less.
+                    # The deployments behind it have waited less.
                     break
         if found:
             _, name = min(found)
-            self._wishes[name] = sizes, owner
+            self._blockers[name] = sizes, owner
             self._push(name, is_candidate=False)
 
-    def _look_at(self, deployment: Deployment, *, is_tried: bool) -> bool:
-        """Place it and its gang; False: not now. One that only stands for its wish is not tried,
-        because there is no room for it."""
+    def _try_to_place(self, deployment: Deployment, *, is_tried: bool) -> bool:
+        """Place the deployment and its gang; False: not possible now. `is_tried` is False for a
+        deployment that only blocks others, because it cannot fit."""
         context, now = self._context, self._now
         gang = gang_of(context, deployment)
         self._seen.update(each.deployment for each in gang)
         if why_not_yet(context, deployment) is not None:
             return False
         if is_tried or self._may_try(gang):
-            only = ways_left(context, gang, self._ahead, now)
-            likeness = tuple(likeness_of(each, only[each.deployment]) for each in gang)
-            if likeness not in self._failed and self._failed.isdisjoint((e,) for e in likeness):
-                if place_all(context, gang, only, now):
+            allowed = allowed_modes(context, gang, self._blocking, now)
+            keys = tuple(equivalence_key(each, allowed[each.deployment]) for each in gang)
+            if keys not in self._failed and self._failed.isdisjoint((key,) for key in keys):
+                if place_all(context, gang, allowed, now):
                     self._note_placed(gang)
                     return True
-                self._failed.add(likeness)
-                self._note_search(gang, only[deployment.deployment])
-        if is_unpassable(context, deployment, now):
-            self._ahead.update((each.node_type, each.workers) for each in gang)
+                self._failed.add(keys)
+                self._note_failed_search(gang, allowed[deployment.deployment])
+        if blocks_others(context, deployment, now):
+            self._blocking.update((each.node_type, each.workers) for each in gang)
         return False
 
     def _note_placed(self, gang: Sequence[Deployment]) -> None:
         context = self._context
         self._placed += gang
-        self._rooms.forget()
+        self._bounds.invalidate()
         job = context.job(gang[0].job)
-        for each in gang if self._rooms.anybody_shares else ():
+        for each in gang if self._bounds.policy_shares else ():
             group = context.group_of(each)
             if group is not None and group.shared and len(group.members) == 1:
-                self._offer(group.node_type, each.workers)
-        # By now, for whose turn has passed does not get another one by it.
+                self._reopen(group.node_type, each.workers)
+        # After `_reopen`, so that deployments already passed are not considered again.
         self._shares.pop(job.tenant, None)
-        # Now that their job has GPUs, it is the turn of its other deployments.
+        # The job has GPUs, so its other deployments move ahead in the order.
         for other in job.deployments:
             if other in context.waiting and other not in self._seen:
                 if self._newcomers is None or other in self._newcomers:
                     self._push(other)
-                elif is_unpassable(context, context.deployment(other), self._now):
+                elif blocks_others(context, context.deployment(other), self._now):
                     self._push(other, is_candidate=False)
 
-    def _note_search(self, gang: Sequence[Deployment], only: tuple[Way, ...]) -> None:
-        """Groups were searched for it, and free GPUs, in vain."""
+    def _note_failed_search(
+        self, gang: Sequence[Deployment], allowed: tuple[PlacementMode, ...]
+    ) -> None:
         if len(gang) > 1:
             self._gang_searches += 1
             return
         size = size_of(gang[0])
-        if Way.DEDICATED in only:
-            self._rooms.refused(size, gang[0].state_bytes)
+        if PlacementMode.DEDICATED in allowed:
+            self._bounds.note_refusal(size, gang[0].state_bytes)
         if gang[0].trace is not None:
             searches, key = self._context.state.searches, _size_key(size)
             searches[key] = searches.get(key, 0) + 1
 
     def _may_try(self, gang: Sequence[Deployment]) -> bool:
-        """Whether one of them is new, or its job has GPUs, and there may be room."""
+        """Whether the gang may be placed in this pass, and may fit: one of it is new, or its job
+        has GPUs already."""
         first, context = gang[0], self._context
         if self._newcomers is None:
-            if first.deployment not in context.waiting.singles:
+            if first.deployment not in context.waiting.of_partial_jobs:
                 return False
         elif not any(each.deployment in self._newcomers for each in gang):
             return False
         unit = context.waiting.unit_of(first.deployment)
         if unit is not None:
-            return self._holds(_spot_of(unit), unit.head)
+            return self._may_fit(_index_of(unit), unit.head)
         if len(gang) > 1:
             return True
         size = size_of(first)
         searches = context.state.searches.get(_size_key(size), 0)
         if first.trace is None or searches < context.config.searches_max:
             return True
-        return first.state_bytes <= self._rooms.of(size, joins=False).free_state_bytes
+        return first.state_bytes <= self._bounds.of(size, joins=False).free_state_bytes
 
 
-def _spot_of(unit: Unit) -> _Spot:
-    return _Spot(unit.sizes, unit.owner, unit.file)
+def _index_of(unit: Unit) -> _IndexId:
+    return _IndexId(unit.sizes, unit.owner, unit.queue_key)
 
 
 def _size_key(size: Size) -> str:

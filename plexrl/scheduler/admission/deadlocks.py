@@ -1,21 +1,22 @@
 """Deadlocks among jobs that hold GPUs for some deployments and wait for GPUs for others.
 
-Job A and job B each hold half of the GPUs, and each of them waits for the other half. Neither ends,
-so neither gets more. Such a deadlock cannot be ruled out, because controllers create their
-deployments one by one. It is found and broken after each placement pass:
+Job A and job B each hold half of the GPUs, and each waits for the other half. Neither ends, so
+neither gets more. Controllers create their deployments one by one, so such a deadlock cannot be
+prevented. It is detected and broken after each placement pass:
 
 1. a job is *partial* if it holds GPUs and waits for more. It is *idle* if its deployments have
-   started no operation, or none within `starvation_bound_s`. A job that works is no part of a
-   deadlock: it ends some day;
-2. suppose all jobs but the idle partial ones ended now. An idle partial job that could then be
-   completed is let go too, and gives back what it held, and so on. Those left over are *stuck*;
-3. of several stuck jobs one gives its GPUs back: one that is impossible on the nodes in service if
-   there is any, else the one of the lowest class that was submitted last. One that is stuck alone
-   waits for nodes that are not in service; it gives its GPUs back if others wait that could use
-   GPUs. The rest is looked at again.
+   started no operation, or none within `starvation_bound_s`. A job that works is not part of a
+   deadlock, because it ends some day;
+2. assume that all jobs except the idle partial ones ended now. An idle partial job that could then
+   get all its GPUs is assumed to end too and to release what it holds, and so on. The jobs that
+   remain are *stuck*;
+3. of several stuck jobs one gives its GPUs back: a job that is impossible on the nodes in service,
+   if there is one; otherwise the latest submission of the lowest class. A single stuck job waits
+   for nodes that are not in service; it gives its GPUs back if others wait that could use them.
+   Then the remaining jobs are checked again.
 
 A job that gave its GPUs back loses no operation. It becomes a gang of all its deployments, so it
-does not hold and wait a second time.
+cannot hold and wait again.
 """
 
 import math
@@ -23,26 +24,27 @@ from collections.abc import Sequence
 
 from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.admission.fit.feasibility import Need, fit_as_placed, is_possible, need_of
-from plexrl.scheduler.admission.scarcity import over_quota
+from plexrl.scheduler.admission.quotas import allows_gpus, over_quota
 from plexrl.scheduler.capacity.node_pool import NodeKind
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.evacuation import displace, may_displace
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import Deployment, Job
 
-LOOK_EACH_S = 60.0
-"""Partial jobs that work are looked at again at multiples of this time."""
+CHECK_EACH_S = 60.0
+"""Partial jobs that work are checked again at multiples of this time."""
 
 
 def break_deadlocks(context: Context, now: float) -> None:
-    """Have stuck jobs give their GPUs back until nobody is stuck, or nobody would gain by it."""
-    if not context.waiting.singles:
+    """Take GPUs from stuck jobs until no job is stuck, or no job would gain by it."""
+    if not context.waiting.of_partial_jobs:
         return
     idle = _idle_partial_jobs(context, now)
     while idle:
         stuck = _stuck(context, idle)
         if not stuck or (len(stuck) == 1 and not is_waited_for(context, stuck)):
             return
-        job = min(stuck, key=lambda each: _order_of_giving_way(context, each))
+        job = min(stuck, key=lambda each: _victim_key(context, each))
         idle.remove(job)
         reason = "it held GPUs while it waited for GPUs that other such jobs held"
         job.gang = len(job.deployments)
@@ -51,7 +53,7 @@ def break_deadlocks(context: Context, now: float) -> None:
 
 
 def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
-    names = {context.deployment(name).job: None for name in context.waiting.singles}
+    names = {context.deployment(name).job: None for name in context.waiting.of_partial_jobs}
     found = []
     for name in names:
         job = context.job(name)
@@ -62,9 +64,9 @@ def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
         if idle_at <= now and all(may_displace(context, each) for each in placed):
             found.append(job)
         else:
-            again_at = max(idle_at, now + LOOK_EACH_S) if math.isfinite(idle_at) else now
-            # Rounded, so that many looks ask for few timers.
-            context.wake((again_at // LOOK_EACH_S + 1) * LOOK_EACH_S, "placement:")
+            again_at = max(idle_at, now + CHECK_EACH_S) if math.isfinite(idle_at) else now
+            # Rounded, so that many checks share one timer.
+            context.wake((again_at // CHECK_EACH_S + 1) * CHECK_EACH_S, timers.PLACEMENT)
     return found
 
 
@@ -74,16 +76,16 @@ def placed_of(context: Context, job: Job) -> list[Deployment]:
 
 
 def _idle_at(context: Context, deployment: Deployment) -> float:
-    """From when on a deployment counts as idle; infinite while it works."""
+    """When a deployment becomes idle; infinite while it works."""
     if deployment.running or deployment.moving is not None:
         return math.inf
-    if not deployment.served_at:
+    if not deployment.burst.served_at:
         return -math.inf
-    return deployment.served_at + context.config.starvation_bound_s
+    return deployment.burst.served_at + context.config.starvation_bound_s
 
 
 def _stuck(context: Context, idle: Sequence[Job]) -> list[Job]:
-    """Those of the idle partial jobs that could not be completed even if all other jobs ended."""
+    """The idle partial jobs that could not get all their GPUs even if all other jobs ended."""
     left = {job.job: job for job in sorted(idle, key=lambda job: (job.submitted_at, job.job))}
     while True:
         free = _free_without(context, left)
@@ -99,7 +101,7 @@ def _stuck(context: Context, idle: Sequence[Job]) -> list[Job]:
 
 
 def _free_without(context: Context, holders: dict[JobId, Job]) -> dict[NodeKind, int]:
-    """The GPUs in service of each kind that none of these jobs holds."""
+    """GPUs in service that none of these jobs holds, by kind."""
     free = dict(context.inventory.in_service())
     groups: dict[GroupId, None] = {}
     for job in holders.values():
@@ -115,27 +117,24 @@ def _free_without(context: Context, holders: dict[JobId, Job]) -> dict[NodeKind,
 def _has_quota(
     context: Context, job: Job, waiting: Sequence[Deployment], holders: dict[JobId, Job]
 ) -> bool:
-    """Whether its tenant's quota lets the job have the rest, if all but these jobs ended."""
-    tenant = context.state.tenants.get(job.tenant)
-    if tenant is None or tenant.gpus_max is None:
-        return True
+    """Whether the tenant's quota would allow the job all its GPUs, if all other jobs ended."""
     held = sum(
         each.workers
         for other in holders.values()
         if other.tenant == job.tenant
         for each in placed_of(context, other)
     )
-    return held + sum(each.workers for each in waiting) <= tenant.gpus_max
+    return allows_gpus(context, job.tenant, held + sum(each.workers for each in waiting))
 
 
-def _order_of_giving_way(context: Context, job: Job) -> tuple[bool, int, float, str]:
+def _victim_key(context: Context, job: Job) -> tuple[bool, int, float, str]:
     waiting = [each for each in job.deployments if each in context.waiting]
-    can_be_had = all(is_possible(context, context.deployment(each)) for each in waiting)
-    return can_be_had, job.priority, -job.submitted_at, job.job
+    may_fit = all(is_possible(context, context.deployment(each)) for each in waiting)
+    return may_fit, job.priority, -job.submitted_at, job.job
 
 
 def is_waited_for(context: Context, jobs: Sequence[Job]) -> bool:
-    """Whether a job other than these waits that could use GPUs if it had some."""
+    """Whether a job other than these waits that could get GPUs if some were free."""
     names = {job.job for job in jobs}
     refused: set[tuple[TenantId, Need]] = set()
     for name in context.waiting:
@@ -145,12 +144,12 @@ def is_waited_for(context: Context, jobs: Sequence[Job]) -> bool:
         owner = context.job(other.job)
         if len(owner.deployments) < owner.gang:
             continue
-        # Many may wait behind one quota: those that are alike are asked about once.
-        asker = (owner.tenant, need_of(other)) if len(owner.deployments) == 1 else None
-        if asker is not None and asker in refused:
+        # Many jobs may wait behind one quota: equal requests are checked once.
+        request = (owner.tenant, need_of(other)) if len(owner.deployments) == 1 else None
+        if request is not None and request in refused:
             continue
         if over_quota(context, owner, other.workers) is None and is_possible(context, other):
             return True
-        if asker is not None:
-            refused.add(asker)
+        if request is not None:
+            refused.add(request)
     return False

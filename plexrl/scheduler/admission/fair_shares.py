@@ -1,13 +1,13 @@
-"""Which tenant has had the least of the cluster for its weight, and so gets GPUs next.
+"""The tenants' shares of the cluster: the tenant with the least share gets GPUs next.
 
-A tenant's share is (GPU-seconds that it held, fading with `HALF_LIFE_S`, plus the GPUs that it
-holds now times `HELD_NOW_S`) over its weight. The least share goes first. Over open backlogs this
-gives each tenant GPU-seconds in proportion to its weight, for jobs much shorter than the half-life;
-the second term spreads GPUs that come free at the same time.
+A share is (GPU-seconds held, decaying with `HALF_LIFE_S`, plus GPUs held at present times
+`HELD_NOW_S`) divided by the tenant's weight. While all tenants have a backlog, each gets
+GPU-seconds in proportion to its weight, for jobs much shorter than the half-life. The second term
+distributes GPUs that become free at the same time.
 
-A tenant that begins to wait, and had nothing waiting for `PAUSE_S`, is put on a level with the
-least share among the tenants that wait or hold GPUs, if its own is lower. So nobody saves up shares
-while it has nothing to run, and nobody pays later for GPUs that no one else wanted.
+A tenant that starts to wait after `PAUSE_S` or more without waiting jobs, and whose share is lower
+than the least share among the tenants that wait or hold GPUs, is raised to that share. So no tenant
+saves up shares while it has nothing to run, and none pays later for GPUs that no other wanted.
 """
 
 import math
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from plexrl.scheduler.core.context import Context
 
 HALF_LIFE_S = 7 * 86_400.0
-"""As Slurm's fair share has it: long beside jobs, or the order of jobs would be forgotten before
-the next one is chosen."""
+"""As in Slurm's fair share: long compared with jobs, so that one job still counts when the next one
+is admitted."""
 
 HELD_NOW_S = 3600.0
-"""GPUs held now count as much as if they had been held for this long. Far below the half-life: what
-is held at one moment may be far from a tenant's part for good, where jobs are few and large."""
+"""GPUs held at present count as if held for this long. Far below the half-life, because with few
+large jobs the GPUs held at one moment may always be far from the tenant's share."""
 
 PAUSE_S = 3600.0
-"""A backlog that is empty for less time than this counts as one that stayed open."""
+"""A backlog that was empty for less time than this counts as uninterrupted."""
 
-_FADE_S = HALF_LIFE_S / math.log(2.0)
+_DECAY_S = HALF_LIFE_S / math.log(2.0)
 
 
 def settle(held: HeldTime, gpus: int, now: float) -> None:
-    """Count the `gpus` that were held since the last call."""
+    """Add the GPU-seconds of `gpus` GPUs held since the last call."""
     held.gpu_seconds = _until(held, gpus, now)
     held.at = now
 
 
 def begin_to_wait(context: "Context", name: "TenantId", now: float) -> None:
-    """A deployment of the tenant is about to wait for GPUs."""
+    """Update the share of a tenant before one of its deployments starts to wait."""
     held = context.state.held.get(name)
     if held is None:
         held = context.state.held[name] = HeldTime(at=now)
@@ -49,7 +49,9 @@ def begin_to_wait(context: "Context", name: "TenantId", now: float) -> None:
         return
     if waited_at is not None and now - waited_at < PAUSE_S:
         return
-    others = [use_of(context, other, now) for other in context.active_tenants() if other != name]
+    others = [
+        decayed_use(context, other, now) for other in context.active_tenants() if other != name
+    ]
     if not others:
         return
     gpus, _ = context.holdings(name)
@@ -58,13 +60,13 @@ def begin_to_wait(context: "Context", name: "TenantId", now: float) -> None:
 
 
 def tenant_share(context: "Context", name: "TenantId", now: float) -> float:
-    """GPU-hours that the tenant held, fading, and GPUs that it holds, over its weight."""
+    """The tenant's share, in GPU-hours per weight."""
     gpus, _ = context.holdings(name)
-    return use_of(context, name, now) / HELD_NOW_S + gpus / weight_of(context, name)
+    return decayed_use(context, name, now) / HELD_NOW_S + gpus / weight_of(context, name)
 
 
-def use_of(context: "Context", name: "TenantId", now: float) -> float:
-    """GPU-seconds that the tenant held, fading, over its weight."""
+def decayed_use(context: "Context", name: "TenantId", now: float) -> float:
+    """GPU-seconds that the tenant held, decayed, divided by its weight."""
     held = context.state.held.get(name)
     if held is None:
         return 0.0
@@ -73,12 +75,12 @@ def use_of(context: "Context", name: "TenantId", now: float) -> float:
 
 
 def weight_of(context: "Context", name: "TenantId") -> float:
-    """The tenant's weight; 1 where it has none."""
+    """The tenant's weight; 1 by default."""
     tenant = context.state.tenants.get(name)
     return 1.0 if tenant is None else tenant.weight
 
 
 def _until(held: HeldTime, gpus: int, now: float) -> float:
     passed_s = max(0.0, now - held.at)
-    faded = math.exp(-passed_s / _FADE_S)
-    return held.gpu_seconds * faded - gpus * _FADE_S * math.expm1(-passed_s / _FADE_S)
+    decay = math.exp(-passed_s / _DECAY_S)
+    return held.gpu_seconds * decay - gpus * _DECAY_S * math.expm1(-passed_s / _DECAY_S)

@@ -1,19 +1,19 @@
-"""The order in which those who wait get GPUs, first criterion first:
+"""The order in which waiting deployments get GPUs, first criterion first:
 
-1. the job already has GPUs for another deployment (it holds them idle until it is whole);
-2. priority class, the highest first;
-3. its tenant's share of the cluster, the least first (`fair_shares`);
-4. those that have waited beyond `starvation_bound_s`, in the order of submission; then the others
+1. the job already has GPUs for another deployment, which are idle until the job is complete;
+2. the higher priority class;
+3. the smaller share of the cluster of the tenant (`fair_shares`);
+4. deployments that have waited beyond `starvation_bound_s`, by time of submission; then the others
    by response ratio: (wait + expected length) / expected length, the highest first;
 5. time of submission, then name.
 
-A long wait therefore helps a job against others of its tenant and class only. Tenants keep the
-parts that their weights give them, however old their backlogs are, and a fresh job of a higher
-class goes before all of them. No job waits for ever: its tenant's share does not grow while it gets
-nothing, and inside its class the tenant serves it before whatever was submitted later.
+A long wait therefore helps a job only against jobs of the same tenant and class. Tenants keep the
+shares that their weights give them, however old their backlogs are, and a new job of a higher class
+goes before all others. No job starves: the share of its tenant does not grow while the tenant gets
+nothing, and inside its class the tenant serves it before all later submissions.
 
-Expected lengths are compared in steps of a factor of two: with steps, jobs of one tenant, class and
-step stay in the order of their submission for as long as they wait, and need not be sorted again.
+Expected lengths are rounded to powers of two. So jobs of one tenant, class and rounded length stay
+in the order of submission while they wait, and are never sorted again.
 """
 
 import math
@@ -21,33 +21,43 @@ import math
 from plexrl.scheduler.admission.fit.feasibility import is_possible
 from plexrl.scheduler.admission.queues.waiting import expected_step
 from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.dispatch.hrrs import ratio_of, starves_at
 from plexrl.scheduler.state.records import Deployment, Job
 
-Turn = tuple[bool, int, float, float, float, str]
-"""The criteria above, the lowest first."""
+AdmissionKey = tuple[bool, int, float, float, float, str]
+"""The criteria above; the lowest key goes first."""
 
 
-def turn_of(context: Context, deployment: Deployment, share: float, now: float) -> Turn:
-    """The deployment's place in the order, with its tenant's share."""
+def admission_key(
+    context: Context, deployment: Deployment, share: float, now: float
+) -> AdmissionKey:
+    """The sort key of a deployment whose tenant has this share."""
     job = context.job(deployment.job)
     created_at, expected_s = deployment.created_at, expected_step(job.expected_s)
-    ratio = response_ratio(context, created_at, expected_s, now)
-    is_whole = not is_partial(context, job)
-    return is_whole, -job.priority, share, -ratio, created_at, deployment.deployment
+    ratio = waiting_ratio(context, created_at, expected_s, now)
+    return (
+        not is_partial(context, job),
+        -job.priority,
+        share,
+        -ratio,
+        created_at,
+        deployment.deployment,
+    )
 
 
-def response_ratio(context: Context, created_at: float, expected_s: float, now: float) -> float:
-    """Of one that waits since `created_at`; infinite beyond the bound."""
-    waited_s = now - created_at
-    if waited_s >= context.config.starvation_bound_s:
+def waiting_ratio(context: Context, created_at: float, expected_s: float, now: float) -> float:
+    """Response ratio of a deployment that has waited since `created_at`; infinite beyond the
+    starvation bound."""
+    if now >= starves_at(created_at, context.config.starvation_bound_s):
         return math.inf
-    return (waited_s + expected_s) / expected_s
+    return ratio_of(now - created_at, expected_s)
 
 
-def is_unpassable(context: Context, deployment: Deployment, now: float) -> bool:
-    """Whether nobody behind it may take free GPUs that it waits for: it waited beyond the bound,
-    or the policy does not backfill; and the nodes in service could hold it."""
-    if context.policy.backfills and now - deployment.created_at < context.config.starvation_bound_s:
+def blocks_others(context: Context, deployment: Deployment, now: float) -> bool:
+    """Whether deployments behind it may not take free GPUs that it needs: it has waited beyond the
+    bound or the policy does not backfill, and the nodes in service could hold it."""
+    starving_at = starves_at(deployment.created_at, context.config.starvation_bound_s)
+    if context.policy.backfills and now < starving_at:
         return False
     return is_possible(context, deployment)
 

@@ -1,22 +1,23 @@
-"""Jobs without a controller give their GPUs to jobs that wait for some.
+"""Detached jobs give their GPUs to jobs that wait for some.
 
-A detached job that has nothing to run holds GPUs for nobody. When another job waits that could use
-GPUs, the detached job is *set aside*: its deployments give their GPUs back and stand in no queue.
-One job is set aside at a time, first the one whose controller has been silent longest. It loses
-nothing: once a controller attaches it, its deployments wait for GPUs like new ones, and go on from
-their state. Operations that were submitted before are carried out first.
+A detached job (one without a controller) that has nothing to run holds GPUs for no purpose. When
+another job waits that could use GPUs, the detached job is *set aside*: its deployments give their
+GPUs back and enter no queue. One job is set aside at a time, the one whose controller was last seen
+longest ago. The job loses nothing: once a controller attaches it, its deployments wait for GPUs
+like new ones and continue from their state. Operations submitted before run first.
 """
 
 from plexrl.scheduler.admission.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.placement.evacuation import displace, may_displace
-from plexrl.scheduler.state.records import Job, WpgState
+from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Job
 
 
-def give_way(context: Context, now: float) -> bool:
-    """Set one detached job aside, if a job that is none of them could use GPUs; whether there was
-    one."""
+def preempt_detached(context: Context, now: float) -> bool:
+    """Set one detached job aside, if a job that is not detached could use GPUs. False: none was."""
     if not context.waiting or not context.detached:
         return False
     detached = map(context.job, context.detached)
@@ -27,8 +28,8 @@ def give_way(context: Context, now: float) -> bool:
     return True
 
 
-def come_back(context: Context, job: Job, now: float) -> None:
-    """The job has a controller again: it stands in the queues for GPUs."""
+def resume(context: Context, job: Job, now: float) -> None:
+    """Enqueue the deployments of a job that was set aside and has a controller again."""
     if not job.is_set_aside:
         return
     job.is_set_aside = False
@@ -36,9 +37,9 @@ def come_back(context: Context, job: Job, now: float) -> None:
     for deployment in map(context.deployment, job.deployments):
         if deployment.state == WpgState.WAITING:
             context.wait(deployment)
-            for node in deployment.state_nodes:
-                # It may have been lost meanwhile.
-                context.wake(now, f"node:{node}")
+            for node in deployment.stored.nodes:
+                # A node may have been lost in the meantime.
+                context.wake(now, timers.node_check(node))
     context.place_waiting = True
 
 
@@ -53,7 +54,7 @@ def _set_aside(context: Context, job: Job, now: float) -> None:
 
 
 def _is_idle(context: Context, job: Job) -> bool:
-    """Whether it has deployments, and none of them has anything to run."""
+    """Whether the job has deployments and none of them has anything to run."""
     if not job.deployments:
         return False
     waits = any(context.deployment(name).queue for name in job.deployments)

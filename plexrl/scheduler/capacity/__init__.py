@@ -1,1 +1,1 @@
-"""Who is busy when, on which GPUs. Pure."""
+"""Free capacity: planned busy slots of groups, free GPUs, memory, micro-shifts. Pure."""

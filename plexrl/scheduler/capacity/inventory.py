@@ -1,14 +1,14 @@
-"""What the state says of the cluster's room, kept ready for questions: index, pool, memory.
+"""The free capacity of the cluster, derived from the state: capacity index, GPU pool, memory.
 
-All of it follows from the state; `Inventory(config, policy, state)` makes it anew after a restart,
-and `check` compares the two.
+The state determines all of it: `Inventory(config, policy, state)` rebuilds it after a restart, and
+`check` compares the two.
 """
 
 from dataclasses import dataclass
 
 from plexrl.ids import DeploymentId, GroupId, NodeId
 from plexrl.scheduler.capacity.index import CapacityIndex, Shape
-from plexrl.scheduler.capacity.node_pool import NodeKind, NodePool
+from plexrl.scheduler.capacity.node_pool import NodeKind, NodePool, is_in_service
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.core.limits import TOTAL_MAX
 from plexrl.scheduler.placement.policies import PlacementPolicy
@@ -18,7 +18,7 @@ from plexrl.scheduler.state.records import Deployment, Group, Node, State
 
 
 class Inventory:
-    """Index of the groups' time, pool of free GPUs, and who keeps state on which node."""
+    """The capacity index, the pool of free GPUs, and the state kept on each node."""
 
     def __init__(self, config: SchedulerConfig, policy: PlacementPolicy, state: State) -> None:
         self._config = config
@@ -27,18 +27,18 @@ class Inventory:
         self.index = CapacityIndex(config.horizon_slots)
         self.pool = NodePool()
         self.draining: dict[NodeId, None] = {}
-        """Nodes that operators want empty."""
+        """Nodes that operators drain."""
         self.holds: dict[tuple[int, str, int], bool] = {}
-        """Whether the nodes in service have these GPUs at all: (count, type, memory of each)."""
+        """Whether the nodes in service have these GPUs: by (count, type, memory per GPU)."""
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
         self._in_service: dict[NodeKind, int] | None = None
         self._spills: dict[GroupId, bool] = {}
         self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
-        self._lies: dict[GroupId, dict[NodeId, _Part]] = {}
+        self._parts_of: dict[GroupId, dict[NodeId, _Part]] = {}
         self._demands: dict[DeploymentId, _Demand] = {}
-        """Of members, as they were last asked for."""
+        """The last projected trace of each member."""
         self._kept: dict[NodeId, int] = {}
-        """Bytes of state that the members of shared groups keep on each node."""
+        """Bytes of state of the members of shared groups, by node."""
         for node in state.nodes.values():
             self.node_changed(node)
         for group in state.groups.values():
@@ -51,17 +51,16 @@ class Inventory:
             for each in residents:
                 self._keep(group, each, +1)
         for group in state.groups.values():
-            self._set_room(group)
+            self._update_capacity(group)
 
     def node_changed(self, node: Node) -> None:
-        """A node joined, came back with other sizes, died, or is drained."""
+        """Update after a node joined, returned with other sizes, died, or is drained or not."""
         self._sizes = self._in_service = None
         self.holds.clear()
         if node.is_draining:
             self.draining[node.node] = None
         else:
             self.draining.pop(node.node, None)
-        former_type, former_gpus = self.pool.size(node.node)
         self.pool.remove(node.node)
         taken = [
             gpu.gpu
@@ -71,35 +70,32 @@ class Inventory:
         ]
         kind = NodeKind(node.node_type, node.gpu_memory_bytes)
         self.pool.add(node.node, kind, node.block, node.gpus, taken)
-        if not node.alive or node.is_draining:
+        if not is_in_service(node):
             self.pool.close(node.node)
-        if (node.node_type, node.gpus) != (former_type, former_gpus):
-            self.index.add_gpus(former_type, -former_gpus)
-            self.index.add_gpus(node.node_type, node.gpus)
         for name in self._groups_on.get(node.node, ()):
-            self._set_room(self._state.groups[name])
+            self._update_capacity(self._state.groups[name])
 
     def add_group(self, group: Group) -> None:
-        """A group was formed of free GPUs."""
+        """Add a group formed of free GPUs."""
         self.pool.take(group.gpus)
         self.index.add_group(group.group, shape_of(group), group.serial)
-        lies = self._lies[group.group] = _parts(group)
-        for node in lies:
+        parts = self._parts_of[group.group] = _parts(group)
+        for node in parts:
             self._groups_on.setdefault(node, {})[group.group] = None
 
     def remove_group(self, group: Group) -> None:
-        """A group without members gives its GPUs back."""
+        """Remove a group without members and free its GPUs."""
         self.index.remove_group(group.group)
         self.pool.give_back(group.gpus)
         self._spills.pop(group.group, None)
-        for node in self._lies.pop(group.group):
+        for node in self._parts_of.pop(group.group):
             del self._groups_on[node][group.group]
 
     def reserve(self, deployment: Deployment, *, strict: bool) -> None:
-        """Subtract the deployment's reservation from its group's time, and its state from memory.
+        """Reserve the deployment's slots in its group, and memory for its state.
 
         Raises:
-            CapacityError: `strict`, and the group is not free then; nothing changed.
+            CapacityError: `strict`, and the group is busy in one of the slots; nothing changed.
         """
         group = self._group_of(deployment)
         self.index.reserve(
@@ -113,15 +109,17 @@ class Inventory:
         self.refresh(group)
 
     def release(self, deployment: Deployment) -> None:
-        """Give back what `reserve` took; the group still lists it as a member no more."""
+        """Undo `reserve`, after the deployment was removed from the group's members."""
         group = self._group_of(deployment)
         self.index.release(group.group, deployment.deployment)
         self._demands.pop(deployment.deployment, None)
         self._keep(group, deployment, -1)
         self.refresh(group)
 
-    def reserve_anew(self, deployment: Deployment, trace: DemandTrace | None, shift: float) -> None:
-        """The deployment takes other time of the group that it is on."""
+    def replace_reservation(
+        self, deployment: Deployment, trace: DemandTrace | None, shift: float
+    ) -> None:
+        """Replace the deployment's slots in its group; None: the whole ring."""
         assert deployment.group is not None, f"{deployment.deployment} is on no group"
         if trace is None:
             footprint, duty = whole_ring(self._config.horizon_slots), self._equal_duty
@@ -131,14 +129,16 @@ class Inventory:
         self.index.replace(deployment.group, deployment.deployment, footprint, duty)
 
     def refresh(self, group: Group) -> None:
-        """Members, profiles or openness of `group` changed: see to all groups on its nodes."""
-        touched = {name: None for node in self._lies[group.group] for name in self._groups_on[node]}
+        """Update the capacity of all groups on the nodes of `group`, which has changed."""
+        touched = {
+            name: None for node in self._parts_of[group.group] for name in self._groups_on[node]
+        }
         for name in touched:
-            self._set_room(self._state.groups[name])
+            self._update_capacity(self._state.groups[name])
 
     def sizes(self) -> dict[NodeKind, tuple[int, int]]:
-        """(GPUs, bytes of the host and NVMe tiers) of all nodes of each kind together, lost ones
-        too where they may come back."""
+        """(GPUs, bytes of the host and NVMe tiers) in total, by kind of node. Includes lost nodes
+        that may come back."""
         if self._sizes is None:
             self._sizes = {}
             for node in self._state.nodes.values():
@@ -151,49 +151,49 @@ class Inventory:
         return self._sizes
 
     def in_service(self) -> dict[NodeKind, int]:
-        """GPUs of each kind on nodes that are there and not being drained, whoever holds them."""
+        """GPUs on nodes in service, free or not, by kind."""
         if self._in_service is None:
             self._in_service = {}
             for node in self._state.nodes.values():
-                if node.alive and not node.is_draining:
+                if is_in_service(node):
                     kind = NodeKind(node.node_type, node.gpu_memory_bytes)
                     self._in_service[kind] = self._in_service.get(kind, 0) + node.gpus
         return self._in_service
 
     def gpus_in_service(self, group: Group) -> dict[NodeKind, int]:
-        """What the group has of `in_service`."""
+        """The group's GPUs on nodes in service, by kind."""
         found: dict[NodeKind, int] = {}
         for gpu in group.gpus:
             node = self._state.nodes[gpu.node]
-            if node.alive and not node.is_draining and gpu.gpu < node.gpus:
+            if is_in_service(node) and gpu.gpu < node.gpus:
                 kind = NodeKind(node.node_type, node.gpu_memory_bytes)
                 found[kind] = found.get(kind, 0) + 1
         return found
 
     def groups_on(self, node: NodeId) -> list[GroupId]:
-        """Groups with GPUs on that node."""
+        """The groups with GPUs on that node."""
         return list(self._groups_on.get(node, ()))
 
     def nodes(self, group: Group) -> tuple[NodeId, ...]:
-        """Those that the group has GPUs on, by name."""
-        return tuple(self._lies[group.group])
+        """The nodes of the group, sorted by name."""
+        return tuple(self._parts_of[group.group])
 
     def footprint(self, deployment: Deployment) -> Footprint:
-        """What the deployment's reservation takes of the ring."""
+        """The footprint of the deployment's reservation."""
         reservation = deployment.reservation
         if reservation is None or reservation.trace is None:
             return whole_ring(self._config.horizon_slots)
         return self._demand(deployment, reservation.trace).footprint.at(reservation.shift)
 
     def duty(self, deployment: Deployment) -> float:
-        """The part of a group's time that a member counts for; unprofiled ones an equal share."""
+        """The part of a group's time that a member uses; an equal share without a profile."""
         reservation = deployment.reservation
         if reservation is not None and reservation.trace is not None:
             return self._demand(deployment, reservation.trace).duty
         return self._equal_duty
 
     def duty_when_placed(self, deployment: Deployment) -> float:
-        """What a deployment that waits will count for."""
+        """The duty that a waiting deployment will have."""
         return self.duty(deployment) if deployment.trace is None else deployment.trace.duty
 
     @property
@@ -201,7 +201,7 @@ class Inventory:
         return self._config.load_max / self._config.residents_max
 
     def _demand(self, deployment: Deployment, trace: DemandTrace) -> "_Demand":
-        """Made once for a trace: a member's moves about the ring far more often than it changes."""
+        """The projected trace, cached because shifts change far more often than traces."""
         name, config = deployment.deployment, self._config
         found = self._demands.get(name)
         if found is None or found.trace is not trace:
@@ -210,21 +210,22 @@ class Inventory:
         return found
 
     def state_bytes_free(self, group: Group) -> tuple[int, int]:
-        """(in host memory, with NVMe): how large the state of one more member may be."""
+        """(in host memory, with NVMe): the largest state of one more member, in bytes."""
         host, total = [], []
-        for node, part in self._lies[group.group].items():
+        for node, part in self._parts_of[group.group].items():
             known, kept = self._state.nodes[node], self._kept.get(node, 0)
             scale = len(group.gpus) / part.ranks
             host.append(int((known.host_memory_bytes - kept) * scale))
             total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
-        # Columns of the index are integers of 64 bits.
+        # The index stores 64-bit integers.
         return max(-TOTAL_MAX, min(TOTAL_MAX, *host)), max(-TOTAL_MAX, min(TOTAL_MAX, *total))
 
     def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
-        """Free GPUs for a new group of the deployment's; None where there are none.
+        """Free GPUs for a new group of the deployment; None if there are none.
 
-        Where the policy keeps states in host memory, with it none of their nodes keeps more than
-        that. One that has its nodes to itself is never switched away from, and may be larger.
+        If the policy keeps states in host memory, the deployment must fit into the host memory of
+        its nodes with the states there. A deployment alone on its nodes is never offloaded, so its
+        state may be larger.
         """
         per_rank = -(-deployment.state_bytes // deployment.workers)
         wanted = (deployment.workers, deployment.node_type, per_rank)
@@ -239,29 +240,33 @@ class Inventory:
         return self.pool.find(*wanted, fits)
 
     def spills(self, group: Group) -> bool:
-        """Whether the states kept on the group's nodes are more than host memory holds."""
+        """Whether the states on the group's nodes exceed host memory."""
         return self._spills[group.group]
 
     def check(self) -> None:
-        """Assert that what was kept up to date is what would be made anew."""
-        anew = Inventory(self._config, self._policy, self._state)
-        assert self.pool.snapshot() == anew.pool.snapshot(), "the pool of free GPUs has drifted"
-        kept = [{node: kept for node, kept in each._kept.items() if kept} for each in (self, anew)]
-        assert kept[0] == kept[1], f"the nodes keep {kept[0]}, not {kept[1]}"
-        self.index.check_equal(anew.index)
+        """Assert that the inventory equals one rebuilt from the state."""
+        rebuilt = Inventory(self._config, self._policy, self._state)
+        assert self.pool.snapshot() == rebuilt.pool.snapshot(), (
+            "the pool of free GPUs differs from the state"
+        )
+        kept = [
+            {node: kept for node, kept in each._kept.items() if kept} for each in (self, rebuilt)
+        ]
+        assert kept[0] == kept[1], f"the states on the nodes are {kept[0]}, not {kept[1]}"
+        self.index.check_equal(rebuilt.index)
 
     def _keep(self, group: Group, deployment: Deployment, sign: int) -> None:
-        """A member's state lies on its group's nodes from now on (or, negative, no more)."""
+        """Add (+1) or subtract (-1) a member's state on its group's nodes."""
         if not group.shared:
             return
-        for node, part in self._lies[group.group].items():
+        for node, part in self._parts_of[group.group].items():
             nbytes = deployment.state_bytes * part.ranks // len(group.gpus)
             self._kept[node] = self._kept.get(node, 0) + sign * nbytes
 
-    def _set_room(self, group: Group) -> None:
+    def _update_capacity(self, group: Group) -> None:
         host, total = self.state_bytes_free(group)
         self._spills[group.group] = host < 0
-        self.index.set_room(
+        self.index.update_capacity(
             group.group,
             is_open=self.is_open(group),
             host_bytes_free=host,
@@ -269,16 +274,16 @@ class Inventory:
         )
 
     def is_open(self, group: Group) -> bool:
-        """Whether the group takes members by search."""
+        """Whether searches may add members to the group."""
         if not group.shared or group.is_closed:
             return False
-        for name, part in self._lies[group.group].items():
+        for name, part in self._parts_of[group.group].items():
             node = self._state.nodes[name]
-            if node.is_draining or not node.alive or part.highest >= node.gpus:
+            if not is_in_service(node) or part.highest >= node.gpus:
                 return False
         if not self._policy.repacks:
             return True
-        # A profile is taken undisturbed (PlexRL §4.3.2, cold start).
+        # A member is profiled alone (PlexRL §4.3.2, cold start).
         reservations = (self._state.deployments[name].reservation for name in group.members)
         return all(each is not None and each.trace is not None for each in reservations)
 
@@ -288,13 +293,13 @@ class Inventory:
 
 
 def shape_of(group: Group) -> Shape:
-    """What makes the group interchangeable with others."""
+    """The shape of a group."""
     return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus))
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What follows from a member's trace, whenever it runs."""
+    """A member's trace, projected onto the ring."""
 
     trace: DemandTrace
     footprint: Footprint
@@ -304,15 +309,15 @@ class _Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What a group has of one node."""
+    """The part of a group on one node."""
 
     ranks: int
     highest: int
-    """Index of its last GPU there."""
+    """Index of its last GPU on the node."""
 
 
 def _parts(group: Group) -> dict[NodeId, _Part]:
-    """By node, in the order of their names."""
+    """The parts of a group by node, sorted by name."""
     indexes: dict[NodeId, list[int]] = {}
     for gpu in group.gpus:
         indexes.setdefault(gpu.node, []).append(gpu.gpu)

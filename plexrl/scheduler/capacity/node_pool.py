@@ -1,26 +1,35 @@
-"""GPUs that no group has, found by size, type and place without a look at every node.
+"""The pool of free GPUs, searched by size, type and topology without a scan of all nodes.
 
-A group is as near together as it can be: on one node where any has room (the one with the least to
-spare, so that larger wishes still find theirs), else on neighbouring nodes of one block of the
-topology (a rack, a rail), else on as few adjacent blocks as hold it.
+The GPUs of a group are as close together as possible: on one node if one has enough free GPUs (best
+fit, so that larger requests still find a node), else on neighbouring nodes of one block of the
+topology (a rack, a rail), else on the fewest adjacent blocks that hold it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedDict, SortedList
 
 from plexrl.ids import NodeId
 from plexrl.scheduler.state.commands import RankPlacement
 
+if TYPE_CHECKING:
+    from plexrl.scheduler.state.records import Node
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeKind:
-    """Nodes of one kind are interchangeable and may form a group together."""
+    """Nodes of one kind are interchangeable. A group uses one kind only."""
 
     node_type: str
     gpu_memory_bytes: int
     """Per GPU."""
+
+
+def is_in_service(node: "Node") -> bool:
+    """Whether new groups may use the node: it is alive and not drained."""
+    return node.alive and not node.is_draining
 
 
 @dataclass(slots=True)
@@ -35,7 +44,7 @@ class _PoolNode:
 
 @dataclass(slots=True)
 class _Block:
-    """The open nodes of one kind in one block of the topology, by id."""
+    """The open nodes of one kind in one block of the topology, sorted by id."""
 
     nodes: "SortedDict[NodeId, None]" = field(default_factory=SortedDict)
     free_gpus: int = 0
@@ -49,7 +58,7 @@ class _Kind:
 
 
 class NodePool:
-    """Free GPUs of all open nodes."""
+    """The free GPUs of all open nodes."""
 
     def __init__(self) -> None:
         self._nodes: dict[NodeId, _PoolNode] = {}
@@ -58,14 +67,14 @@ class NodePool:
     def add(
         self, node: NodeId, kind: NodeKind, block: str, gpus: int, taken: Iterable[int]
     ) -> None:
-        """A node joined; `taken` of its GPUs belong to groups."""
+        """Add a node; the GPUs `taken` belong to groups."""
         assert node not in self._nodes, f"{node} is in the pool already"
         free = sorted(set(range(gpus)) - set(taken))
         self._nodes[node] = _PoolNode(kind=kind, block=block, gpus=gpus, free=free)
         self._enter(node)
 
     def remove(self, node: NodeId) -> None:
-        """A node is gone."""
+        """Remove a node, if it is in the pool."""
         found = self._nodes.get(node)
         if found is None:
             return
@@ -74,39 +83,34 @@ class NodePool:
         del self._nodes[node]
 
     def close(self, node: NodeId) -> None:
-        """No new group may use the node (drain) until it is removed and added again; what it has
-        stays."""
+        """Stop using the node for new groups until it is removed and added again. Its groups
+        stay."""
         found = self._nodes.get(node)
         if found is not None and found.is_open:
             self._leave(node)
             found.is_open = False
 
     def take(self, gpus: Sequence[RankPlacement]) -> None:
-        """These GPUs belong to a group now."""
+        """Mark GPUs as used by a group."""
         for node, indexes in _by_node(gpus).items():
             self._set_free(node, sorted(set(self._nodes[node].free) - indexes))
 
     def give_back(self, gpus: Sequence[RankPlacement]) -> None:
-        """These GPUs are free again, as far as their nodes still have them."""
+        """Free GPUs again, if their nodes still have them."""
         for node, indexes in _by_node(gpus).items():
             found = self._nodes.get(node)
             if found is not None:
                 there = {index for index in indexes if index < found.gpus}
                 self._set_free(node, sorted(there | set(found.free)))
 
-    def size(self, node: NodeId) -> tuple[str, int]:
-        """(type, GPUs) of a node as it was added; no GPUs for an unknown one."""
-        found = self._nodes.get(node)
-        return ("", 0) if found is None else (found.kind.node_type, found.gpus)
-
     def snapshot(self) -> dict[NodeId, tuple[bool, tuple[int, ...]]]:
-        """(is open, free GPUs) of every node, to be compared."""
+        """(is open, free GPUs) of every node, for comparisons."""
         return {
             name: (node.is_open, tuple(node.free)) for name, node in sorted(self._nodes.items())
         }
 
     def free_gpus(self, node_type: str = "") -> int:
-        """Free GPUs of a type on open nodes."""
+        """Number of free GPUs of a type on open nodes; empty type: of all types."""
         found = 0
         for key, kind in self._kinds.items():
             if node_type in ("", key.node_type):
@@ -114,8 +118,7 @@ class NodePool:
         return found
 
     def free_by_kind(self, node_type: str) -> list[tuple[NodeKind, int]]:
-        """(kind, its free GPUs) of each kind of that type, or of every type where it is empty: a
-        group has GPUs of one kind."""
+        """(kind, number of free GPUs) of each kind of that type; empty type: of all kinds."""
         return [
             (key, kind.free_gpus)
             for key, kind in self._kinds.items()
@@ -129,10 +132,10 @@ class NodePool:
         memory_bytes_min: int,
         suits: Callable[[NodeId, int], bool] | None = None,
     ) -> tuple[RankPlacement, ...] | None:
-        """`count` free GPUs of one kind, each of at least that memory; None where there are none.
+        """`count` free GPUs of one kind with at least that memory each; None if there are none.
 
-        Among kinds the one with the least memory that suffices, then by name. `suits` says whether
-        so many GPUs may be taken of a node."""
+        Prefers the kind with the least sufficient memory, then the lowest name. `suits(node, n)`:
+        whether n GPUs of the node may be used."""
         kinds = [
             key
             for key in self._kinds
@@ -155,7 +158,7 @@ class NodePool:
         return None
 
     def _suitable(self, kind: _Kind, count: int, suits: Callable[[NodeId, int], bool]) -> _Kind:
-        """The part of a kind of which as many GPUs as are wanted, or all that are free, suit."""
+        """The nodes of a kind of which `count` GPUs, or all free ones, may be used."""
         found = _Kind()
         for free, node in kind.by_free:
             if free and suits(node, min(free, count)):
@@ -172,7 +175,7 @@ class NodePool:
         return self._over_blocks(kind, count)
 
     def _inside_block(self, block: _Block, count: int) -> list[NodeId]:
-        """The shortest run of neighbouring nodes that holds `count`."""
+        """The shortest run of neighbouring nodes with `count` free GPUs."""
         nodes = list(block.nodes)
         free = [len(self._nodes[node].free) for node in nodes]
         best: tuple[int, int, int] | None = None
@@ -184,11 +187,11 @@ class NodePool:
                 low += 1
             if total >= count and (best is None or (high - low, low) < best[:2]):
                 best = (high - low, low, high)
-        assert best is not None, "the block was said to suffice"
+        assert best is not None, "the block has fewer free GPUs than counted"
         return nodes[best[1] : best[2] + 1]
 
     def _over_blocks(self, kind: _Kind, count: int) -> list[NodeId]:
-        """The fewest adjacent blocks that hold `count`, the fullest node of each first."""
+        """The nodes of the fewest adjacent blocks with `count` free GPUs, most free GPUs first."""
         blocks = list(kind.blocks.values())
         sizes = [block.free_gpus for block in blocks]
         for span in range(2, len(blocks) + 1):
@@ -196,7 +199,7 @@ class NodePool:
                 if sum(sizes[low : low + span]) >= count:
                     nodes = [node for block in blocks[low : low + span] for node in block.nodes]
                     return sorted(nodes, key=lambda n: -len(self._nodes[n].free))
-        raise AssertionError("the kind was said to suffice")
+        raise AssertionError("the kind has fewer free GPUs than counted")
 
     def _set_free(self, node: NodeId, free: list[int]) -> None:
         found = self._nodes[node]

@@ -1,9 +1,8 @@
-"""Who is busy at the same time as whom on a group, by the plan (PlexRL §4.3.2, Eq. 2).
+"""Overlaps between the planned busy slots of a group's members (PlexRL §4.3.2, Eq. 2).
 
-Whether two footprints share a slot follows from how their cycles can stand to each other, without a
-look at the ring; plans follow their jobs all the time, and most only have to know that. In how many
-slots a member overlaps is counted when it is asked. Members without a profile give way: they
-overlap with nobody, and nobody with them.
+Whether two footprints share a slot follows from the relative positions that their cycles can have,
+without a look at the ring. Plans change often and mostly need only this test; the number of shared
+slots is counted on request. Members without a profile count as overlapping with nobody.
 """
 
 import math
@@ -18,30 +17,29 @@ if TYPE_CHECKING:
     from plexrl.scheduler.state.demand import DemandTrace
 
 UNCOUNTED_S: Final = math.inf
-"""Of an overlap that there is."""
+"""Marks an overlap whose length was not counted."""
 
 TINY_SLOTS: Final = 1e-6
-"""Far below a slot, far above the rounding of a phase."""
+"""Far below a slot, far above the rounding error of a phase."""
 
 
-def lay_anew(context: "Context", deployment: Deployment, shift: float) -> None:
-    """Replace the deployment's footprint by that of its present trace, at `shift` slots."""
+def update_reservation(context: "Context", deployment: Deployment, shift: float) -> None:
+    """Replace the deployment's reservation by its present trace at `shift` slots."""
     assert deployment.group is not None, f"{deployment.deployment} is on no group"
     group = context.state.groups[deployment.group]
     trace, before = deployment.trace, deployment.reservation
-    context.inventory.reserve_anew(deployment, trace, shift)
+    context.inventory.replace_reservation(deployment, trace, shift)
     slots = context.inventory.index.slots(deployment.group)
-    overlap_s = UNCOUNTED_S if _overlaps(context, group, slots, deployment) else 0.0
+    overlap_s = UNCOUNTED_S if _overlaps_any(context, group, slots, deployment) else 0.0
     deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
     if before is None or before.trace is None:
-        # The group may take others now.
+        # The group may accept members now.
         context.inventory.refresh(group)
-    give_time_back(context, group)
+    refresh_overlap_flags(context, group)
 
 
-def give_time_back(context: "Context", group: Group) -> None:
-    """A footprint has gone from where it was: whoever overlapped with it only has time of its own
-    again."""
+def refresh_overlap_flags(context: "Context", group: Group) -> None:
+    """Clear the overlap flag of members that no longer overlap, after a footprint moved."""
     slots = context.inventory.index.slots(group.group)
     for name in group.members:
         member = context.state.deployments[name]
@@ -50,14 +48,13 @@ def give_time_back(context: "Context", group: Group) -> None:
             reservation is not None
             and reservation.overlap_s != 0.0
             and reservation.trace is not None
-            and not _overlaps(context, group, slots, member)
+            and not _overlaps_any(context, group, slots, member)
         ):
             member.reservation = Reservation(shift=reservation.shift, trace=reservation.trace)
 
 
 def overlap_s(context: "Context", deployment: Deployment) -> float:
-    """Seconds of a cycle in which another member is busy too; 0 for one that had time of its own
-    when its plan was laid, or has got it since."""
+    """Seconds of the deployment's cycle in which another member is busy too, by the plan."""
     reservation = deployment.reservation
     if deployment.group is None or reservation is None or reservation.overlap_s == 0.0:
         return 0.0
@@ -71,9 +68,9 @@ def overlap_s(context: "Context", deployment: Deployment) -> float:
     return both.bit_count() / slots.footprints[deployment.deployment].cycles
 
 
-def owns_time(member: Deployment) -> bool:
-    """Whether the plan holds time free for it that must not be taken: it overlaps with nobody, and
-    what it does there delays its job."""
+def has_exclusive_slots(member: Deployment) -> bool:
+    """Whether the member's planned slots are reserved for it: no other plan overlaps with them, and
+    a delay there would delay its job."""
     reservation = member.reservation
     if reservation is None or reservation.overlap_s != 0.0 or reservation.trace is None:
         return False
@@ -81,17 +78,16 @@ def owns_time(member: Deployment) -> bool:
 
 
 def has_critical(trace: "DemandTrace") -> bool:
-    """Whether there is a segment that cannot wait as long as it lasts."""
+    """Whether a segment has less slack than its own duration."""
     found = False
     for segment in trace.segments:
         found |= segment.slack_s < segment.duration_s
     return found
 
 
-def meet(one: Footprint, other: Footprint) -> bool:
-    """Whether both are busy in a slot of the ring."""
-    # Any cycle of the one begins by a multiple of this behind any of the other, plus their shifts'
-    # difference.
+def footprints_overlap(one: Footprint, other: Footprint) -> bool:
+    """Whether both are busy in some slot of the ring."""
+    # The starts of two cycles differ by the difference of the shifts plus a multiple of this.
     apart = one.horizon_slots / math.lcm(one.cycles, other.cycles)
     behind = other.shift - one.shift
     is_close = False
@@ -103,12 +99,12 @@ def meet(one: Footprint, other: Footprint) -> bool:
             if is_long and (gap < -TINY_SLOTS or other_gap < -TINY_SLOTS):
                 return True
             if gap < 1.0 or other_gap < 1.0:
-                # Rounded outward they may be in one slot.
+                # Rounded outward they may share a slot.
                 is_close = True
     return is_close and one.busy() & other.busy() != 0
 
 
-def _overlaps(
+def _overlaps_any(
     context: "Context", group: Group, slots: "GroupSlots", deployment: Deployment
 ) -> bool:
     footprints = slots.footprints
@@ -119,7 +115,7 @@ def _overlaps(
             name != deployment.deployment
             and planned is not None
             and planned.trace is not None
-            and meet(own, footprints[name])
+            and footprints_overlap(own, footprints[name])
         ):
             return True
     return False

@@ -1,11 +1,14 @@
-"""Busy profiles of many groups, folded to one period: where a demand fits, for every shift at once.
+"""The micro-shift: where a cycle fits into the time of a group, for all groups and shifts at once.
 
-A job of `cycles` repetitions meets every slot of the ring that is equal modulo its period, so a
-group's ring is folded to that period: cell j holds the summed weight of all busy slots that fall on
-phase j. A shift δ fits strictly where the sum over the shifted segments is 0; else the sum is the
-overlap (PlexRL §4.3.2, Eq. 1 and 2). The sum over a segment is a difference of prefix sums, so
-all shifts of all groups are two array subtractions a segment: the circular cross-correlation with
-a box, exact in integers, and quicker than by FFT for the handful of segments that cycles have.
+The owner of the micro-shift criterion: which shifts fit, what each costs, and when a cycle has left
+its plan.
+
+A job with `cycles` repetitions touches all slots of the ring that are equal modulo its period. So
+the ring of a group is folded to that period: cell j holds the summed weight of all busy slots with
+phase j. A shift δ fits strictly if the sum over the shifted segments is 0; otherwise the sum is the
+overlap (PlexRL §4.3.2, Eq. 1 and 2). The sum over a segment is a difference of prefix sums, so all
+shifts of all groups take two array subtractions per segment. This is the circular cross-correlation
+with a box, exact in integers, and faster than an FFT for the few segments that cycles have.
 """
 
 import math
@@ -19,26 +22,35 @@ from numpy.typing import NDArray
 from plexrl.scheduler.state.demand import CRITICAL_WEIGHT, Footprint
 
 EPSILON = 1e-6
-"""Slots; far below a cell, far above the rounding of a phase."""
+"""Slots; far below a cell, far above the rounding error of a phase."""
 
 CELLS_PER_CHUNK = 1 << 18
-"""Groups are searched in chunks of about this many cells, to stay in the processor's cache."""
+"""Cells searched at once, to stay in the processor's cache."""
+
+PHASE_TOLERANCE = 0.1
+"""A cycle leaves its plan when it starts off its slot by more than this part of the period."""
+
+
+def is_off_plan(started_at: float, shift: float, period: float) -> bool:
+    """Whether a cycle that started at `started_at` has left the plan with this shift; in slots."""
+    off = (started_at - shift) % period
+    return min(off, period - off) > PHASE_TOLERANCE * period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftSearch:
-    """What a search asks of every group."""
+    """The parameters of a search."""
 
     footprint: Footprint
-    """At shift 0."""
+    """The job's footprint at shift 0."""
     start_slot: int
-    """Where a shift of 0 would put the first cycle: the slot of now."""
+    """The slot of the present; a shift of 0 starts the first cycle there."""
     margin_slots: int
-    """Neighbours nearer than this count as interference, for cycles jitter."""
+    """Busy slots nearer than this to a segment count as interference, because cycles jitter."""
     interference_weight: float
-    """λ of the cost, in seconds of delay per second of interference a cycle."""
+    """λ of the cost: seconds of delay per second of interference in a cycle."""
     strict: bool
-    """Only shifts without any overlap; else the overlap is part of the cost."""
+    """Only shifts without overlap; otherwise the overlap is part of the cost."""
 
 
 class Fit(NamedTuple):
@@ -46,18 +58,18 @@ class Fit(NamedTuple):
 
     row: int
     shift_slots: int
-    """δ: slots from the search's start to the first cycle."""
+    """δ: slots from the start of the search to the first cycle."""
     overlap_s: float
-    """Seconds of a cycle in which a resident is busy too, those with slack counting as a quarter
-    and those of several residents for each; 0 for a strict fit."""
+    """Seconds of a cycle in which residents are busy too, summed over residents; time with slack
+    counts a quarter. 0 for a strict fit."""
     interference_s: float
-    """Overlap with the margin added, by weight of what is overlapped."""
+    """Overlap including the margin, weighted by what is overlapped."""
     cost: float
     """δ + λ · interference, without the setup."""
 
 
-class FoldTable:
-    """The folds of one set of groups at one number of cycles, a row a group."""
+class PeriodProfiles:
+    """The busy profiles of a set of groups, folded to the period of one number of cycles."""
 
     def __init__(self, horizon_slots: int, cycles: int) -> None:
         self.cycles = cycles
@@ -73,9 +85,10 @@ class FoldTable:
         versions: NDArray[np.int64],
         intervals: Callable[[int], Sequence[NDArray[np.int64]]],
     ) -> None:
-        """Fold again those of `rows` that have changed since they were last folded here.
+        """Fold the rows again that changed since the last fold.
 
-        `versions[row]` changes with the row's residents, `intervals(row)` are their footprints'.
+        `versions[row]` changes with the residents of the row; `intervals(row)` rewhole_periods the
+        intervals of their footprints.
         """
         if len(self._rows) < len(versions):
             more = len(versions) - len(self._rows)
@@ -97,15 +110,15 @@ class FoldTable:
     def _fold(
         self, intervals: NDArray[np.int64], lines: NDArray[np.intp], count: int
     ) -> NDArray[np.int32]:
-        """Summed weight of ring intervals by line and phase: [count, cells], edges outward."""
+        """Summed weight of ring intervals by line and phase, rounded outward: [count, cells]."""
         lengths = intervals[:, 1] - intervals[:, 0]
         weights = intervals[:, 2].astype(np.float64)
         start = intervals[:, 0] - np.floor(intervals[:, 0] / self.period) * self.period
         stop = start + lengths
-        turns = None
+        whole_periods = None
         if lengths.max() >= self.period:
-            turns = np.floor(lengths / self.period)
-            stop = start + (lengths - turns * self.period)
+            whole_periods = np.floor(lengths / self.period)
+            stop = start + (lengths - whole_periods * self.period)
         low = np.floor(start + EPSILON).astype(np.int64)
         high = np.ceil(np.minimum(stop, self.period) - EPSILON).astype(np.int64)
         width = self.cells + 1
@@ -113,9 +126,9 @@ class FoldTable:
         size = count * width
         edges = np.bincount(base + low, weights, size)
         edges -= np.bincount(base + high, weights, size)
-        if turns is not None:
-            # Whole turns cover every phase.
-            edges += np.bincount(base, turns * weights, size)
+        if whole_periods is not None:
+            # A whole period covers every phase.
+            edges += np.bincount(base, whole_periods * weights, size)
         past = stop > self.period + EPSILON
         if past.any():
             over = np.ceil(stop[past] - self.period - EPSILON).astype(np.int64)
@@ -125,7 +138,7 @@ class FoldTable:
         return np.rint(folded).astype(np.int32)
 
     def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
-        """The best shift of every row that has one, in the order of `rows`."""
+        """The best shift of every row that has a fit, in the order of `rows`."""
         per_chunk = max(1, CELLS_PER_CHUNK // (3 * self.cells))
         found: list[Fit] = []
         for begin in range(0, len(rows), per_chunk):
@@ -134,12 +147,12 @@ class FoldTable:
 
     def _search_chunk(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
         cells = self.cells
-        # Three turns: a segment may begin in the first and end in the third.
+        # Three periods: a segment may begin in the first and end in the third.
         sums = np.zeros((len(rows), 3 * cells + 1), dtype=np.int32)
         np.cumsum(self._rows[rows], axis=1, out=sums[:, 1 : cells + 1])
-        turn = sums[:, cells : cells + 1]
-        sums[:, cells + 1 : 2 * cells + 1] = sums[:, 1 : cells + 1] + turn
-        sums[:, 2 * cells + 1 :] = sums[:, cells + 1 : 2 * cells + 1] + turn
+        one_period = sums[:, cells : cells + 1]
+        sums[:, cells + 1 : 2 * cells + 1] = sums[:, 1 : cells + 1] + one_period
+        sums[:, 2 * cells + 1 :] = sums[:, cells + 1 : 2 * cells + 1] + one_period
         overlap = self._box_sums(sums, wanted, 0)
         near = overlap
         if wanted.margin_slots:
@@ -168,11 +181,11 @@ class FoldTable:
     def _box_sums(
         self, sums: NDArray[np.int32], wanted: ShiftSearch, margin: int
     ) -> NDArray[np.int32]:
-        """Summed weight under all segments for every shift: [rows, shifts]."""
+        """Summed weight under all segments for every shift: [rows, shifts] int32."""
         shifts = math.floor(self.period)
         phase = wanted.start_slot - math.floor(wanted.start_slot / self.period) * self.period
-        # A fractional period rounds edges differently in every cycle: two cells either side cover
-        # the cut of the cell and of the wrap.
+        # A fractional period rounds the edges differently in each cycle. Two cells on either side
+        # cover both the rounding of a cell and that of the wrap.
         margin += 0 if self.is_whole else 2
         total = np.zeros((len(sums), shifts), dtype=np.int32)
         for offset, duration, _ in wanted.footprint.segments:

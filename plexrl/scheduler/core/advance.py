@@ -1,126 +1,178 @@
-"""What an event leaves to do: due timers, placements, groups to decide again, cycles that ended.
+"""The steps that follow an event: due timers, placements, groups to decide on, ended cycles.
 
-Each step of this is named, and so is the event itself. A step that raises is a fault of ours, never
-a refusal: state has changed by then. `Fault` names the step, so that whoever replays the event on a
-sound state can leave that one step out and keep the rest.
+Each step has a name, and so has the event itself. A step that raises is a fault of the scheduler,
+never a refusal: the state has changed by then. `Fault` names the step, so that a replay of the
+event on a sound state can leave out that step and do the others.
 """
 
 from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import give_way
+from plexrl.scheduler.admission.preemption import preempt_detached
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
 from plexrl.scheduler.jobs.retention import forget_ended
 from plexrl.scheduler.operations.cancellation import deadline_passed
-from plexrl.scheduler.placement.evacuation import look_at_node
+from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
-from plexrl.scheduler.state.records import WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import State
+from plexrl.scheduler.state.timers import Subject, TimerKind
 
 EVENT: Final = "event"
 """The step that is the event itself."""
 
 GIVING_WAY: Final = "giving way"
+PLACEMENT: Final = "placement"
 
 NONE: Final[frozenset[str]] = frozenset()
 
+STEPS_MIN: Final = 1000
+STEPS_EACH: Final = 50
+"""An event may cause `STEPS_MIN` steps, and `STEPS_EACH` more for each group and deployment. In
+random histories with faults, no event needs a tenth of that."""
+
 
 class Fault(Exception):
-    """A step of an event raised what is no refusal. The core's state is of no use any more."""
+    """A step of an event failed. The core's state must not be used any more."""
 
     def __init__(self, step: str, error: Exception) -> None:
         super().__init__(step)
         self.step = step
         self.error = error
-        """What it raised; compiled code keeps no `__cause__`."""
+        """What the step raised; compiled code keeps no `__cause__`."""
+
+
+class EndlessStepsError(Exception):
+    """The steps of an event cause each other without end: a fault of the scheduler."""
+
+
+class _Steps:
+    """The steps of one event: which one runs, and how many there were."""
+
+    def __init__(self, state: State, skipped: frozenset[str]) -> None:
+        self._state = state
+        self._skipped = skipped
+        self._count = 0
+        self._repeated: dict[str, int] = {}
+        self._kind = ""
+        self._subject = ""
+
+    @property
+    def current(self) -> str:
+        """The name of the step that runs."""
+        return f"{self._kind} {self._subject}".rstrip()
+
+    def begin(self, kind: str, subject: str = "") -> bool:
+        """Whether the step that comes next is to be done.
+
+        Raises:
+            EndlessStepsError: there were too many; `current` is the step that was most frequent.
+        """
+        self._kind, self._subject = kind, subject
+        self._count += 1
+        if self._count > STEPS_MIN:
+            self._check_bound()
+        return not self._skipped or self.current not in self._skipped
+
+    def _check_bound(self) -> None:
+        repeated, current = self._repeated, self.current
+        repeated[current] = repeated.get(current, 0) + 1
+        state = self._state
+        bound = STEPS_MIN + STEPS_EACH * (len(state.groups) + len(state.deployments))
+        if self._count > bound:
+            most = max(repeated, key=lambda each: repeated[each])
+            self._kind, self._subject = most, ""
+            raise EndlessStepsError(
+                f"an event caused {self._count} steps, {repeated[most]} of them {most!r}; at most "
+                f"{bound} are expected of {len(state.groups)} groups and {len(state.deployments)} "
+                "deployments"
+            )
 
 
 def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
-    """Do all that is to be done, but for the steps named in `skipped`.
+    """Do all steps that follow an event, except those named in `skipped`.
 
     Raises:
-        Fault: a step failed.
+        Fault: a step failed, or the steps have no end.
     """
-    timers, state = context.timers, context.state
-    step, name = "timers", ""
+    steps = _Steps(context.state, skipped)
     try:
-        if timers and timers[0][0] <= now:
+        if context.timers and context.timers[0][0] <= now:
             for what in context.due(now):
-                step, name = "timer", what
-                if not skipped or f"timer {what}" not in skipped:
+                if steps.begin("timer", str(what)):
                     _look_again(context, what, now)
-        dirty, cycles_over = context.dirty, context.cycles_over
-        step, name = GIVING_WAY, ""
-        while (
-            dirty
-            or cycles_over
-            or context.place_waiting
-            or context.newcomers
-            or (GIVING_WAY not in skipped and give_way(context, now))
-        ):
+            # However many timers are due, each is one step.
+            steps = _Steps(context.state, skipped)
+        while _has_steps(context) or (steps.begin(GIVING_WAY) and preempt_detached(context, now)):
             if context.place_waiting or context.newcomers:
-                step, name = "placement", ""
-                if step in skipped:
-                    context.place_waiting = False
-                    context.newcomers.clear()
-                else:
-                    place_waiting(context, now)
-                    break_deadlocks(context, now)
-            while dirty:
-                touched = next(iter(dirty))
-                del dirty[touched]
-                group = state.groups.get(touched)
-                if group is not None:
-                    step, name = "group", touched
-                    if not skipped or f"group {name}" not in skipped:
-                        advance(context, group, now)
-            while cycles_over:
-                deployment = state.deployments[next(iter(cycles_over))]
-                del cycles_over[deployment.deployment]
-                step, name = "cycle", deployment.deployment
-                if not skipped or f"cycle {name}" not in skipped:
-                    cycle_over(context, deployment, now)
-            step, name = GIVING_WAY, ""
-        step, name = "forgetting", ""
-        if len(state.ended) > context.ended_jobs and step not in skipped:
+                _place(context, steps, now)
+            _advance_groups(context, steps, now)
+            _end_cycles(context, steps, now)
+        if len(context.state.ended) > context.ended_jobs and steps.begin("forgetting"):
             forget_ended(context)
     except MemoryError:
         raise
     except Exception as error:
-        raise Fault(f"{step} {name}".rstrip(), error) from error
+        raise Fault(steps.current, error) from error
+
+
+def _has_steps(context: Context) -> bool:
+    return bool(context.dirty or context.cycles_over or context.place_waiting or context.newcomers)
+
+
+def _place(context: Context, steps: _Steps, now: float) -> None:
+    if steps.begin(PLACEMENT):
+        place_waiting(context, now)
+        break_deadlocks(context, now)
+    else:
+        context.place_waiting = False
+        context.newcomers.clear()
+
+
+def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
+    dirty, groups = context.dirty, context.state.groups
+    while dirty:
+        touched = next(iter(dirty))
+        del dirty[touched]
+        group = groups.get(touched)
+        if group is not None and steps.begin("group", touched):
+            advance(context, group, now)
+
+
+def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
+    cycles_over, deployments = context.cycles_over, context.state.deployments
+    while cycles_over:
+        deployment = deployments[next(iter(cycles_over))]
+        del cycles_over[deployment.deployment]
+        if steps.begin("cycle", deployment.deployment):
+            cycle_over(context, deployment, now)
 
 
 def has_work(context: Context) -> bool:
-    """Whether anything has been done or is left to do: so little as a refused event must not do."""
-    return bool(
-        context.commands
-        or context.discards
-        or context.dirty
-        or context.newcomers
-        or context.cycles_over
-        or context.place_waiting
-    )
+    """Whether an event has caused commands or steps. A refused event must cause none."""
+    return bool(context.commands or context.discards) or _has_steps(context)
 
 
-def _look_again(context: Context, what: str, now: float) -> None:
-    kind, _, name = what.partition(":")
+def _look_again(context: Context, what: Subject, now: float) -> None:
+    kind, name = what
     match kind:
-        case "group":
+        case TimerKind.GROUP:
             context.touch(GroupId(name))
-        case "deadline":
+        case TimerKind.DEADLINE:
             deadline_passed(context, OperationId(name), now)
-        case "placement":
+        case TimerKind.PLACEMENT:
             context.place_waiting = context.place_waiting or bool(context.waiting)
-        case "node" if name in context.state.nodes:
-            look_at_node(context, NodeId(name), now)
-        case "launch" if name in context.state.deployments:
+        case TimerKind.NODE if name in context.state.nodes:
+            reconcile_node(context, NodeId(name), now)
+        case TimerKind.LAUNCH if name in context.state.deployments:
             launch_if_due(context, context.deployment(DeploymentId(name)), now)
-        case "migration":
+        case TimerKind.MIGRATION:
             deployment = context.state.deployments.get(DeploymentId(name))
             if deployment is not None and deployment.state == WpgState.MIGRATING:
                 send_migration(context, deployment)
-        case "job" if (job := context.state.jobs.get(JobId(name))) is not None:
+        case TimerKind.JOB if (job := context.state.jobs.get(JobId(name))) is not None:
             detach_or_cancel(context, job, now)

@@ -1,7 +1,8 @@
-"""What may be said to the scheduler: the parameters of every call, checked before anything is done.
+"""Parameters of the scheduler's calls, checked before anything else happens.
 
-A router's call says whose objects it may touch: `tenant` names the tenant, and null together with
-`as_operator: true` is every tenant's. Neither has a default, so a forgotten field is no privilege.
+A router's call names the tenant whose objects it may use (`tenant`); null together with
+`as_operator: true` allows all tenants' objects. Neither has a default, so a forgotten field
+gives no privilege.
 """
 
 import json
@@ -19,12 +20,12 @@ from plexrl.scheduler.state.events import OperationFailed
 
 Plain = dict[str, Any]
 Scope = TenantId | None
-"""The tenant whose objects a call may touch; None: every tenant's."""
+"""The tenant whose objects a call may use; None: all tenants."""
 CallT = TypeVar("CallT")
 Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
-"""The type of a call's parameters, and what answers it, given scope and parameters."""
+"""Type of a call's parameters, and its handler, which takes scope and parameters."""
 Report = tuple[type[Any], Callable[[Any], Awaitable[Plain]]]
-"""The type of a report, and what takes it in."""
+"""Type of a report, and its handler."""
 
 CONTROLLER_MAX = 100
 
@@ -43,21 +44,21 @@ class RouterHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Authenticate:
-    """Whose key is this?"""
+    """Find the tenant of an API key."""
 
     key_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeedlessPayloads:
-    """Which of these does no operation need?"""
+    """Find the payloads among these that no operation needs."""
 
     blobs: tuple[BlobRef, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateTenant:
-    """Operators come from the configuration only, so this makes none."""
+    """Make a tenant. It is no operator: only the configuration names operators."""
 
     name: TenantId
     key_digest: str
@@ -80,7 +81,7 @@ class AddKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeKey:
-    """A tenant's API key, by its id, is to be valid no longer."""
+    """Revoke a tenant's API key, which is named by its id."""
 
     name: TenantId
     key: str
@@ -102,8 +103,8 @@ class SubmitJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigureTenant:
-    """A tenant's weight, quotas and highest priority; what is absent stays as it is, null takes a
-    quota away."""
+    """Set a tenant's weight, quotas and highest priority. An absent field leaves its value; null
+    removes a quota."""
 
     name: TenantId
     weight: float | msgspec.UnsetType = msgspec.UNSET
@@ -118,7 +119,7 @@ class ConfigureTenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOwner:
-    """The tenant of a job, or the one of that name."""
+    """The owner of checkpoints: the tenant of a job, or a tenant by name."""
 
     job: JobId | None = None
     tenant: TenantId | None = None
@@ -140,7 +141,7 @@ class OneDeployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitOperation:
-    """Answer when the operation is final, at the latest after `timeout_s`."""
+    """Wait until the operation is final, `timeout_s` at most."""
 
     operation: OperationId
     timeout_s: float
@@ -148,10 +149,10 @@ class WaitOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOperations:
-    """Finished operations behind index `after`, at most `limit`."""
+    """Finished operations after index `after`, `limit` at most."""
 
     job: JobId | None = None
-    """Absent: of all jobs."""
+    """None: all jobs."""
     deployment: DeploymentId | None = None
     kind: str | None = None
     after: int = 0
@@ -164,13 +165,13 @@ class ReadLog:
 
     job: JobId
     deployment: str | None = None
-    """Its id or its name within the job; absent: of all."""
+    """Its id or its name within the job; None: all deployments."""
     lines: int = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListCheckpoints:
-    """A job's checkpoints, those under way too."""
+    """A job's checkpoints, including those being written."""
 
     job: JobId
 
@@ -179,25 +180,27 @@ def take_scope(params: Plain) -> tuple[Scope, Plain]:
     """The scope that a router's call names, and its other parameters.
 
     Raises:
-        InvalidRequestError: it names none, or two.
+        InvalidRequestError: the call names no scope, or two.
     """
     rest = dict(params)
     if "tenant" not in rest:
-        raise InvalidRequestError("the call does not say for which tenant it is made")
+        raise InvalidRequestError(
+            "the call names no tenant: give tenant, or null with as_operator: true"
+        )
     tenant, as_operator = rest.pop("tenant"), rest.pop("as_operator", False)
     if tenant is None and as_operator is True:
         return None, rest
     if isinstance(tenant, str) and as_operator is False:
         return TenantId(tenant), rest
-    raise InvalidRequestError("a call is made for a tenant, or for none with as_operator: true")
+    raise InvalidRequestError("give either a tenant, or null with as_operator: true")
 
 
 def take_controller(kind: type[Any], params: Plain) -> tuple[str, Plain]:
-    """The token of the controller that a call names, if it does, and the other parameters; a call
-    whose `kind` has a field for it keeps it.
+    """The controller's token, empty if there is none, and the other parameters. The token stays
+    among these if `kind` has a field for it.
 
     Raises:
-        InvalidRequestError: it is no text, or longer than `CONTROLLER_MAX`.
+        InvalidRequestError: the token is no text, or longer than `CONTROLLER_MAX`.
     """
     controller = params.get("controller", "")
     if not isinstance(controller, str) or len(controller) > CONTROLLER_MAX:
@@ -216,10 +219,10 @@ def subject(call: object) -> dict[str, Any]:
 
 
 def parse(kind: type[CallT], params: Plain) -> CallT:
-    """`params` as a `kind`; every field is known, of its type, and finite.
+    """`params` as a `kind`.
 
     Raises:
-        InvalidRequestError: they are not.
+        InvalidRequestError: a field is unknown, has another type, or is not finite.
     """
     known = _field_names(cast("Hashable", kind))
     strange = sorted(str(name) for name in params.keys() - set(known))
@@ -232,31 +235,31 @@ def parse(kind: type[CallT], params: Plain) -> CallT:
     for name in known:
         value = getattr(call, name)
         if isinstance(value, float) and not math.isfinite(value):
-            # JSON has no such number, so the journal could not be read again.
+            # JSON has no such number: the journal could not be read back.
             raise InvalidRequestError(f"{name} is {value}: give a finite number")
     return call
 
 
 @cache
 def _field_names(kind: Hashable) -> tuple[str, ...]:
-    """Of the fields of a dataclass, or of an event."""
-    told = msgspec.inspect.type_info(kind)
-    assert isinstance(told, msgspec.inspect.DataclassType | msgspec.inspect.StructType)
-    return tuple(field.name for field in told.fields)
+    """Field names of a dataclass or event."""
+    found = msgspec.inspect.type_info(kind)
+    assert isinstance(found, msgspec.inspect.DataclassType | msgspec.inspect.StructType)
+    return tuple(field.name for field in found.fields)
 
 
 def with_readable_error(event: OperationFailed) -> OperationFailed:
-    """`event` with its error as JSON that every view can show.
+    """`event` with its error as standard JSON.
 
     Raises:
-        InvalidRequestError: it is no JSON object.
+        InvalidRequestError: the error is no JSON object.
     """
     try:
-        # Unlike msgspec's, this reader takes NaN, which may stand in an error's details.
-        told = json.loads(event.error_json)
-        if not isinstance(told, dict):
-            raise TypeError(f"it is of type {type(told).__name__}")
-        plain = msgspec.json.encode(from_wire(told).to_wire()).decode()
+        # Unlike msgspec, this parser accepts NaN, which an error's details may hold.
+        found = json.loads(event.error_json)
+        if not isinstance(found, dict):
+            raise TypeError(f"it is of type {type(found).__name__}")
+        plain = msgspec.json.encode(from_wire(found).to_wire()).decode()
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequestError(f"error_json is no JSON object: {error}") from error
     return msgspec.structs.replace(event, error_json=plain)

@@ -13,7 +13,9 @@ from plexrl.scheduler.jobs.profiler import ProfilerConfig
 from plexrl.scheduler.placement.contention import Contention, Resident
 from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy
 from plexrl.scheduler.state.commands import Command, DiscardBlobs, SetTimer
-from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, State
+from plexrl.scheduler.state.timers import Subject, Timer, TimerKind
 
 TIMERS_MIN = 1024
 """Fewer are not worth a look."""
@@ -31,7 +33,7 @@ class Context:
     """Groups whose next step must be decided again, in the order they were touched; those among
     them that are no more are passed over."""
     place_waiting: bool = False
-    timers: list[tuple[float, str]] = field(default_factory=list)
+    timers: list[Timer] = field(default_factory=list)
     """Heap of (time, what to look at again); an entry may have become pointless."""
     timer_at: float | None = None
     """Of the last `SetTimer` that has not come due."""
@@ -102,7 +104,7 @@ class Context:
             if deployment.ranks and not deployment.nodes:
                 # Of a snapshot from before they were kept.
                 deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
-            if deployment.relocation is not None:
+            if deployment.moves.planned is not None:
                 self.relocating[deployment.deployment] = None
             if deployment.state == WpgState.WAITING:
                 if not self.job(deployment.job).is_set_aside:
@@ -115,12 +117,12 @@ class Context:
         job = self.job(deployment.job)
         self.waiting.enter(deployment, job)
         if self._is_placed(job):
-            self.waiting.single_out(deployment.deployment)
+            self.waiting.mark_partial(deployment.deployment)
         elif not job.gang:
             self._line_up([deployment], job)
             # Those of a job that has lost its last GPUs stand in queues again.
             for name in job.deployments:
-                if name in self.waiting.singles:
+                if name in self.waiting.of_partial_jobs:
                     self._line_up([self.deployment(name)], job)
         elif len(job.deployments) >= job.gang:
             gang = [self.deployment(name) for name in job.deployments if name in self.waiting]
@@ -128,7 +130,7 @@ class Context:
 
     def _line_up(self, deployments: list[Deployment], job: Job) -> None:
         duty = self.inventory.duty_when_placed(deployments[0])
-        self.waiting.line_up(deployments, job, duty)
+        self.waiting.enqueue_unit(deployments, job, duty)
 
     def _is_placed(self, job: Job) -> bool:
         return any(self.state.deployments[name].group is not None for name in job.deployments)
@@ -161,7 +163,7 @@ class Context:
             del self._held[tenant]
         for name in self.job(deployment.job).deployments:
             if name in self.waiting:
-                self.waiting.single_out(name)
+                self.waiting.mark_partial(name)
 
     def count_live_job(self, tenant: TenantId, sign: int) -> None:
         """Count (or, negative, discount) a job of the tenant among those that have not ended."""
@@ -185,9 +187,8 @@ class Context:
         if group is not None:
             self.dirty[group] = None
 
-    def wake(self, at: float, what: str) -> None:
-        """Look at `what` again at `at`: `group:<id>`, `job:<id>`, `placement:`, `migration:<id>`,
-        `node:<id>`, `launch:<id>` or `deadline:<id>`."""
+    def wake(self, at: float, what: Subject) -> None:
+        """Look at `what` again at `at`."""
         heapq.heappush(self.timers, (at, what))
         if self.timer_at is not None and at < self.timer_at:
             self.wakes_sooner = True
@@ -200,19 +201,19 @@ class Context:
         self.timers = sorted({timer for timer in self.timers if self._has_purpose(timer[1])})
         self.state.timers_swept = len(self.timers)
 
-    def _has_purpose(self, what: str) -> bool:
-        kind, _, name = what.partition(":")
-        if kind == "job":
+    def _has_purpose(self, what: Subject) -> bool:
+        kind, name = what
+        if kind is TimerKind.JOB:
             job = self.state.jobs.get(JobId(name))
             return job is not None and not job.state.is_final
-        if kind == "deadline":
+        if kind is TimerKind.DEADLINE:
             operation = self.state.operations.get(OperationId(name))
             return operation is not None and not operation.state.is_final
-        return kind != "group" or GroupId(name) in self.state.groups
+        return kind is not TimerKind.GROUP or GroupId(name) in self.state.groups
 
-    def due(self, now: float) -> list[str]:
+    def due(self, now: float) -> list[Subject]:
         """What was to be looked at by `now`, without repetitions, oldest first."""
-        found: dict[str, None] = {}
+        found: dict[Subject, None] = {}
         while self.timers and self.timers[0][0] <= now:
             found[heapq.heappop(self.timers)[1]] = None
         if self.timer_at is not None and self.timer_at <= now:

@@ -13,7 +13,7 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import enqueue_deployment, wake_patient
+from plexrl.scheduler.admission.admission import enqueue_deployment, reset_patience_timers
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
@@ -75,7 +75,7 @@ from plexrl.scheduler.placement.nodes import (
     node_lost,
     state_migrated,
 )
-from plexrl.scheduler.queries.eta import promise
+from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.explain_job import explain_job
 from plexrl.scheduler.queries.views import (
     View,
@@ -84,18 +84,21 @@ from plexrl.scheduler.queries.views import (
     ended_since,
     group_view,
     job_view,
-    needless_payloads,
     node_view,
     operation_log,
     operation_view,
     tenant_view,
+    unreferenced_payloads,
     usage_view,
 )
 from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import Command
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.operations import HALTED, USER_KINDS
 
 if TYPE_CHECKING:
@@ -195,12 +198,10 @@ class SchedulerCore:
         """Assert the laws of `plexrl.scheduler.state.records`."""
         check(self._context)
 
-    # Events
-
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
-            wake_patient(self._context)
+            reset_patience_timers(self._context)
         state = self._context.state
         state.routers.clear()
         for node in state.nodes.values():
@@ -248,7 +249,7 @@ class SchedulerCore:
             halts_on_failure=event.halts_on_failure,
         )
         context.count_live_job(event.tenant, +1)
-        context.wake(now + event.controller_timeout_s, f"job:{event.job}")
+        context.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context
@@ -277,7 +278,7 @@ class SchedulerCore:
             exclusive=event.exclusive or event.kind == "rollout",
             spec_json=event.spec_json,
             created_at=now,
-            past_is_whole=True,
+            replay=ReplayLog(past_is_whole=True),
             estimates=Estimates(event.state_bytes),
             node_type=event.node_type,
             trace=event.trace,
@@ -312,11 +313,12 @@ class SchedulerCore:
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
         """The deployment if that incarnation of its workers is the one that is wanted."""
         deployment = self._context.state.deployments.get(name)
-        if deployment is None or deployment.incarnation != incarnation:
+        if deployment is None or deployment.processes.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
         # Where a launch waits for room, the processes of before it are stopped.
-        return None if deployment.state in gone or deployment.launch_at is not None else deployment
+        waits = deployment.processes.launch_at is not None
+        return None if waits or deployment.state in gone else deployment
 
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
@@ -346,7 +348,7 @@ class SchedulerCore:
         check_room(context, event, deployment, source)
         seen(context, job, now)
         operation = enqueue(context, event, deployment, now)
-        promise(context, deployment, operation, now)
+        record_estimate(context, deployment, operation, now)
         if event.deadline_s is not None:
             await_deadline(context, operation)
 
@@ -363,8 +365,6 @@ class SchedulerCore:
         """Time has passed, as with every event; the wake-up that was asked for is used up."""
         del event, now
         self._context.timer_at = None
-
-    # Look-ups
 
     def _job(self, name: JobId) -> Job:
         return find_job(self._context.state, name)
@@ -389,8 +389,6 @@ class SchedulerCore:
     def tenant_of_operation(self, operation: OperationId) -> TenantId:
         """Whose operation it is. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
-
-    # Views
 
     def operation_view(self, operation: OperationId, now: float) -> View:
         """One operation, and as `job_failure` the error of what fails for its job's first
@@ -471,9 +469,9 @@ class SchedulerCore:
         """Those whose work waits for room, with the reason."""
         return held_view(self._context, self._context.state.deployments)
 
-    def needless_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
-        """Those of no operation that is yet to end or kept for a recovery."""
-        return needless_payloads(self._context.state, blobs)
+    def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+        """The payloads that neither an unfinished operation nor a recovery needs."""
+        return unreferenced_payloads(self._context.state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""

@@ -1,12 +1,14 @@
-"""The laws of `plexrl.scheduler.state.records`, checked whole."""
+"""Checks of all invariants of the scheduler's state."""
 
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.state.records import Deployment, Residency, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
 def check(context: Context) -> None:
-    """Raises `AssertionError` naming the first law that is broken."""
+    """Raises `AssertionError`, which names the first broken invariant."""
     state = context.state
     context.inventory.check()
     context.waiting.check()
@@ -23,7 +25,7 @@ def check(context: Context) -> None:
         for member in group.members:
             deployment = state.deployments[member]
             if member != group.holder:
-                busy = deployment.running or deployment.moving or deployment.replaying
+                busy = deployment.running or deployment.moving or deployment.replay.replaying
                 assert not busy, f"{member} runs without the lock of {group.group}"
                 assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
     for deployment in state.deployments.values():
@@ -32,7 +34,7 @@ def check(context: Context) -> None:
 
 
 def _check_in_flight(context: Context) -> None:
-    """What bounds are kept by is what there is."""
+    """The counts that limits use equal the operations that exist."""
     state = context.state
     counted: dict[str, list[int]] = {}
     for operation in state.operations.values():
@@ -78,35 +80,41 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
             operation = state.operations[queued]
             halted = operation.kind in MUTATING and not operation.internal
             assert not halted or operation.submitted_at <= failed_at, f"{queued} is not halted"
-    assert deployment.durable_seq <= deployment.completed_seq, f"{name}: durable is ahead"
-    seqs = [state.operations[logged].seq for logged in deployment.log]
+    _check_replay_log(state, deployment, is_placed=placed)
+
+
+def _check_replay_log(state: State, deployment: Deployment, *, is_placed: bool) -> None:
+    """What a recovery would repeat leads to the present state."""
+    name, replay = deployment.deployment, deployment.replay
+    assert replay.durable_seq <= replay.completed_seq, f"{name}: durable is ahead"
+    seqs = [state.operations[logged].seq for logged in replay.log]
     assert seqs == sorted(set(seqs)), f"{name}: the replay log is out of order: {seqs}"
-    assert all(state.operations[logged].kind in MUTATING for logged in deployment.log), name
-    if placed and deployment.completed_seq > deployment.durable_seq:
-        assert seqs, f"{name}: nothing rebuilds {deployment.completed_seq}"
-        assert seqs[-1] == deployment.completed_seq, f"{name}: the log lacks its end"
-    assert all(state.operations[logged].is_logged for logged in deployment.log), name
-    past = [state.operations[each].seq for each in deployment.past]
+    assert all(state.operations[logged].kind in MUTATING for logged in replay.log), name
+    if is_placed and replay.completed_seq > replay.durable_seq:
+        assert seqs, f"{name}: nothing rebuilds {replay.completed_seq}"
+        assert seqs[-1] == replay.completed_seq, f"{name}: the log lacks its end"
+    assert all(state.operations[logged].is_logged for logged in replay.log), name
+    past = [state.operations[each].seq for each in replay.past]
     assert past == sorted(set(past)), f"{name}: what led to its version is out of order: {past}"
-    assert all(seq <= deployment.durable_seq for seq in past), f"{name}: {past} is not past"
-    nbytes = sum(state.operations[each].payload_bytes for each in deployment.past)
-    assert deployment.past_payload_bytes == nbytes, f"{name}: {deployment.past_payload_bytes} bytes"
-    previous = deployment.previous_seq
+    assert all(seq <= replay.durable_seq for seq in past), f"{name}: {past} is not past"
+    nbytes = sum(state.operations[each].payload_bytes for each in replay.past)
+    assert replay.past_payload_bytes == nbytes, f"{name}: {replay.past_payload_bytes} bytes"
+    previous = replay.previous_seq
     if previous:
-        assert previous < deployment.durable_seq, f"{name}: {previous} is no earlier version"
-        behind = [each for each in deployment.past if state.operations[each].seq > previous]
+        assert previous < replay.durable_seq, f"{name}: {previous} is no earlier version"
+        behind = [each for each in replay.past if state.operations[each].seq > previous]
         first_behind = state.operations[behind[0]] if behind else None
-        # What overwrites all leads on from any version.
+        # A mutation that overwrites the whole state follows any version.
         leads_on = first_behind is not None and (
             first_behind.seq == previous + 1 or first_behind.kind in SUPERSEDING
         )
         assert leads_on, f"{name}: nothing leads on from version {previous}"
     if past:
-        assert deployment.past_is_whole or previous + 1 == past[0], f"{name}: {past} is of no use"
-        assert past[-1] == deployment.durable_seq, f"{name}: what led to its version lacks its end"
-    elif deployment.durable_seq and deployment.past_is_whole:
-        first = state.operations[deployment.log[0]] if deployment.log else None
+        assert replay.past_is_whole or previous + 1 == past[0], f"{name}: {past} is of no use"
+        assert past[-1] == replay.durable_seq, f"{name}: what led to its version lacks its end"
+    elif replay.durable_seq and replay.past_is_whole:
+        first = state.operations[replay.log[0]] if replay.log else None
         overwrites = first is not None and first.kind in SUPERSEDING
-        assert overwrites, f"{name}: nothing led to version {deployment.durable_seq}"
-    left = len(deployment.log) - len(deployment.replaying)
-    assert deployment.replaying == deployment.log[left:], f"{name}: replays what is not logged"
+        assert overwrites, f"{name}: nothing led to version {replay.durable_seq}"
+    left = len(replay.log) - len(replay.replaying)
+    assert replay.replaying == replay.log[left:], f"{name}: replays what is not logged"

@@ -1,9 +1,9 @@
-"""The range of every number that reaches the core from outside.
+"""Ranges of all numbers that reach the core from outside.
 
-A request with a number outside its range is refused before anything changes. A report tells of
-something that has already happened, so its measurements are cut to their range instead. The bounds
-lie far above any real cluster, and so low that no sum in the state leaves 64 bits: a snapshot holds
-integers of that size only.
+A request with a number outside its range is refused before anything changes. A report describes
+something that has already happened, so its measurements are clipped to their range instead. The
+bounds are far above any real cluster, and low enough that no sum in the state exceeds 64 bits, the
+integers that a snapshot can hold.
 """
 
 import math
@@ -16,14 +16,14 @@ from plexrl.scheduler.state import events as ev
 
 COUNT_MAX = 1_000_000_000
 GPUS_MAX = 1 << 16
-"""Of one node, and of one deployment."""
+"""GPUs of one node, and of one deployment."""
 BYTES_MAX = 1 << 50
-"""Of one piece of state, one payload and one tier: 1 PiB."""
+"""Bytes of one state, one payload and one tier: 1 PiB."""
 TOKENS_MAX = 1 << 40
-"""Of one operation."""
+"""Tokens of one operation."""
 SECONDS_MAX = 1e15
 TOTAL_MAX = (1 << 62) - 1
-"""A sum that has reached this stays there."""
+"""Sums saturate here."""
 
 _Range = tuple[str, float, float]
 
@@ -57,19 +57,18 @@ RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
     ev.DeploymentCreated: (("workers", 1, GPUS_MAX), ("state_bytes", *_BYTES)),
     ev.OperationSubmitted: (("tokens", 0, TOKENS_MAX), ("payload_bytes", *_BYTES)),
 }
-"""(field, least, most) of the numbers of each event that asks for something. A field that is None
-is not checked."""
+"""(field, minimum, maximum) of the numbers of each request. A field that is None is not checked."""
 
 
 def check_numbers(event: ev.Event) -> None:
     """Refuse an event with a number outside its range, or one that is not a number.
 
     Raises:
-        InvalidRequestError: it has one; nothing has changed.
+        InvalidRequestError: there is one; nothing has changed.
     """
     for name, least, most in RANGES.get(type(event), ()):
         value = getattr(event, name)
-        # Written so that NaN, which compares as false, is refused too.
+        # Comparisons with NaN are false, so NaN is refused too.
         if value is not None and not least <= value <= most:
             low = "above 0" if least == _ABOVE_0 else f"at least {least:g}"
             raise InvalidRequestError(f"{name} is {value}: it must be {low} and at most {most:g}")
@@ -84,7 +83,7 @@ def check_numbers(event: ev.Event) -> None:
 
 
 def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
-    """The report with its measurements cut to their ranges."""
+    """The report with its measurements clipped to their ranges."""
     moved = event.moved
     if (
         0.0 <= event.compute_s <= SECONDS_MAX
@@ -105,7 +104,7 @@ def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
 
 
 def bounded_bytes(nbytes: int) -> int:
-    """A reported size, cut to its range."""
+    """A reported size, clipped to its range."""
     return min(max(0, nbytes), BYTES_MAX)
 
 

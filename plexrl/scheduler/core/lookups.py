@@ -1,4 +1,4 @@
-"""What an event names, found or refused."""
+"""Finds what an event names, or refuses the event."""
 
 from plexrl.errors import (
     JobEndedError,
@@ -8,7 +8,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.jobs.retention import owner_of
-from plexrl.scheduler.state.job_states import FINAL
+from plexrl.scheduler.state.machines.job_states import FINAL
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -22,7 +22,7 @@ def find_job(state: State, name: JobId) -> Job:
 
 
 def find_live_job(state: State, name: JobId) -> Job:
-    """Raises `UnknownJobError`, and `JobEndedError` where it has ended."""
+    """Raises `UnknownJobError`, or `JobEndedError` if the job has ended."""
     job = find_job(state, name)
     if job.state in FINAL:
         raise JobEndedError(
@@ -41,11 +41,11 @@ def find_deployment(state: State, name: DeploymentId) -> Deployment:
 
 
 def find_operation(state: State, name: OperationId) -> Operation:
-    """Raises `UnknownOperationError`, also for one that has left the history."""
+    """Raises `UnknownOperationError`, also for an operation that has left the history."""
     operation = state.operations.get(name)
     is_known = operation is not None and owner_of(state, operation) is not None
     if operation is None or operation.is_forgotten or not is_known:
-        raise UnknownOperationError(f"there is no operation {name!r}, or not any more")
+        raise UnknownOperationError(f"there is no operation {name!r}, or it has left the history")
     return operation
 
 
@@ -55,7 +55,7 @@ def job_named(
     deployment: DeploymentId | None,
     operation: OperationId | None,
 ) -> Job | None:
-    """The job that is named, or that a named part belongs to; None: it is not known."""
+    """The job that is named, or that contains the named part; None if there is none."""
     if operation is not None and operation in state.operations:
         deployment = state.operations[operation].deployment
     if deployment is not None and deployment in state.deployments:

@@ -1,11 +1,11 @@
-"""The core's whole state as bytes: what a journal may forget the events of.
+"""Snapshots: the core's whole state as bytes, which replaces the events before it.
 
-    {"version": 1, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
+    {"version": 2, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
 
-The state's records travel whole, by name and as their annotations say, so a new field needs no
-change here; one that is missing gets its default. What else `Context` has is of one call, or is
-made anew from the state. The settings are those in force at the time, for the events behind the
-snapshot were decided under them.
+Records are encoded by field name, as their annotations say: a new field needs no change here, and a
+missing one gets its default. The rest of `Context` belongs to one call, or is derived from the
+state. The settings are those in force at the time of the snapshot: the events after it were decided
+under them.
 """
 
 from typing import Any, get_type_hints
@@ -15,16 +15,17 @@ import msgspec
 from plexrl.errors import StorageError
 from plexrl.scheduler.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.core.context import Context
-from plexrl.wire.annotations import whole_annotations
+from plexrl.scheduler.core.snapshot_versions import from_version_1
+from plexrl.wire.codec import restore_annotations
 
-VERSION = 1
-"""Raised whenever a record changes so that an older snapshot would be misread."""
+VERSION = 2
+"""Incremented when a change of a record makes older snapshots unreadable."""
 
 _KEPT = ("state", "timers", "timer_at")
 
 
 def encode(context: Context) -> bytes:
-    """`context` as it stands between two events."""
+    """The snapshot of `context` between two events."""
     to_do = (context.commands, context.discards, context.dirty, context.place_waiting)
     assert not any((*to_do, context.newcomers, context.cycles_over)), "a snapshot inside an event"
     kept = {name: getattr(context, name) for name in _kept_fields()}
@@ -33,20 +34,22 @@ def encode(context: Context) -> bytes:
 
 
 def decode(body: bytes, config: SchedulerConfig) -> Context:
-    """The context that `encode` made `body` from; `config` gives what is not the core's.
+    """The context of a snapshot; `config` gives the settings that are not the core's.
 
     Raises:
         StorageError: another version of PlexRL wrote it.
     """
     try:
         head = msgspec.msgpack.decode(body, type=_Head)
-        if head.version != VERSION:
+        if head.version == 1:
+            body = from_version_1(body)
+        elif head.version != VERSION:
             raise StorageError(
-                f"the snapshot has format {head.version}; this version reads {VERSION}: use the "
-                "version of PlexRL that wrote it",
+                f"the snapshot has format {head.version}; this version reads 1 and {VERSION}: "
+                "use the version of PlexRL that wrote it",
                 version=head.version,
             )
-        # Raw first, so that a strange version is named and not a field it happens to have.
+        # The version is checked before the other fields, so that the error names it.
         raw = msgspec.msgpack.decode(body, type=dict[str, msgspec.Raw])
         found: dict[str, Any] = {
             name: msgspec.msgpack.decode(raw[name], type=hint)
@@ -64,7 +67,7 @@ class _Head(msgspec.Struct):
 
 
 def _kept_fields() -> dict[str, Any]:
-    """Name and type of each part."""
-    whole_annotations(Context)
+    """Name and type of each part of a snapshot."""
+    restore_annotations(Context)
     hints = get_type_hints(Context)
     return {name: hints[name] for name in _KEPT}

@@ -1,1 +1,1 @@
-"""What a node group runs next, and when it switches. Pure."""
+"""Dispatch: the order of a group's members, context switches, slack. Pure."""

@@ -10,25 +10,28 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.capacity.overlaps import owns_time
+from plexrl.scheduler.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES
 from plexrl.scheduler.dispatch.ordering import first
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.holding import renew_token
-from plexrl.scheduler.operations.latency_breakdown import switch_began
 from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
-from plexrl.scheduler.placement.relocation import is_due, stops
+from plexrl.scheduler.placement.relocation import is_due, is_stopping
+from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.deployment import wpg
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, Residency, WpgState
+from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationKind, OperationState
 
 _READY: Final = WpgState.READY
-_MOVING: Final = Residency.MOVING
 _FINISHED: Final = OperationState.FINISHED
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
@@ -36,9 +39,6 @@ _GENERATE: Final = OperationKind.GENERATE
 
 GAP_MARGIN = 4.0
 """The holder's next operation is waited for up to this many times the usual gap in its bursts."""
-
-OVERDUE = 2.0
-"""A member is expected until this many times its usual pause between bursts have passed."""
 
 LOOK_AHEAD = 32
 """Waiting operations of a member that are looked at to say how long its burst will be."""
@@ -57,12 +57,12 @@ def advance(context: Context, group: Group, now: float) -> None:
     holder = context.state.deployments[group.holder]
     if holder.moving is not None or holder.state is not _READY:
         return
-    if holder.replaying:
-        held = now < holder.held_back_until
+    if holder.replay.replaying:
+        held = now < holder.backoff.until
         if not holder.running and not held and may_replay(context, holder):
             _replay_next(context, group, holder, now)
         return
-    if holder.relocation is not None and stops(context, holder):
+    if holder.moves.planned is not None and is_stopping(context, holder):
         return
     if holder.kind == "forward" and _leans_on_its_source(holder, now):
         _snapshot(context, group, holder, now)
@@ -104,9 +104,9 @@ def _is_over(context: Context, name: OperationId) -> bool:
 def wants_the_group(context: Context, deployment: Deployment, now: float) -> bool:
     """It has something to run, processes to run it, and no back-off to sit out."""
     queue = deployment.queue
-    if not queue or deployment.state is not _READY or now < deployment.held_back_until:
+    if not queue or deployment.state is not _READY or now < deployment.backoff.until:
         return False
-    if deployment.relocation is not None and stops(context, deployment):
+    if deployment.moves.planned is not None and is_stopping(context, deployment):
         return False
     after = context.state.operations[queue[0]].after
     return after is None or _is_over(context, after)
@@ -127,8 +127,8 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
             operation = operations[name]
             queued_s += estimates.operation_s(operation.kind, operation.tokens)
         burst_s = estimates.burst_s(head.tokens)
-        if deployment.burst_ended_at is not None:
-            cycle_s = max(0.0, arrived_at - deployment.burst_ended_at) + max(queued_s, burst_s)
+        if deployment.burst.ended_at is not None:
+            cycle_s = max(0.0, arrived_at - deployment.burst.ended_at) + max(queued_s, burst_s)
     return Candidate(
         name=deployment.deployment,
         arrived_at=arrived_at,
@@ -136,7 +136,7 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
         setup_s=switch_cost(context, group, deployment),
         head_s=head_s,
         cycle_s=cycle_s,
-        served_at=deployment.served_at,
+        served_at=deployment.burst.served_at,
         turns_away=_turns_away(group, deployment),
         priority=context.state.jobs[deployment.job].priority,
     )
@@ -190,12 +190,12 @@ def _first_not_held_back(
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
     """Whether the burst that is next in order must keep out of a critical segment; looks again."""
-    if owns_time(chosen):
+    if has_exclusive_slots(chosen):
         return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
     if wait_s is None:
         return False
-    context.wake(now + wait_s, f"group:{group.group}")
+    context.wake(now + wait_s, timers.group_step(group.group))
     return True
 
 
@@ -221,7 +221,7 @@ def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
         return False
     if not wants_the_group(context, holder, now):
         return False
-    started_at = holder.burst_started_at if holder.burst_started_at is not None else now
+    started_at = holder.burst.started_at if holder.burst.started_at is not None else now
     return now - started_at < context.config.burst_max_s
 
 
@@ -234,14 +234,14 @@ def _may_be_relieved(
         if _first(context, group, [holder, *waiting], now) is not holder:
             return True
         if ordering.holds_bursts:
-            holder.burst_started_at = now
+            holder.burst.begin(now)
         return False
-    if holder.idle_since is None or not ordering.holds_bursts:
+    if holder.burst.idle_since is None or not ordering.holds_bursts:
         return True
     hold_s = _hold_s(context, holder)
-    if now >= holder.idle_since + hold_s:
+    if now >= holder.burst.idle_since + hold_s:
         return True
-    context.wake(holder.idle_since + hold_s, f"group:{group.group}")
+    context.wake(holder.burst.idle_since + hold_s, timers.group_step(group.group))
     return False
 
 
@@ -264,8 +264,8 @@ def _anticipate(
     """
     if (
         not context.anticipates
-        or holder.burst_started_at is not None
-        or holder.burst_ended_at is None
+        or holder.burst.started_at is not None
+        or holder.burst.ended_at is None
     ):
         return
     expected = _expected_next(context, group, now, critical=held_back)
@@ -285,14 +285,18 @@ def _expected_next(
     due_at = 0.0
     for name in group.members:
         member = deployments[name]
-        ended_at = member.burst_ended_at
+        ended_at = member.burst.ended_at
         if ended_at is None or member.state is not _READY:
             continue
         think_s = member.estimates.think_seconds
         # One that is late by more than it usually takes may have stopped for good.
-        if think_s is None or now > ended_at + OVERDUE * think_s or now < member.held_back_until:
+        if (
+            think_s is None
+            or now > ended_at + EXPECTED_PAUSES * think_s
+            or now < member.backoff.until
+        ):
             continue
-        if critical and (member.queue or not owns_time(member)):
+        if critical and (member.queue or not has_exclusive_slots(member)):
             continue
         at = ended_at + think_s
         if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
@@ -330,48 +334,43 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
 
 def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Give the free lock to `deployment` and bring its state onto the GPUs."""
-    context.state.fence(group)
-    group.holder = deployment.deployment
-    group.incoming = None
+    group_lock.grant(context.state, group, deployment.deployment)
     load(context, group, deployment, now)
 
 
 def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
-    switch_began(deployment, now)
-    deployment.residency = _MOVING
+    deployment.switch_times.begin(now)
+    wpg.begin_load(deployment)
     if group.prefetched == deployment.deployment:
         # Once it has left the GPUs again, its state may lie on NVMe again.
         group.prefetched = None
-    start_move(context, group, deployment, _LOAD, deployment.durable_seq, now)
+    start_move(context, group, deployment, _LOAD, deployment.replay.durable_seq, now)
 
 
 def _switch(
     context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
 ) -> None:
     """Offload the holder; its completion hands the lock to `rival`."""
-    group.incoming = rival.deployment
-    switch_began(rival, now)
+    group_lock.begin_switch(group, rival.deployment)
+    rival.switch_times.begin(now)
     _offload(context, group, holder, now)
 
 
 def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
     """Take the holder's state off the GPUs; no operation of the old token runs any more."""
     end_burst(holder, now)
-    context.state.fence(group)
-    holder.residency = _MOVING
-    start_move(context, group, holder, _OFFLOAD, holder.completed_seq, now)
+    group_lock.fence(context.state, group)
+    wpg.begin_offload(holder)
+    start_move(context, group, holder, _OFFLOAD, holder.replay.completed_seq, now)
 
 
 def end_burst(holder: Deployment, now: float) -> None:
     """Close the books on the holder's burst; one that ran nothing is none."""
-    started_at = holder.burst_started_at
-    if started_at is not None and started_at <= holder.served_at:
-        ended_at = holder.idle_since if holder.idle_since is not None else now
-        holder.estimates.observe_burst(max(0.0, ended_at - started_at), holder.burst_tokens)
-        holder.burst_ended_at = ended_at
-    holder.burst_started_at = None
-    holder.burst_tokens = 0
+    tokens = holder.burst.tokens
+    length_s = holder.burst.end(now)
+    if length_s is not None:
+        holder.estimates.observe_burst(length_s, tokens)
 
 
 def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
@@ -379,7 +378,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
     those one sync that is to be in flight; what follows it waits for it."""
     while True:
         head = next_operation(context, holder)
-        if head is None or now < holder.held_back_until:
+        if head is None or now < holder.backoff.until:
             return
         if holder.running:
             if head.token == group.token:
@@ -402,7 +401,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
 
 def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
     """Whether a recovery would repeat as many mutations, or as much computing, as it may."""
-    log, config = holder.log, context.config
+    log, config = holder.replay.log, context.config
     if len(log) >= config.snapshot_operations:
         return True
     operations = context.state.operations
@@ -413,30 +412,25 @@ def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
 def _leans_on_its_source(holder: Deployment, now: float) -> bool:
     """Whether a recovery of a forward deployment would replay a sync or load of weights: it keeps
     them for long after its trainer's are published no more, so it is to be stored before that."""
-    return not holder.running and now >= holder.no_snapshot_until and bool(holder.log)
+    return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)
 
 
 def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    holder.idle_since = None
-    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.completed_seq, now)
+    holder.burst.forget_pause()
+    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.replay.completed_seq, now)
 
 
 def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
     """Count `head` to the holder's burst, or to a new one if the holder was idle for too long."""
-    idle_since = holder.idle_since
-    if holder.burst_started_at is not None and idle_since is not None and now > idle_since:
+    idle_since = holder.burst.idle_since
+    if holder.burst.started_at is not None and idle_since is not None and now > idle_since:
         if now - idle_since > _gap_s_max(context, holder):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
             # One that was there already says nothing of how long its controller takes.
             holder.estimates.observe_gap(now - idle_since)
-    if holder.burst_started_at is None:
-        holder.burst_started_at = now
-    if holder.burst_tokens == 0:
-        holder.burst_tokens = head.tokens
     _observe_pause(context, holder, head)
-    holder.idle_since = None
-    holder.served_at = now
+    holder.burst.serve(head.tokens, now)
 
 
 def _observe_pause(context: Context, holder: Deployment, head: Operation) -> None:
@@ -445,8 +439,8 @@ def _observe_pause(context: Context, holder: Deployment, head: Operation) -> Non
     A pause no longer than a switch away and back was one inside a burst, which was broken up for
     want of knowing how long this controller takes.
     """
-    ended_at = holder.burst_ended_at
-    if ended_at is None or holder.served_at > ended_at or head.submitted_at <= ended_at:
+    ended_at = holder.burst.ended_at
+    if ended_at is None or holder.burst.served_at > ended_at or head.submitted_at <= ended_at:
         return
     pause_s = head.submitted_at - ended_at
     if pause_s <= _gap_s_max(context, holder):
@@ -463,6 +457,6 @@ def _gap_s_max(context: Context, deployment: Deployment) -> float:
 
 
 def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    operation = context.state.operations[holder.replaying[0]]
+    operation = context.state.operations[holder.replay.replaying[0]]
     renew_token(context, group, operation)
     start(context, group, holder, operation, now, replay=True)

@@ -1,22 +1,25 @@
-"""Highest response ratio with setup (PlexRL §4.4, Eq. 3 and 4), and what it becomes for bursts.
+"""The HRRS score (highest response ratio with setup, PlexRL §4.4, Eq. 3 and 4) and starvation.
 
-The paper scores single tasks. Here a candidate is a member's burst (the operations of one cycle
-that follow each other on its WPG): scored task by task, the resident's next operation has always
-waited 0 s and loses to whoever waits, so a cycle is cut into several switches.
+The one owner of both rules. The order of dispatch, the slack guard, the contention model and the
+order of admission call these functions.
+
+The paper scores single tasks. Here a candidate is a member's burst: the operations of one cycle
+that follow each other on its WPG. Scored task by task, the next operation of the resident has
+always waited 0 s and loses to every waiting member, so one cycle is cut into several switches.
 """
 
 from dataclasses import dataclass
 
 WEIGHT_MAX = 8.0
-"""A cycle counts as at most this many times the burst that it has waiting. It bounds how far a
-member with a long or interrupted cycle can be put back: whoever has waited for 8 times its own
-burst is ahead of every newcomer of its length."""
+"""Upper bound of a cycle's length in the urgency, in multiples of the burst. It bounds how far a
+member with a long or interrupted cycle falls behind: once it has waited 8 times its own burst, it
+goes before every newcomer with a burst of the same length."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """One burst that could have the group next, as it is at one moment: nothing changes it. Frozen
-    it would take three times as long to make, and every switch makes some."""
+    """One burst that competes for the group, as it is at one moment. Never modified; not frozen,
+    because a frozen instance takes three times as long to create."""
 
     name: str
     arrived_at: float
@@ -28,34 +31,64 @@ class Candidate:
     head_s: float = 0.0
     """Estimated seconds of the burst's next operation alone."""
     cycle_s: float = 0.0
-    """Seconds of the cycle that the burst belongs to, had it not to wait; 0: not known."""
+    """Seconds of the member's cycle without waiting; 0 if unknown."""
     served_at: float = 0.0
-    """When the member last had an operation started."""
+    """When an operation of the member last started."""
     priority: int = 0
-    """Class of its job: higher goes first."""
+    """Priority class of the job; a higher class goes first."""
     turns_away: int = 0
-    """Places behind the holder in the group's fixed cycle of members; the holder itself is last."""
+    """Positions behind the holder in the group's fixed cycle of members; the holder is last."""
+
+
+def ratio_of(waited_s: float, effective_s: float) -> float:
+    """R = (w + S) / S, with S the estimated service plus setup."""
+    return (waited_s + effective_s) / effective_s
+
+
+def urgency_of(waited_s: float, effective_s: float, cycle_s: float) -> float:
+    """R / C: the response ratio per second of the member's cycle.
+
+    A second of waiting slows a cycle of C seconds down by 1 / C, so among equal ratios the member
+    with the shorter cycle loses more by waiting. C is clamped to S … `WEIGHT_MAX` · S, which also
+    covers an unknown cycle (0).
+    """
+    longest_s = WEIGHT_MAX * effective_s
+    if cycle_s < effective_s:
+        cycle_s = effective_s
+    elif cycle_s > longest_s:
+        cycle_s = longest_s
+    return (waited_s + effective_s) / effective_s / cycle_s
 
 
 def response_ratio(candidate: Candidate, now: float, service_s: float | None = None) -> float:
-    """R = (w + S) / S with S = service + setup, both in seconds.
-
-    `service_s` takes the place of the burst's, where something shorter competes.
-    """
+    """The response ratio of a burst, or of a shorter unit that takes `service_s`."""
     effective_s = _effective_s(candidate.service_s if service_s is None else service_s, candidate)
-    return (max(0.0, now - candidate.arrived_at) + effective_s) / effective_s
+    return ratio_of(max(0.0, now - candidate.arrived_at), effective_s)
 
 
 def urgency(candidate: Candidate, now: float) -> float:
-    """R / C: the response ratio of a burst, for each second of its cycle.
-
-    A second of waiting slows a cycle of C seconds down by 1 / C, so among equal ratios the member
-    with the shorter cycle loses more by waiting on. Where C is not known, or out of all proportion,
-    it is held between S and `WEIGHT_MAX` times S.
-    """
+    """The urgency of a burst."""
     effective_s = _effective_s(candidate.service_s, candidate)
-    cycle_s = min(max(candidate.cycle_s, effective_s), WEIGHT_MAX * effective_s)
-    return response_ratio(candidate, now) / cycle_s
+    return urgency_of(max(0.0, now - candidate.arrived_at), effective_s, candidate.cycle_s)
+
+
+def waits_since(candidate: Candidate) -> float:
+    """Start of the wait that counts towards starvation: the arrival, or the last service if that
+    was later. Operations left in the queue of a member that was just served do not starve."""
+    return max(candidate.arrived_at, candidate.served_at)
+
+
+def starves_at(since: float, bound_s: float) -> float:
+    """When a wait that began at `since` passes the starvation bound."""
+    return since + bound_s
+
+
+def guard_ends_at(
+    arrived_at: float, since: float, effective_s: float, *, ratio: float, bound_s: float
+) -> float:
+    """When the slack guard must let a guest start: its response ratio reaches `ratio`, or its wait
+    passes the starvation bound."""
+    return min(arrived_at + (ratio - 1.0) * effective_s, starves_at(since, bound_s))
 
 
 def _effective_s(service_s: float, candidate: Candidate) -> float:

@@ -1,4 +1,8 @@
-"""When a WPG's state will be needed on the GPUs again; StateManagers spill what is needed last."""
+"""Predicts when a WPG's state will be needed on the GPUs again. StateManagers evict the state with
+the latest next use first.
+
+The owner of all rules about how long a member that paused is still expected.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -6,30 +10,38 @@ if TYPE_CHECKING:
     from plexrl.scheduler.state.records import Deployment
 
 OVERDUE_PART = 0.5
-"""Of its usual pause, for which a member that is late is still expected at any moment."""
+"""A late member is still expected until this part of its usual pause has passed on top of it."""
+
+EXPECTED_PAUSES = 2.0
+"""An idle group is prepared for a member until this many of its usual pauses have passed."""
 
 
 def next_use_s(member: "Deployment", now: float) -> float | None:
-    """Seconds until a member is likely to need its state; None: nothing is known.
+    """Seconds until a member is likely to need its state; None if unknown.
 
-    One that has work waiting needs it as soon as its turn comes. Another is expected back its usual
-    pause after its last burst; before one was seen, the mean pause of the cycle that was declared
-    for it or remembered from an earlier job.
+    A member with waiting work needs its state as soon as it gets the group. Any other member is
+    expected one usual pause after its last burst. Before its first burst, the usual pause is the
+    mean pause of the declared or remembered cycle.
     """
-    if member.queue or member.replaying:
+    if member.queue or member.replay.replaying:
         return 0.0
     pause_s, ended_at = _pause_s(member), worked_until(member)
     if pause_s is None or ended_at is None:
         return None
     due_s = ended_at + pause_s - now
-    return None if due_s < -OVERDUE_PART * pause_s else max(0.0, due_s)
+    return None if is_overdue(due_s, pause_s) else max(0.0, due_s)
+
+
+def is_overdue(due_s: float, pause_s: float) -> bool:
+    """Whether a member that is due in `due_s` (negative: late) is no longer expected."""
+    return due_s < -OVERDUE_PART * pause_s
 
 
 def worked_until(member: "Deployment") -> float | None:
-    """When the last burst ended; that of a holder that has paused may be over too."""
-    if member.burst_started_at is not None and member.idle_since is not None:
-        return member.idle_since
-    return member.burst_ended_at
+    """When the last burst ended; for a holder that pauses, when the pause began."""
+    if member.burst.started_at is not None and member.burst.idle_since is not None:
+        return member.burst.idle_since
+    return member.burst.ended_at
 
 
 def _pause_s(member: "Deployment") -> float | None:

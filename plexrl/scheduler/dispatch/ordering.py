@@ -1,22 +1,28 @@
-"""Who of a group's members goes next: one small class a rule.
+"""The order of a group's members: one small class for each rule.
 
-A rule says two things: whether the unit that competes is a member's whole burst (then the lock is
-held until the burst is over, or over its bound) or a single operation (then the lock is contested
-at every operation boundary); and a key, of which the lowest goes first. Every key ends in the
-member's name, so that an order is never a matter of chance.
+A rule decides two things. First, the unit that competes: a whole burst (the holder keeps the lock
+until the burst ends or reaches its bound) or a single operation (the lock is contested at every
+operation boundary). Second, a key; the lowest key goes first. Every key ends in the member's name,
+so the order is deterministic.
 """
 
 import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from plexrl.scheduler.dispatch.hrrs import Candidate, response_ratio, urgency
+from plexrl.scheduler.dispatch.hrrs import (
+    Candidate,
+    response_ratio,
+    starves_at,
+    urgency,
+    waits_since,
+)
 
 Key = tuple[float, float, str]
 
 
 class Ordering(Protocol):
-    """Decides which member gets the group next, and whether a burst may be broken up."""
+    """Decides which member gets the group next, and whether a burst may be interrupted."""
 
     @property
     def holds_bursts(self) -> bool:
@@ -25,16 +31,16 @@ class Ordering(Protocol):
 
     @property
     def anticipates(self) -> bool:
-        """Whether a group that nobody waits for is switched to the member expected next."""
+        """Whether an idle group switches to the member that is expected next."""
         ...
 
     def key(self, candidate: Candidate, now: float) -> Key:
-        """The candidate of lowest key goes first."""
+        """The candidate with the lowest key goes first."""
         ...
 
 
 class Hrrs:
-    """Highest response ratio with setup for a second of cycle, by bursts: PlexRL's own rule."""
+    """Highest response ratio with setup per second of cycle, by bursts: PlexRL's own rule."""
 
     holds_bursts = True
     anticipates = True
@@ -44,7 +50,8 @@ class Hrrs:
 
 
 class HrrsPerOperation:
-    """Highest response ratio with setup as PlexRL §4.4 reads: all heads compete every time."""
+    """Highest response ratio with setup, read literally (PlexRL §4.4): the next operations of all
+    members compete every time."""
 
     holds_bursts = False
     anticipates = False
@@ -58,7 +65,7 @@ class HrrsPerOperation:
 
 
 class FifoBursts:
-    """A lock taken for a burst and given out in the order of asking (llm-d)."""
+    """First come, first served, by bursts: a lock granted in the order of requests (llm-d)."""
 
     holds_bursts = True
     anticipates = False
@@ -69,7 +76,7 @@ class FifoBursts:
 
 
 class FifoOperations:
-    """First come, first served, operation by operation."""
+    """First come, first served, by operations."""
 
     holds_bursts = False
     anticipates = False
@@ -80,7 +87,7 @@ class FifoOperations:
 
 
 class ShortestFirst:
-    """The shortest burst, the switch to it not counted (shortest job first)."""
+    """Shortest job first, by bursts; the switch does not count."""
 
     holds_bursts = True
     anticipates = False
@@ -91,7 +98,7 @@ class ShortestFirst:
 
 
 class LeastRecentlyServed:
-    """Whoever had the group last the longest ago, a burst at a time (OpenRL)."""
+    """The member served longest ago, by bursts (OpenRL)."""
 
     holds_bursts = True
     anticipates = False
@@ -102,8 +109,7 @@ class LeastRecentlyServed:
 
 
 class RoundRobin:
-    """The members in a fixed cycle, a burst at a time; whoever has nothing to run is skipped
-    (RollMux)."""
+    """The members in a fixed cycle, by bursts; a member without work is skipped (RollMux)."""
 
     holds_bursts = True
     anticipates = False
@@ -122,23 +128,24 @@ ORDERINGS: dict[str, type[Ordering]] = {
     "least-recently-served": LeastRecentlyServed,
     "round-robin": RoundRobin,
 }
-"""By the name that `SchedulerConfig.ordering` takes."""
+"""The values of `SchedulerConfig.ordering`."""
 
 
 def make_ordering(name: str) -> Ordering:
-    """The rule of that name (checked by the configuration)."""
+    """The rule with that name; the configuration has checked the name."""
     return ORDERINGS[name]()
 
 
-Rank = tuple[bool, int, Key]
+SortKey = tuple[bool, int, Key]
 
 
-def rank(ordering: Ordering, candidate: Candidate, now: float, starvation_bound_s: float) -> Rank:
-    """What orders candidates, the lowest first: who has waited beyond the bound, in the order of
-    waiting, whatever their class; then the higher priority class, then the rule."""
-    # What is still in the queue of one that was served lately does not make it starve.
-    since = max(candidate.arrived_at, candidate.served_at)
-    if now - since >= starvation_bound_s:
+def sort_key(
+    ordering: Ordering, candidate: Candidate, now: float, starvation_bound_s: float
+) -> SortKey:
+    """The order of candidates, lowest first: starving candidates of any class by the length of
+    their wait, then the higher priority class, then the rule's key."""
+    since = waits_since(candidate)
+    if now >= starves_at(since, starvation_bound_s):
         return (False, 0, (since, 0.0, candidate.name))
     return (True, -candidate.priority, ordering.key(candidate, now))
 
@@ -149,5 +156,7 @@ def first(
     now: float,
     starvation_bound_s: float = math.inf,
 ) -> Candidate | None:
-    """The candidate that goes next; None where there is none."""
-    return min(candidates, key=lambda c: rank(ordering, c, now, starvation_bound_s), default=None)
+    """The candidate that goes next; None if there is none."""
+    return min(
+        candidates, key=lambda c: sort_key(ordering, c, now, starvation_bound_s), default=None
+    )

@@ -1,10 +1,10 @@
-"""What a context switch will take, from where the state lies and what moves have taken so far.
+"""Predicts the duration of a context switch from the location of the state and measured moves.
 
-A move of a WPG's state is `fixed_s + bytes / rate`, one law for each path; the sum over a
-switch is the setup cost of PlexRL §4.4. A WPG that has moved this way before predicts itself;
-others are predicted by the law of their path, fitted to the moves of all WPGs on nodes of a type,
-or by that of the way back; a path that nothing is known of by a cautious guess. Bytes are those of
-one node, whose ranks move at once; of a WPG that has no GPUs yet, by those that it might get.
+The cost model of a move is `fixed_s + bytes / rate`, fitted for each path; the sum over a switch is
+the setup cost of PlexRL §4.4. The prediction uses, in this order: the WPG's own moves on the path,
+the model of the path (fitted to all WPGs on nodes of a type), the model of the reverse path, a
+cautious default. Bytes are those of one node, whose ranks move at the same time; for a WPG without
+GPUs, those on the GPUs that it might get.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -25,50 +25,52 @@ NVME: Final = "nvme"
 
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
-_OPENINGS: dict[OperationKind, str] = {kind: f"{kind.value}/" for kind in OperationKind}
+_PREFIXES: dict[OperationKind, str] = {kind: f"{kind.value}/" for kind in OperationKind}
 
 
 def load_s(
     context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> float:
-    """Predicted seconds to bring the state onto the GPUs from where it lies now; on `ranks`, where
-    it is not yet placed."""
+    """Predicted seconds to load the state onto the GPUs from its present tier. `ranks`: the GPUs to
+    assume for a deployment that is not placed."""
     estimates = deployment.estimates
-    if not deployment.nvme_bytes:
+    if not deployment.stored.nvme_bytes:
         known = estimates.seconds_by_kind.get(_LOAD)
-        return known if known is not None else _by_law(context, deployment, _LOAD, ranks=ranks)
+        return known if known is not None else _by_model(context, deployment, _LOAD, ranks=ranks)
     known = estimates.nvme_load_seconds
-    return known if known is not None else _by_law(context, deployment, _LOAD, NVME)
+    return known if known is not None else _by_model(context, deployment, _LOAD, NVME)
 
 
 def offload_s(
     context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> float:
-    """Predicted seconds to bring the state off the GPUs; off `ranks`, where it has none yet."""
+    """Predicted seconds to offload the state. `ranks`: as for `load_s`."""
     known = deployment.estimates.seconds_by_kind.get(_OFFLOAD)
-    return known if known is not None else _by_law(context, deployment, _OFFLOAD, ranks=ranks)
+    return known if known is not None else _by_model(context, deployment, _OFFLOAD, ranks=ranks)
 
 
 def moves_at_best_s(
     context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> tuple[float, float]:
-    """(load, offload) in seconds: predicted where moves were measured, else at full link speed.
+    """(load, offload) in seconds: predicted from measured moves, otherwise at full link speed.
 
-    This answers whether jobs of known demand may share a group. The cautious guess must not answer
-    it: a job that is alone on its GPUs is never offloaded, so nothing would ever be measured, and
-    jobs with large states would never share. A refusal at full link speed is right in any case. If
-    moves turn out to be slower, the members' measured waiting closes the group and moves the worst
-    hit, and the next job is judged by the measurement.
+    Used to decide whether profiled jobs may share a group. The cautious default would be wrong
+    here: a job alone on its GPUs is never offloaded, so nothing would ever be measured, and jobs
+    with large states would never share. A refusal at full link speed is always right. If moves turn
+    out to be slower, the measured waiting closes the group and moves the job that waits most, and
+    the next job is judged by the measurement.
     """
     at_best_s = deployment.state_bytes / deployment.workers / LINK_BYTES_PER_S
     estimates = deployment.estimates
     load_tier, own_load_s = HOST, estimates.seconds_by_kind.get(_LOAD)
-    if deployment.nvme_bytes:
+    if deployment.stored.nvme_bytes:
         load_tier, own_load_s = NVME, estimates.nvme_load_seconds
     own_offload_s = estimates.seconds_by_kind.get(_OFFLOAD)
-    loads = own_load_s is not None or _law(context, deployment, _LOAD, load_tier, ranks) is not None
-    law = _law(context, deployment, _OFFLOAD, HOST, ranks)
-    offloads = own_offload_s is not None or law is not None
+    loads = (
+        own_load_s is not None or _model(context, deployment, _LOAD, load_tier, ranks) is not None
+    )
+    model = _model(context, deployment, _OFFLOAD, HOST, ranks)
+    offloads = own_offload_s is not None or model is not None
     return (
         load_s(context, deployment, ranks) if loads else at_best_s,
         offload_s(context, deployment, ranks) if offloads else at_best_s,
@@ -76,13 +78,13 @@ def moves_at_best_s(
 
 
 def round_trip_s(context: "Context", deployment: "Deployment") -> float:
-    """Predicted seconds of an offload and the load that undoes it."""
+    """Predicted seconds of an offload and a load."""
     return offload_s(context, deployment) + load_s(context, deployment)
 
 
 def switch_cost(context: "Context", group: "Group", deployment: "Deployment") -> float:
-    """Predicted seconds until `deployment`'s state is on the group's GPUs: 0 for the holder, else
-    the holder's offload and its own load."""
+    """Predicted seconds until the deployment's state is on the group's GPUs: 0 for the holder,
+    otherwise the holder's offload plus the deployment's load."""
     if group.holder == deployment.deployment:
         return 0.0
     cost_s = load_s(context, deployment)
@@ -94,8 +96,8 @@ def switch_cost(context: "Context", group: "Group", deployment: "Deployment") ->
 def observe_move(
     context: "Context", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
 ) -> None:
-    """Take in what a load or an offload took. The first load of a new model builds it instead of
-    moving state, so it says nothing about later ones."""
+    """Update the estimates with a finished load or offload. Ignores the first load of a new model,
+    which builds the model instead of moving state."""
     moved, kind, seconds = event.moved, operation.kind, event.compute_s
     if kind is _LOAD and operation.seq == 0 and (moved is None or not moved.bytes_moved):
         return
@@ -108,39 +110,33 @@ def observe_move(
     if not nbytes:
         return
     nodes = len(deployment.nodes) or 1
-    laws = context.state.move_laws
+    models = context.state.move_laws
     path = _path(context, deployment.ranks, kind, tier)
-    law = laws.get(path)
-    if law is None:
-        law = laws[path] = MoveLaw()
-    law.observe(nbytes / nodes, seconds)
+    model = models.get(path)
+    if model is None:
+        model = models[path] = MoveLaw()
+    model.observe(nbytes / nodes, seconds)
 
 
-def state_lies(deployment: "Deployment", tier: str) -> None:
-    """A version was made or has arrived, all of it in `tier` until its nodes say otherwise."""
+def record_tier(deployment: "Deployment", tier: str) -> None:
+    """Record that the whole state is in `tier`, until its nodes report otherwise."""
     nodes = deployment.nodes
     per_node = deployment.state_bytes // max(1, len(nodes)) if tier == NVME else 0
-    if per_node:
-        deployment.nvme_bytes_by_node = dict.fromkeys(nodes, per_node)
-    else:
-        deployment.nvme_bytes_by_node.clear()
-    deployment.nvme_bytes = per_node
+    deployment.stored.put_in_tier(nodes, per_node)
 
 
 def state_reported(context: "Context", event: "StateReported", now: float) -> None:
-    """A node says where the state that it keeps lies now; a WPG's slowest node counts."""
+    """Update the tiers of a node's states. The WPG's slowest node counts."""
     del now
     for report in event.states:
         deployment = context.state.deployments.get(report.deployment)
         if deployment is None or event.node not in deployment.nodes:
             continue
-        by_node = deployment.nvme_bytes_by_node
-        by_node[event.node] = bounded_bytes(report.nvme_bytes)
-        deployment.nvme_bytes = max(by_node.values())
+        deployment.stored.report(event.node, bounded_bytes(report.nvme_bytes))
         context.touch(deployment.group)
 
 
-def _by_law(
+def _by_model(
     context: "Context",
     deployment: "Deployment",
     kind: OperationKind,
@@ -152,26 +148,27 @@ def _by_law(
     else:
         nodes = len({rank.node for rank in ranks or ()}) or 1
     nbytes = deployment.state_bytes / nodes
-    law = _law(context, deployment, kind, tier, ranks)
-    return law.seconds(nbytes) if law is not None else nbytes / MOVE_BYTES_PER_S
+    model = _model(context, deployment, kind, tier, ranks)
+    return model.seconds(nbytes) if model is not None else nbytes / MOVE_BYTES_PER_S
 
 
-def _law(
+def _model(
     context: "Context",
     deployment: "Deployment",
     kind: OperationKind,
     tier: str,
     ranks: "tuple[RankPlacement, ...] | None",
 ) -> MoveLaw | None:
-    """What is known of the path on the GPUs that the deployment has, or on `ranks`."""
+    """The cost model of the path on the deployment's GPUs, or on `ranks`; None: nothing
+    measured."""
     there = deployment.ranks or ranks or ()
-    laws = context.state.move_laws
-    law = laws.get(_path(context, there, kind, tier))
-    if law is None:
-        # The bytes of the other direction go over the same links.
+    models = context.state.move_laws
+    model = models.get(_path(context, there, kind, tier))
+    if model is None:
+        # The reverse direction uses the same links.
         back = _LOAD if kind is _OFFLOAD else _OFFLOAD
-        law = laws.get(_path(context, there, back, tier))
-    return law
+        model = models.get(_path(context, there, back, tier))
+    return model
 
 
 def _path(
@@ -179,4 +176,4 @@ def _path(
 ) -> str:
     node = context.state.nodes.get(ranks[0].node) if ranks else None
     node_type = node.node_type if node is not None else ""
-    return _OPENINGS[kind] + tier + "/" + node_type
+    return _PREFIXES[kind] + tier + "/" + node_type

@@ -9,13 +9,14 @@ that does without fencing.
 from typing import TYPE_CHECKING
 
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
-from plexrl.scheduler.admission.preemption import come_back
+from plexrl.scheduler.admission.preemption import resume
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.events import (
     ControllerAttached,
     ControllerSeen,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 DETACHED = "detached"
 """What a controller says that leaves its job to another one."""
+
+OUTCOMES = frozenset({*ENDINGS, DETACHED})
 
 
 def check_controller(job: Job, controller: str) -> None:
@@ -51,8 +54,8 @@ def seen(context: Context, job: Job, now: float) -> None:
     if not job.attached:
         job.attached = True
         context.detached.pop(job.job, None)
-        come_back(context, job, now)
-        context.wake(now + job.controller_timeout_s, f"job:{job.job}")
+        resume(context, job, now)
+        context.wake(now + job.controller_timeout_s, timers.silence(job.job))
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:
@@ -112,8 +115,8 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
     """End a job as its controller says; with a failure that it took no note of, as failed. One that
     is only to be detached lives on, as if its controller had been silent for its timeout."""
     job = find_job(context.state, event.job)
-    if event.outcome not in (*ENDINGS, DETACHED):
-        known = ", ".join(sorted((*ENDINGS, DETACHED)))
+    if event.outcome not in OUTCOMES:
+        known = ", ".join(sorted(OUTCOMES))
         raise InvalidRequestError(f"outcome {event.outcome!r} is unknown: use {known}")
     if job.state.is_final:
         return

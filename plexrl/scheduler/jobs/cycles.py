@@ -1,22 +1,22 @@
 """What follows from a cycle that is over: profile, plan, service level, repacking."""
 
-from plexrl.scheduler.capacity.overlaps import lay_anew
+from plexrl.scheduler.capacity.overlaps import update_reservation
+from plexrl.scheduler.capacity.shift_search import is_off_plan
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.profiler import refresh
-from plexrl.scheduler.placement.contention import PHASE_TOLERANCE
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.placement.relocation import (
     consider_relief,
     consider_repacking,
     holds_up_others,
 )
-from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.records import Deployment
 
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Take in the deployment's newest cycle."""
-    if deployment.group is None or not shares(deployment):
+    if deployment.group is None or not deployment.shares:
         return
     if refresh(deployment, context.profiler):
         remember(context, deployment)
@@ -26,9 +26,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
         if context.policy.plans_by_profile:
             # Its group may take others now.
             context.place_waiting = context.place_waiting or bool(context.waiting)
-        job = context.job(deployment.job)
-        if job.state == JobState.PROFILING:
-            job.state = next_state(job.state, JobTrigger.CYCLE_ENDED)
+        change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)
         consider_repacking(context, deployment, now)
     else:
         if context.policy.repacks:
@@ -61,17 +59,18 @@ def profile_key(context: Context, deployment: Deployment) -> str:
 
 def _follow(context: Context, deployment: Deployment) -> None:
     """Lay the reservation where the job really runs."""
-    cycle = deployment.cycle
-    started_at = cycle.started_at if cycle is not None else deployment.cycles[-1].started_at
-    lay_anew(context, deployment, started_at % context.config.horizon_slots)
+    cycle = deployment.cycles.open
+    started_at = (
+        cycle.started_at if cycle is not None else deployment.cycles.measured[-1].started_at
+    )
+    update_reservation(context, deployment, started_at % context.config.horizon_slots)
 
 
 def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
-    reservation, cycle = deployment.reservation, deployment.cycle
+    reservation, cycle = deployment.reservation, deployment.cycles.open
     if reservation is None or reservation.trace is None or cycle is None:
         return False
     assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
     footprint = context.inventory.index.footprint(deployment.group, deployment.deployment)
-    period = footprint.period
-    beside = (cycle.started_at % context.config.horizon_slots - reservation.shift) % period
-    return min(beside, period - beside) > PHASE_TOLERANCE * period
+    started_at = cycle.started_at % context.config.horizon_slots
+    return is_off_plan(started_at, reservation.shift, footprint.period)

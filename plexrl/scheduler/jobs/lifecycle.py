@@ -10,17 +10,24 @@ from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
-from plexrl.scheduler.operations.holding import hold_over, note_condition
-from plexrl.scheduler.operations.operations import drop_log, drop_past, fail
-from plexrl.scheduler.placement.placement import leave
+from plexrl.scheduler.operations.operations import fail
+from plexrl.scheduler.operations.replay import drop_log, drop_past
+from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
-from plexrl.scheduler.state.job_states import JobState, JobTrigger, next_state
-from plexrl.scheduler.state.records import Deployment, Job, Residency, WpgState
-from plexrl.wire.operations import OperationState
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import change_operation
+from plexrl.scheduler.state.records import Deployment, Job
 
-_PROFILING: Final = JobState.PROFILING
+_ADMITTED: Final = JobState.ADMITTED
+_DEVICE: Final = Residency.DEVICE
 
 NO_ROOM_PAUSE_S = 2.0
 """Between two starts of processes that find no room on a disk."""
@@ -32,14 +39,9 @@ ENDINGS = {
 }
 
 
-def job_event(job: Job, trigger: JobTrigger) -> None:
-    """Move the job along its table."""
-    job.state = next_state(job.state, trigger)
-
-
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
     """End a job and give back everything it held."""
-    job_event(job, trigger)
+    change_job(job, trigger)
     job.reason = reason
     job.ended_at = now
     context.state.ended[job.job] = None
@@ -75,47 +77,24 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     drop_log(context, deployment)
     drop_past(context, deployment)
     nodes = deployment.nodes
-    if deployment.incarnation:
+    if deployment.processes.incarnation:
         context.emit(
             StopWorkers(
-                deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=nodes
+                deployment=deployment.deployment,
+                incarnation=deployment.processes.incarnation,
+                nodes=nodes,
             )
         )
-        kept = tuple(sorted({*nodes, *deployment.state_nodes}))
+        kept = tuple(sorted({*nodes, *deployment.stored.nodes}))
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    _leave_group(context, deployment, now)
-    deployment.relocation = None
-    context.relocating.pop(deployment.deployment, None)
-    deployment.state = WpgState.STOPPED
-    deployment.residency = Residency.NONE
-    deployment.addresses.clear()
+    context.waiting.remove(deployment.deployment)
+    if deployment.group is not None:
+        context.hold(deployment, -1, now)
+        vacate(context, deployment, now)
+    wpg.end(deployment)
     # What nobody asks for any more would be written into every snapshot.
     forget_open_cycle(deployment)
-    deployment.waiting_part = waiting_part(deployment.cycles)
-    deployment.cycles.clear()
-
-
-def _leave_group(context: Context, deployment: Deployment, now: float) -> None:
-    context.waiting.remove(deployment.deployment)
-    if deployment.group is None:
-        return
-    context.hold(deployment, -1, now)
-    release_lock(context, deployment)
-    leave(context, deployment, now)
-
-
-def release_lock(context: Context, deployment: Deployment) -> None:
-    """Whatever part `deployment` had in its group's lock, it has no more."""
-    group = context.group_of(deployment)
-    if group is None:
-        return
-    if group.holder == deployment.deployment:
-        group.holder = None
-        group.incoming = None
-    elif group.incoming == deployment.deployment:
-        # The offload under way goes on; when it is done the lock is free for whoever wants it.
-        group.incoming = None
-    context.touch(group.group)
+    deployment.cycles.end(waiting_part(deployment.cycles.measured))
 
 
 def place_waiting(context: Context, now: float) -> None:
@@ -123,26 +102,50 @@ def place_waiting(context: Context, now: float) -> None:
     for deployment in admit(context, now):
         context.touch(deployment.group)
         job = context.job(deployment.job)
-        if deployment.incarnation:
+        if deployment.processes.incarnation:
             # It had GPUs before, and lost them with their node.
             settle(context, deployment)
         else:
-            deployment.state = WpgState.LAUNCHING
+            wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
             launch(context, deployment)
         if all(context.deployment(name).group is not None for name in job.deployments):
-            job_event(job, JobTrigger.PLACED)
+            _placed(context, job)
 
     for node in sorted(context.inventory.draining):
         drain(context, node, now)
 
 
+def _placed(context: Context, job: Job) -> None:
+    """All deployments of the job have GPUs."""
+    change_job(job, JobTrigger.PLACED)
+    if job.state is _ADMITTED:
+        for name in job.deployments:
+            deployment = context.deployment(name)
+            if deployment.residency is _DEVICE:
+                # It was loaded while another deployment of the job waited for GPUs.
+                granted(context, deployment)
+
+
+def granted(context: Context, deployment: Deployment) -> None:
+    """The state of a WPG is on the GPUs: its job runs, if this is the WPG that the job's state
+    follows. A job that has been profiled before is not profiled again."""
+    job = context.state.jobs[deployment.job]
+    if deployment.kind == "train" or all(
+        context.deployment(name).kind != "train" for name in job.deployments
+    ):
+        change_job(job, JobTrigger.GRANTED)
+        had_a_cycle = not context.policy.repacks and deployment.burst.ended_at is not None
+        if deployment.trace is not None or had_a_cycle:
+            change_job(job, JobTrigger.CYCLE_ENDED)
+
+
 def launch(context: Context, deployment: Deployment) -> None:
     """Start the next incarnation of the WPG's processes, where all its nodes are there."""
-    before = deployment.incarnation or last_incarnation(context.state, deployment.deployment)
-    deployment.incarnation = before + 1
-    deployment.launch_at = None
-    deployment.addresses.clear()
+    before = deployment.processes.incarnation or last_incarnation(
+        context.state, deployment.deployment
+    )
+    deployment.processes.begin_launch(before)
     send_launch(context, deployment)
 
 
@@ -155,7 +158,7 @@ def has_gpu(context: Context, rank: RankPlacement) -> bool:
 def send_launch(context: Context, deployment: Deployment) -> None:
     """Issue (or issue again) the launch of the current incarnation. One that waits for room is
     stopped, and another follows it."""
-    if deployment.launch_at is not None:
+    if deployment.processes.launch_at is not None:
         return
     if not all(has_gpu(context, rank) for rank in deployment.ranks):
         return
@@ -165,7 +168,7 @@ def send_launch(context: Context, deployment: Deployment) -> None:
             deployment=deployment.deployment,
             tenant=context.job(deployment.job).tenant,
             kind=deployment.kind,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.processes.incarnation,
             group=deployment.group,
             ranks=deployment.ranks,
             spec_json=deployment.spec_json,
@@ -187,14 +190,15 @@ def restart_when_there_is_room(
     """As `restart`, for processes that ended because a file system was full: that is no failure of
     theirs, and they are tried again for as long as it lasts."""
     if stop(context, deployment, reason, now, counts=False):
-        note_condition(deployment, StorageFullError.code, reason, now)
-        deployment.launch_at = now + NO_ROOM_PAUSE_S
-        context.wake(deployment.launch_at, f"launch:{deployment.deployment}")
+        deployment.backoff.report(StorageFullError.code, reason, now)
+        launch_at = now + NO_ROOM_PAUSE_S
+        deployment.processes.delay_launch(launch_at)
+        context.wake(launch_at, timers.launch(deployment.deployment))
 
 
 def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
     """Start the processes that waited for room."""
-    at = deployment.launch_at
+    at = deployment.processes.launch_at
     if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
         launch(context, deployment)
 
@@ -205,12 +209,13 @@ def stop(
     """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
     the job has ended. `counts`: as one more failure of the WPG."""
     job = context.job(deployment.job)
-    deployment.failures += counts
+    if counts:
+        deployment.processes.fail()
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:
         operation = context.state.operations[name]
-        operation.state = OperationState.PENDING
+        change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
         # What a fault made void is nobody's use.
         operation.gpu_seconds = 0.0
@@ -224,32 +229,30 @@ def stop(
         # It is made anew when it is needed again, under a name of its own.
         del context.state.operations[deployment.moving.operation]
         deployment.moving = None
-    if deployment.failures > context.config.launch_attempts:
+    if deployment.processes.failures > context.config.launch_attempts:
         end_job(
             context,
             job,
             JobTrigger.FAILED,
-            f"the workers of {deployment.deployment!r} were lost {deployment.failures} times "
-            f"without completing an operation; the last time: {reason}",
+            f"the workers of {deployment.deployment!r} were lost {deployment.processes.failures} "
+            f"times without completing an operation; the last time: {reason}",
             now,
         )
         return False
-    deployment.replaying.clear()
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
-    deployment.residency = Residency.NONE
-    deployment.burst_started_at = None
-    deployment.idle_since = None
+        deployment.burst.want(now)
+    deployment.burst.interrupt()
     release_lock(context, deployment)
     context.emit(
         StopWorkers(
             deployment=deployment.deployment,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.processes.incarnation,
             nodes=deployment.nodes,
         )
     )
-    deployment.state = WpgState.RECOVERING
+    wpg.interrupt(deployment)
     return True
 
 
@@ -257,19 +260,17 @@ def worker_ready(
     context: Context, deployment: Deployment, rank: int, address: str, now: float
 ) -> None:
     """A rank of the current incarnation listens."""
-    deployment.addresses[rank] = address
-    if len(deployment.addresses) < deployment.workers:
+    if deployment.processes.add(rank, address) < deployment.workers:
         return
-    deployment.endpoints = tuple(address for _, address in sorted(deployment.addresses.items()))
+    deployment.processes.connect()
     if not deployment.is_ready:
-        deployment.state = WpgState.READY
-        deployment.ready_at = now
+        wpg.connect(deployment, now)
         context.touch(deployment.group)
-        if not deployment.queue and not deployment.log:
-            hold_over(deployment)
-        if now < deployment.held_back_until:
+        if not deployment.queue and not deployment.replay.log:
+            deployment.backoff.clear()
+        if now < deployment.backoff.until and deployment.group is not None:
             # The group that was to be looked at then may have been another.
-            context.wake(deployment.held_back_until, f"group:{deployment.group}")
+            context.wake(deployment.backoff.until, timers.group_step(deployment.group))
 
 
 def router_joined(context: Context, event: RouterJoined, now: float) -> None:
@@ -311,12 +312,12 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         return
     gone_at = job.seen_at + job.controller_timeout_s
     if now < gone_at:
-        context.wake(gone_at, f"job:{job.job}")
+        context.wake(gone_at, timers.silence(job.job))
         return
     detach(context, job)
     cancelled_at = gone_at + job.reattach_timeout_s
     if now < cancelled_at:
-        context.wake(cancelled_at, f"job:{job.job}")
+        context.wake(cancelled_at, timers.silence(job.job))
         return
     end_job(
         context,
@@ -325,12 +326,6 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         f"its controller was silent for {now - job.seen_at:.0f} s and did not come back",
         now,
     )
-
-
-def cycle_ended(job: Job) -> None:
-    """The job's first full training cycle is over."""
-    if job.state is _PROFILING:
-        job_event(job, JobTrigger.CYCLE_ENDED)
 
 
 def issue_again(context: Context) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from plexrl.scheduler.state.cycle import BusySpan, Cycle, OpenCycle
 from plexrl.scheduler.state.demand import (
     PERIOD_S_MAX,
     PERIOD_S_MIN,
@@ -22,14 +21,9 @@ from plexrl.scheduler.state.demand import (
     DemandTrace,
     Segment,
 )
+from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
-
-WARM_UP_CYCLES = 1
-"""Of a new process: the first runs compile, allocate and fill caches."""
-
-CYCLES_KEPT = 8
-"""Newest cycles that a profile and the service level look at."""
 
 MERGE_PART = 0.02
 """Segments nearer than this part of the period are one: the controller's own short steps."""
@@ -64,11 +58,11 @@ class ProfilerConfig:
 
 def run_began(deployment: Deployment, now: float) -> None:
     """An operation starts on the group: note what it waited, and a new cycle's beginning."""
-    since = deployment.wants_since if deployment.wants_since is not None else now
-    deployment.wants_since = None
-    cycle = deployment.cycle
+    since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
+    deployment.burst.stop_wanting()
+    cycle = deployment.cycles.open
     if cycle is None:
-        cycle = deployment.cycle = OpenCycle(since)
+        cycle = deployment.cycles.begin(since)
     if now > since:
         cycle.waited_s += now - since
 
@@ -78,7 +72,7 @@ def run_ended(
 ) -> None:
     """An operation has left the group. `overlapped`: a rollout of the job was under way by then, so
     that what follows may not have waited for this operation."""
-    cycle = deployment.cycle
+    cycle = deployment.cycles.open
     if cycle is None:
         return
     offset_s = began_at - cycle.started_at - cycle.waited_s
@@ -98,30 +92,27 @@ def run_ended(
 def next_began(deployment: Deployment, now: float) -> bool:
     """An operation is about to start: if a cycle's end has passed, the next one began when this
     operation could first have run. True where a cycle is over."""
-    cycle = deployment.cycle
+    cycle = deployment.cycles.open
     if cycle is None or not cycle.ends:
         return False
-    since = deployment.wants_since if deployment.wants_since is not None else now
-    deployment.cycle = OpenCycle(since)
-    deployment.cycles_seen += 1
-    if deployment.cycles_seen > WARM_UP_CYCLES:
+    since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
+    deployment.cycles.begin(since)
+    if deployment.cycles.count():
         length_s = max(1e-6, since - cycle.started_at)
         busy_s = 0.0
         for span in cycle.spans:
             busy_s += span.duration_s
         waited_s = min(cycle.waited_s, length_s)
-        cycles = deployment.cycles
-        cycles.append(Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans)))
-        if len(cycles) > CYCLES_KEPT:
-            del cycles[:-CYCLES_KEPT]
+        deployment.cycles.add(
+            Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans))
+        )
     return True
 
 
 def forget_open_cycle(deployment: Deployment) -> None:
     """Workers were lost or moved: the cycle at hand is no measure of anything."""
-    deployment.cycle = None
-    deployment.wants_since = None
-    deployment.cycles_seen = 0
+    deployment.cycles.restart()
+    deployment.burst.stop_wanting()
 
 
 def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
@@ -164,7 +155,7 @@ def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
 
 def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
     """Make or renew the deployment's trace where its cycles call for it; True where it changed."""
-    cycles = deployment.cycles
+    cycles = deployment.cycles.measured
     trace = deployment.trace
     if trace is None or not trace.cycles:
         if len(cycles) < config.cycles:
@@ -213,12 +204,12 @@ def waiting_part(cycles: Sequence[Cycle]) -> float | None:
 
 def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
     if kind == _PUBLISH:
-        deployment.publishes = True
+        deployment.cycles.end_with_publish()
         return True
     if deployment.kind == "forward":
         # It has no steps: what it is asked once a step of its job is the nearest thing to one.
         return kind == _FORWARD
-    return kind == _OPTIM_STEP and not deployment.publishes
+    return kind == _OPTIM_STEP and not deployment.cycles.publishes
 
 
 def _merge(spans: Sequence[BusySpan], gap_s: float) -> list[BusySpan]:

@@ -26,8 +26,8 @@ def forget_ended(context: Context) -> None:
         job = state.jobs.pop(name)
         for deployment in job.deployments:
             gone = state.deployments.pop(deployment)
-            if gone.incarnation:
-                retire(state, deployment, gone.incarnation)
+            if gone.processes.incarnation:
+                retire(state, deployment, gone.processes.incarnation)
         totals = state.forgotten.setdefault(job.tenant, ForgottenJobs())
         totals.jobs += 1
         totals.operations += sum(row.operations for row in job.usage.values())

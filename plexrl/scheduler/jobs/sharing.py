@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plexrl.ids import JobId, TenantId
-from plexrl.scheduler.state.records import Deployment, Group, Job, Residency, State, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Group, Job, State
 
 View = dict[str, Any]
 
@@ -113,14 +115,14 @@ def _parts_since(state: State, group: Group, now: float) -> list[tuple[JobId, fl
 
 def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
     """Since when `deployment` has waited for other members, and until when there were any."""
-    since = deployment.wants_since
+    since = deployment.burst.wants_since
     if since is None or now <= since or deployment.state != WpgState.READY:
         return None
-    switched_at = deployment.switch_ended_at
+    switched_at = deployment.switch_times.ended_at
     if deployment.residency == Residency.DEVICE and (switched_at is None or switched_at <= since):
         # It had the group all the time: what it waited for was its own.
         return None
-    since = max(since, deployment.ready_at)
+    since = max(since, deployment.processes.ready_at)
     until = now if len(group.members) > 1 else group.alone_since
     return _Span(since, until) if until > since else None
 

@@ -1,4 +1,4 @@
-"""The databases a journal can lie in, and what differs between them.
+"""The databases that can store a journal: SQLite and PostgreSQL.
 
 A path, or `sqlite:///path`, names an SQLite file in WAL mode whose commits return after `fsync`;
 `postgresql://user@host/name` names a PostgreSQL database.
@@ -22,22 +22,26 @@ from plexrl.errors import (
 )
 
 SQLITE_BUSY_S = 5.0
-"""How long a transaction waits for another process's."""
+"""How long a transaction waits for that of another process."""
 SQLITE_RETRY_S = 0.01
 SQLITE_PAGES_MAX = (1 << 32) - 2
-SQLITE_ROOM_BYTES = 256 << 10
-"""With less free, a disk counts as full where SQLite cannot write."""
+SQLITE_FREE_BYTES_MIN = 256 << 10
+"""If SQLite cannot write and the disk has less free space, the disk counts as full."""
 
 POSTGRES_DISK_FULL = "53100"
-POSTGRES_AWAY = ("08", "25P03", "53300", "55P03", "57P")
-"""Beginnings of the states that say: not now."""
-POSTGRES_AWAY_WORDS = ("the database system is", "terminating connection", "too many clients")
-"""In the words of a server that lets nobody in now; a refused connection has no state."""
+POSTGRES_UNAVAILABLE = ("08", "25P03", "53300", "55P03", "57P")
+"""Prefixes of the SQLSTATE codes of temporary errors."""
+POSTGRES_UNAVAILABLE_TEXTS = (
+    "the database system is",
+    "terminating connection",
+    "too many clients",
+)
+"""Messages of a server that refuses connections for now; such errors have no SQLSTATE."""
 POSTGRES_MIGRATION_LOCK = 0x706C6578
-"""Key of the advisory lock under which the schema is made or changed."""
+"""Key of the advisory lock for schema migrations."""
 
-# A server that fell silent must not hold a scheduler for longer than a few leases, and a scheduler
-# that was suspended inside a transaction must not keep its row locks from the next leader.
+# An unresponsive server must not block a scheduler for longer than a few leases, and a scheduler
+# that was suspended inside a transaction must not keep row locks that the next leader needs.
 POSTGRES_CONNECT: dict[str, Any] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -54,45 +58,45 @@ Row = tuple[int, float, str]
 
 
 class Database(Protocol):
-    """An engine and the words in which its database differs."""
+    """An SQLAlchemy engine, and the statements that differ between databases."""
 
     name: str
-    """For messages; without a password."""
+    """Name for messages, without a password."""
     engine: sa.Engine
     fence: str
-    """Text that selects the lease's epoch and holder by its name, and keeps others from it."""
+    """SQL that selects epoch and holder of the lease by name, and locks it."""
 
     def now(self) -> sa.ColumnElement[float]:
-        """The time by which leases expire, in seconds since the epoch."""
+        """The clock of lease expiry, in seconds since the epoch."""
         ...
 
     def insert(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
-        """Add events, as quickly as this database can."""
+        """Insert events by the fastest method of this database."""
         ...
 
     def lock_schema(self, connection: sa.Connection) -> None:
-        """Have no other process migrate before this transaction's end."""
+        """Keep other processes from migrating until the transaction ends."""
         ...
 
-    def lift_bound(self, connection: sa.Connection) -> None:
-        """Let this transaction use room beyond `bytes_max`; `set_bound` ends that."""
+    def lift_size_limit(self, connection: sa.Connection) -> None:
+        """Let this transaction exceed `bytes_max`, until `set_size_limit`."""
         ...
 
-    def set_bound(self, connection: sa.Connection) -> None:
-        """Keep to `bytes_max`."""
+    def set_size_limit(self, connection: sa.Connection) -> None:
+        """Apply `bytes_max`."""
         ...
 
     def is_full(self, error: BaseException | None) -> bool:
-        """Whether a driver's error says that there is no room."""
+        """Whether a driver's error means that the storage is full."""
         ...
 
-    def is_away(self, error: BaseException | None) -> bool:
-        """Whether a driver's error says that the database does not answer now."""
+    def is_unavailable(self, error: BaseException | None) -> bool:
+        """Whether a driver's error means that the database is temporarily unavailable."""
         ...
 
 
 class Sqlite:
-    """One file. `bytes_max` bounds it; absent, the disk does."""
+    """An SQLite file of at most `bytes_max` bytes; None: limited by the disk."""
 
     fence = "SELECT epoch, holder FROM lease WHERE name = ?"
 
@@ -100,7 +104,7 @@ class Sqlite:
         self.name = str(path)
         self._path = path
         self._bytes_max = bytes_max
-        # One connection, handed from thread to thread: every transaction here is a writer's.
+        # One connection for all threads: every transaction here writes.
         self.engine = sa.create_engine(
             "sqlite://",
             creator=self._connect,
@@ -108,51 +112,51 @@ class Sqlite:
             pool_size=1,
             max_overflow=0,
         )
-        # Without this the driver would begin by itself, and only before a write.
+        # Otherwise the driver would begin a transaction only before the first write.
         sa.event.listen(self.engine, "begin", _begin_immediate)
 
     def now(self) -> sa.ColumnElement[float]:
-        """This machine's wall time: all who open the file are on it."""
+        """The wall clock of this machine; all processes that open the file run on it."""
         return sa.literal(time.time())
 
     def insert(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
-        """One prepared statement, run once a row."""
+        """One prepared statement, executed for each row."""
         connection.exec_driver_sql(
             "INSERT INTO events (position, at, body) VALUES (?, ?, ?)", list(rows)
         )
 
     def lock_schema(self, connection: sa.Connection) -> None:
-        """Nothing: the transaction holds the file already."""
+        """No-op: the transaction locks the file already."""
 
-    def lift_bound(self, connection: sa.Connection) -> None:
-        """A file may have as many pages as SQLite can count."""
+    def lift_size_limit(self, connection: sa.Connection) -> None:
+        """Allow as many pages as SQLite supports."""
         connection.exec_driver_sql(f"PRAGMA max_page_count={SQLITE_PAGES_MAX}")
 
-    def set_bound(self, connection: sa.Connection) -> None:
-        """A file that has grown beyond its bound stays so large, and grows no more."""
+    def set_size_limit(self, connection: sa.Connection) -> None:
+        """Limit the pages. A file beyond the limit keeps its size and stops growing."""
         if self._bytes_max is not None:
             (page_bytes,) = connection.exec_driver_sql("PRAGMA page_size").one()
             pages = max(1, self._bytes_max // page_bytes)
             connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
 
     def is_full(self, error: BaseException | None) -> bool:
-        """Whether the file's bound or the disk's is met."""
+        """Whether the size limit or the disk is reached."""
         code = getattr(error, "sqlite_errorcode", None)
         if code is None:
             return False
         if code == sqlite3.SQLITE_FULL:
             return True
-        # Where it cannot make the files beside the journal, SQLite does not say why.
+        # SQLite gives no reason if it cannot create the files next to the journal.
         if code & 0xFF not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
             return False
         try:
             disk = os.statvfs(self._path.parent)
         except OSError:
             return False
-        return disk.f_bavail * disk.f_frsize < SQLITE_ROOM_BYTES
+        return disk.f_bavail * disk.f_frsize < SQLITE_FREE_BYTES_MIN
 
-    def is_away(self, error: BaseException | None) -> bool:
-        """Whether another process has kept the file locked."""
+    def is_unavailable(self, error: BaseException | None) -> bool:
+        """Whether another process locks the file."""
         code = getattr(error, "sqlite_errorcode", None)
         return code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -174,8 +178,8 @@ class Sqlite:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    # While another process makes the same new file a WAL one, this is refused at once: SQLite does
-    # not wait there as it does for a transaction.
+    # SQLite refuses this at once while another process switches the same file to WAL; it does not
+    # wait as it does for a transaction.
     deadline = time.monotonic() + SQLITE_BUSY_S
     while True:
         try:
@@ -189,13 +193,13 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 class Postgres:
-    """One database of a PostgreSQL server, reached by psycopg 3."""
+    """A PostgreSQL database, accessed with psycopg 3."""
 
-    # Whoever takes the lease must change this row, and waits for the end of our transaction.
+    # A scheduler that takes the lease changes this row, so it waits for our transaction.
     fence = "SELECT epoch, holder FROM lease WHERE name = %s FOR UPDATE"
 
     def __init__(self, url: sa.URL) -> None:
-        # A password may stand in the query too.
+        # The query may hold a password too.
         shown = url.difference_update_query(("password",))
         self.name = shown.render_as_string(hide_password=True)
         self.engine = sa.create_engine(
@@ -207,11 +211,11 @@ class Postgres:
         )
 
     def now(self) -> sa.ColumnElement[float]:
-        """The server's clock: the schedulers' machines need not agree about the time."""
+        """The server's clock, so that the schedulers' clocks need not agree."""
         return sa.literal_column("extract(epoch FROM clock_timestamp())::float8", sa.Double())
 
     def insert(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
-        """One statement whatever the number of rows: each column travels as one array."""
+        """One statement for all rows, with one array for each column."""
         positions, times, bodies = zip(*rows, strict=True)
         connection.exec_driver_sql(
             "INSERT INTO events (position, at, body)"
@@ -220,39 +224,39 @@ class Postgres:
         )
 
     def lock_schema(self, connection: sa.Connection) -> None:
-        """An advisory lock, given back with the transaction."""
+        """Take an advisory lock that ends with the transaction."""
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({POSTGRES_MIGRATION_LOCK})")
 
-    def lift_bound(self, connection: sa.Connection) -> None:
-        """Nothing: the server's disk is the bound."""
+    def lift_size_limit(self, connection: sa.Connection) -> None:
+        """No-op: the server's disk is the limit."""
 
-    def set_bound(self, connection: sa.Connection) -> None:
-        """Nothing, likewise."""
+    def set_size_limit(self, connection: sa.Connection) -> None:
+        """No-op."""
 
     def is_full(self, error: BaseException | None) -> bool:
         """Whether the server's disk is full."""
         return getattr(error, "sqlstate", None) == POSTGRES_DISK_FULL
 
-    def is_away(self, error: BaseException | None) -> bool:
-        """Whether the server is stopped, starting or out of reach, or has dropped the connection.
-        A server that knows no such database or user is not away."""
+    def is_unavailable(self, error: BaseException | None) -> bool:
+        """Whether the server is stopped, starting or unreachable, or has dropped the connection. An
+        unknown database or user does not count."""
         import psycopg
 
         if not isinstance(error, psycopg.OperationalError):
             return False
         state = error.sqlstate
         if state is not None:
-            return state.startswith(POSTGRES_AWAY)
+            return state.startswith(POSTGRES_UNAVAILABLE)
         text = str(error)
-        return "FATAL:" not in text or any(word in text for word in POSTGRES_AWAY_WORDS)
+        return "FATAL:" not in text or any(word in text for word in POSTGRES_UNAVAILABLE_TEXTS)
 
 
 def open_database(journal: str, bytes_max: int | None) -> Database:
-    """The database that `journal` names; connects to nothing yet.
+    """The database that `journal` names; does not connect yet.
 
     Raises:
-        InvalidRequestError: no URL of a database that is known here.
-        StorageError: the file's directory cannot be made.
+        InvalidRequestError: not the URL of a supported database.
+        StorageError: the file's directory cannot be created.
     """
     if "://" not in journal:
         return _open_file(Path(journal), bytes_max)
@@ -271,22 +275,23 @@ def open_database(journal: str, bytes_max: int | None) -> Database:
                     "a journal in PostgreSQL needs psycopg: pip install 'plexrl[postgres]'"
                 ) from error
     raise InvalidRequestError(
-        f"a journal cannot lie in {url.drivername!r}: give a path or postgresql://user@host/name"
+        f"a journal cannot be stored in {url.drivername!r}: give a path or "
+        "postgresql://user@host/name"
     )
 
 
 def translate(database: Database, error: Exception) -> StorageError:
-    """`error` of a driver or of SQLAlchemy as one of ours."""
+    """Convert an error of a driver or of SQLAlchemy to a `StorageError`."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     if database.is_full(cause):
         return JournalFullError(
-            f"the journal {database.name} has no room: free disk space there or raise its bound "
-            "(--journal-bytes-max); nothing was changed, and work goes on when there is room",
+            f"the journal {database.name} is full: free disk space there or raise its limit "
+            "(--journal-bytes-max); nothing was changed, and work continues once there is space",
             path=database.name,
         )
-    if database.is_away(cause):
+    if database.is_unavailable(cause):
         return JournalUnavailableError(
-            f"the journal's database {database.name} does not answer ({_one_line(cause)}): see "
+            f"the journal's database {database.name} does not answer ({_one_line(cause)}): check "
             "that it runs and can be reached; nothing was changed, it is tried again",
             path=database.name,
         )
@@ -302,7 +307,7 @@ def _open_file(path: Path, bytes_max: int | None) -> Sqlite:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"the journal {path} cannot be made: {error}") from error
+        raise StorageError(f"the journal {path} cannot be created: {error}") from error
     return Sqlite(path, bytes_max)
 
 

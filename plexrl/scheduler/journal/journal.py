@@ -1,13 +1,13 @@
-"""The journal: every event the scheduler accepted, in order, on disk before it counts.
+"""The journal's interface: a durable log of all events that the scheduler accepted, in order.
 
-Events are appended in groups, one transaction each, so that many that arrive together share one
-`fsync`. The newest snapshot and the events behind it, read into a new core, rebuild its state
-(design §5, Durability).
+Events are appended in groups, one transaction each, so that events that arrive together share one
+`fsync`. A core is restored from the newest snapshot and the events after it (design §5,
+Durability).
 
-One scheduler at a time may write: the one that holds the *lease*. Each lease has an *epoch*, one
-higher than the one before, and every write checks in its own transaction that the epoch is still
-its own. So two schedulers never both have events accepted, however wrong their clocks are; expiry
-only decides how soon another may take over.
+Only the scheduler that holds the *lease* may write. Each lease has an *epoch*, one higher than the
+previous one, and every write checks in its transaction that the epoch is unchanged. So two
+schedulers never both get events accepted, however wrong their clocks are. The expiry only decides
+how soon another scheduler may take over.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,76 +16,75 @@ from typing import Protocol
 from plexrl.scheduler.state.events import Event
 
 Entry = tuple[Event, float]
-"""An event and the time it was accepted at, in seconds."""
+"""(event, time of acceptance in seconds)."""
 
 
 class Journal(Protocol):
-    """Where accepted events are kept. Every method may be called from any thread.
+    """Stores accepted events. Every method may be called from any thread.
 
-    Any method raises `StorageError` when the database cannot be used, `JournalUnavailableError`
-    where that may pass by itself.
+    Every method raises `StorageError` if the database cannot be used, and `JournalUnavailableError`
+    if that may be temporary.
     """
 
     def acquire(self, holder: str, ttl_s: float) -> int:
-        """Take the lease for `ttl_s` seconds; returns its epoch. A holder of the same name is
-        taken over from at once, for it is the same scheduler started again.
+        """Take the lease for `ttl_s` seconds; returns its epoch. A lease under the same name is
+        taken at once, because its holder is an earlier process of the same scheduler.
 
         Raises:
-            LeaseHeldError: another holder has it.
+            LeaseHeldError: another scheduler holds the lease.
         """
         ...
 
     def renew(self) -> None:
-        """Hold the lease for its full time again.
+        """Extend the lease to its full time.
 
         Raises:
-            LeaseLostError: another has taken it.
+            LeaseLostError: another scheduler has taken it.
         """
         ...
 
     def release(self) -> None:
-        """Let another holder take the lease at once; nothing if it is not ours any more."""
+        """Let another scheduler take the lease at once; no effect if it is no longer ours."""
         ...
 
     def append(self, entries: Sequence[Entry]) -> int:
-        """Make all entries durable, or none; returns the position of the last, counted from 1.
+        """Append all entries durably, or none; returns the position of the last, counted from 1.
 
         Raises:
-            JournalFullError: there is no room.
+            JournalFullError: the journal is full.
             LeaseLostError: this scheduler does not lead.
         """
         ...
 
     def read(self, after: int = 0) -> Iterator[tuple[int, Event, float]]:
-        """(position, event, time) of every event kept behind position `after`, oldest first."""
+        """(position, event, time) of every stored event after position `after`, oldest first."""
         ...
 
     def write_snapshot(self, position: int, at: float, body: bytes) -> None:
-        """Keep `body`, the state after the event at `position`. It may use room beyond the
-        journal's bound, though not beyond the disk's. Raises as `append`."""
+        """Store `body`, the state after the event at `position`. It may exceed the journal's size
+        limit. Raises as `append`."""
         ...
 
     def snapshot(self, before: int | None = None) -> tuple[int, float, bytes] | None:
-        """The newest whole snapshot, with `before` only of lower positions; None without one.
+        """The newest intact snapshot (with `before`: at a lower position); None if there is none.
 
-        A snapshot that does not have its checksum is passed over.
+        Snapshots with a wrong checksum are ignored.
         """
         ...
 
     def compact(self, kept_snapshots: int = 2) -> None:
-        """Delete the events that all of the last snapshots hold, and older snapshots. With two
-        kept, the loss of the newest costs nothing. Raises as `append`."""
+        """Keep the newest `kept_snapshots` snapshots, and delete older ones and the events before
+        all of them. With two, a damaged newest snapshot loses nothing. Raises as `append`."""
         ...
 
-    def set_aside(self, position: int, step: str, error: str) -> None:
-        """Note that a step of the event at `position` is left out of every replay. Raises as
-        `append`."""
+    def skip_step(self, position: int, step: str, error: str) -> None:
+        """Record that every replay skips a step of the event at `position`. Raises as `append`."""
         ...
 
-    def steps_set_aside(self) -> dict[int, frozenset[str]]:
-        """By position: the steps of events that are left out."""
+    def skipped_steps(self) -> dict[int, frozenset[str]]:
+        """The skipped steps of events, by position."""
         ...
 
     def close(self) -> None:
-        """Give the journal back; waits for a write that is under way."""
+        """Close the journal; waits for a running write."""
         ...

@@ -1,13 +1,14 @@
-"""One scheduler leads, others stand by: take the lease, keep it, and stop at once when it is lost.
+"""Leader election: one scheduler leads, others stand by. Takes the lease, renews it, and stops at
+once when it is lost.
 
-The lease alone makes nothing safe: a scheduler that was suspended for a minute believes in its own
-when it wakes. What makes it safe is that every write to the journal checks the lease's epoch, and
-that nothing is done before it is written. So all that is decided here is how soon another takes
-over, and that a scheduler that knows it has lost says nothing more to anybody.
+The lease alone is not safe: a suspended scheduler still believes that it leads when it wakes.
+Safety comes from the journal: every write checks the epoch of the lease, and nothing is done before
+it is written. This module decides only how soon a standby takes over, and that a scheduler that
+lost its lease sends nothing to any peer.
 
-A lease is lost when another scheduler has taken it, which raises its epoch, and not when it could
-not be renewed in time: under load, or while the database is away, that happens without a rival.
-A lease that expired and that nobody took is renewed under its old epoch.
+A lease is lost when another scheduler has taken it, which raises the epoch. It is not lost if it
+could not be renewed in time, which also happens under load or while the database does not answer. A
+lease that expired and that no scheduler took is renewed with its old epoch.
 """
 
 import asyncio
@@ -26,50 +27,52 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
 )
-from plexrl.process.garbage_collection import spare_living
+from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.journal.journal import Journal
 from plexrl.scheduler.journal.recovery import restore
 from plexrl.scheduler.journal.sql_journal import SqlJournal
-from plexrl.scheduler.service.held_door import HeldDoor
+from plexrl.scheduler.service.holding_server import HoldingServer
 from plexrl.scheduler.service.service import Service
 from plexrl.scheduler.service.shell import Clock, Shell
 
 LOG = logging.getLogger(__name__)
 
 RENEWALS = 3
-"""Tries to renew in the time of one lease."""
+"""Renewals within the time of one lease."""
 
 POLL_S_MAX = 1.0
-"""Between two looks of a standby at the lease."""
+"""Interval at which a standby checks the lease."""
 
 
 HELD = (JournalFullError, JournalUnavailableError)
-"""Errors of the journal that may pass by themselves, or once an operator makes room."""
+"""Errors of the journal that may end by themselves, or once an operator frees space."""
 
 
 async def run_scheduler(
     config: SchedulerConfig, ready: Callable[[], None], stop: asyncio.Event
 ) -> None:
-    """Stand by until this scheduler leads, then serve until `stop`; `ready` is called in between.
+    """Stand by until this scheduler leads, then serve until `stop`; calls `ready` once it listens.
 
-    While the journal has no room or does not answer, the scheduler holds: it is ready, and answers
-    every call with the reason.
+    While the journal is full or does not answer, the scheduler holds: it listens, and answers every
+    call with the reason.
 
     Raises:
-        LeaseLostError: another leads. The caller must end the process at once: a write of before
-            may still be under way in a thread, which the journal will refuse.
+        LeaseLostError: another scheduler leads. The caller must end the process at once: a thread
+            may still be writing, which the journal will refuse.
         StorageError: the journal cannot be used.
     """
-    listening = _Listening(config.listen, ready)
-    door = HeldDoor(config.listen, listening.begun)
+    listening = _ListeningSocket(config.listen, ready)
+    holding = HoldingServer(config.listen, listening.on_listening)
     try:
-        journal = await _take_lead(config, door, stop)
+        journal = await _take_lead(config, holding, stop)
         if journal is None:
             return
-        # Kept while the journal is replayed as well: that may take longer than a lease lasts.
+        # Renewed during the replay too, which may take longer than a lease lasts.
         keeping = asyncio.create_task(keep_lead(journal, config.lease_s, listening.is_replaced))
-        serving = asyncio.create_task(_serve(config, journal, door, listening.begun, stop))
+        serving = asyncio.create_task(
+            _serve(config, journal, holding, listening.on_listening, stop)
+        )
         await asyncio.wait({keeping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             keeping.result()
@@ -80,33 +83,33 @@ async def run_scheduler(
         except LeaseLostError:
             raise
         except BaseException:
-            await asyncio.to_thread(_give_up, journal)
+            await asyncio.to_thread(_release_and_close, journal)
             raise
-        await asyncio.to_thread(_give_up, journal)
+        await asyncio.to_thread(_release_and_close, journal)
     finally:
-        await door.close()
+        await holding.close()
 
 
 def holder_of(config: SchedulerConfig) -> str:
-    """The name under which this scheduler leads."""
+    """The name of this scheduler in the lease."""
     return config.holder or f"{socket.gethostname()}:{Path(config.listen).absolute()}"
 
 
 async def keep_lead(
     journal: Journal, ttl_s: float, is_replaced: Callable[[], bool] = lambda: False
 ) -> NoReturn:
-    """Renew a lease of `ttl_s` seconds until it is lost, from a thread of its own: neither the
-    event loop nor the threads that it shares are waited for. `is_replaced` says whether another
-    scheduler is found where this one was, which is asked while the journal does not answer.
+    """Renew a lease of `ttl_s` seconds until it is lost, in a thread of its own, so that neither
+    the event loop nor its thread pool can delay it. `is_replaced`: whether another scheduler
+    listens at this one's address; checked while the journal does not answer.
 
     Raises:
-        LeaseLostError: another scheduler took it.
+        LeaseLostError: another scheduler took the lease.
     """
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[NoReturn] = loop.create_future()
     ended = threading.Event()
 
-    def tell(error: BaseException) -> None:
+    def report_loss(error: BaseException) -> None:
         if not lost.done():
             lost.set_exception(error)
 
@@ -115,7 +118,7 @@ async def keep_lead(
             _renew_until(journal, ttl_s, is_replaced, ended)
         except BaseException as error:
             if not ended.is_set():
-                loop.call_soon_threadsafe(tell, error)
+                loop.call_soon_threadsafe(report_loss, error)
 
     threading.Thread(target=renew, name="lease", daemon=True).start()
     try:
@@ -141,7 +144,7 @@ def _renew_until(
                 **error.details,
             ) from error
         except JournalFullError:
-            # The lease was still ours in this very transaction; nobody else can write either.
+            # The transaction found the lease still ours, and no other scheduler can write either.
             failure = None
         except StorageError as error:
             failure = error
@@ -152,46 +155,46 @@ def _renew_until(
         if failure is None:
             if overdue_s > 0:
                 LOG.warning(
-                    "the lease of %g s had expired %.1f s ago and nobody had taken it; it is ours "
-                    "again (this process did not try for %.1f s, the journal took %.1f s)",
+                    "the lease of %g s had expired %.1f s ago and no scheduler had taken it; it is "
+                    "ours again (this process did not try for %.1f s, the journal took %.1f s)",
                     *(ttl_s, overdue_s, began_at - renewed_at, now - began_at),
                 )
             renewed_at, has_warned = began_at, False
         elif is_replaced():
             raise LeaseLostError(
                 f"the lease could not be renewed for {now - renewed_at:.1f} s ({failure}), and "
-                "another scheduler listens in this one's place: it leads"
+                "another scheduler listens at this address: it leads"
             )
         elif overdue_s > 0 and not has_warned:
             LOG.warning(
                 "the lease of %g s has expired: it could not be renewed (%s). Nothing is written "
-                "unless it is still ours; trying again",
+                "unless it is still ours; retrying",
                 *(ttl_s, failure),
             )
             has_warned = True
 
 
-class _Listening:
-    """Whether this scheduler is still found where it listens."""
+class _ListeningSocket:
+    """Detects whether another process has replaced the listening socket."""
 
     def __init__(self, path: str, ready: Callable[[], None]) -> None:
         self._path = Path(path)
         self._ready: Callable[[], None] | None = ready
         self._identity: tuple[int, int] | None = None
 
-    def begun(self) -> None:
-        """It listens; the first time, whoever started it is told."""
-        self._identity = self._look()
+    def on_listening(self) -> None:
+        """The socket listens; calls `ready` the first time."""
+        self._identity = self._stat()
         if self._ready is not None:
             self._ready()
             self._ready = None
 
     def is_replaced(self) -> bool:
-        """Another process listens there now."""
-        found = self._look()
+        """Whether another process listens there."""
+        found = self._stat()
         return self._identity is not None and found is not None and found != self._identity
 
-    def _look(self) -> tuple[int, int] | None:
+    def _stat(self) -> tuple[int, int] | None:
         try:
             found = self._path.stat()
         except OSError:
@@ -200,11 +203,11 @@ class _Listening:
 
 
 async def _take_lead(
-    config: SchedulerConfig, door: HeldDoor, stop: asyncio.Event
+    config: SchedulerConfig, holding: HoldingServer, stop: asyncio.Event
 ) -> SqlJournal | None:
-    """Open the journal and wait for its lease; None where `stop` came first."""
+    """Open the journal and wait for its lease; None if `stop` came first."""
     poll_s = min(config.lease_s / RENEWALS, POLL_S_MAX)
-    holder, journal, standing_by = holder_of(config), None, False
+    holder, journal, is_standby = holder_of(config), None, False
     while not stop.is_set():
         try:
             if journal is None:
@@ -213,14 +216,14 @@ async def _take_lead(
                 )
             epoch = await asyncio.to_thread(journal.acquire, holder, config.lease_s)
         except LeaseHeldError as error:
-            await door.close()
-            if not standing_by:
+            await holding.close()
+            if not is_standby:
                 LOG.info("standing by: %s", error)
-            standing_by = True
+            is_standby = True
         except StorageError as error:
             if isinstance(error, HELD):
-                await door.hold(error)
-            elif standing_by:
+                await holding.hold(error)
+            elif is_standby:
                 LOG.warning("standing by: %s", error)
             else:
                 raise
@@ -244,7 +247,7 @@ async def _pause(seconds: float, stop: asyncio.Event) -> None:
 async def _serve(
     config: SchedulerConfig,
     journal: Journal,
-    door: HeldDoor,
+    holding: HoldingServer,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
@@ -253,7 +256,7 @@ async def _serve(
             restored = await asyncio.to_thread(restore, config, journal)
             break
         except HELD as error:
-            await door.hold(error)
+            await holding.hold(error)
         await _pause(POLL_S_MAX, stop)
         if stop.is_set():
             return
@@ -264,14 +267,14 @@ async def _serve(
         position=restored.position,
         snapshot_position=restored.snapshot_position,
         snapshot_events=config.snapshot_events,
-        aside=restored.aside,
+        skipped=restored.skipped,
     )
-    spare_living()
-    await Service(config, shell).run(ready, stop, door)
+    freeze_existing_objects()
+    await Service(config, shell).run(ready, stop, holding)
     await shell.save()
 
 
-def _give_up(journal: Journal) -> None:
+def _release_and_close(journal: Journal) -> None:
     try:
         journal.release()
     except StorageError as error:

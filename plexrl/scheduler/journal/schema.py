@@ -1,6 +1,6 @@
-"""The journal's tables, and their migration to the schema this version knows.
+"""The journal's tables, and their migration to the schema of this version.
 
-`meta.schema` is what versions of before the migrations look at; alembic keeps its own mark.
+Versions older than the migrations read `meta.schema`; alembic stores its own revision.
 """
 
 from pathlib import Path
@@ -51,12 +51,12 @@ LEASES = sa.Table(
 
 
 def migrate(database: Database, connection: sa.Connection) -> None:
-    """Bring the tables to this version's schema, inside the transaction of `connection`.
+    """Migrate the tables to this version's schema, inside the transaction of `connection`.
 
     Raises:
-        StorageError: they are of a newer version.
+        StorageError: a newer version wrote the tables.
     """
-    # Read first: to be up to date is the usual case, and the lock and alembic cost time.
+    # The schema is mostly up to date, so the lock and alembic are avoided.
     found = _revision(connection)
     if found == HEAD:
         return
@@ -64,7 +64,7 @@ def migrate(database: Database, connection: sa.Connection) -> None:
     found = _revision(connection)
     if found == HEAD:
         return
-    # Takes a while to import, and only the first start of a version needs it.
+    # A slow import that only the first start of a version needs.
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -84,13 +84,13 @@ def migrate(database: Database, connection: sa.Connection) -> None:
 
 
 def _revision(connection: sa.Connection) -> str | None:
-    """What alembic left in the database; None before the first migration."""
+    """The alembic revision of the database; None before the first migration."""
     tables = sa.inspect(connection).get_table_names()
     if "alembic_version" not in tables:
         if "meta" in tables:
             old = connection.exec_driver_sql("SELECT value FROM meta WHERE name = 'schema'")
             value = old.scalar()
-            # Schema 1 of before the migrations is what the first revision finds in place.
+            # The first revision accepts the tables of schema 1, which preceded the migrations.
             return None if value in (None, "1") else str(value)
         return None
     return connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()

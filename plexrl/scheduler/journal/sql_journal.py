@@ -1,11 +1,11 @@
 """The journal in SQLite or PostgreSQL, by SQLAlchemy Core.
 
-Positions are given out here, without gaps, and not by the database, which would begin again at 1
-after a compaction of everything. Nobody else gives any out while the lease is ours.
+This module assigns positions, without gaps, because the database would restart at 1 after all
+events were compacted. Only the holder of the lease assigns positions.
 
-A commit whose answer is lost may have happened. Its callers were told that it had not, and the
-core never saw its events: so the next append deletes, in its own transaction, whatever lies behind
-the last position that was confirmed.
+A commit without an answer may have succeeded. Its callers received an error, and the core never
+handled its events. So the next append deletes, in its transaction, all events after the last
+confirmed position.
 """
 
 import hashlib
@@ -28,27 +28,28 @@ from plexrl.scheduler.state.events import CODEC, Event
 LOG = logging.getLogger(__name__)
 
 READ_PAGE = 4096
-"""Events read at a time; none is held back from other transactions in between."""
+"""Events read in one transaction."""
 
 COMPACT_PAGE = 5000
-"""Events deleted in one transaction: appends and the renewal of the lease wait for its end."""
+"""Events deleted in one transaction, for which appends and renewals of the lease wait."""
 
 _HEAD = struct.Struct("<qd")
 
 
 class SqlJournal:
-    """Keeps the promises of `Journal` in the database that `journal`, a path or a URL, names.
+    """A `Journal` in the database that `journal` (a path or a URL) names.
 
-    `bytes_max` bounds an SQLite file; absent, the disk does. The schema is migrated at opening.
+    `bytes_max`: maximum size of an SQLite file; None: limited by the disk. Opening migrates the
+    schema.
 
     Raises:
-        StorageError: it cannot be opened, or a newer version wrote it.
-        InvalidRequestError: `journal` names no database that is known.
+        StorageError: the database cannot be opened, or a newer version wrote it.
+        InvalidRequestError: `journal` names no supported database.
     """
 
     def __init__(self, journal: str, bytes_max: int | None = None) -> None:
         self._database = open_database(journal, bytes_max)
-        # The lease has a connection of its own: a long transaction must not hold its renewal up.
+        # The lease has its own connection, so that a long transaction cannot delay its renewal.
         self._lease_database = open_database(journal, bytes_max)
         self._lock = threading.Lock()
         self._lease_lock = threading.Lock()
@@ -95,7 +96,7 @@ class SqlJournal:
         return epoch
 
     def renew(self) -> None:
-        """Hold the lease for its full time again. Raises as `Journal.renew`."""
+        """Extend the lease. Raises as `Journal.renew`."""
         with self._transaction(of_lease=True) as connection:
             self._check_lease(connection)
             connection.execute(
@@ -105,7 +106,7 @@ class SqlJournal:
             )
 
     def release(self) -> None:
-        """Let another holder take the lease at once."""
+        """Let another scheduler take the lease at once."""
         with self._transaction() as connection:
             connection.execute(
                 sa.update(LEASES)
@@ -115,7 +116,7 @@ class SqlJournal:
         self._epoch = None
 
     def append(self, entries: Sequence[Entry]) -> int:
-        """Make all entries durable, or none. Raises as `Journal.append`."""
+        """Append all entries durably, or none. Raises as `Journal.append`."""
         bodies = [(at, CODEC.encode(event).decode()) for event, at in entries]
         with self._transaction() as connection:
             self._check_lease(connection)
@@ -132,10 +133,10 @@ class SqlJournal:
         return self._last
 
     def read(self, after: int = 0) -> Iterator[tuple[int, Event, float]]:
-        """Every event kept behind `after`, oldest first.
+        """Every stored event after `after`, oldest first.
 
         Raises:
-            StorageError: one of them cannot be read back.
+            StorageError: an event cannot be decoded.
         """
         page = (
             sa.select(EVENTS)
@@ -161,24 +162,25 @@ class SqlJournal:
             after = rows[-1].position
 
     def write_snapshot(self, position: int, at: float, body: bytes) -> None:
-        """Keep `body`, the state after the event at `position`. Raises as `Journal.append`."""
-        # Mostly the names of fields, over and over: a fifth of the bytes for little time.
+        """Store a snapshot. Raises as `Journal.append`."""
+        # Field names repeat, so even level 1 compresses to a fifth.
         body = zlib.compress(body, level=1)
         digest = _digest(position, at, body)
         with self._transaction() as connection:
             self._check_lease(connection)
-            # The bound is for events: a snapshot is what makes room where they have reached it.
-            self._database.lift_bound(connection)
+            # The limit applies to events only: a snapshot is needed to free space when it is
+            # reached.
+            self._database.lift_size_limit(connection)
             try:
                 connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position == position))
                 connection.execute(
                     sa.insert(SNAPSHOTS).values(position=position, at=at, digest=digest, body=body)
                 )
             finally:
-                self._database.set_bound(connection)
+                self._database.set_size_limit(connection)
 
     def snapshot(self, before: int | None = None) -> tuple[int, float, bytes] | None:
-        """The newest whole snapshot, with `before` only of lower positions."""
+        """The newest intact snapshot; with `before`: at a lower position."""
         newest = sa.select(SNAPSHOTS).order_by(SNAPSHOTS.c.position.desc()).limit(1)
         while True:
             wanted = newest if before is None else newest.where(SNAPSHOTS.c.position < before)
@@ -188,11 +190,11 @@ class SqlJournal:
                 return None
             if row.digest == _digest(row.position, row.at, row.body):
                 return row.position, row.at, zlib.decompress(row.body)
-            LOG.error("the snapshot at event %d is damaged; trying the one before", row.position)
+            LOG.error("the snapshot at event %d is damaged; trying the previous one", row.position)
             before = row.position
 
     def compact(self, kept_snapshots: int = 2) -> None:
-        """Delete what the last snapshots make needless. Raises as `Journal.append`."""
+        """Delete what the newest snapshots make unnecessary. Raises as `Journal.append`."""
         newest = (
             sa.select(SNAPSHOTS.c.position)
             .order_by(SNAPSHOTS.c.position.desc())
@@ -212,8 +214,8 @@ class SqlJournal:
             if last == kept[-1]:
                 return
 
-    def set_aside(self, position: int, step: str, error: str) -> None:
-        """Note that a step of an event is left out. Raises as `Journal.append`."""
+    def skip_step(self, position: int, step: str, error: str) -> None:
+        """Record a skipped step. Raises as `Journal.append`."""
         with self._transaction() as connection:
             self._check_lease(connection)
             same = (SET_ASIDE.c.position == position) & (SET_ASIDE.c.step == step)
@@ -221,8 +223,8 @@ class SqlJournal:
             row = {"position": position, "step": step, "error": error}
             connection.execute(sa.insert(SET_ASIDE).values(row))
 
-    def steps_set_aside(self) -> dict[int, frozenset[str]]:
-        """By position: the steps of events that are left out."""
+    def skipped_steps(self) -> dict[int, frozenset[str]]:
+        """The skipped steps of events, by position."""
         with self._transaction() as connection:
             rows = connection.execute(sa.select(SET_ASIDE.c.position, SET_ASIDE.c.step)).all()
         found: dict[int, frozenset[str]] = {}
@@ -231,7 +233,7 @@ class SqlJournal:
         return found
 
     def close(self) -> None:
-        """Give the journal back; waits for a write that is under way."""
+        """Close the journal; waits for a running write."""
         with self._lock, self._lease_lock:
             self._closed = True
             self._database.engine.dispose()
@@ -242,7 +244,7 @@ class SqlJournal:
         if self._epoch is None or row.epoch != self._epoch:
             raise LeaseLostError(
                 f"the journal {self._database.name} is led by {row.holder!r} (epoch {row.epoch}), "
-                f"not by {self._holder!r} (epoch {self._epoch}) any more: nothing was written",
+                f"no longer by {self._holder!r} (epoch {self._epoch}): nothing was written",
                 holder=row.holder,
                 epoch=row.epoch,
             )

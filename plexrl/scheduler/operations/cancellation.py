@@ -13,6 +13,7 @@ from plexrl.errors import (
 from plexrl.ids import OperationId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.operations.operations import fail_queued
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.operation import Operation
 from plexrl.wire.operations import OperationKind, OperationState
@@ -39,7 +40,7 @@ def cancel(context: Context, operation: Operation, now: float) -> None:
 def await_deadline(context: Context, operation: Operation) -> None:
     """Have `deadline_passed` called in time, if there is a deadline."""
     if operation.deadline_at is not None:
-        context.wake(operation.deadline_at, f"deadline:{operation.operation}")
+        context.wake(operation.deadline_at, timers.deadline(operation.operation))
 
 
 def deadline_passed(context: Context, name: OperationId, now: float) -> None:

@@ -18,14 +18,12 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, WpgState
-from plexrl.wire.operations import OperationState
-
-HOLD_S_MIN = 1.0
-HOLD_S_MAX = 15.0
-"""Back-off before the first try after a refusal, doubled with each one that follows, and its bound:
-a disk that has room again is noticed soon."""
+from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.group_lock import fence
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.records import Deployment, Group
 
 CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
 """Errors that say that the same run succeeds later."""
@@ -40,48 +38,30 @@ def hold(
     context: Context, deployment: Deployment, operation: Operation, error: PlexRLError, now: float
 ) -> None:
     """Have a run, which is no longer in flight, tried again after a back-off."""
-    note_condition(deployment, error.code, error.message, now)
-    wait_s = min(HOLD_S_MIN * 2.0 ** min(deployment.held_count, 16), HOLD_S_MAX)
-    deployment.held_count += 1
-    deployment.held_back_until = now + wait_s
-    context.wake(deployment.held_back_until, f"group:{deployment.group}")
+    deployment.backoff.report(error.code, error.message, now)
+    deployment.backoff.retry_later(now)
+    assert deployment.group is not None, f"{operation.operation} ran without a group"
+    context.wake(deployment.backoff.until, timers.group_step(deployment.group))
     context.touch(deployment.group)
     # The cycle at hand is no measure of the job's demand.
-    deployment.cycle = None
-    if operation.operation in deployment.replaying:
+    deployment.cycles.abandon()
+    if operation.operation in deployment.replay.replaying:
         return
-    operation.state = OperationState.PENDING
+    change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
     # What came to nothing is nobody's use.
     operation.gpu_seconds = 0.0
     deployment.queue.insert(_place(context, deployment.queue, operation), operation.operation)
     if not deployment.running:
-        deployment.idle_since = deployment.wants_since = now
-
-
-def note_condition(deployment: Deployment, code: str, message: str, now: float) -> None:
-    """Have operators told what keeps the deployment's work from going on."""
-    if not deployment.held_code:
-        deployment.held_since = now
-    deployment.held_code = code
-    deployment.held_back_reason = message
-
-
-def hold_over(deployment: Deployment) -> None:
-    """A run of the deployment met no such condition, or nothing is left to be tried again."""
-    if not deployment.held_code:
-        return
-    deployment.held_code = ""
-    deployment.held_count = 0
-    deployment.held_since = 0.0
-    deployment.held_back_until = 0.0
+        deployment.burst.pause(now)
+        deployment.burst.want(now)
 
 
 def renew_token(context: Context, group: Group, operation: Operation) -> None:
     """Before a run that was held is sent again under the same grant: workers answer a run that they
     know by its name, which is operation and token, with the answer they gave."""
     if operation.token == group.token:
-        context.state.fence(group)
+        fence(context.state, group)
 
 
 def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str, Any]]:
@@ -90,14 +70,14 @@ def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str,
     for name in names:
         deployment = context.deployment(name)
         wants = deployment.queue or deployment.running
-        if deployment.held_code and wants and deployment.state is not WpgState.STOPPED:
+        if deployment.backoff.code and wants and deployment.state is not WpgState.STOPPED:
             found.append(
                 {
                     "deployment": name,
-                    "code": deployment.held_code,
-                    "message": deployment.held_back_reason,
-                    "since": deployment.held_since,
-                    "tries": deployment.held_count,
+                    "code": deployment.backoff.code,
+                    "message": deployment.backoff.reason,
+                    "since": deployment.backoff.since,
+                    "tries": deployment.backoff.tries,
                 }
             )
     return found

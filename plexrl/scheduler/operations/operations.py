@@ -18,11 +18,12 @@ from plexrl.scheduler.jobs.usage import bill, count_failure, meter
 from plexrl.scheduler.operations.backpressure import ended, taken_in
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
-from plexrl.scheduler.operations.holding import hold_over
 from plexrl.scheduler.operations.latency_breakdown import note_start
+from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.state.commands import RunOperation
 from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
-from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
@@ -34,8 +35,10 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
-_RUNNING: Final = OperationState.RUNNING
-_FINISHED: Final = OperationState.FINISHED
+_STARTED: Final = OperationTrigger.STARTED
+_FINISHED: Final = OperationTrigger.FINISHED
+_FAILS: Final = OperationTrigger.FAILED
+_CANCELLED: Final = OperationTrigger.CANCELLED
 _FAILED: Final = OperationState.FAILED
 _MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
 """Kinds whose failure the controller is to acknowledge."""
@@ -101,8 +104,8 @@ def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> N
 
 
 def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
-    if not deployment.running and (deployment.wants_since is None or not deployment.queue):
-        deployment.wants_since = now
+    if not deployment.running and (deployment.burst.wants_since is None or not deployment.queue):
+        deployment.burst.want(now)
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
         # Behind another one it changes nothing about who goes next now.
@@ -125,9 +128,9 @@ def start(
     else:
         deployment.metered_at = now
     if not replay:
-        seq = deployment.completed_seq
+        seq = deployment.replay.completed_seq
         operation.seq = seq + 1 if operation.kind in MUTATING else seq
-        operation.state = _RUNNING
+        change_operation(operation, _STARTED)
         operation.started_at = now
         note_start(deployment, operation, now)
         if deployment.kind != "rollout":
@@ -151,13 +154,13 @@ def start(
         replay,
         operation.params_json,
         operation.payload,
-        deployment.endpoints,
+        deployment.processes.endpoints,
         () if source is None else _statemanagers(context, source),
         source,
         operation.source_seq,
-        deployment.durable_seq,
+        deployment.replay.durable_seq,
         None,
-        deployment.previous_seq,
+        deployment.replay.previous_seq,
         deployment.trainer_step if source is None else operation.source_step,
     )
     deployment.running[operation.operation] = command
@@ -180,7 +183,7 @@ def start_move(
     name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
     state.moves_made += 1
     operation = Operation(name, deployment.deployment, kind, now, internal=True)
-    operation.state = _RUNNING
+    change_operation(operation, _STARTED)
     operation.seq = seq
     operation.token = token
     operation.group = group.group
@@ -206,14 +209,14 @@ def start_move(
         False,
         "{}",
         None,
-        deployment.endpoints,
+        deployment.processes.endpoints,
         (),
         None,
         0,
-        deployment.durable_seq,
+        deployment.replay.durable_seq,
         due_s,
         # A new version makes the former one the earlier one, unless the bounds reach back further.
-        deployment.previous_seq,
+        deployment.replay.previous_seq,
     )
     deployment.moving = command
     if state.routers:
@@ -255,13 +258,12 @@ def complete(
     operation.result_bytes = event.result_bytes
     kind = operation.kind
     if kind in MUTATING:
-        deployment.completed_seq = operation.seq
         deployment.waiting_gradients = gradients_after(kind, deployment.waiting_gradients)
         if kind in SUPERSEDING:
             drop_log(context, deployment)
             drop_past(context, deployment)
-            deployment.past_is_whole = True
-        deployment.log.append(operation.operation)
+            deployment.replay.supersede()
+        deployment.replay.append(operation.operation, operation.seq)
         operation.is_logged = True
     elif operation.payload is not None:
         context.discards.append(operation.payload)
@@ -287,7 +289,7 @@ def _note_run(context: Context, deployment: Deployment, operation: Operation, no
                 overlapped = True
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
-        deployment.wants_since = now
+        deployment.burst.want(now)
 
 
 def fail(
@@ -297,17 +299,14 @@ def fail(
 
     `place` is where in its deployment's queue it stood; absent: before all of it.
     """
-    operation.state = (
-        OperationState.CANCELLED
-        if isinstance(error, OperationCancelledError)
-        else OperationState.FAILED
-    )
+    is_cancelled = isinstance(error, OperationCancelledError)
+    change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     context.discard(operation.payload)
     own = context.deployment(operation.deployment)
     _into_history(context, own, operation, now)
-    if not own.queue and not own.running and not own.replaying:
-        hold_over(own)
+    if not own.queue and not own.running and not own.replay.replaying:
+        own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(context, own, operation, error, now, place)
     dependent = _served(context, operation)
@@ -374,84 +373,6 @@ def _served(context: Context, operation: Operation) -> Operation | None:
     return served
 
 
-def drop_log(context: Context, deployment: Deployment) -> None:
-    """Nothing in the replay log is needed any more."""
-    if deployment.log:
-        _forget(context, deployment.log)
-    deployment.replaying.clear()
-
-
-def drop_past(context: Context, deployment: Deployment) -> None:
-    """What led to the durable version is not needed any more, or too much."""
-    if deployment.past:
-        _forget(context, deployment.past)
-    deployment.past_payload_bytes = 0
-    deployment.past_is_whole = False
-    deployment.previous_seq = 0
-
-
-def retire_log(context: Context, deployment: Deployment, former_seq: int) -> None:
-    """The durable version includes the replay log: the log is needed only should that version be
-    damaged or lost, and is kept for this as far as the bounds allow.
-
-    `former_seq` is the durable version before. Where the bounds do not reach back further, it is
-    the earlier version from which the newest can be computed anew.
-    """
-    past, log = deployment.past, deployment.log
-    log_bytes = payload_bytes(context, log)
-    deployment.past_payload_bytes += log_bytes
-    if not _is_kept(context, len(past) + len(log), deployment.past_payload_bytes):
-        drop_past(context, deployment)
-        if not former_seq or not _is_kept(context, len(log), log_bytes):
-            drop_log(context, deployment)
-            return
-        deployment.past_payload_bytes = log_bytes
-        deployment.previous_seq = former_seq
-    elif deployment.past_is_whole:
-        deployment.previous_seq = deployment.previous_seq or former_seq
-    elif not deployment.previous_seq:
-        # Nothing that leads to `former_seq` is kept, so `past` begins there.
-        if not former_seq:
-            drop_past(context, deployment)
-            drop_log(context, deployment)
-            return
-        deployment.previous_seq = former_seq
-    past += log
-    log.clear()
-    deployment.replaying.clear()
-
-
-def forget_previous(context: Context, deployment: Deployment) -> None:
-    """The StateManagers that hold the durable version do not have the earlier one."""
-    if not deployment.past_is_whole:
-        drop_past(context, deployment)
-    deployment.previous_seq = 0
-
-
-def payload_bytes(context: Context, names: list[OperationId]) -> int:
-    """Of these operations together."""
-    operations = context.state.operations
-    return sum([operations[name].payload_bytes for name in names])
-
-
-def _is_kept(context: Context, count: int, nbytes: int) -> bool:
-    """Whether so many operations with so large payloads are kept to compute a version anew."""
-    config = context.config
-    return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
-
-
-def _forget(context: Context, names: list[OperationId]) -> None:
-    operations = context.state.operations
-    for name in names:
-        operation = operations[name]
-        if operation.payload is not None:
-            context.discards.append(operation.payload)
-        operation.is_logged = False
-        if operation.is_forgotten:
-            del operations[name]
-    names.clear()
-
-
 def finish(
     context: Context,
     deployment: Deployment,
@@ -460,11 +381,12 @@ def finish(
     now: float,
 ) -> None:
     """Record that an operation was carried out, and what was measured of it."""
-    operation.state = _FAILED if event.error_json else _FINISHED
     if event.error_json:
+        change_operation(operation, _FAILS)
         error = read_error(event.error_json)
         operation.error_json = msgspec.json.encode(error.to_wire()).decode()
     else:
+        change_operation(operation, _FINISHED)
         operation.error_json = None
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s

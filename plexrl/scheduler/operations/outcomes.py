@@ -10,11 +10,10 @@ from plexrl.errors import (
 from plexrl.ids import FencingToken
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
-from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
 from plexrl.scheduler.jobs.lifecycle import (
-    cycle_ended,
     end_job,
-    job_event,
+    granted,
     restart,
     restart_when_there_is_room,
 )
@@ -22,16 +21,20 @@ from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.usage import meter_run
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
-from plexrl.scheduler.operations.holding import hold, hold_over, is_held
-from plexrl.scheduler.operations.latency_breakdown import switch_ended
-from plexrl.scheduler.operations.operations import complete, fail, finish, retire_log
-from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, is_republished
-from plexrl.scheduler.placement.relocation import call_off
+from plexrl.scheduler.operations.holding import hold, is_held
+from plexrl.scheduler.operations.operations import complete, fail, finish
+from plexrl.scheduler.operations.replay import retire_log
+from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, republish
+from plexrl.scheduler.placement.relocation import cancel_move
+from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.events import OperationFailed, OperationFinished
-from plexrl.scheduler.state.job_states import JobTrigger
-from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, Residency, State
-from plexrl.wire.operations import OperationKind, OperationState
+from plexrl.scheduler.state.job import change_job
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.operations import OperationKind
 
 BACK_OFF_S = 2.0
 """Before a switch that failed is tried again."""
@@ -42,10 +45,7 @@ SNAPSHOT_BACK_OFF_S = 30.0
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _PUBLISH: Final = OperationKind.PUBLISH
-_DEVICE: Final = Residency.DEVICE
-_OFFLOADED: Final = Residency.OFFLOADED
 _SUSPENDS: Final = JobTrigger.OFFLOADED
-_GRANTED: Final = JobTrigger.GRANTED
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
@@ -63,19 +63,19 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         _move_finished(context, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
-        hold_over(deployment)
+        deployment.backoff.clear()
         if command.replay:
-            deployment.replaying.remove(name)
+            deployment.replay.replayed(name)
             if deployment.no_snapshot_until:
                 # The newest snapshot found no room: new work is done before the next one is tried.
                 deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         else:
             # Only new work counts as progress: an operation that kills its worker would else be
             # tried for ever, since every recovery loads and replays without harm.
-            deployment.failures = 0
+            deployment.processes.succeed()
             complete(context, deployment, operation, event, now)
         if not deployment.running:
-            deployment.idle_since = now
+            deployment.burst.pause(now)
         if operation.kind == _PUBLISH:
             _published(context, deployment, operation, now)
         elif operation.ends_burst and not command.replay:
@@ -105,17 +105,15 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             if fall_back(context, deployment):
                 restart(context, deployment, error.message, now, counts=False)
                 return
-            job = context.job(deployment.job)
             reason = (
                 f"the state of {deployment.deployment!r} cannot be had, nor computed anew from "
                 f"what was kept: {error.message}"
             )
-            end_job(context, job, JobTrigger.FAILED, reason, now)
+            end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
             # A model or a layout that cannot be, or a library that is not installed.
-            job = context.job(deployment.job)
             reason = f"{deployment.deployment!r} cannot be built: {error.message}"
-            end_job(context, job, JobTrigger.FAILED, reason, now)
+            end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif event.state_intact:
             _move_called_off(context, deployment, operation, now, error.message)
         else:
@@ -123,7 +121,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     command = deployment.running[event.operation]
     if command.replay:
-        if is_republished(context, deployment, operation, error, now):
+        if republish(context, deployment, operation, error, now):
             context.touch(deployment.group)
             return
         if is_held(error, state_intact=event.state_intact):
@@ -139,12 +137,12 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             return
         error = early_end(operation, now)
     else:
-        hold_over(deployment)
+        deployment.backoff.clear()
     fail(context, operation, error, now)
     if event.state_intact:
-        deployment.failures = 0
+        deployment.processes.succeed()
         if not deployment.running:
-            deployment.idle_since = now
+            deployment.burst.pause(now)
         context.touch(deployment.group)
     else:
         # Workers that say so are sound: only what they hold is not.
@@ -187,52 +185,48 @@ def _move_finished(
     kind = operation.kind
     if kind == _LOAD:
         observe_move(context, deployment, operation, event)
-        deployment.residency = _DEVICE
-        switch_ended(deployment, now)
-        deployment.replaying = deployment.log.copy()
+        wpg.end_load(deployment)
+        deployment.switch_times.end(now)
+        deployment.replay.begin_replay()
         # Without anything to run the load was made in anticipation: no burst has begun.
-        begins = bool(deployment.queue or deployment.replaying)
-        deployment.burst_started_at = deployment.idle_since = now if begins else None
-        group = _group_of(context, deployment)
-        if group.switched:
-            group.switch_seconds += now - began_at
-            group.switched = False
-        _granted(context, deployment)
+        if deployment.queue or deployment.replay.replaying:
+            deployment.burst.begin_loaded(now)
+        else:
+            deployment.burst.stay_over()
+        group_lock.count_load(_group_of(context, deployment), now - began_at)
+        granted(context, deployment)
     elif kind == _OFFLOAD:
         observe_move(context, deployment, operation, event)
         _version_made(context, deployment, event)
-        deployment.residency = _OFFLOADED
+        wpg.end_offload(deployment)
         group = _group_of(context, deployment)
-        group.switches += 1
-        group.switch_seconds += now - began_at
-        group.switched = True
+        group_lock.count_offload(group, now - began_at)
         if deployment.kind == "train":
-            job_event(context.state.jobs[deployment.job], _SUSPENDS)
+            change_job(context.state.jobs[deployment.job], _SUSPENDS)
         _hand_over(context, group, now)
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(context, deployment, event)
         deployment.no_snapshot_until = 0.0
-        deployment.idle_since = now
+        deployment.burst.pause(now)
 
 
 def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
-    former_seq = deployment.durable_seq
-    deployment.durable_seq = deployment.completed_seq
-    deployment.state_nodes[:] = deployment.nodes
+    former_seq = deployment.replay.store()
+    deployment.stored.move_to(deployment.nodes)
     moved = event.moved
-    state_lies(deployment, HOST if moved is None else moved.tier)
-    if former_seq < deployment.durable_seq:
+    record_tier(deployment, HOST if moved is None else moved.tier)
+    if former_seq < deployment.replay.durable_seq:
         retire_log(context, deployment, former_seq)
 
 
 def _hand_over(context: Context, group: Group, now: float) -> None:
     """The holder is off the GPUs: the lock goes to the incoming member, if it is still there."""
     incoming = successor(context, group, now)
-    group.incoming = None
-    group.holder = None
-    if incoming is not None:
-        group.holder = incoming.deployment
+    if incoming is None:
+        group_lock.release(group)
+    else:
+        group_lock.hand_over(group, incoming.deployment)
         load(context, group, incoming, now)
 
 
@@ -246,42 +240,32 @@ def _move_called_off(
     """Nothing has moved: the state lies where it lay. Whoever wanted the move waits a while."""
     group = _group_of(context, deployment)
     deployment.moving = None
-    operation.state = OperationState.FAILED
+    change_operation(operation, OperationTrigger.FAILED)
     del context.state.operations[operation.operation]
     held_back = deployment
     if operation.kind == OperationKind.LOAD:
-        switch_ended(deployment, now)
-        deployment.residency = Residency.OFFLOADED if deployment.durable_seq else Residency.NONE
-        group.holder = None
+        deployment.switch_times.end(now)
+        wpg.refuse_load(deployment)
+        group_lock.release(group)
     else:
-        deployment.residency = Residency.DEVICE
-        deployment.idle_since = now
-        if operation.kind == OperationKind.OFFLOAD and group.incoming is not None:
-            held_back = context.deployment(group.incoming)
-            switch_ended(held_back, now)
-        group.incoming = None
+        deployment.burst.pause(now)
+        if operation.kind == OperationKind.OFFLOAD:
+            wpg.refuse_offload(deployment)
+            if group.incoming is not None:
+                held_back = context.deployment(group.incoming)
+                held_back.switch_times.end(now)
+                group_lock.end_switch(group)
     context.touch(group.group)
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
-    if deployment.relocation is not None:
-        call_off(context, deployment, now)
+    if deployment.moves.planned is not None:
+        cancel_move(context, deployment, now)
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # Nobody waits for the group: it goes on with its own work.
             return
-    held_back.held_back_until = now + BACK_OFF_S
-    held_back.held_back_reason = reason
-    context.wake(held_back.held_back_until, f"group:{group.group}")
-
-
-def _granted(context: Context, deployment: Deployment) -> None:
-    job = context.state.jobs[deployment.job]
-    if deployment.kind == "train" or all(
-        context.deployment(name).kind != "train" for name in job.deployments
-    ):
-        job_event(job, _GRANTED)
-        if deployment.trace is not None:
-            cycle_ended(job)
+    held_back.backoff.wait(now + BACK_OFF_S, reason)
+    context.wake(held_back.backoff.until, timers.group_step(group.group))
 
 
 def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
@@ -296,7 +280,6 @@ def _burst_over(context: Context, deployment: Deployment, now: float) -> None:
     """A cycle's last step was made: unless more waits already, the group is free for others."""
     if not deployment.queue:
         end_burst(deployment, now)
-        deployment.idle_since = None
-        job = context.job(deployment.job)
+        deployment.burst.forget_pause()
         if not context.policy.repacks or deployment.trace is not None:
-            cycle_ended(job)
+            change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)

@@ -1,1 +1,1 @@
-"""Which GPUs a deployment gets, and when it moves. Pure."""
+"""Placement: the GPUs that a deployment gets, and its moves. Pure."""

@@ -1,13 +1,13 @@
-"""Co-execution groups: which group's round has a turn left for one more member (RollMux, arXiv
+"""Co-execution groups: finds a group whose round has time for one more member (RollMux, arXiv
 2512.11306).
 
-The members of a group take turns, each once in a round. A round is as long as the longest of their
-cycles: with the others' turns in it, that member loses nothing, and one with a shorter cycle waits
-for the round to come about. RollMux plans conservatively, for the worst that a phase may take; here
-a turn counts as the busy time of a cycle, more by the part that the job's cycles vary, and the
-switch to it and back. The group is feasible where all turns fit the round. Its price is what the
-members' cycles are stretched by; of the groups whose residents all stay in host memory (the
-*residency constraint*) the cheapest takes the newcomer.
+Each member of a group runs once in a round. A round is as long as the longest cycle of the members,
+so the member with that cycle loses nothing, and members with shorter cycles wait for the round to
+end. RollMux plans for the worst case of a phase. Here a member's share of the round is the busy
+time of its cycle, increased by the relative jitter, plus the switch to it and back. A group is
+feasible if all shares fit into the round. Its cost is the total_stretch of the members' cycles. Of
+the groups whose residents all fit into host memory (the *residency constraint*) the cheapest is
+chosen.
 """
 
 import math
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """What one member asks of a round."""
+class RoundShare:
+    """The time of a round that one member needs."""
 
     cycle_s: float
-    """Its cycle, did it never wait."""
-    turn_s: float
-    """Of the group in each cycle, at worst."""
+    """Length of its cycle without waiting."""
+    busy_s: float
+    """Time on the group in each cycle, including switches, in the worst case."""
 
 
-def round_s(turns: Sequence[Turn]) -> float | None:
-    """Length of the round in which each has its turn; None where they do not fit."""
-    longest_s = max(turn.cycle_s for turn in turns)
-    return longest_s if math.fsum(turn.turn_s for turn in turns) <= longest_s else None
+def round_s(shares: Sequence[RoundShare]) -> float | None:
+    """Length of the round; None if the shares do not fit."""
+    longest_s = max(share.cycle_s for share in shares)
+    return longest_s if math.fsum(share.busy_s for share in shares) <= longest_s else None
 
 
-def stretch(turns: Sequence[Turn], length_s: float) -> float:
-    """By what part their cycles are longer in rounds of this length, summed."""
-    return math.fsum(length_s / turn.cycle_s - 1.0 for turn in turns)
+def total_stretch(shares: Sequence[RoundShare], length_s: float) -> float:
+    """Sum of the relative stretches of the cycles in a round of this length."""
+    return math.fsum(length_s / share.cycle_s - 1.0 for share in shares)
 
 
-def turn_of(context: "Context", deployment: "Deployment", group: "Group") -> Turn | None:
-    """What the deployment asks, or would ask, of a round of `group`; None without a profile."""
+def round_share(context: "Context", deployment: "Deployment", group: "Group") -> RoundShare | None:
+    """The share that the deployment needs of a round of `group`; None without a profile."""
     trace = deployment.trace
     if trace is None:
         return None
@@ -52,28 +52,27 @@ def turn_of(context: "Context", deployment: "Deployment", group: "Group") -> Tur
     switches_s = offload_s(context, deployment, group.gpus) + load_s(
         context, deployment, group.gpus
     )
-    return Turn(cycle_s=trace.period_s, turn_s=worst_s + switches_s)
+    return RoundShare(cycle_s=trace.period_s, busy_s=worst_s + switches_s)
 
 
 def added_stretch(context: "Context", group: "Group", deployment: "Deployment") -> float | None:
-    """By what part cycles would become longer with the deployment in `group`, summed over all.
+    """The increase of the total_stretch, summed over all members, if the deployment joined `group`.
 
-    None where the group has no turn for it, or somebody would wait more than the service level
-    allows.
+    None if the shares would not fit, or a member would wait more than the service level allows.
     """
-    newcomer = turn_of(context, deployment, group)
+    newcomer = round_share(context, deployment, group)
     if newcomer is None:
         return None
-    turns = []
+    shares = []
     for name in group.members:
-        turn = turn_of(context, context.deployment(name), group)
-        if turn is None:
+        share = round_share(context, context.deployment(name), group)
+        if share is None:
             return None
-        turns.append(turn)
-    before_s, after_s = round_s(turns), round_s([*turns, newcomer])
+        shares.append(share)
+    before_s, after_s = round_s(shares), round_s([*shares, newcomer])
     if before_s is None or after_s is None:
         return None
-    shortest_s = min(turn.cycle_s for turn in (*turns, newcomer))
+    shortest_s = min(share.cycle_s for share in (*shares, newcomer))
     if 1.0 - shortest_s / after_s > context.config.waiting_part_max:
         return None
-    return stretch([*turns, newcomer], after_s) - stretch(turns, before_s)
+    return total_stretch([*shares, newcomer], after_s) - total_stretch(shares, before_s)

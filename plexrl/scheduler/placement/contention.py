@@ -1,30 +1,32 @@
-"""What the members of a group will wait for each other once their phases have relaxed.
+"""Predicts what part of its time each member of a group will wait for the others.
 
-The overlap of footprints on the ring predicts no contention: a member that had to wait is late for
-the rest of its cycle and all that follow, so that phases move until they stay out of each other's
-way, or drift through each other where cycles vary (PlexRL §7.1). What stays is the law by which
-they move. Here the group is a closed network of one server: each member thinks, asks for the
-group, is served for a burst behind a switch, and thinks again, and turns are taken by the `hrrs`
-rule. The network is followed for a fixed number of bursts, without a draw of chance: cycles vary by
-quantiles of a lognormal law, each as often as the others, in fixed shuffled orders.
+Overlap of the footprints on the ring does not predict contention. A member that waited is late for
+the rest of its cycle and for all later cycles, so phases drift until they no longer collide, or
+keep drifting through each other if cycles vary (PlexRL §7.1). This module follows the drift: the
+group is a closed queueing network with one server. Each member pauses, requests the group, is
+served for a burst after a switch, and pauses again; `dispatch.hrrs` gives the order. The network is
+followed for a fixed number of bursts. No random draws: cycles vary by the quantiles of a lognormal
+distribution, each equally often, in fixed shuffled orders.
 
-A prediction is a function of the residents alone, whatever order they are named in. It costs 2 to
-3 µs a burst, so 1 to 2 ms, nearly however many residents there are.
+A prediction depends on the set of residents only, not on their order. It costs 2 to 3 µs a burst,
+so 1 to 2 ms for almost any number of residents.
 
-Where the rule guards slack, plans matter after all: they say who has time of its own, and follow
-each member to where it runs. So plans are laid here as the scheduler lays them, on the same ring.
-Some residents have several ways of running that keep themselves up once they are in one: which it
-is hangs on how they began, so the beginning is followed too, for members that came evenly spread.
+With the slack guard plans do matter: they decide who has exclusive slots, and they follow each
+member to where it runs. The module therefore lays plans on the same ring as the scheduler does.
+Some sets of residents have several stable phase patterns, and the start decides which one they
+reach; the members start evenly spaced.
 
-Not modelled: priority classes, recoveries, prefetches (a load takes what it takes on average), and
-rules of turns other than `hrrs`.
+Not modelled: priority classes, recoveries, prefetches (a load takes its average time), and orders
+other than `hrrs`.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plexrl.scheduler.dispatch.hrrs import WEIGHT_MAX
+from plexrl.scheduler.capacity.shift_search import is_off_plan
+from plexrl.scheduler.dispatch.hrrs import guard_ends_at, starves_at, urgency_of
+from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES, OVERDUE_PART
 from plexrl.scheduler.placement.cycle_quantiles import (
     ORDER_CYCLES,
     ORDERS,
@@ -34,30 +36,19 @@ from plexrl.scheduler.placement.cycle_quantiles import (
     spread_of,
 )
 from plexrl.scheduler.state.demand import DemandTrace, commensurate
+from plexrl.scheduler.state.estimates import WEIGHT
 
 BURSTS = 560
-"""Followed in all, the warm-up not counted: more make a prediction dearer by as much, and less
-uneven by the square root."""
+"""Bursts followed after the warm-up. The cost of a prediction grows in proportion, its noise falls
+with the square root."""
 
 WARM_UP_BURSTS = 64
-"""Before anything is counted: phases relax within a few cycles."""
-
-PAUSE_WEIGHT = 0.3
-"""Of the newest pause in what a member's usual one is held to be."""
-
-OVERDUE = 2.0
-"""A member is expected until this many times its usual pause have passed."""
-
-PHASE_TOLERANCE = 0.1
-"""Part of the period by which a member may run beside its plan before the plan follows it."""
-
-LATE_PART = 0.5
-"""Of its usual pause, for which a critical member that is late still keeps guests out."""
+"""Bursts before counting begins: phases settle within a few cycles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A member as far as others wait for it."""
+    """A member: its demand and the cost of switching to and from it."""
 
     trace: DemandTrace
     load_s: float = 0.0
@@ -65,24 +56,24 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRule:
-    """How the group takes turns, as far as it makes a difference here."""
+class ContentionConfig:
+    """The settings of dispatch that change the prediction."""
 
     anticipates: bool = True
-    """A group that nobody waits for is switched to whoever is expected first."""
+    """An idle group switches to the member that is expected first."""
     guards_slack: bool = False
-    """Guests, whose plan overlaps with another's, wait for a gap between the bursts of those that
-    have time of their own."""
+    """Guests (members whose plan overlaps another) wait for a gap between the bursts of members
+    with exclusive slots."""
     starvation_ratio: float = 2.0
-    """Response ratio from which a guest waits no longer."""
+    """Response ratio at which a guest stops waiting for a gap."""
     starvation_bound_s: float = 600.0
-    """Of waiting, after which it does not either."""
+    """Seconds of waiting after which a member goes first, and a guest stops waiting for a gap."""
     horizon_slots: int = 28_800
-    """Of the ring that plans are laid on."""
+    """Length of the ring on which plans are laid."""
     period_tolerance: float = 0.02
-    """Part of a period by which a plan's may differ from it."""
+    """Largest difference between the planned and the measured period, as a part of the period."""
     profile_cycles: int = 3
-    """That a member's period is measured over."""
+    """Cycles over which a member's period is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,59 +81,59 @@ class Contention:
     """waiting / (waiting + running), 0 to 1, of each resident and of all together."""
 
     members: tuple[float, ...]
-    """In the order in which the residents were given."""
+    """In the order of the given residents."""
     group: float
     """Mean over the members."""
 
     @property
     def worst(self) -> float:
-        """Of the member that waits most."""
+        """The largest value of a member."""
         return max(self.members)
 
 
 def predict(
-    residents: Sequence[Resident], rule: TurnRule | None = None, *, bursts: int = BURSTS
+    residents: Sequence[Resident], config: ContentionConfig | None = None, *, bursts: int = BURSTS
 ) -> Contention:
-    """The contention of these residents on one group, at least one."""
+    """The contention of these residents (at least one) on one group."""
     count = len(residents)
-    # In an order of their own, so that it makes no difference in which they are named.
+    # A canonical order, so that the order of the arguments makes no difference.
     order = sorted(range(count), key=lambda index: _sort_key(residents[index]))
     sharing = [residents[index] for index in order]
     if count == 1:
         return Contention(members=(0.0,), group=0.0)
-    network = _Network(sharing, rule or TurnRule())
+    network = _Network(sharing, config or ContentionConfig())
     network.run(WARM_UP_BURSTS)
-    network.count_from_here()
+    network.start_counting()
     network.run(bursts)
     parts = network.waiting_parts()
     members = [0.0] * count
-    for place, index in enumerate(order):
-        # What equal residents wait for differs by the variation they drew only.
-        alike = [parts[other] for other in range(count) if sharing[other] == sharing[place]]
-        members[index] = math.fsum(alike) / len(alike)
+    for position, index in enumerate(order):
+        # Equal residents differ by their stream of variation only: report their mean.
+        equal = [parts[other] for other in range(count) if sharing[other] == sharing[position]]
+        members[index] = math.fsum(equal) / len(equal)
     return Contention(members=tuple(members), group=math.fsum(members) / count)
 
 
 class _Member:
-    """A resident under way."""
+    """The state of one resident in the network."""
 
     __slots__ = (
-        "asked_at",
         "burst",
         "burst_s",
         "busy_factors",
         "counted_at",
         "cycles",
         "ended_at",
+        "has_exclusive_slots",
         "is_critical",
         "load_s",
         "offload_s",
         "own_factors",
         "own_order",
-        "owns_time",
         "pause_s",
         "pauses_seen",
         "plan",
+        "requested_at",
         "round",
         "segments",
         "shared_factors",
@@ -154,10 +145,10 @@ class _Member:
         self.load_s, self.offload_s = resident.load_s, resident.offload_s
         self.plan: _Plan | None = None
         self.is_critical = any(each.slack_s < each.duration_s for each in resident.trace.segments)
-        self.owns_time = False
+        self.has_exclusive_slots = False
         round_trip_s = self.load_s + self.offload_s
         self.segments = _bursts(resident.trace, round_trip_s)
-        """(seconds of the burst, of the pause behind it, slack)."""
+        """(seconds of the burst, seconds of the pause after it, slack)."""
         spread = spread_of(resident.trace)
         self.busy_factors = factors_of(spread)
         self.shared_factors = factors_of(spread * SHARED_PART)
@@ -168,37 +159,33 @@ class _Member:
         self.burst = self.cycles = 0
         self.burst_s = self.segments[0][0]
         self.pause_s = self.segments[-1][1]
-        # Nobody is expected before a pause of theirs has been seen; the first is before any burst.
+        # A member is expected only after one of its pauses was observed. The pause before the first
+        # burst does not count.
         self.pauses_seen = -1
-        # Where they begin makes no difference once they have relaxed: as far apart as can be.
-        self.asked_at = phase * resident.trace.period_s
-        self.ended_at = self.asked_at - self.pause_s
+        # Evenly spaced starts.
+        self.requested_at = phase * resident.trace.period_s
+        self.ended_at = self.requested_at - self.pause_s
         self.waited_s = self.counted_at = 0.0
 
 
 class _Plan:
     """A member's footprint on the ring."""
 
-    __slots__ = ("cycles", "meets", "period", "segments", "shift", "slots")
+    __slots__ = ("cycles", "period", "repeat_slots", "segments", "shift", "slots")
 
-    def __init__(self, trace: DemandTrace, rule: TurnRule) -> None:
-        self.cycles = commensurate(trace.period_s, rule.horizon_slots, rule.period_tolerance)
-        self.period = rule.horizon_slots / self.cycles
+    def __init__(self, trace: DemandTrace, config: ContentionConfig) -> None:
+        self.cycles = commensurate(trace.period_s, config.horizon_slots, config.period_tolerance)
+        self.period = config.horizon_slots / self.cycles
         stretch = self.period / trace.period_s
         self.segments = [(each.offset_s * stretch, each.duration_s) for each in trace.segments]
         self.shift = 0.0
         self.slots: list[tuple[int, int]] = []
-        """(first, number) of each segment; none where nothing is planned yet."""
-        self.meets: dict[int, float] = {}
-        """By the other's cycles: slots after which the two stand to each other as before."""
-
-    def is_beside(self, at: float) -> bool:
-        """Whether a cycle that starts at `at` is no more where it was planned."""
-        beside = (at - self.shift) % self.period
-        return min(beside, self.period - beside) > PHASE_TOLERANCE * self.period
+        """(first slot, number of slots) of each segment; empty before the first `lay`."""
+        self.repeat_slots: dict[int, float] = {}
+        """By the cycles of another plan: slots after which the relative position repeats."""
 
     def lay(self, at: float) -> None:
-        """Plan a cycle to start at `at`; the edges of segments are rounded outward to slots."""
+        """Plan a cycle that starts at `at`; edges of segments are rounded outward to slots."""
         self.shift = at
         self.slots = []
         for offset, duration in self.segments:
@@ -206,62 +193,62 @@ class _Plan:
             self.slots.append((start, math.ceil(at + offset + duration) - start))
 
     def overlaps(self, other: "_Plan") -> bool:
-        """Whether both are busy in a slot."""
-        meets = self.meets.get(other.cycles)
-        if meets is None:
-            meets = self.period * self.cycles / math.lcm(self.cycles, other.cycles)
-            self.meets[other.cycles] = meets
+        """Whether both plans are busy in some slot."""
+        repeat = self.repeat_slots.get(other.cycles)
+        if repeat is None:
+            repeat = self.period * self.cycles / math.lcm(self.cycles, other.cycles)
+            self.repeat_slots[other.cycles] = repeat
         for start, length in self.slots:
             for other_start, other_length in other.slots:
-                after = (other_start - start) % meets
-                if after < length or meets - after < other_length:
+                after = (other_start - start) % repeat
+                if after < length or repeat - after < other_length:
                     return True
         return False
 
 
 class _Network:
-    """All residents under way, and who holds the group."""
+    """All residents, and the holder of the group."""
 
-    def __init__(self, residents: Sequence[Resident], rule: TurnRule) -> None:
-        self.rule = rule
+    def __init__(self, residents: Sequence[Resident], config: ContentionConfig) -> None:
+        self.config = config
         self.members = [
             _Member(number, each, number / len(residents)) for number, each in enumerate(residents)
         ]
-        self.holder = min(self.members, key=lambda each: each.asked_at)
-        self.now = self.holder.asked_at
+        self.holder = min(self.members, key=lambda each: each.requested_at)
+        self.now = self.holder.requested_at
         self.just_ended = False
-        if rule.guards_slack:
+        if config.guards_slack:
             self._make_plans([each.trace for each in residents])
 
     def _make_plans(self, traces: Sequence[DemandTrace]) -> None:
-        """Plans for members whose periods are measured well enough to be told from each other.
+        """Lay plans, if the periods are measured well enough to tell them apart.
 
-        Those of the others overlap with all: unequal periods of one ring come together somewhere.
+        Unequal periods on one ring overlap somewhere, so without that nobody has exclusive slots.
         """
         for trace in traces:
-            error_s = trace.jitter_s / math.sqrt(self.rule.profile_cycles)
-            if error_s > self.rule.period_tolerance * trace.period_s:
+            error_s = trace.jitter_s / math.sqrt(self.config.profile_cycles)
+            if error_s > self.config.period_tolerance * trace.period_s:
                 return
-        # As placement lays them, one behind the other; who does not fit so is a guest at first.
-        behind_s = float(math.floor(-self.members[0].pause_s))
+        # One after the other, as placement lays them; a member that does not fit starts as a guest.
+        next_start_s = float(math.floor(-self.members[0].pause_s))
         for member, trace in zip(self.members, traces, strict=True):
-            member.plan = _Plan(trace, self.rule)
-            member.plan.lay(behind_s)
-            member.owns_time = member.is_critical and self._is_apart(member)
+            member.plan = _Plan(trace, self.config)
+            member.plan.lay(next_start_s)
+            member.has_exclusive_slots = member.is_critical and self._is_apart(member)
             last = trace.segments[-1]
-            behind_s += math.ceil(last.offset_s + last.duration_s)
+            next_start_s += math.ceil(last.offset_s + last.duration_s)
 
-    def count_from_here(self) -> None:
-        """Forget what was waited so far."""
+    def start_counting(self) -> None:
+        """Reset the waiting times."""
         for member in self.members:
             member.waited_s = 0.0
-            member.counted_at = member.asked_at
+            member.counted_at = member.requested_at
 
     def waiting_parts(self) -> list[float]:
-        """Since counting began, of each member."""
+        """waiting / (waiting + running) of each member since counting began."""
         return [
-            member.waited_s / (member.asked_at - member.counted_at)
-            if member.asked_at > member.counted_at
+            member.waited_s / (member.requested_at - member.counted_at)
+            if member.requested_at > member.counted_at
             else 0.0
             for member in self.members
         ]
@@ -270,102 +257,104 @@ class _Network:
         """Serve this many bursts."""
         while bursts > 0:
             holder, now = self.holder, self.now
-            if not self.just_ended and holder.asked_at <= now:
+            if not self.just_ended and holder.requested_at <= now:
                 self._serve(holder)
                 bursts -= 1
                 continue
             first, is_alone = None, True
             for member in self.members:
-                if member.asked_at <= now:
+                if member.requested_at <= now:
                     is_alone = first is None
                     first = member
                     if not is_alone:
                         break
             if first is None:
-                bursts -= self._be_ready()
-            elif is_alone and (first.plan is None or first.owns_time):
-                # As mostly.
+                bursts -= self._anticipate()
+            elif is_alone and (first.plan is None or first.has_exclusive_slots):
+                # The common case.
                 if first is not holder:
                     self.now += holder.offload_s + first.load_s
                 self._serve(first)
                 bursts -= 1
             else:
-                waiting = [member for member in self.members if member.asked_at <= now]
+                waiting = [member for member in self.members if member.requested_at <= now]
                 bursts -= self._serve_one_of(waiting)
 
     def _serve_one_of(self, waiting: list[_Member]) -> bool:
-        """Serve who is first, if it need not keep out of somebody's time."""
-        first, wait_s = self._first_not_kept_out(waiting)
+        """Serve the first member that the slack guard lets start."""
+        first, wait_s = self._first_allowed(waiting)
         if first is None:
-            return self._look_out(wait_s)
+            return self._anticipate_critical(wait_s)
         holder = self.holder
         if first is not holder:
             self.now += holder.offload_s + first.load_s
         self._serve(first)
         return True
 
-    def _first_not_kept_out(self, waiting: list[_Member]) -> tuple[_Member | None, float]:
-        """Who is first of those that may start, or until when to look again."""
+    def _first_allowed(self, waiting: list[_Member]) -> tuple[_Member | None, float]:
+        """(the first member that may start, 0), or (None, seconds until the next check)."""
         wait_s = math.inf
         while waiting:
             first = self._first(waiting)
-            if first.plan is None or first.owns_time:
+            if first.plan is None or first.has_exclusive_slots:
                 return first, 0.0
-            kept_out_s = self._kept_out_s(first)
-            if kept_out_s <= 0.0:
+            held_back_s = self._held_back_s(first)
+            if held_back_s <= 0.0:
                 return first, 0.0
-            wait_s = min(wait_s, kept_out_s)
+            wait_s = min(wait_s, held_back_s)
             waiting = [member for member in waiting if member is not first]
         return None, wait_s
 
-    def _be_ready(self) -> bool:
-        """Nobody waits: have the group ready for whoever is expected."""
+    def _anticipate(self) -> bool:
+        """No member waits: switch to the one that is expected first."""
         self.just_ended = False
         holder = self.holder
-        expected = self._expected(critical=False) if self.rule.anticipates else holder
+        expected = self._expected(critical=False) if self.config.anticipates else holder
         if expected is not holder:
             return self._switch_to(expected)
         soonest = math.inf
         for member in self.members:
-            if member.asked_at < soonest:
-                soonest = member.asked_at
+            if member.requested_at < soonest:
+                soonest = member.requested_at
         self.now = soonest
         return False
 
-    def _look_out(self, wait_s: float) -> bool:
-        """All who wait are kept out for this long: have the group ready for whoever keeps them."""
+    def _anticipate_critical(self, wait_s: float) -> bool:
+        """The guard holds back all waiting members for `wait_s`: switch to the member with
+        exclusive slots that is expected first."""
         self.just_ended = False
         holder = self.holder
-        expected = self._expected(critical=True) if self.rule.anticipates else holder
+        expected = self._expected(critical=True) if self.config.anticipates else holder
         if expected is not holder:
             return self._switch_to(expected)
         until = self.now + wait_s
         for member in self.members:
-            if self.now < member.asked_at < until:
-                until = member.asked_at
+            if self.now < member.requested_at < until:
+                until = member.requested_at
         self.now = until
         return False
 
     def _switch_to(self, expected: _Member) -> bool:
-        """Take the holder off the group, and serve the expected if it has asked by then."""
+        """Offload the holder, load `expected`, and serve it if it has requested the group by then.
+        True if a burst was served."""
         self.now += self.holder.offload_s
-        if expected.asked_at > self.now:
-            came = [member for member in self.members if member.asked_at <= self.now]
-            if came:
-                expected = self._first_not_kept_out(came)[0] or expected
+        if expected.requested_at > self.now:
+            waiting = [member for member in self.members if member.requested_at <= self.now]
+            if waiting:
+                expected = self._first_allowed(waiting)[0] or expected
         self.now += expected.load_s
         self.holder = expected
-        if expected.asked_at > self.now:
+        if expected.requested_at > self.now:
             return False
         self._serve(expected)
         return True
 
     def _follow(self, member: _Member, plan: _Plan) -> None:
-        """Lay the plan where the member runs; whoever overlaps with nobody has time of its own."""
-        plan.lay(member.asked_at)
+        """Move the plan to where the member runs, and update who has exclusive slots."""
+        plan.lay(member.requested_at)
         for each in self.members:
-            if each is member or not each.owns_time:
-                each.owns_time = each.is_critical and self._is_apart(each)
+            if each is member or not each.has_exclusive_slots:
+                each.has_exclusive_slots = each.is_critical and self._is_apart(each)
 
     def _is_apart(self, member: _Member) -> bool:
         plan = member.plan
@@ -379,13 +368,12 @@ class _Network:
     def _serve(self, member: _Member) -> None:
         plan = member.plan
         if plan is not None and member.burst == 0 and member.cycles > 0:
-            # It follows a member that has left it, and one that has just been measured. The warm-up
-            # ends inside the first burst: that a job publishes is known once it has.
-            is_measured = member.cycles == self.rule.profile_cycles
-            if is_measured or plan.is_beside(member.asked_at):
+            # A plan follows a member that left it, or that was just measured.
+            is_measured = member.cycles == self.config.profile_cycles
+            if is_measured or is_off_plan(member.requested_at, plan.shift, plan.period):
                 self._follow(member, plan)
         member.pauses_seen += 1
-        waited_s = self.now - member.asked_at
+        waited_s = self.now - member.requested_at
         member.waited_s += waited_s
         ended_at = self.now + member.burst_s
         member.ended_at = self.now = ended_at
@@ -400,63 +388,77 @@ class _Network:
         shared = member.shared_order[member.round]
         own = member.own_order[member.round]
         pause_s *= member.shared_factors[shared] * member.own_factors[own]
-        # A burst with slack delays what follows only by what it is late beyond that.
+        # A burst with slack delays the next one only by the lateness beyond its slack.
         caught_up_s = waited_s if waited_s < slack_s else slack_s
         pause_s -= caught_up_s if caught_up_s < pause_s else pause_s
-        member.asked_at = ended_at + pause_s
-        member.pause_s += PAUSE_WEIGHT * (pause_s - member.pause_s)
+        member.requested_at = ended_at + pause_s
+        member.pause_s += WEIGHT * (pause_s - member.pause_s)
         member.burst_s = segments[burst][0] * member.busy_factors[shared]
         self.holder = member
         self.just_ended = True
 
     def _first(self, waiting: list[_Member]) -> _Member:
-        """Highest response ratio with setup for a second of cycle."""
+        """The member that goes first by `hrrs`."""
         if len(waiting) == 1:
             return waiting[0]
-        best, best_urgency = waiting[0], -1.0
         holder, now = self.holder, self.now
+        best, oldest, best_urgency = waiting[0], waiting[0], -1.0
         for member in waiting:
+            requested_at = member.requested_at
             effective_s = member.burst_s + 1e-9
             if member is not holder:
                 effective_s += member.load_s + holder.offload_s
-            cycle_s = member.asked_at - member.ended_at + member.burst_s
-            cycle_s = min(max(cycle_s, effective_s), WEIGHT_MAX * effective_s)
-            urgency = (now - member.asked_at + effective_s) / (effective_s * cycle_s)
+            cycle_s = requested_at - member.ended_at + member.burst_s
+            urgency = urgency_of(now - requested_at, effective_s, cycle_s)
             if urgency > best_urgency:
                 best, best_urgency = member, urgency
-        return best
+            if requested_at < oldest.requested_at:
+                oldest = member
+        is_starving = now >= starves_at(oldest.requested_at, self.config.starvation_bound_s)
+        return oldest if is_starving else best
 
     def _expected(self, *, critical: bool) -> _Member:
-        """Who is due first; `critical`: of those with time of their own that have not asked yet."""
+        """The member that is due first; `critical`: only members with exclusive slots that have not
+        requested the group yet."""
         now = self.now
         expected, soonest = self.holder, math.inf
         for member in self.members:
             ended_at, pause_s = member.ended_at, member.pause_s
             due = ended_at + pause_s
-            if due >= soonest or member.pauses_seen == 0 or now > ended_at + OVERDUE * pause_s:
+            if (
+                due >= soonest
+                or member.pauses_seen == 0
+                or now > ended_at + EXPECTED_PAUSES * pause_s
+            ):
                 continue
-            if not critical or (member.asked_at > now and member.owns_time):
+            if not critical or (member.requested_at > now and member.has_exclusive_slots):
                 expected, soonest = member, due
         return expected
 
-    def _kept_out_s(self, guest: _Member) -> float:
-        """Until the guest should look again; 0: it may start."""
+    def _held_back_s(self, guest: _Member) -> float:
+        """Seconds until the guest must be checked again (`slack_guard.holds_back`); 0: it may
+        start."""
         effective_s = guest.burst_s + 1e-9
         if guest is not self.holder:
             effective_s += guest.load_s + self.holder.offload_s
-        patience_s = (self.rule.starvation_ratio - 1.0) * effective_s
-        patience_s = min(patience_s, self.rule.starvation_bound_s)
-        left_s = guest.asked_at + patience_s - self.now
+        ends_at = guard_ends_at(
+            guest.requested_at,
+            guest.requested_at,
+            effective_s,
+            ratio=self.config.starvation_ratio,
+            bound_s=self.config.starvation_bound_s,
+        )
+        left_s = ends_at - self.now
         if left_s <= 1e-9:
             return 0.0
         due = [
             member.ended_at + member.pause_s - self.now
             for member in self.members
             if member is not guest
-            and member.owns_time
+            and member.has_exclusive_slots
             and member.pauses_seen > 0
-            and member.asked_at > self.now
-            and self.now <= member.ended_at + (1.0 + LATE_PART) * member.pause_s
+            and member.requested_at > self.now
+            and self.now <= member.ended_at + (1.0 + OVERDUE_PART) * member.pause_s
         ]
         critical_s = max(0.0, min(due, default=math.inf))
         if effective_s + guest.load_s + guest.offload_s <= critical_s:
@@ -465,7 +467,7 @@ class _Network:
 
 
 def _sort_key(resident: Resident) -> tuple[float, ...]:
-    """All that makes residents different."""
+    """Every field in which residents can differ."""
     trace = resident.trace
     segments = (
         value for each in trace.segments for value in (each.offset_s, each.duration_s, each.slack_s)
@@ -475,8 +477,8 @@ def _sort_key(resident: Resident) -> tuple[float, ...]:
 
 
 def _bursts(trace: DemandTrace, round_trip_s: float) -> list[tuple[float, float, float]]:
-    """(seconds, pause behind, slack) of a cycle's bursts: segments nearer to each other than a
-    switch away and back are one, with the gap."""
+    """(seconds, pause after it, slack) of each burst of a cycle. Segments closer together than a
+    switch away and back form one burst, which includes the gap."""
     ends_s = [each.offset_s + each.duration_s for each in trace.segments]
     starts_s = [each.offset_s for each in trace.segments[1:]]
     starts_s.append(trace.segments[0].offset_s + trace.period_s)

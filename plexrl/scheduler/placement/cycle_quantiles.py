@@ -1,7 +1,7 @@
-"""How the cycles of predicted members vary, without a draw of chance.
+"""Deterministic variation of cycles, for the contention prediction.
 
-By quantiles of a lognormal law, each as often as the others, in fixed shuffled orders: a prediction
-is a function of its members alone.
+Uses the quantiles of a lognormal distribution, each equally often, in fixed shuffled orders. So a
+prediction depends on the members only.
 """
 
 import math
@@ -11,42 +11,41 @@ from typing import Final
 from plexrl.scheduler.state.demand import DemandTrace
 
 QUANTILES = 32
-"""Of a cycle's variation, each as often as the others in an order of draws."""
+"""Number of quantiles; an order holds each of them equally often."""
 
 STREAMS = 8
-"""Orders of draws; more residents than that share them, some cycles apart."""
+"""Independent orders. Further residents reuse them at other offsets."""
 
 ORDER_CYCLES = 512
-"""Before an order repeats. What varies is balanced over the whole of it only: were it over shorter
-stretches, the residents' phases would be brought back to where they were again and again, and
-wander less through each other than they do."""
+"""Cycles before an order repeats. The quantiles are balanced over the whole order only. Balancing
+over shorter stretches would pull phases back, so they would drift less than real ones."""
 
 SHARED_PART = 0.5
-"""Correlation, inside a cycle, of the time between bursts and the time in them: a long rollout
-makes a large batch, but not only its length makes it late."""
+"""Correlation, inside a cycle, of the pauses and the bursts: a long rollout makes a large batch,
+but its end also varies for other reasons."""
 
 
 def spread_of(trace: DemandTrace) -> float:
-    """Of the logarithm of a cycle's parts: the same for bursts and pauses, and such that together
-    they vary as the trace's cycles do."""
+    """Standard deviation of the logarithm of bursts and of pauses, such that whole cycles vary as
+    the trace says."""
     busy_s, idle_s = trace.busy_s, trace.period_s - trace.busy_s
     square = busy_s * busy_s + idle_s * idle_s + 2.0 * SHARED_PART * busy_s * idle_s
     return trace.jitter_s / math.sqrt(square)
 
 
 def factors_of(spread: float) -> list[float]:
-    """Of mean 1, one a quantile."""
+    """Lognormal factors with mean 1, one for each quantile."""
     return [math.exp(spread * normal - spread * spread / 2.0) for normal in _NORMALS]
 
 
 def _orders() -> list[tuple[int, ...]]:
-    """Shuffled numbers of quantiles, two orders a stream."""
+    """Shuffled quantile indexes, two orders for each stream."""
     state = 1
     found = []
     for _ in range(2 * STREAMS):
         order = [index % QUANTILES for index in range(ORDER_CYCLES)]
         for last in range(ORDER_CYCLES - 1, 0, -1):
-            # Knuth's 64-bit generator: nothing hangs on its quality but unrelated orders.
+            # Knuth's 64-bit generator; the orders only have to be unrelated.
             state = (state * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
             other = (state >> 33) % (last + 1)
             order[last], order[other] = order[other], order[last]
@@ -58,4 +57,4 @@ _NORMALS: Final = tuple(
     NormalDist().inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES)
 )
 ORDERS: Final = tuple(_orders())
-"""Two a stream."""
+"""Two for each stream."""

@@ -1,23 +1,25 @@
-"""Nodes that come, go and come back, and what becomes of the workers they had."""
+"""Handles nodes that join, return, drain or are lost, and the workers on them."""
 
 from plexrl.errors import NotFoundError
 from plexrl.ids import NodeId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
-from plexrl.scheduler.placement.evacuation import look_at_node, placed_on, replace_shrunk
+from plexrl.scheduler.placement.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.placement.relocation import migrated, send_migration, settle
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
-from plexrl.scheduler.state.job_states import JobTrigger
-from plexrl.scheduler.state.records import Deployment, Node, WpgState
+from plexrl.scheduler.state.machines.job_states import JobTrigger
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Node
 
 MIGRATION_RETRY_S = 2.0
-"""Before a copy that failed is tried again."""
+"""Delay before a failed copy is tried again."""
 
 
 def node_joined(context: Context, event: NodeJoined, now: float) -> None:
-    """A node is there (again), with these workers and these states."""
+    """A node joined or returned, with these workers and states."""
     known = context.state.nodes.get(event.node)
     context.state.nodes[event.node] = Node(
         node=event.node,
@@ -42,14 +44,16 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         missing = False
         for rank in ranks:
             worker = seen.get((deployment.deployment, rank))
-            incarnation = deployment.incarnation if deployment.launch_at is None else None
+            incarnation = (
+                deployment.processes.incarnation if deployment.processes.launch_at is None else None
+            )
             if worker is not None and worker.incarnation == incarnation:
                 wanted.add((worker.deployment, worker.rank))
                 worker_ready(context, deployment, rank, worker.address, now)
             else:
                 missing = True
         if missing and deployment.is_ready:
-            # One that was idle has no part in the end of its node.
+            # An idle WPG cannot have caused the loss, so it does not count as a failure.
             was_at_work = bool(deployment.running) or deployment.moving is not None
             why = f"node {event.node!r} came back without it"
             restart(context, deployment, why, now, counts=was_at_work)
@@ -69,14 +73,14 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         if name not in live or not _keeps_state(live[name], event.node):
             context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
     context.place_waiting = True
-    # What lies on this node may be what the WPGs of a lost one were waiting for.
+    # WPGs of lost nodes may have waited for the state on this node.
     for other in list(context.state.nodes):
-        look_at_node(context, other, now)
+        reconcile_node(context, other, now)
 
 
 def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) -> None:
-    """An operator wants the node empty: nothing new comes to it, and what is there moves away, each
-    WPG between two of its operations, as soon as there is room elsewhere; or has it back in use.
+    """An operator starts or ends a drain of the node. A drained node gets no new groups, and its
+    WPGs move away between two operations as soon as there is capacity elsewhere.
 
     Raises:
         NotFoundError: there is no such node.
@@ -86,31 +90,31 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
         raise NotFoundError(f"there is no node {event.node!r}")
     node.is_draining = event.is_draining
     context.inventory.node_changed(node)
-    # Either GPUs are there again, or those who waited for them hold up nobody any more.
+    # GPUs are available again, or deployments that waited for them block others no longer.
     context.place_waiting = True
     if event.is_draining:
-        look_at_node(context, event.node, now)
+        reconcile_node(context, event.node, now)
         return
     for name in sorted(context.relocating):
         deployment = context.deployment(name)
         if event.node in deployment.nodes:
-            deployment.relocation = None
+            deployment.moves.cancel()
             del context.relocating[name]
             context.touch(deployment.group)
 
 
 def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
-    """A node has a version that it was to fetch, or could not fetch it."""
+    """A node has fetched a version, or failed to."""
     deployment = context.state.deployments.get(event.deployment)
     if deployment is None or deployment.state != WpgState.MIGRATING:
         return
-    if event.seq != deployment.durable_seq:
+    if event.seq != deployment.replay.durable_seq:
         return
     if event.code in LOST_CODES:
         _copy_another(context, deployment, event, now)
     elif event.error:
-        deployment.held_back_reason = event.error
-        context.wake(now + MIGRATION_RETRY_S, f"migration:{event.deployment}")
+        deployment.backoff.explain(event.error)
+        context.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
     elif migrated(context, deployment, event.node):
         launch(context, deployment)
         context.touch(deployment.group)
@@ -119,15 +123,14 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
 def _copy_another(
     context: Context, deployment: Deployment, event: StateMigrated, now: float
 ) -> None:
-    """The version that was to be copied is damaged or missing."""
+    """Fall back to another version, because the one to copy is damaged or missing."""
     if not fall_back(context, deployment):
         reason = (
             f"the state of {deployment.deployment!r} cannot be copied to {event.node!r}, nor "
-            f"computed anew from what was kept: {event.error}"
+            f"recomputed from the operations that were kept: {event.error}"
         )
         end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
-    deployment.state = WpgState.RECOVERING
     settle(context, deployment)
     if deployment.state != WpgState.MIGRATING:
         launch(context, deployment)
@@ -137,29 +140,29 @@ def _keeps_state(deployment: Deployment, node: NodeId) -> bool:
     """Whether the node's StateManager has a reason to hold state of the deployment."""
     if deployment.state == WpgState.STOPPED:
         return False
-    return node in deployment.state_nodes or node in deployment.nodes
+    return node in deployment.stored.nodes or node in deployment.nodes
 
 
 def node_lost(context: Context, event: NodeLost, now: float) -> None:
-    """A node is gone, and all its workers with it."""
+    """A node and all its workers are gone."""
     node = context.state.nodes.get(event.node)
     if node is None:
         return
     node.alive = False
     if node.lost_at is None:
         node.lost_at = now
-    context.wake(node.lost_at + context.config.node_replace_s, f"node:{event.node}")
+    context.wake(node.lost_at + context.config.node_replace_s, timers.node_check(event.node))
     context.inventory.node_changed(node)
-    # Those who waited for its GPUs hold up nobody any more.
+    # Deployments that waited for its GPUs block others no longer.
     context.place_waiting = True
     for deployment in placed_on(context, event.node):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if deployment.state == WpgState.MIGRATING:
             continue
         if deployment.state == WpgState.RECOVERING:
-            # It is launched again when the node is back; whoever was ready there is dead.
+            # It is launched again when the node is back; its ready workers there are dead.
             for rank in here:
-                deployment.addresses.pop(rank, None)
+                deployment.processes.lose(rank)
         else:
             restart(context, deployment, f"node {event.node!r} was lost", now)
-    look_at_node(context, event.node, now)
+    reconcile_node(context, event.node, now)

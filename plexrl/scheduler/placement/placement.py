@@ -1,8 +1,8 @@
-"""Putting deployments on groups and taking them off again (PlexRL §4.3.2).
+"""Places deployments on groups and takes them off again (PlexRL §4.3.2).
 
-A placement changes the state, the capacity index and the pool of free GPUs in one go, or nothing.
-Every choice is a function of the state alone (ties end in the group's number), so a scheduler
-restored from a snapshot goes on as the one that wrote it would have.
+A placement changes the state, the capacity index and the pool of free GPUs atomically. Every choice
+depends on the state only (the group's number breaks ties), so a scheduler restored from a snapshot
+decides as the original would have.
 """
 
 import math
@@ -15,62 +15,67 @@ from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.index import Shape, ShapeTable
-from plexrl.scheduler.capacity.overlaps import give_time_back
+from plexrl.scheduler.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.jobs.sharing import settle_group
 from plexrl.scheduler.placement.co_execution import added_stretch
-from plexrl.scheduler.placement.contention import Contention, Resident, TurnRule, predict
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.contention import Contention, ContentionConfig, Resident, predict
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.commands import RankPlacement
 from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.deployment.wpg import lose_processes
+from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
 
 CANDIDATES_PER_PASS = 256
-"""Groups fitted at a time, the least loaded first; the first pass with a fit ends the search. As
-with the share of nodes that kube-scheduler scores, the cost of a decision is bounded so; the groups
-left out are fuller than all that were looked at."""
+"""Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
+This bounds the cost of a decision, as does the percentage of nodes that kube-scheduler scores. The
+groups left out are fuller than all groups that were searched."""
 
 PREDICTIONS_MAX = 2
-"""Best-fitting groups of a search whose contention is predicted: each costs milliseconds."""
+"""Best-fitting groups for which contention is predicted; each prediction takes milliseconds."""
 
 PREDICTIONS_KEPT = 1024
-"""Before all are forgotten."""
+"""Predictions cached before the cache is cleared."""
 
 SPILL_BYTES_PER_S = 1e9
-"""Of a move to or from NVMe where host memory is full."""
+"""Rate of a move to or from NVMe when host memory is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A group to join, and when in its time."""
+    """A group to join, and the shift of the reservation."""
 
     group: GroupId
-    way: Way
+    mode: PlacementMode
     shift_slots: int = 0
     overlap_s: float = 0.0
     interference_s: float = 0.0
     cost: float = 0.0
     contention: float | None = None
-    """Predicted for the group with the newcomer; absent where it was not."""
+    """Predicted contention of the group with the newcomer; None: not predicted."""
 
 
 def place(
-    context: Context, deployment: Deployment, now: float, only: tuple[Way, ...] | None = None
+    context: Context,
+    deployment: Deployment,
+    now: float,
+    only: tuple[PlacementMode, ...] | None = None,
 ) -> Group | None:
-    """Put `deployment` on a group, making one if need be; None where it must wait.
+    """Put `deployment` on a group, a new one if needed; None if it must wait.
 
-    `only` names the ways to try; absent, the policy does.
+    `only`: the modes to try; default: those of the policy.
     """
-    for way in ways(context, deployment, now) if only is None else only:
-        if way == Way.DEDICATED:
+    for mode in modes(context, deployment, now) if only is None else only:
+        if mode == PlacementMode.DEDICATED:
             group = _new_group(context, deployment)
             if group is None:
                 continue
-            choice = Choice(group=group.group, way=way, contention=0.0)
+            choice = Choice(group=group.group, mode=mode, contention=0.0)
         else:
-            found = find(context, deployment, way, now)
+            found = find(context, deployment, mode, now)
             if found is None:
                 continue
             choice, group = found, context.state.groups[found.group]
@@ -82,23 +87,23 @@ def place(
 def join(
     context: Context, group: Group, deployment: Deployment, choice: Choice, now: float
 ) -> None:
-    """Make `deployment` a member of `group`, by a choice made now.
+    """Make `deployment` a member of `group` by a choice made at `now`.
 
     Raises:
-        CapacityError: the choice was strict and does not hold any more; nothing changed.
+        CapacityError: the choice was strict and is no longer free; nothing changed.
     """
     settle_group(context.state, group, now)
     group.members.append(deployment.deployment)
     deployment.group = group.group
     deployment.ranks = group.gpus
     deployment.nodes = context.inventory.nodes(group)
-    trace = deployment.trace if shares(deployment) else None
+    trace = deployment.trace if deployment.shares else None
     start_slot = int(now) % context.config.horizon_slots
     deployment.reservation = Reservation(
         shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
     )
     try:
-        context.inventory.reserve(deployment, strict=choice.way == Way.STRICT)
+        context.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
     except CapacityError:
         group.members.remove(deployment.deployment)
         deployment.group = deployment.reservation = None
@@ -107,7 +112,7 @@ def join(
         raise
     deployment.placement = PlacementRecord(
         at=now,
-        way=choice.way.value,
+        way=choice.mode.value,
         group=group.group,
         members=len(group.members),
         shift_s=float(choice.shift_slots),
@@ -118,12 +123,12 @@ def join(
     )
 
 
-def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...]:
-    """How `deployment` may get GPUs, best first."""
-    if not shares(deployment):
-        return (Way.DEDICATED,)
+def modes(context: Context, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
+    """The placement modes to try for `deployment`, best first."""
+    if not deployment.shares:
+        return (PlacementMode.DEDICATED,)
     has_profile = deployment.trace is not None
-    return context.policy.ways(
+    return context.policy.modes(
         has_profile=has_profile,
         is_patience_over=now >= patience_ends_at(context, deployment),
         is_scarce=has_profile and context.policy.repacks and is_scarce(context, deployment),
@@ -131,17 +136,12 @@ def ways(context: Context, deployment: Deployment, now: float) -> tuple[Way, ...
 
 
 def patience_ends_at(context: Context, deployment: Deployment) -> float:
-    """Until when a job without a profile waits for a group of its own."""
+    """When a job without a profile stops waiting for a group of its own."""
     return deployment.created_at + context.config.cold_start_patience_s
 
 
-def shares(deployment: Deployment) -> bool:
-    """Whether it may be one of several on a group."""
-    return deployment.shares
-
-
 def leave(context: Context, deployment: Deployment, now: float) -> None:
-    """Take `deployment` off its group; a group without members gives its GPUs back."""
+    """Remove `deployment` from its group; an empty group frees its GPUs."""
     group = context.state.groups[_placed(deployment)]
     settle_group(context.state, group, now)
     group.members.remove(deployment.deployment)
@@ -150,7 +150,7 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
     context.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
-    give_time_back(context, group)
+    refresh_overlap_flags(context, group)
     if not group.members:
         context.inventory.remove_group(group)
         context.state.former_switches += group.switches
@@ -158,32 +158,50 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
         context.dirty.pop(group.group, None)
 
 
-def find(context: Context, deployment: Deployment, way: Way, now: float) -> Choice | None:
-    """The group that this way leads to; changes nothing."""
-    match way:
-        case Way.STRICT | Way.OVERLAP:
-            found = nearest(context, deployment, now, strict=way == Way.STRICT, count=1)
+def release_lock(context: Context, deployment: Deployment) -> None:
+    """Take away whatever part a placed WPG has in its group's lock."""
+    group = context.state.groups[_placed(deployment)]
+    withdraw(group, deployment.deployment)
+    context.touch(group.group)
+
+
+def vacate(context: Context, deployment: Deployment, now: float) -> None:
+    """Take a WPG, whose processes are stopped, off its group; the caller gives its next state."""
+    release_lock(context, deployment)
+    leave(context, deployment, now)
+    lose_processes(deployment)
+    deployment.moves.cancel()
+    context.relocating.pop(deployment.deployment, None)
+
+
+def find(
+    context: Context, deployment: Deployment, mode: PlacementMode, now: float
+) -> Choice | None:
+    """The group that this mode chooses; changes nothing."""
+    match mode:
+        case PlacementMode.STRICT | PlacementMode.OVERLAP:
+            found = nearest(context, deployment, now, strict=mode == PlacementMode.STRICT, count=1)
             return found[0] if found else None
-        case Way.PACKED | Way.EMPTIEST:
-            return _by_room(context, deployment, way)
-        case Way.CO_EXECUTED:
+        case PlacementMode.PACKED | PlacementMode.EMPTIEST:
+            return _by_load(context, deployment, mode)
+        case PlacementMode.CO_EXECUTED:
             return _by_round(context, deployment)
         case _:
-            raise AssertionError(f"{way} joins no group")
+            raise AssertionError(f"{mode} does not join an existing group")
 
 
 def nearest(
     context: Context, deployment: Deployment, now: float, *, strict: bool, count: int
 ) -> list[Choice]:
-    """The `count` groups in whose time the deployment's trace fits best, best first.
+    """At most `count` groups in which the deployment's trace fits, best first.
 
-    A group where a member, the newcomer among them, would wait for more than its service level
-    allows is none of them (PlexRL §7.2). Of those that fit, only the best few are looked at so.
+    Excludes groups in which a member or the newcomer would wait more than the service level allows
+    (PlexRL §7.2). Contention is predicted for the best fitting groups only.
     """
     found: list[Choice] = []
     most = max(count, PREDICTIONS_MAX)
     for choice in fitting(context, deployment, now, strict=strict, count=most):
-        expected = contention_with(context, deployment, choice)
+        expected = predicted_contention(context, deployment, choice)
         if expected is None:
             found.append(choice)
         elif expected.worst <= context.config.waiting_part_max:
@@ -193,9 +211,11 @@ def nearest(
     return found
 
 
-def contention_with(context: Context, deployment: Deployment, choice: Choice) -> Contention | None:
-    """What the members of the chosen group would wait for, with `deployment` among them; None where
-    somebody's demand is not known."""
+def predicted_contention(
+    context: Context, deployment: Deployment, choice: Choice
+) -> Contention | None:
+    """The predicted contention of the chosen group with `deployment`; None if the demand of a
+    member is unknown."""
     if deployment.trace is None:
         return None
     gpus = context.state.groups[choice.group].gpus
@@ -208,7 +228,7 @@ def contention_with(context: Context, deployment: Deployment, choice: Choice) ->
     key = tuple(residents)
     known = context.contentions.get(key)
     if known is None:
-        rule = TurnRule(
+        rule = ContentionConfig(
             anticipates=context.anticipates,
             guards_slack=context.policy.guards_slack,
             starvation_ratio=context.config.starvation_ratio,
@@ -229,8 +249,8 @@ def _resident(
     trace: DemandTrace,
     ranks: tuple[RankPlacement, ...] | None = None,
 ) -> Resident:
-    # To two digits: with every move measured they change in the last ones, and what is predicted
-    # of the same residents would have to be predicted anew.
+    # Rounded to two digits. Each measured move changes the last digits, and the cached prediction
+    # of the same residents would be lost.
     load, offload = moves_at_best_s(context, deployment, ranks)
     return Resident(trace=trace, load_s=float(f"{load:.2g}"), offload_s=float(f"{offload:.2g}"))
 
@@ -243,7 +263,7 @@ def fitting(
     strict: bool,
     count: int | None = None,
 ) -> list[Choice]:
-    """The groups found in whose time the deployment's trace fits, best first; `count` at most."""
+    """At most `count` groups in which the deployment's trace fits, best first."""
     trace = deployment.trace
     if trace is None:
         return []
@@ -251,17 +271,14 @@ def fitting(
     tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
     for shape in _shapes(context, deployment):
         table = index.table(shape)
-        room = has_room(context, table, deployment, trace.duty)
-        _leave_out_own(context, shape, deployment, room)
-        rows = np.flatnonzero(room)
+        fits_row = can_take(context, table, deployment, trace.duty)
+        _exclude_own(context, shape, deployment, fits_row)
+        rows = np.flatnonzero(fits_row)
         if rows.size:
             tables.append((table, rows))
     if not tables:
         return []
     footprint = project(trace, config.horizon_slots, config.period_tolerance)
-    longest = max(math.ceil(duration) for _, duration, _ in footprint.segments)
-    if strict and not index.gang_feasible(deployment.node_type, deployment.workers, longest):
-        return []
     wanted = ShiftSearch(
         footprint=footprint,
         start_slot=int(now) % config.horizon_slots,
@@ -272,12 +289,12 @@ def fitting(
     bound = 0.0 if strict else config.overlap_max * trace.busy_s
     found: list[tuple[float, int, GroupId, Fit]] = []
     for table, rows in tables:
-        for some in _in_order_of(table, rows, table.load):
+        for some in _sorted_passes(table, rows, table.load):
             fits = table.search(some, wanted)
             for fit in fits:
                 if fit.overlap_s <= bound:
                     group = table.groups[fit.row]
-                    assert group is not None, "a free row was searched"
+                    assert group is not None, "the search returned a free row"
                     cost = fit.cost + _spill_s(table, fit.row, deployment)
                     found.append((cost, int(table.serial[fit.row]), group, fit))
             if fits:
@@ -286,7 +303,7 @@ def fitting(
     return [
         Choice(
             group=group,
-            way=Way.STRICT if fit.overlap_s == 0 else Way.OVERLAP,
+            mode=PlacementMode.STRICT if fit.overlap_s == 0 else PlacementMode.OVERLAP,
             shift_slots=fit.shift_slots,
             overlap_s=fit.overlap_s,
             interference_s=fit.interference_s,
@@ -296,10 +313,10 @@ def fitting(
     ]
 
 
-def has_room(
+def can_take(
     context: Context, table: ShapeTable, deployment: Deployment, duty: float
 ) -> NDArray[np.bool_]:
-    """Rows whose group could take one more member of this size: [rows] bool."""
+    """Rows whose group has capacity for one more such member: [rows] bool."""
     return (
         table.is_open
         & (table.members < context.config.residents_max)
@@ -308,66 +325,66 @@ def has_room(
     )
 
 
-def _by_room(context: Context, deployment: Deployment, way: Way) -> Choice | None:
+def _by_load(context: Context, deployment: Deployment, mode: PlacementMode) -> Choice | None:
     duty = context.inventory.duty(deployment)
     if deployment.trace is not None:
         duty = deployment.trace.duty
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in _shapes(context, deployment):
         table = context.inventory.index.table(shape)
-        room = has_room(context, table, deployment, duty)
-        _leave_out_own(context, shape, deployment, room)
-        rows = np.flatnonzero(room)
+        fits_row = can_take(context, table, deployment, duty)
+        _exclude_own(context, shape, deployment, fits_row)
+        rows = np.flatnonzero(fits_row)
         if not rows.size:
             continue
         load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
-        sign = -1 if way == Way.PACKED else 1
+        sign = -1 if mode == PlacementMode.PACKED else 1
         at = np.lexsort((serial, sign * load, sign * members))[0]
         key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
         group = table.groups[rows[at]]
-        assert group is not None, "a free row was chosen"
+        assert group is not None, "a free row has capacity"
         if best is None or key < best[0]:
-            best = key, Choice(group=group, way=way)
+            best = key, Choice(group=group, mode=mode)
     return None if best is None else best[1]
 
 
 def _by_round(context: Context, deployment: Deployment) -> Choice | None:
-    """The group whose round takes the deployment at the least cost; of equal ones the fullest."""
+    """The group whose round takes the deployment at the least cost; the fullest among equals."""
     if deployment.trace is None:
         return None
     best: tuple[tuple[float, ...], Choice] | None = None
     for shape in _shapes(context, deployment):
         table = context.inventory.index.table(shape)
-        room = has_room(context, table, deployment, deployment.trace.duty)
-        room &= table.host_bytes_free >= deployment.state_bytes
-        _leave_out_own(context, shape, deployment, room)
-        for row in np.flatnonzero(room).tolist():
+        fits_row = can_take(context, table, deployment, deployment.trace.duty)
+        fits_row &= table.host_bytes_free >= deployment.state_bytes
+        _exclude_own(context, shape, deployment, fits_row)
+        for row in np.flatnonzero(fits_row).tolist():
             group = table.groups[row]
-            assert group is not None, "a free row was chosen"
+            assert group is not None, "a free row has capacity"
             cost = added_stretch(context, context.state.groups[group], deployment)
             if cost is None:
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))
             if best is None or key < best[0]:
-                best = key, Choice(group=group, way=Way.CO_EXECUTED, cost=cost)
+                best = key, Choice(group=group, mode=PlacementMode.CO_EXECUTED, cost=cost)
     return None if best is None else best[1]
 
 
-def _leave_out_own(
-    context: Context, shape: Shape, deployment: Deployment, room: NDArray[np.bool_]
+def _exclude_own(
+    context: Context, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
 ) -> None:
-    """Nobody moves to the group it is on."""
+    """Exclude the group that the deployment is on."""
     if deployment.group is not None:
         row = context.inventory.index.row(deployment.group, shape)
         if row is not None:
-            room[row] = False
+            fits_row[row] = False
 
 
-def _in_order_of(
+def _sorted_passes(
     table: ShapeTable, rows: NDArray[np.intp], key: NDArray[np.float64]
 ) -> "list[NDArray[np.intp]]":
-    """`rows` by key and group number, cut into passes; only the first few passes' worth is sorted
-    where there are many."""
+    """`rows` sorted by key and group number, in passes. Of many rows only the first passes are
+    sorted and returned."""
     most = 8 * CANDIDATES_PER_PASS
     if rows.size > most:
         bound = np.partition(key[rows], most)[most]
@@ -404,7 +421,7 @@ def _new_group(context: Context, deployment: Deployment) -> Group | None:
         group=GroupId(f"g{state.groups_made}"),
         serial=state.groups_made,
         gpus=gpus,
-        shared=shares(deployment),
+        shared=deployment.shares,
         node_type=node.node_type,
         gpu_memory_bytes=node.gpu_memory_bytes,
     )

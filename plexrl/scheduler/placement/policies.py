@@ -1,7 +1,6 @@
-"""Placement policies: which ways of getting GPUs are tried for a deployment, and in which order.
+"""Placement policies: which placement modes are tried for a deployment, and in which order.
 
-The ways themselves are `plexrl.scheduler.placement.placement`'s; a policy only orders them (PlexRL
-§6.3).
+`placement.placement` implements the modes; a policy only orders them (PlexRL §6.3).
 """
 
 from enum import StrEnum
@@ -10,51 +9,50 @@ from typing import Protocol
 from plexrl.errors import InvalidRequestError
 
 
-class Way(StrEnum):
-    """One way of getting GPUs."""
+class PlacementMode(StrEnum):
+    """How a deployment gets GPUs."""
 
     STRICT = "strict"
-    """Join the group in whose free windows the demand trace fits, at the least cost (Eq. 1, 2)."""
+    """Join the group where the demand trace fits without overlap at the least cost (Eq. 1, 2)."""
     DEDICATED = "dedicated"
-    """A new group of free GPUs: for what never shares, and to profile undisturbed (cold start)."""
+    """Form a new group of free GPUs: for deployments that never share, and for profiling."""
     OVERLAP = "overlap"
-    """Join the group whose residents are busy at the same time least."""
+    """Join the group with the least overlap."""
     PACKED = "packed"
-    """Join the fullest group that has room; needs no profile."""
+    """Join the fullest group with capacity; needs no profile."""
     EMPTIEST = "emptiest"
-    """Join the group of fewest members; needs no profile."""
+    """Join the group with the fewest members; needs no profile."""
     CO_EXECUTED = "co-executed"
-    """Join the group in whose round it has a turn, all states staying in host memory, at the least
-    added cost."""
+    """Join the group whose round has time for it at the least added cost; all states stay in host
+    memory."""
 
 
 class PlacementPolicy(Protocol):
-    """Orders the ways for one deployment that may share."""
+    """Orders the placement modes for a deployment that may share."""
 
     name: str
     backfills: bool
-    """A job behind one that waits for GPUs may take what is free now."""
+    """A job may use free GPUs although a job ahead of it waits for GPUs."""
     guards_slack: bool
-    """At run time, members without time of their own keep out of the critical segments of those
-    that have."""
+    """At run time, members without exclusive slots keep out of the critical segments of members
+    with exclusive slots."""
     repacks: bool
-    """Jobs are placed again once their profile is known."""
+    """Jobs are placed again once their profile is measured."""
     plans_by_profile: bool
-    """Whom a group takes follows from its members' profiles."""
+    """Profiles decide which deployments a group accepts."""
     keeps_in_host: bool
-    """Where several WPGs share a group, their states stay in host memory, never on NVMe."""
+    """The states of WPGs that share a group stay in host memory, never on NVMe."""
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
-        """The ways to try, best first. `is_patience_over`: a job without a profile has waited long
-        enough for a group of its own. `is_scarce`: others wait for the GPUs that a new group would
-        take."""
+    ) -> tuple[PlacementMode, ...]:
+        """The modes to try, best first. `is_patience_over`: a job without a profile has waited long
+        enough for a group of its own. `is_scarce`: others wait for the GPUs of a new group."""
         ...
 
 
 class _Unplanned:
-    """What a policy is that plans nothing and moves nobody."""
+    """Defaults of a policy that neither plans by profile nor moves deployments."""
 
     backfills = True
     guards_slack = False
@@ -64,33 +62,33 @@ class _Unplanned:
 
 
 class Isolated(_Unplanned):
-    """Every deployment on GPUs of its own."""
+    """Each deployment has GPUs of its own."""
 
     name = "isolated"
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
-        """Only new groups."""
+    ) -> tuple[PlacementMode, ...]:
+        """New groups only."""
         del has_profile, is_patience_over, is_scarce
-        return (Way.DEDICATED,)
+        return (PlacementMode.DEDICATED,)
 
 
 class Pack(_Unplanned):
-    """As few groups as possible, without regard to phases."""
+    """As few groups as possible, regardless of phases."""
 
     name = "pack"
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
-        """A group that exists before a new one."""
+    ) -> tuple[PlacementMode, ...]:
+        """An existing group first, then a new one."""
         del has_profile, is_patience_over, is_scarce
-        return (Way.PACKED, Way.DEDICATED)
+        return (PlacementMode.PACKED, PlacementMode.DEDICATED)
 
 
 class Spread:
-    """Where the phases interfere least; jobs without a profile get a group of their own first."""
+    """The group with the least interference; a job without a profile gets its own group first."""
 
     name = "spread"
     backfills = False
@@ -99,54 +97,57 @@ class Spread:
     plans_by_profile = True
     keeps_in_host = False
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
-        """Warm: fit strictly, else new, else overlap least; where others wait for GPUs, overlap
-        before new. Cold: new, in the end any."""
+    ) -> tuple[PlacementMode, ...]:
+        """With a profile: a strict fit, then a new group, then the least overlap; if GPUs are
+        scarce, overlap before a new group. Without: a new group; after the patience any group."""
         if has_profile and is_scarce:
-            return (Way.STRICT, Way.OVERLAP, Way.DEDICATED)
+            return (PlacementMode.STRICT, PlacementMode.OVERLAP, PlacementMode.DEDICATED)
         if has_profile:
-            return (Way.STRICT, Way.DEDICATED, Way.OVERLAP)
+            return (PlacementMode.STRICT, PlacementMode.DEDICATED, PlacementMode.OVERLAP)
         if is_patience_over:
-            return (Way.DEDICATED, Way.EMPTIEST)
-        return (Way.DEDICATED,)
+            return (PlacementMode.DEDICATED, PlacementMode.EMPTIEST)
+        return (PlacementMode.DEDICATED,)
 
 
 class SpreadBackfill(Spread):
-    """As `Spread`, and what phases leave over is filled with whatever fits."""
+    """As `Spread`, with backfilling."""
 
     name = "spread+backfill"
     backfills = True
 
 
 class CoExecution(_Unplanned):
-    """Groups whose members have a turn each in a round no longer than their longest cycle, with
-    their states in host memory; no group changes for a member's sake (RollMux, arXiv 2512.11306).
-
-    The rule for taking turns that belongs to it is `round-robin`.
+    """Groups whose members each run once in a round that is no longer than their longest cycle,
+    with all states in host memory (RollMux, arXiv 2512.11306). Use it with the ordering
+    `round-robin`.
     """
 
     name = "co-execution"
     plans_by_profile = True
     keeps_in_host = True
 
-    def ways(
+    def modes(
         self, *, has_profile: bool, is_patience_over: bool, is_scarce: bool
-    ) -> tuple[Way, ...]:
-        """A round that has room, else a new group; without a profile no round can be planned."""
+    ) -> tuple[PlacementMode, ...]:
+        """A round with enough time, then a new group. Without a profile: a new group."""
         del is_patience_over, is_scarce
-        return (Way.CO_EXECUTED, Way.DEDICATED) if has_profile else (Way.DEDICATED,)
+        return (
+            (PlacementMode.CO_EXECUTED, PlacementMode.DEDICATED)
+            if has_profile
+            else (PlacementMode.DEDICATED,)
+        )
 
 
 POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
 
 
 def make_policy(name: str) -> PlacementPolicy:
-    """The policy of that name.
+    """The policy with that name.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: there is no such policy.
     """
     match name:
         case "isolated":

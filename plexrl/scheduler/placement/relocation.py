@@ -1,13 +1,13 @@
 """Moving a WPG to other GPUs: repacking, drains, and relief of a job that waits too much.
 
-A move is decided by `consider_repacking`, `consider_relief` or `drain`, then waits for an operation
-boundary, has the state made durable, and ends in `finish`: the old processes stop, the WPG leaves
-its group and joins another, its state follows where the nodes differ, new processes start. No
-accepted operation is lost on the way: they wait in the queue as for any switch.
+`consider_repacking`, `consider_relief` or `drain` decides a move. The move waits for an operation
+boundary and for a durable version, and ends in `finish`: the old processes stop, the WPG leaves its
+group and joins another, its state follows if the nodes differ, and new processes start. No accepted
+operation is lost: operations wait in the queue as for any switch.
 
-Moves cost; a job is moved only where the gain within `REPACK_WINDOW_S` exceeds the cost by
-`HYSTERESIS`, and each move doubles the time before the next one, so no sequence of profiles makes a
-job wander.
+A job is moved only if the gain within `REPACK_WINDOW_S` exceeds the cost by the factor
+`HYSTERESIS`. Each move doubles the time before the next one, so a job cannot move back and forth
+for ever.
 """
 
 import math
@@ -18,49 +18,53 @@ from plexrl.ids import NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.overlaps import overlap_s
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.dispatch.switch_cost import HOST, round_trip_s, state_lies
+from plexrl.scheduler.dispatch.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
-from plexrl.scheduler.operations.operations import forget_previous
+from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.placement import (
     Choice,
     find,
     join,
-    leave,
+    modes,
     nearest,
     place,
-    shares,
-    ways,
+    vacate,
 )
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
+from plexrl.scheduler.state.deployment import wpg
+from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
-from plexrl.scheduler.state.records import Deployment, MoveCause, Relocation, Residency, WpgState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment
 
 REPACK_WINDOW_S = 3600.0
-"""Over which a move must pay."""
+"""Time in which a move must pay."""
 
 HYSTERESIS = 1.25
-"""Gain over cost that a move needs."""
+"""Minimum ratio of gain to cost."""
 
 FREE_GROUP_VALUE = 0.25
-"""Worth of a GPU-second freed while nobody waits for GPUs; 1 while somebody does."""
+"""Value of a freed GPU-second while no deployment waits for GPUs; 1 otherwise."""
 
 LAUNCH_S = 30.0
-"""Of new processes, where nothing is known: imports, a process group, the model's build."""
+"""Estimated start of new processes: imports, process group, building the model."""
 
 CYCLES_MIN = 3
-"""Measured cycles before the service level says anything."""
+"""Measured cycles before the service level applies."""
 
 BACK_OFF_S = 30.0
-"""Before a move that found no room is thought of again."""
+"""Delay before a move that found no capacity is tried again."""
 
 REOPEN_PART = 0.8
-"""Of the bound on waiting, below which all members must be for a group to take members again."""
+"""A closed group opens again when all members wait less than this part of the bound."""
 
 
 def holds_up_others(context: Context, deployment: Deployment) -> bool:
-    """Whether it has a group to itself that others wait for."""
+    """Whether it is alone on a group while others wait for its GPUs."""
     return (
         bool(context.waiting)
         and deployment.group is not None
@@ -70,7 +74,7 @@ def holds_up_others(context: Context, deployment: Deployment) -> bool:
 
 
 def consider_repacking(context: Context, deployment: Deployment, now: float) -> None:
-    """A profile is new, or others wait for its GPUs: would the job pay to run in another's gaps?"""
+    """Move the deployment into the gaps of another group if that pays."""
     if not context.policy.repacks or not may_move(context, deployment, now):
         return
     choice = _destination(context, deployment, MoveCause.REPACK, now)
@@ -80,15 +84,16 @@ def consider_repacking(context: Context, deployment: Deployment, now: float) -> 
 
 
 def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
-    """A cycle is over: close the group where a member waits too much, and move the worst hit."""
-    if deployment.group is None or not shares(deployment):
+    """After a cycle: close the group if a member waits too much, and move the one that waits
+    most."""
+    if deployment.group is None or not deployment.shares:
         return
     group = context.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:
         return
     bound = context.config.waiting_part_max
     if not group.is_closed and _waiting(deployment) <= bound:
-        # The others have been looked at when their own cycles ended.
+        # The other members were checked at the end of their own cycles.
         return
     parts = {name: _waiting(context.deployment(name)) for name in group.members}
     worst = max(parts.values())
@@ -113,11 +118,11 @@ def consider_relief(context: Context, deployment: Deployment, now: float) -> Non
 
 
 def drain(context: Context, node: NodeId, now: float) -> None:
-    """Move whatever can be moved off a node that is to be empty; asked again as room appears."""
+    """Move all deployments that can move off a drained node. Called again when capacity appears."""
     for name in context.inventory.groups_on(node):
         for member in list(context.state.groups[name].members):
             deployment = context.deployment(member)
-            if deployment.relocation is not None or now < deployment.no_move_until:
+            if deployment.moves.planned is not None or now < deployment.moves.not_before:
                 continue
             if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
@@ -125,19 +130,19 @@ def drain(context: Context, node: NodeId, now: float) -> None:
 
 
 def may_move(context: Context, deployment: Deployment, now: float) -> bool:
-    """Whether enough time has passed since the last move, twice as much for each there was."""
-    if deployment.relocation is not None or deployment.state != WpgState.READY:
+    """Whether the deployment may move: enough time has passed, doubled by each former move."""
+    if deployment.moves.planned is not None or deployment.state != WpgState.READY:
         return False
-    if now < deployment.no_move_until:
+    if now < deployment.moves.not_before:
         return False
-    if deployment.moved_at is None:
+    if deployment.moves.last_at is None:
         return True
-    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves, 10)
-    return now - deployment.moved_at >= rest_s
+    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves.count, 10)
+    return now - deployment.moves.last_at >= rest_s
 
 
 def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
-    """What a move is worth, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
+    """The gain of a move, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
     assert deployment.group is not None
     assert deployment.trace is not None
     group = context.state.groups[deployment.group]
@@ -149,44 +154,43 @@ def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
 
 
 def cost_s(context: Context, deployment: Deployment) -> float:
-    """What a move costs: the state off, over and on again, and new processes."""
+    """The cost of a move in seconds: offload, transfer, load, and new processes."""
     over_s = deployment.state_bytes / MOVE_BYTES_PER_S
     return LAUNCH_S + round_trip_s(context, deployment) + over_s
 
 
 def is_due(context: Context, deployment: Deployment) -> bool:
-    """A move is wanted, the WPG is between operations, and its state is whole: on the device, and
-    where a rollout is yet to pull what was published of it."""
+    """Whether a decided move can run: the WPG is between operations, its state is complete, and no
+    rollout still has to pull its published weights."""
     return (
-        deployment.relocation is not None
+        deployment.moves.planned is not None
         and deployment.state == WpgState.READY
         and not deployment.running
-        and not deployment.replaying
+        and not deployment.replay.replaying
         and deployment.moving is None
-        and not _is_pulled(context, deployment)
+        and not _has_pending_pulls(context, deployment)
     )
 
 
-def stops(context: Context, deployment: Deployment) -> bool:
-    """It starts nothing more, so that its move comes due. While others pull its weights it works on
-    where it is: what they wait for may be its own work."""
-    return deployment.relocation is not None and not _is_pulled(context, deployment)
+def is_stopping(context: Context, deployment: Deployment) -> bool:
+    """Whether the deployment starts no more operations until it has moved. While others pull its
+    weights it continues, because they may wait for its work."""
+    return deployment.moves.planned is not None and not _has_pending_pulls(context, deployment)
 
 
-def call_off(context: Context, deployment: Deployment, now: float) -> None:
-    """The move wanted room that is not there: the WPG stays where it is for a while."""
-    deployment.relocation = None
+def cancel_move(context: Context, deployment: Deployment, now: float) -> None:
+    """Cancel a move that found no capacity; the WPG stays for at least `BACK_OFF_S`."""
+    deployment.moves.postpone(now + BACK_OFF_S)
     context.relocating.pop(deployment.deployment, None)
-    deployment.no_move_until = now + BACK_OFF_S
     for node in deployment.nodes:
-        context.wake(deployment.no_move_until, f"node:{node}")
+        context.wake(deployment.moves.not_before, timers.node_check(node))
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
-    """The state is off the GPUs: go, if there still is somewhere to go. False: it stays."""
-    relocation = deployment.relocation
-    assert relocation is not None, f"{deployment.deployment} is not on the move"
-    deployment.relocation = None
+    """Move after the offload, if there still is a destination. False: it stays."""
+    relocation = deployment.moves.planned
+    assert relocation is not None, f"{deployment.deployment} is not relocating"
+    deployment.moves.cancel()
     context.relocating.pop(deployment.deployment, None)
     choice = _destination(context, deployment, relocation.cause, now)
     if choice is None or deployment.group is None:
@@ -196,58 +200,50 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     note_wait(context.state, old_group, deployment, now)
     context.emit(
         StopWorkers(
-            deployment=deployment.deployment, incarnation=deployment.incarnation, nodes=old_nodes
+            deployment=deployment.deployment,
+            incarnation=deployment.processes.incarnation,
+            nodes=old_nodes,
         )
     )
-    deployment.addresses.clear()
-    deployment.replaying.clear()
-    deployment.residency = Residency.NONE
+    deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
-        deployment.wants_since = now
-    if old_group.holder == deployment.deployment:
-        old_group.holder = None
-    if old_group.incoming == deployment.deployment:
-        old_group.incoming = None
-    context.touch(old_group.group)
-    leave(context, deployment, now)
-    if choice.way == Way.DEDICATED:
-        joined = place(context, deployment, now, only=(Way.DEDICATED,))
-        assert joined is not None, "free GPUs were found a moment ago"
+        deployment.burst.want(now)
+    vacate(context, deployment, now)
+    if choice.mode == PlacementMode.DEDICATED:
+        joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
+        assert joined is not None, "the destination search found free GPUs"
     else:
         join(context, context.state.groups[choice.group], deployment, choice, now)
-    deployment.moves += 1
-    deployment.moved_at = now
-    deployment.moved_because = relocation.reason
+    deployment.moves.done(relocation.reason, now)
     context.place_waiting = True
     settle(context, deployment)
     return True
 
 
 def settle(context: Context, deployment: Deployment) -> None:
-    """It has other GPUs: its state is to follow (`MIGRATING`), or its workers can be launched."""
-    deployment.state = WpgState.RECOVERING
-    # Each of several nodes has the parts of its own ranks only: the ranks lie otherwise now.
-    held = set(deployment.state_nodes) if len(deployment.state_nodes) == 1 else set()
+    """After a change of GPUs: start the migration of the state, or let the workers launch."""
+    # With several nodes, each holds the parts of its former ranks only, which may have moved.
+    held = set(deployment.stored.nodes) if len(deployment.stored.nodes) == 1 else set()
     missing = sorted(set(deployment.nodes) - held)
-    if deployment.durable_seq and missing:
-        deployment.state = WpgState.MIGRATING
-        deployment.awaited_nodes = missing
+    if deployment.replay.durable_seq and missing:
+        wpg.await_copies(deployment, missing)
         send_migration(context, deployment)
     else:
+        wpg.resume(deployment)
         _release_left_nodes(context, deployment)
 
 
 def send_migration(context: Context, deployment: Deployment) -> None:
-    """Issue (or issue again) the copy of the durable version to the nodes that lack it."""
+    """Send (or resend) the order to copy the durable version to the nodes that lack it."""
     nodes = context.state.nodes
-    alive = tuple(node for node in deployment.awaited_nodes if nodes[node].alive)
-    sources = tuple(nodes[node].statemanager for node in deployment.state_nodes)
+    alive = tuple(node for node in deployment.stored.awaited_nodes if nodes[node].alive)
+    sources = tuple(nodes[node].statemanager for node in deployment.stored.nodes)
     if alive:
         context.emit(
             MigrateState(
                 deployment=deployment.deployment,
-                seq=deployment.durable_seq,
+                seq=deployment.replay.durable_seq,
                 sources=sources,
                 nodes=alive,
             )
@@ -255,41 +251,40 @@ def send_migration(context: Context, deployment: Deployment) -> None:
 
 
 def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
-    """A node has the durable version; True once all have, and the workers can be launched."""
-    if deployment.state != WpgState.MIGRATING or node not in deployment.awaited_nodes:
+    """Note that a node has the durable version. True once all have, so the workers can launch."""
+    if deployment.state != WpgState.MIGRATING or node not in deployment.stored.awaited_nodes:
         return False
-    deployment.awaited_nodes.remove(node)
-    if deployment.awaited_nodes:
+    if not deployment.stored.copied_to(node):
         return False
     _release_left_nodes(context, deployment)
-    deployment.state_nodes = list(deployment.nodes)
+    deployment.stored.move_to(deployment.nodes)
     # Only the durable version was copied.
     forget_previous(context, deployment)
-    state_lies(deployment, HOST)
-    deployment.state = WpgState.RECOVERING
+    record_tier(deployment, HOST)
+    wpg.resume(deployment)
     return True
 
 
 def _begin(
     context: Context, deployment: Deployment, cause: MoveCause, reason: str, now: float
 ) -> None:
-    deployment.relocation = Relocation(reason=reason, asked_at=now, cause=cause)
+    deployment.moves.plan(Relocation(reason=reason, asked_at=now, cause=cause))
     context.relocating[deployment.deployment] = None
     context.touch(deployment.group)
 
 
 def _release_left_nodes(context: Context, deployment: Deployment) -> None:
-    """Have the nodes that the deployment is on no more drop what they keep of it."""
+    """Release the state on nodes that the deployment has left."""
     here = deployment.nodes
-    gone = tuple(each for each in deployment.state_nodes if each not in here)
+    gone = tuple(each for each in deployment.stored.nodes if each not in here)
     if gone:
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
-        deployment.state_nodes = [each for each in deployment.state_nodes if each in here]
+        deployment.stored.keep_only(here)
 
 
-def _is_pulled(context: Context, deployment: Deployment) -> bool:
-    """Whether a sync has still to finish whose weights the deployment has published. One that has
-    no GPUs to finish on may take for ever, and is not waited for."""
+def _has_pending_pulls(context: Context, deployment: Deployment) -> bool:
+    """Whether an unfinished sync needs weights that the deployment has published. A sync without
+    GPUs may never finish, so it does not count."""
     operations = context.state.operations
     for name in context.job(deployment.job).deployments:
         other = context.deployment(name)
@@ -308,7 +303,7 @@ def _is_pulled(context: Context, deployment: Deployment) -> bool:
 def _destination(
     context: Context, deployment: Deployment, cause: MoveCause, now: float
 ) -> Choice | None:
-    """Where a move for this cause would lead now; None: nowhere, or it is not worth it."""
+    """The destination of a move for this cause; None: there is none, or the move does not pay."""
     match cause:
         case MoveCause.REPACK:
             near = nearest(context, deployment, now, strict=True, count=4)
@@ -331,15 +326,15 @@ def _destination(
 
 
 def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
-    """Whether less is to be waited for there than here."""
+    """Whether the deployment would wait less there."""
     assert deployment.group is not None
     rivals = len(context.state.groups[deployment.group].members) - 1
-    match choice.way:
-        case Way.DEDICATED:
+    match choice.mode:
+        case PlacementMode.DEDICATED:
             return rivals > 0
-        case Way.STRICT:
+        case PlacementMode.STRICT:
             return True
-        case Way.OVERLAP:
+        case PlacementMode.OVERLAP:
             return choice.overlap_s < overlap_s(context, deployment)
         case _:
             return len(context.state.groups[choice.group].members) < rivals
@@ -348,27 +343,27 @@ def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
 def _elsewhere(
     context: Context, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
 ) -> Choice | None:
-    """Where the deployment could go, other than where it is."""
-    for way in ways(context, deployment, now):
-        match way:
-            case Way.DEDICATED:
+    """The best acceptable destination other than the present group."""
+    for mode in modes(context, deployment, now):
+        match mode:
+            case PlacementMode.DEDICATED:
                 gpus = context.inventory.find_gpus(deployment)
                 reach = context.config.migrates or gpus is None or not _has_state(deployment)
                 if gpus is not None and (
-                    reach or {gpu.node for gpu in gpus} <= set(deployment.state_nodes)
+                    reach or {gpu.node for gpu in gpus} <= set(deployment.stored.nodes)
                 ):
                     assert deployment.group is not None
-                    own = Choice(group=deployment.group, way=way)
+                    own = Choice(group=deployment.group, mode=mode)
                     if suits(own):
                         return own
-            case Way.STRICT | Way.OVERLAP:
-                strict = way == Way.STRICT
+            case PlacementMode.STRICT | PlacementMode.OVERLAP:
+                strict = mode == PlacementMode.STRICT
                 found = nearest(context, deployment, now, strict=strict, count=4)
                 for choice in _reachable(context, deployment, found):
                     if suits(choice):
                         return choice
             case _:
-                joined = find(context, deployment, way, now)
+                joined = find(context, deployment, mode, now)
                 if joined is None or not _reachable(context, deployment, [joined]):
                     continue
                 if suits(joined):
@@ -379,7 +374,7 @@ def _elsewhere(
 def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) -> list[Choice]:
     if context.config.migrates or not _has_state(deployment):
         return choices
-    there = set(deployment.state_nodes)
+    there = set(deployment.stored.nodes)
     return [
         choice
         for choice in choices
@@ -388,14 +383,14 @@ def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) 
 
 
 def _has_state(deployment: Deployment) -> bool:
-    return deployment.durable_seq > 0 or deployment.residency == Residency.DEVICE
+    return deployment.replay.durable_seq > 0 or deployment.residency == Residency.DEVICE
 
 
 def _waiting(deployment: Deployment) -> float:
-    """The part of its time that a member waits, in the cycles since it came to its group."""
+    """The part of its time that a member has waited since it joined its group."""
     record = deployment.placement
     since = -math.inf if record is None else record.at
-    cycles = deployment.cycles
+    cycles = deployment.cycles.measured
     if cycles and cycles[0].started_at < since:
         cycles = [cycle for cycle in cycles if cycle.started_at >= since]
     if len(cycles) < CYCLES_MIN:

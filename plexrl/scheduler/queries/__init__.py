@@ -1,1 +1,1 @@
-"""Answers to questions; they change nothing. Pure."""
+"""Read-only views and explanations of the state. Pure."""

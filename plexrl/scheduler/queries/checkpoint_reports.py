@@ -1,4 +1,4 @@
-"""What several nodes say of a job's checkpoints, as one list."""
+"""Merges the nodes' reports on a job's checkpoints into one list."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,9 +7,9 @@ Plain = dict[str, Any]
 
 
 def merged(reports: Iterable[Mapping[str, Any]]) -> list[Plain]:
-    """The newest word on each checkpoint, by name.
+    """The newest report on each checkpoint, sorted by name.
 
-    The node that writes one knows how far it is; the others know what lies on the disk they share.
+    The writing node reports progress; the other nodes report the files on the shared disk.
     """
     newest: dict[str, Mapping[str, Any]] = {}
     for report in reports:

@@ -1,22 +1,22 @@
-"""When a waiting deployment will have its group, and how good such promises have been.
+"""Estimates when a waiting deployment gets its group, and measures the error of the estimates.
 
-For some of the bursts that have to wait the estimate is made on arrival and compared with what
-came of it: an estimate that nobody checks soon is one that nobody believes.
+For a sample of the bursts that have to wait, the estimate is made on arrival and later compared
+with the real start.
 """
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
-from plexrl.scheduler.dispatch.ordering import rank
+from plexrl.scheduler.dispatch.ordering import sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationKind
 
-PROMISED_EACH = 8
-"""One in so many waits is estimated on arrival: enough to know the error, at an eighth of the cost.
-Whoever asks is answered at any time."""
+SAMPLE_EACH = 8
+"""One in this many waits is estimated on arrival, which measures the error at an eighth of the
+cost. Explicit queries are always answered."""
 
 
 def group_free_s(context: Context, group: Group, now: float) -> float:
@@ -36,17 +36,17 @@ def group_free_s(context: Context, group: Group, now: float) -> float:
         moving = context.state.operations[holder.moving.operation]
         running_s = _left_s(context, moving.operation, holder, now)
     burst_s = 0.0
-    if holder.burst_started_at is not None:
-        elapsed_s = now - holder.burst_started_at
-        burst_s = max(0.0, estimates.burst_s(holder.burst_tokens) - elapsed_s)
+    if holder.burst.started_at is not None:
+        elapsed_s = now - holder.burst.started_at
+        burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
     return max(running_s + queued_s, burst_s)
 
 
 def goes_before(
     context: Context, group: Group, deployment: Deployment, now: float
 ) -> list[Candidate]:
-    """Waiting members that the rule puts before `deployment`, in their order."""
-    own = rank(context.ordering, candidate(context, group, deployment), now, _bound(context))
+    """Waiting members that go before `deployment`, in order."""
+    own = sort_key(context.ordering, candidate(context, group, deployment), now, _bound(context))
     found = []
     for name in group.members:
         if name in (deployment.deployment, group.holder):
@@ -55,9 +55,9 @@ def goes_before(
         if not rival.queue or not wants_the_group(context, rival, now):
             continue
         burst = candidate(context, group, rival)
-        if rank(context.ordering, burst, now, _bound(context)) < own:
+        if sort_key(context.ordering, burst, now, _bound(context)) < own:
             found.append(burst)
-    return sorted(found, key=lambda each: rank(context.ordering, each, now, _bound(context)))
+    return sorted(found, key=lambda each: sort_key(context.ordering, each, now, _bound(context)))
 
 
 def start_s(context: Context, group: Group, deployment: Deployment, now: float) -> float:
@@ -75,8 +75,10 @@ def start_s(context: Context, group: Group, deployment: Deployment, now: float) 
     return group_free_s(context, group, now) + ahead_s + own.setup_s
 
 
-def promise(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
-    """Note when an operation that has to wait for its group is expected to start."""
+def record_estimate(
+    context: Context, deployment: Deployment, operation: Operation, now: float
+) -> None:
+    """Record the estimated start of an operation that has to wait for its group."""
     group = context.group_of(deployment)
     if group is None or group.holder == deployment.deployment or len(deployment.queue) > 1:
         return
@@ -84,7 +86,7 @@ def promise(context: Context, deployment: Deployment, operation: Operation, now:
         return
     errors = context.state.eta_errors
     errors.waits += 1
-    if errors.waits % PROMISED_EACH == 1:
+    if errors.waits % SAMPLE_EACH == 1:
         operation.expected_at = now + start_s(context, group, deployment, now)
 
 

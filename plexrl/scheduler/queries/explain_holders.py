@@ -1,38 +1,60 @@
-"""Which jobs have the GPUs that a job waits for, the ones that do nothing with them first."""
+"""Lists the jobs that hold the GPUs a job waits for, idle ones first."""
 
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from plexrl.ids import JobId
+import msgspec
+
+from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.queries.explain_placement import why_no_gpus
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 
 View = dict[str, Any]
 
 HOLDERS_MAX = 20
-"""Jobs that are named."""
+"""Maximum number of jobs in the list."""
 
 
 class Condition(StrEnum):
-    """What a job that has GPUs does with them, the most dispensable first."""
+    """What a job does with its GPUs, most dispensable first."""
 
     DETACHED = "detached"
-    """Its controller is taken for gone: it is cancelled unless one comes back."""
+    """Its controller is considered gone; the job is cancelled unless a controller attaches."""
     SILENT = "silent"
-    """Nothing was heard of its controller for half of the time after which it is taken for gone."""
+    """Its controller was silent for half of the timeout."""
     IDLE = "idle"
-    """Its controller lives, and has nothing to run."""
+    """Its controller is alive, and has nothing to run."""
     WORKING = "working"
 
 
 _ORDER = tuple(Condition)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A job that holds GPUs."""
+
+    job: JobId | None
+    """None, as are `tenant` and `name`: hidden from other tenants."""
+    tenant: TenantId | None
+    name: str | None
+    gpus: int
+    """GPUs that a waiting deployment could use."""
+    condition: Condition
+    silent_s: float
+    """Time since the last message of the controller."""
+    idle_s: float | None
+    """Time since it last worked; None while it works."""
+    cancelled_in_s: float | None
+    """Time until it is cancelled if its controller stays silent; None otherwise."""
+
+
 def holders(context: Context, job: Job, now: float, *, sees_all: bool) -> list[View]:
-    """The jobs that have GPUs which a waiting deployment of `job` could use; where a quota keeps it
-    waiting, those of its tenant. Who another tenant's job is is told to an operator (`sees_all`).
-    """
+    """The jobs with GPUs that a waiting deployment of `job` could use; if it waits for a quota, the
+    jobs of its tenant. Only an operator (`sees_all`) sees the identity of other tenants' jobs."""
     waiting = [
         each for each in map(context.deployment, job.deployments) if each.state == WpgState.WAITING
     ]
@@ -40,16 +62,19 @@ def holders(context: Context, job: Job, now: float, *, sees_all: bool) -> list[V
     for deployment in waiting:
         for name, count in _suitable(context, deployment, now).items():
             gpus[name] = max(count, gpus.get(name, 0))
-    rows = [_row(context, context.job(name), count, now) for name, count in gpus.items()]
+    rows = [_holder(context, context.job(name), count, now) for name, count in gpus.items()]
     rows.sort(key=_dispensable_first)
-    for row in rows:
-        if not sees_all and row["tenant"] != job.tenant:
-            row["job"] = row["tenant"] = row["name"] = None
-    return rows[:HOLDERS_MAX]
+    shown = [
+        row
+        if sees_all or row.tenant == job.tenant
+        else replace(row, job=None, tenant=None, name=None)
+        for row in rows[:HOLDERS_MAX]
+    ]
+    return [msgspec.to_builtins(row) for row in shown]
 
 
 def _suitable(context: Context, waiting: Deployment, now: float) -> dict[JobId, int]:
-    """GPUs of each other job that would help the deployment if they came free."""
+    """GPUs of each other job that the deployment could use if they became free."""
     _, rule, _ = why_no_gpus(context, waiting, now)
     if rule not in ("capacity", "turn", "quota"):
         return {}
@@ -67,7 +92,7 @@ def _suitable(context: Context, waiting: Deployment, now: float) -> dict[JobId, 
     return found
 
 
-def _row(context: Context, job: Job, gpus: int, now: float) -> View:
+def _holder(context: Context, job: Job, gpus: int, now: float) -> Holder:
     deployments = [context.deployment(name) for name in job.deployments]
     works = any(bool(each.queue or each.running or each.moving) for each in deployments)
     silent_s = now - job.seen_at
@@ -80,28 +105,30 @@ def _row(context: Context, job: Job, gpus: int, now: float) -> View:
     worked_at = max([_worked_at(each) for each in deployments], default=job.submitted_at)
     end_s = job.controller_timeout_s + job.reattach_timeout_s - silent_s
     is_leaving = condition in (Condition.DETACHED, Condition.SILENT)
-    return {
-        "job": job.job,
-        "tenant": job.tenant,
-        "name": job.name,
-        "gpus": gpus,
-        "condition": condition.value,
-        "silent_s": silent_s,
-        "idle_s": None if works else now - worked_at,
-        "cancelled_in_s": max(0.0, end_s) if is_leaving else None,
-    }
+    return Holder(
+        job=job.job,
+        tenant=job.tenant,
+        name=job.name,
+        gpus=gpus,
+        condition=condition,
+        silent_s=silent_s,
+        idle_s=None if works else now - worked_at,
+        cancelled_in_s=max(0.0, end_s) if is_leaving else None,
+    )
 
 
 def _worked_at(deployment: Deployment) -> float:
-    """When it last did something, or could first have."""
+    """When the deployment last worked, or could first have worked."""
     metered_at = deployment.metered_at if deployment.metered_at is not None else 0.0
-    return max(deployment.created_at, deployment.ready_at, deployment.served_at, metered_at)
+    return max(
+        deployment.created_at, deployment.processes.ready_at, deployment.burst.served_at, metered_at
+    )
 
 
-def _dispensable_first(row: View) -> tuple[int, float, float, str]:
+def _dispensable_first(row: Holder) -> tuple[int, float, float, str]:
     return (
-        _ORDER.index(Condition(row["condition"])),
-        -(row["idle_s"] or 0.0),
-        -row["silent_s"],
-        row["job"],
+        _ORDER.index(row.condition),
+        -(row.idle_s or 0.0),
+        -row.silent_s,
+        row.job or "",
     )

@@ -1,4 +1,4 @@
-"""A job's whole story: what it waits for and until when, where it is and why there."""
+"""Explains a job: what it waits for and until when, where it is placed and why."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ import msgspec
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.jobs.profiler import waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
-from plexrl.scheduler.placement.placement import shares
 from plexrl.scheduler.queries.explain_holders import holders
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import attempts, near_groups, why_no_gpus
-from plexrl.scheduler.state.records import Deployment, Job, WpgState
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
 
 View = dict[str, Any]
 
 OPERATIONS_MAX = 20
-"""Unfinished operations of one deployment that are explained, the next ones first."""
+"""Maximum number of explained operations for each deployment, next ones first."""
 
 
 def explain_job(context: Context, job: Job, now: float, *, sees_all: bool) -> View:
-    """Everything that is known of why `job` waits or runs as it does; `sees_all`: to an operator,
-    who may know which other tenants' jobs have the GPUs."""
+    """Why `job` waits or runs as it does. `sees_all`: for an operator, who may see which other
+    tenants' jobs hold the GPUs."""
     deployments = [context.deployment(name) for name in job.deployments]
     errors = context.state.eta_errors
     return {
@@ -49,7 +49,7 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
         return "it has no deployments yet"
     failure = job_failure(context.state, job)
     if failure is not None:
-        return f"its controller has taken no note of a failure: {earlier_failure(failure).message}"
+        return f"its controller has not acknowledged a failure: {earlier_failure(failure).message}"
     for deployment in deployments:
         if deployment.state == WpgState.WAITING:
             reason, _, _ = why_no_gpus(context, deployment, now)
@@ -65,16 +65,17 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
 
 def _deployment(context: Context, deployment: Deployment, now: float) -> View:
     record = deployment.placement
-    trace, kept_part = deployment.trace, deployment.waiting_part
+    measured = deployment.cycles.measured
+    trace, kept_part = deployment.trace, deployment.cycles.waiting_part
     view: View = {
         "deployment": deployment.deployment,
         "state": deployment.state.value,
         "group": deployment.group,
         "nodes": list(deployment.nodes),
         "placement": None if record is None else msgspec.to_builtins(record),
-        "moves": deployment.moves,
-        "moved_because": deployment.moved_because,
-        "waiting_part": waiting_part(deployment.cycles) if deployment.cycles else kept_part,
+        "moves": deployment.moves.count,
+        "moved_because": deployment.moves.last_reason,
+        "waiting_part": waiting_part(measured) if measured else kept_part,
         "profile": None,
         "attempts": [],
         "near": [],
@@ -90,7 +91,7 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
         }
     if deployment.state == WpgState.WAITING:
         view["attempts"] = attempts(context, deployment, now, searches=True)
-    if shares(deployment) and trace is not None and deployment.state != WpgState.STOPPED:
+    if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
         view["near"] = near_groups(context, deployment, now)
     return view
 

@@ -1,4 +1,4 @@
-"""Why an operation waits, and until when by estimate: the answer every poll carries."""
+"""Explains why an operation waits, with an estimated start. Every poll carries the answer."""
 
 from dataclasses import dataclass
 
@@ -7,30 +7,30 @@ from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.placement.evacuation import awaited
-from plexrl.scheduler.placement.relocation import stops
+from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.queries.eta import goes_before, start_s
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, WpgState
+from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import OperationState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One waiting operation's reason."""
+    """The reason for which an operation waits."""
 
     reason: str
     rule: str
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
     `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`, `switch`,
-    `router`, `running`,
-    or the name of the ordering rule."""
+    `router`, `running`, or the name of the ordering rule."""
     holder: str | None
-    """Who has the group's lock; of another tenant's deployment only that it is one."""
+    """The holder of the group's lock; anonymous if it belongs to another tenant."""
     eta_s: float | None
-    """Estimated seconds until it starts; absent where nothing is known."""
+    """Estimated seconds until it starts; None if unknown."""
     position: int
-    """Operations of the same deployment that come first."""
+    """Number of operations of the same deployment ahead of it."""
 
 
 def explain(context: Context, operation: Operation, now: float) -> Explanation | None:
@@ -58,7 +58,7 @@ def _reason(
     estimates = deployment.estimates
     if operation.state == OperationState.RUNNING:
         if not context.state.routers:
-            return "no router is connected; it is sent again when one is", "router", None
+            return "no router is connected; it is sent again once one connects", "router", None
         began_at = operation.started_at if operation.started_at is not None else now
         left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
         return "it is running", "running", max(0.0, left)
@@ -69,18 +69,22 @@ def _reason(
     if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
         nodes = ", ".join(awaited(context, deployment))
         if nodes:
-            return f"it waits for {nodes} to be back with its GPUs and state", "recovering", None
-    if deployment.launch_at is not None:
-        why = deployment.held_back_reason
-        return f"its workers found no room to start, and are started again: {why}", "no room", None
+            return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
+    if deployment.processes.launch_at is not None:
+        why = deployment.backoff.reason
+        return (
+            f"its workers had not enough memory to start, and are started again: {why}",
+            "no room",
+            None,
+        )
     if deployment.state == WpgState.RECOVERING:
-        why = f"moved ({deployment.moved_because})" if deployment.moved_because else "lost"
+        why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
         return f"its workers were {why} and are starting again", "recovering", None
     if deployment.state == WpgState.MIGRATING:
-        nodes = ", ".join(deployment.awaited_nodes)
-        return f"its state is on the way to {nodes}", "migrating", None
-    if deployment.relocation is not None and stops(context, deployment):
-        return f"it is about to be moved: {deployment.relocation.reason}", "relocation", None
+        nodes = ", ".join(deployment.stored.awaited_nodes)
+        return f"its state is being copied to {nodes}", "migrating", None
+    if deployment.moves.planned is not None and is_stopping(context, deployment):
+        return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
     ahead = _seconds_ahead(context, operation, deployment)
     if operation.after is not None:
         dependency = context.state.operations.get(operation.after)
@@ -89,14 +93,14 @@ def _reason(
             eta_s = None if found is None else found.eta_s
             why = "" if found is None else f": {found.reason}"
             return f"the weights it pulls are not published yet{why}", "dependency", eta_s
-    if now < deployment.held_back_until:
-        wait_s = deployment.held_back_until - now
-        if deployment.held_code:
-            why = f"it is held and will be tried again: {deployment.held_back_reason}"
+    if now < deployment.backoff.until:
+        wait_s = deployment.backoff.until - now
+        if deployment.backoff.code:
+            why = f"it is held and will be tried again: {deployment.backoff.reason}"
             return why, "held", wait_s + ahead
-        return f"a switch to it failed ({deployment.held_back_reason})", "backoff", wait_s + ahead
+        return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
     if group.holder == deployment.deployment:
-        if deployment.moving is not None or deployment.replaying:
+        if deployment.moving is not None or deployment.replay.replaying:
             return "its model's state is being moved", "switch", ahead
         return "operations of its deployment that were submitted before it", "order", ahead
     return _why_another_holds(context, deployment, group, now, ahead)
@@ -113,11 +117,11 @@ def _why_another_holds(
         own = candidate(context, group, deployment)
         wait_s = holds_back(context, group, deployment, own, now)
         if wait_s is not None:
-            return "a job with time of its own is expected first", "slack", eta_s + wait_s
-        return "the group's lock is about to be given out", rule, eta_s
+            return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
+        return "the group's lock is about to be granted", rule, eta_s
     holder = context.deployment(group.holder)
     if holder.moving is not None:
-        return "a switch of the group is under way", "switch", eta_s
+        return "the group is being switched", "switch", eta_s
     before = goes_before(context, group, deployment, now)
     if before:
         names = [name_for(context, DeploymentId(each.name), deployment) for each in before]

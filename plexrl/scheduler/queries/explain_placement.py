@@ -1,4 +1,4 @@
-"""Why a deployment is where it is, or nowhere: which groups were full, which windows failed."""
+"""Explains why a deployment has no GPUs: which groups are full, which do not fit its trace."""
 
 import math
 from typing import Any
@@ -11,12 +11,12 @@ from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.capacity.index import Shape
 from plexrl.scheduler.capacity.node_pool import NodeKind
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import fitting, nearest, ways
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.placement import fitting, modes, nearest
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
 NEAR_MAX = 3
-"""Groups named as the nearest ones."""
+"""Maximum number of groups with the best fit in an explanation."""
 
 View = dict[str, Any]
 
@@ -24,7 +24,7 @@ View = dict[str, Any]
 def why_no_gpus(
     context: Context, deployment: Deployment, now: float
 ) -> tuple[str, str, float | None]:
-    """(reason, rule, ETA) of a deployment that has no GPUs."""
+    """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
     held = why_not_yet(context, deployment)
     if held is not None:
         return *held, None
@@ -38,30 +38,32 @@ def why_no_gpus(
     rows = attempts(context, deployment, now, searches=False)
     tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
     ahead, others = context.waiting.counts.standing(deployment.deployment)
-    turn = f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
-    return f"{what} are not free yet; {turn}; {tried}", "turn" if ahead else "capacity", eta_s
+    standing = (
+        f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
+    )
+    return f"{what} are not free yet; {standing}; {tried}", "turn" if ahead else "capacity", eta_s
 
 
 def attempts(context: Context, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
-    """What each way of getting GPUs would meet now, in the order in which they are tried.
+    """Why each placement mode fails now, in the order in which they are tried.
 
-    `searches`: the time of the groups with room is searched, too, which costs milliseconds. A poll
-    does without.
+    `searches`: also search the groups with capacity for free slots, which takes milliseconds. Polls
+    do not search.
     """
     return [
-        _attempt(context, deployment, way, now, searches=searches)
-        for way in ways(context, deployment, now)
+        _attempt(context, deployment, mode, now, searches=searches)
+        for mode in modes(context, deployment, now)
     ]
 
 
 def name_for(context: Context, name: DeploymentId, reader: Deployment) -> str:
-    """A deployment's name as the owner of `reader` may see it."""
+    """A deployment's name as the tenant of `reader` may see it."""
     owner = context.job(context.deployment(name).job).tenant
     return name if owner == context.job(reader.job).tenant else "another tenant's job"
 
 
 def near_groups(context: Context, deployment: Deployment, now: float) -> list[View]:
-    """The groups, other than its own, in whose time the deployment's trace fits best."""
+    """The other groups in which the deployment's trace fits best."""
     return [
         {
             "group": choice.group,
@@ -80,21 +82,21 @@ def near_groups(context: Context, deployment: Deployment, now: float) -> list[Vi
 
 
 def _attempt(
-    context: Context, deployment: Deployment, way: Way, now: float, *, searches: bool
+    context: Context, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
 ) -> View:
-    if way == Way.DEDICATED:
+    if mode == PlacementMode.DEDICATED:
         free = context.inventory.pool.free_gpus(deployment.node_type)
         why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
         if context.inventory.draining:
             why += f"; {len(context.inventory.draining)} nodes are being drained"
-        return {"way": way.value, "free_gpus": free, "why": why}
+        return {"way": mode.value, "free_gpus": free, "why": why}
     counts = _census(context, deployment)
-    row: View = {"way": way.value, **counts}
+    row: View = {"way": mode.value, **counts}
     refused = [
         f"{counts[name]} {words}"
         for name, words in (
-            ("closed", "take no members now"),
-            ("full", "have all the members they may"),
+            ("closed", "accept no members now"),
+            ("full", "have the maximum number of members"),
             ("without_memory", "lack memory for its state"),
             ("loaded", "are too busy"),
         )
@@ -102,23 +104,27 @@ def _attempt(
     ]
     open_count = counts["open"]
     if open_count and not searches:
-        refused.append(f"{open_count} have room by load and memory")
-    elif open_count and way in (Way.STRICT, Way.OVERLAP) and deployment.trace is not None:
+        refused.append(f"{open_count} have capacity by load and memory")
+    elif (
+        open_count
+        and mode in (PlacementMode.STRICT, PlacementMode.OVERLAP)
+        and deployment.trace is not None
+    ):
         longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
-        strict = way == Way.STRICT
+        strict = mode == PlacementMode.STRICT
         fits = fitting(context, deployment, now, strict=strict)
         if not fits:
-            kind = "free at any shift" if strict else "near enough to free"
+            kind = "free at any shift" if strict else "with little enough overlap"
             refused.append(f"{open_count} have no window of {longest} s {kind}")
         elif not nearest(context, deployment, now, strict=strict, count=1):
             bound = f"{context.config.waiting_part_max:.0%}"
             refused.append(
-                f"in the nearest of the {len(fits)} where it fits, a member would wait for more "
-                f"than {bound} of its time"
+                f"in the best of the {len(fits)} where it fits, a member would wait for more than "
+                f"{bound} of its time"
             )
-    elif open_count and way == Way.CO_EXECUTED:
+    elif open_count and mode == PlacementMode.CO_EXECUTED:
         refused.append(
-            f"{open_count} have no turn left in their round, or not in host memory for its state"
+            f"{open_count} have too little time in their round, or too little host memory"
         )
     groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
     row["why"] = groups + (": " + ", ".join(refused) if refused else "")
@@ -140,7 +146,7 @@ def _census(context: Context, deployment: Deployment) -> dict[str, int]:
 def _census_of(
     context: Context, deployment: Deployment, shape: Shape, duty: float
 ) -> dict[str, int]:
-    """Each group of a shape is counted once, under the first reason against it."""
+    """Counts the groups of a shape, each under the first reason against it."""
     table = context.inventory.index.table(shape)
     left = np.array([group is not None for group in table.groups])
     counts = {"groups": int(left.sum())}
@@ -157,8 +163,8 @@ def _census_of(
 
 
 def _capacity_eta_s(context: Context, deployment: Deployment, now: float) -> float | None:
-    """Seconds until jobs whose users said how long they take have given back enough GPUs of a kind
-    that suits, whoever is before it; None where too few say so."""
+    """Seconds until jobs with a declared length have released enough suitable GPUs, ignoring the
+    deployments ahead; None if too few jobs declare a length."""
     free = {
         kind: context.inventory.pool.free_gpus(kind.node_type)
         for kind in context.inventory.sizes()

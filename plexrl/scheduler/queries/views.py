@@ -1,4 +1,4 @@
-"""What the core shows of itself: plain values for the wire."""
+"""Views of the core's state: plain values for the wire."""
 
 from collections.abc import Container, Iterable
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import quota_of
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
+from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
@@ -25,7 +25,7 @@ View = dict[str, Any]
 
 
 def operation_view(context: Context, operation: Operation, now: float) -> View:
-    """One operation, with the reason it waits for while it does."""
+    """One operation; while it waits, with the reason."""
     deployment = context.deployment(operation.deployment)
     explanation = explain(context, operation, now)
     return {
@@ -84,18 +84,18 @@ def deployment_view(context: Context, deployment: Deployment) -> View:
                 "rank": rank.rank,
                 "node": rank.node,
                 "gpu": rank.gpu,
-                "address": deployment.addresses.get(rank.rank),
+                "address": deployment.processes.addresses.get(rank.rank),
             }
             for rank in deployment.ranks
         ],
-        "incarnation": deployment.incarnation,
-        "applied_seq": deployment.completed_seq,
+        "incarnation": deployment.processes.incarnation,
+        "applied_seq": deployment.replay.completed_seq,
         "waiting_gradients": deployment.waiting_gradients,
         "trainer_step": deployment.trainer_step,
         "failure": failure_view(halting_failure(deployment)),
-        "durable_seq": deployment.durable_seq,
+        "durable_seq": deployment.replay.durable_seq,
         "state_bytes": deployment.state_bytes,
-        "nvme_bytes": deployment.nvme_bytes,
+        "nvme_bytes": deployment.stored.nvme_bytes,
         "load_s": load_s(context, deployment),
         "offload_s": offload_s(context, deployment),
         "pending": len(deployment.queue),
@@ -125,7 +125,7 @@ def job_view(context: Context, job: Job) -> View:
 
 
 def group_view(context: Context, group: Group) -> View:
-    """One node group and who has its lock."""
+    """One node group and the holder of its lock."""
     return {
         "group": group.group,
         "gpus": [{"node": gpu.node, "gpu": gpu.gpu} for gpu in group.gpus],
@@ -143,8 +143,7 @@ def group_view(context: Context, group: Group) -> View:
 
 
 def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> View:
-    """One node; for a tenant without what only the operator has business with: where its
-    StateManager listens, and the groups on it, which are mostly others'."""
+    """One node; for a tenant without the address of its StateManager and without its groups."""
     reserved = sum(
         gpu.node == node.node
         for name in context.inventory.groups_on(node.node)
@@ -171,12 +170,12 @@ def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> V
 def operation_log(
     context: Context, tenant: TenantId | None, wanted: ListOperations, now: float
 ) -> list[View]:
-    """Finished operations behind index `wanted.after`, oldest first, at most `wanted.limit`."""
+    """At most `wanted.limit` finished operations after index `wanted.after`, oldest first."""
     state = context.state
     rows: list[View] = []
-    names = _deployments_asked_for(state, tenant, wanted)
+    names = _requested_deployments(state, tenant, wanted)
     oldest = state.finished_count - len(state.finished) + 1
-    # Most operations are another's: they are told by the name alone, for the history is long.
+    # The history is long: skip other deployments by the name alone.
     for index in range(max(wanted.after + 1, oldest), state.finished_count + 1):
         operation = state.operations[state.finished[index]]
         if (
@@ -190,7 +189,7 @@ def operation_log(
     return rows
 
 
-def _deployments_asked_for(
+def _requested_deployments(
     state: State, tenant: TenantId | None, wanted: ListOperations
 ) -> Container[DeploymentId]:
     names: Iterable[DeploymentId]
@@ -212,23 +211,23 @@ def _deployments_asked_for(
 
 
 def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None]:
-    """(operations ended so far, names of those behind the first `count` in their order); no names
-    where some of them have left the history."""
+    """(number of operations ended so far, names of those after the first `count` in order); no
+    names if some of them have left the history."""
     ended = state.finished_count
     if ended - count > len(state.finished):
         return ended, None
     return ended, [state.finished[index] for index in range(count + 1, ended + 1)]
 
 
-def needless_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Those of no operation that is yet to end or kept for a recovery."""
+def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
+    """The payloads that neither an unfinished operation nor a recovery needs."""
     operations = state.operations.values()
     needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
     return [blob for blob in blobs if blob not in needed]
 
 
 def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
-    """The cluster in a few numbers; for a tenant its machines, and of the rest the tenant's own."""
+    """Totals of the cluster; for a tenant, jobs and operations of the tenant only."""
     state = context.state
     nodes = [node for node in state.nodes.values() if node.alive]
     view: View = {
@@ -245,7 +244,7 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
         switches = sum(group.switches for group in state.groups.values())
         view["context_switches"] = state.former_switches + switches
     else:
-        # Those that ran: what was called off before has no row of use.
+        # Operations that ran: cancelled ones have no usage row.
         rows = (row for job in jobs for row in job.usage.values())
         view["operations_finished"] = sum(row.operations for row in rows)
     view["operations_finished"] += sum(
@@ -268,7 +267,7 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
 
 
 def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
-    """What was used, a row for each job and kind of operation, oldest job first."""
+    """Usage by job and kind of operation, oldest job first."""
     return [
         {
             "tenant": job.tenant,
@@ -287,7 +286,7 @@ def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
 
 
 def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
-    """One tenant: its limits, what it holds, what it used."""
+    """One tenant: limits, holdings and usage."""
     gpus, jobs = context.holdings(tenant.tenant)
     return {
         "tenant": tenant.tenant,
@@ -295,7 +294,7 @@ def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
         "keys": [
             {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
         ],
-        **quota_of(tenant),
+        **limits_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,
         "live_jobs": context.live_jobs.get(tenant.tenant, 0),

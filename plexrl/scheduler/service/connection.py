@@ -1,7 +1,8 @@
-"""One connection of the scheduler's socket: who is there, and what it may ask or report.
+"""One connection of the scheduler's socket: the peer's role and the calls it may make.
 
-The first call is `hello` and says the role; before it nothing else is served. A router asks for its
-callers and reports what became of operations; a node agent reports on the workers of its own node.
+The first call is `hello`, which names the role; all other calls are refused before it. A router
+makes requests for its callers and reports results of operations. A node agent reports on the
+workers of its own node.
 """
 
 import asyncio
@@ -32,34 +33,34 @@ from plexrl.wire.rpc import Handler, Peer
 
 WAIT_S_MAX = 120.0
 LOG_PAGE_MAX = 1000
-ASK_NODE_TIMEOUT_S = 10.0
+QUERY_NODE_TIMEOUT_S = 10.0
 GREETING_S = 5.0
-"""How long a greeting waits to be accepted before it is answered."""
+"""Longest wait for the greeting's event before the greeting is answered."""
 
 
 class Owner(Protocol):
-    """Whoever outlives the connections."""
+    """The service, which outlives the connections."""
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` in the background, no longer than the service lives."""
+        """Run `work` in the background, at most as long as the service lives."""
         ...
 
-    def node_came(self, node: NodeId) -> None:
-        """A node's agent said hello."""
+    def node_connected(self, node: NodeId) -> None:
+        """A node's agent has connected."""
         ...
 
-    def node_went(self, node: NodeId) -> None:
-        """The last connection of a node's agent ended."""
+    def node_disconnected(self, node: NodeId) -> None:
+        """The last connection of a node's agent has ended."""
         ...
 
-    def router_went(self, router: RouterId) -> None:
-        """The last connection of a router ended."""
+    def router_disconnected(self, router: RouterId) -> None:
+        """The last connection of a router has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Greeted:
-    """Who said hello."""
+    """The peer after its hello."""
 
     role: str
     router: RouterId | None = None
@@ -78,10 +79,13 @@ class Connection:
         self._agent_calls = AgentCalls(shell)
 
     def handlers(self) -> dict[str, Handler]:
-        """The methods of the contract between the scheduler and its peers."""
+        """The handlers of all methods that peers may call."""
         return {
             "hello": self._hello,
-            **{name: self._ask(name, ask) for name, ask in self._router_calls.asks().items()},
+            **{
+                name: self._request(name, ask)
+                for name, ask in self._router_calls.requests().items()
+            },
             **{
                 name: self._report(name, "router", report)
                 for name, report in self._router_calls.reports().items()
@@ -100,16 +104,16 @@ class Connection:
         if greeted.sending is not None:
             greeted.sending.cancel()
         if greeted.router is not None and self._shell.routers.remove(greeted.router, peer):
-            self._owner.router_went(greeted.router)
+            self._owner.router_disconnected(greeted.router)
         if greeted.link is not None and self._shell.agents.remove(greeted.link):
-            self._owner.node_went(greeted.link.node)
+            self._owner.node_disconnected(greeted.link.node)
 
     async def _hello(self, peer: Peer, params: Plain) -> Plain:
         if self._greeted is not None:
             raise ConflictError(f"this connection said hello before, as {self._greeted.role}")
         rest = dict(params)
         role = rest.pop("role", None)
-        # The role is set before anything is awaited: calls that follow unasked find it.
+        # The role is set before the first await, because pipelined calls check it.
         if role == "router":
             await self._hello_router(peer, calls.parse(calls.RouterHello, rest).router)
         elif role == "agent":
@@ -121,11 +125,11 @@ class Connection:
     async def _hello_router(self, peer: Peer, router: RouterId) -> None:
         self._greeted = _Greeted("router", router=router)
         self._shell.routers.add(router, peer)
-        await self._take_in(ev.RouterJoined(router=router))
+        await self._report_greeting(ev.RouterJoined(router=router))
         await self._shell.routers.flush()
 
-    async def _take_in(self, event: ev.Event) -> None:
-        """Report a greeting. A journal that holds keeps it for long; it is answered meanwhile."""
+    async def _report_greeting(self, event: ev.Event) -> None:
+        """Report a greeting's event; during an outage of the journal, do not wait for it."""
         taking = self._owner.keep(self._shell.report(event))
         await asyncio.wait({taking}, timeout=GREETING_S)
         if taking.done():
@@ -135,8 +139,8 @@ class Connection:
         link = self._shell.agents.add(joined.node, peer)
         self._greeted = _Greeted("agent", link=link, sending=self._owner.keep(link.run()))
         self._agent_calls.node = joined.node
-        self._owner.node_came(joined.node)
-        await self._take_in(joined)
+        self._owner.node_connected(joined.node)
+        await self._report_greeting(joined)
 
     def _check_role(self, name: str, role: str) -> None:
         if self._greeted is None:
@@ -147,12 +151,12 @@ class Connection:
                 f"{self._greeted.role}"
             )
 
-    def _ask(self, name: str, ask: Ask) -> Handler:
+    def _request(self, name: str, ask: Ask) -> Handler:
         kind, answer = ask
 
         async def handler(_: Peer, params: Plain) -> Plain:
             self._check_role(name, "router")
-            await self._shell.sound()
+            await self._shell.wait_until_consistent()
             scope, rest = calls.take_scope(params)
             controller, rest = calls.take_controller(kind, rest)
             call = calls.parse(kind, rest)
@@ -167,24 +171,24 @@ class Connection:
 
         async def handler(_: Peer, params: Plain) -> Plain:
             self._check_role(name, role)
-            await self._shell.sound()
+            await self._shell.wait_until_consistent()
             return await take(calls.parse(kind, params))
 
         return handler
 
 
 class RouterCalls:
-    """What routers ask and report."""
+    """Calls of routers."""
 
     def __init__(self, shell: Shell, tenants: TenantCalls) -> None:
         self._shell = shell
         self._core = shell.core
         self._tenants = tenants
 
-    def asks(self) -> dict[str, Ask]:
-        """Calls made for a tenant or for the operator."""
+    def requests(self) -> dict[str, Ask]:
+        """Calls on behalf of a tenant or an operator."""
         return {
-            **self._tenants.asks(),
+            **self._tenants.requests(),
             "list_usage": (calls.Nothing, self._list_usage),
             "drain_node": (ev.NodeDrainChanged, self._drain_node),
             "explain_job": (calls.OneJob, self._explain_job),
@@ -213,7 +217,7 @@ class RouterCalls:
         return {
             **self._tenants.reports(),
             "conditions": (calls.Nothing, self._conditions),
-            "needless_payloads": (calls.NeedlessPayloads, self._needless_payloads),
+            "needless_payloads": (calls.NeedlessPayloads, self._unreferenced_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
         }
@@ -221,19 +225,19 @@ class RouterCalls:
     # The cluster
 
     async def _conditions(self, _: calls.Nothing) -> Plain:
-        """What holds work now: the journal's state, and how many deployments wait for room."""
-        conditions = [*self._shell.hold.conditions.view(), *self._shell.fault_conditions.view()]
+        """The conditions that stop work: outages, bugs, and deployments that wait for memory."""
+        conditions = [*self._shell.outage.conditions.view(), *self._shell.fault_conditions.view()]
         if held := self._core.held_deployments():
             reasons = "; ".join(f"{each['deployment']}: {each['message']}" for each in held[:10])
-            message = f"{len(held)} deployments wait for room: {reasons}"
+            message = f"{len(held)} deployments wait for memory: {reasons}"
             since = min(each["since"] for each in held)
             conditions.append({"code": "deployments_held", "message": message, "since": since})
         return {"conditions": conditions}
 
-    async def _needless_payloads(self, call: calls.NeedlessPayloads) -> Plain:
-        # A leader that was replaced unawares does not know what has been accepted since.
+    async def _unreferenced_payloads(self, call: calls.NeedlessPayloads) -> Plain:
+        # A leader that was replaced unnoticed would miss operations accepted since.
         await self._shell.confirm_lead()
-        return {"blobs": self._core.needless_payloads(call.blobs)}
+        return {"blobs": self._core.unreferenced_payloads(call.blobs)}
 
     async def _list_usage(self, scope: Scope, _: calls.Nothing) -> Plain:
         sharing = self._core.sharing(scope, self._now())
@@ -357,10 +361,10 @@ class RouterCalls:
         await self._shell.report(calls.with_readable_error(event))
         return {}
 
-    # What the nodes know
+    # Queries to nodes
 
     async def _read_log(self, scope: Scope, call: calls.ReadLog) -> Plain:
-        """The logs that could be had, and in `failed` the nodes that gave none."""
+        """The logs of the job's deployments, and in `failed` the nodes that sent none."""
         self._check_job(scope, call.job)
         job = self._core.job_view(call.job, self._now())
         names = [
@@ -368,26 +372,26 @@ class RouterCalls:
             for view in job["deployments"]
             if call.deployment in (None, view["deployment"], view["deployment"].split("/")[-1])
         ]
-        questions = [{"deployment": name, "lines": call.lines} for name in names]
-        logs, failed = await self._ask_nodes("read_log", questions, "logs")
+        queries = [{"deployment": name, "lines": call.lines} for name in names]
+        logs, failed = await self._query_nodes("read_log", queries, "logs")
         return {"logs": logs, "failed": failed}
 
     async def _list_checkpoints(self, scope: Scope, call: calls.ListCheckpoints) -> Plain:
-        """What is known of the job's checkpoints, and in `failed` the nodes that did not answer."""
+        """The job's checkpoints, and in `failed` the nodes that did not answer."""
         self._check_job(scope, call.job)
-        questions = [{"job": call.job}]
-        found, failed = await self._ask_nodes("list_checkpoints", questions, "checkpoints")
+        queries = [{"job": call.job}]
+        found, failed = await self._query_nodes("list_checkpoints", queries, "checkpoints")
         return {"checkpoints": merged(found), "failed": failed}
 
-    async def _ask_nodes(
-        self, method: str, questions: Sequence[Plain], wanted: str
+    async def _query_nodes(
+        self, method: str, queries: Sequence[Plain], wanted: str
     ) -> tuple[list[Plain], list[Plain]]:
-        """The lists under `wanted` in all nodes' answers as one, and which nodes gave none."""
+        """(the merged lists under key `wanted` of all nodes' answers, the nodes that sent none)."""
         links = self._shell.agents.connected()
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                (link.node, tasks.create_task(_ask_node(link, method, question, wanted)))
-                for question in questions
+                (link.node, tasks.create_task(_query_node(link, method, query, wanted)))
+                for query in queries
                 for link in links
             ]
         found: list[Plain] = []
@@ -400,7 +404,7 @@ class RouterCalls:
                 found += answer
         return found, [{"node": node, "reason": reason} for node, reason in failed.items()]
 
-    # Whose is it? Another tenant's object is answered like one that does not exist.
+    # Access checks: another tenant's object is answered like one that does not exist.
 
     def _now(self) -> float:
         return self._shell.clock.now()
@@ -419,13 +423,13 @@ class RouterCalls:
 
 
 class AgentCalls:
-    """What a node agent reports of its own node's workers."""
+    """Calls of a node agent about the workers of its node."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
         self._core = shell.core
         self.node: NodeId | None = None
-        """Known from the hello on."""
+        """Set by the hello."""
 
     def reports(self) -> dict[str, Report]:
         """Calls of the agent."""
@@ -453,10 +457,10 @@ class AgentCalls:
         return {}
 
     def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:
-        """Whether the report is of a worker that the core wants now.
+        """Whether the report is about a worker that the core currently wants.
 
         Raises:
-            PermissionDeniedError: of one that it wants on another node.
+            PermissionDeniedError: the core wants the worker on another node.
         """
         try:
             view = self._core.deployment_view(event.deployment, self._shell.clock.now())
@@ -472,12 +476,12 @@ class AgentCalls:
         return True
 
 
-async def _ask_node(
+async def _query_node(
     link: AgentLink, method: str, params: Plain, wanted: str
 ) -> list[Plain] | PlexRLError:
-    """One node's part of an answer, or why there is none."""
+    """One node's list, or the error."""
     try:
-        answer = await link.peer.call(method, params, timeout_s=ASK_NODE_TIMEOUT_S)
+        answer = await link.peer.call(method, params, timeout_s=QUERY_NODE_TIMEOUT_S)
     except PlexRLError as error:
         return error
     found = answer.get(wanted)

@@ -1,7 +1,7 @@
 """The scheduler's connections: routers, which run operations, and node agents, which run workers.
 
-Commands leave in the order the core gave them. What a receiver must not miss and the core will not
-say again (blobs to discard, states to release) waits here until one is connected.
+Commands are sent in the core's order. Commands that the core does not repeat (blobs to discard,
+states to release) wait here until a receiver is connected.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ Queued = tuple[str, dict[str, Any]]
 
 
 class RouterLinks:
-    """All connected routers. A deployment's runs all go to one of them, so that they stay in order,
-    and the deployments are spread over all; a run that was sent to one that left is the core's to
-    repeat. One that takes nothing for `send_timeout_s` seconds is cut off, because all events wait
-    meanwhile."""
+    """All connected routers. The runs of a deployment go to one router, so they stay in order;
+    deployments are spread over all routers. The core repeats runs that were sent to a router that
+    left. A router that accepts nothing for `send_timeout_s` is disconnected, because all events
+    wait meanwhile."""
 
     def __init__(self, send_timeout_s: float = ROUTER_SEND_TIMEOUT_S) -> None:
         self._send_timeout_s = send_timeout_s
@@ -52,21 +52,21 @@ class RouterLinks:
         self._kept: deque[Command] = deque(maxlen=OUTBOX_MAX)
 
     def add(self, router: RouterId, peer: Peer) -> None:
-        """A router connected; a former connection of the same one is closed."""
+        """Add a router's connection; its former connection is closed."""
         former = self._peers.pop(router, None)
         if former is not None:
             former.close()
         self._peers[router] = peer
 
     def remove(self, router: RouterId, peer: Peer) -> bool:
-        """A connection ended; false where a newer one of the same router has replaced it."""
+        """Remove an ended connection. False: a newer connection of the router has replaced it."""
         if self._peers.get(router) is not peer:
             return False
         del self._peers[router]
         return True
 
     async def send(self, command: RunOperation | AbortOperation | DiscardBlobs) -> None:
-        """Pass a command on. Runs and aborts are the core's to repeat; discards are kept."""
+        """Send a command. The core repeats runs and aborts; discards are kept until sent."""
         if isinstance(command, DiscardBlobs):
             self._kept.append(command)
             await self.flush()
@@ -75,13 +75,13 @@ class RouterLinks:
         await self._notify(method, command, zlib.crc32(command.deployment.encode()))
 
     async def flush(self) -> None:
-        """Pass on what was kept for want of a router."""
+        """Send the commands that were kept because no router was connected."""
         while self._kept and await self._notify("discard", self._kept[0], 0):
             self._kept.popleft()
 
     async def forget_callers(self) -> None:
-        """Return once no router takes an API key for known by what it asked before. A router that
-        does not answer is cut off, which makes it forget as well."""
+        """Return once all routers have dropped their cached API keys. A router that does not answer
+        is disconnected, which also drops its cache."""
         async with asyncio.TaskGroup() as tasks:
             for peer in self._peers.values():
                 tasks.create_task(self._forget_callers(peer))
@@ -92,11 +92,12 @@ class RouterLinks:
         except ConnectionLostError:
             return
         except PlexRLError as error:
-            LOG.error("a router did not forget API keys (%s); cut off", error)
+            LOG.error("a router did not drop its API keys (%s); disconnected", error)
             peer.abort()
 
     async def _notify(self, method: str, command: Command, place: int) -> bool:
-        """Send to the first that takes it, beginning at a place among all."""
+        """Send to the first router that accepts, starting at position `place` modulo their
+        number."""
         peers = [self._peers[router] for router in sorted(self._peers)]
         first = place % len(peers) if peers else 0
         for peer in (*peers[first:], *peers[:first]):
@@ -104,23 +105,25 @@ class RouterLinks:
                 async with asyncio.timeout(self._send_timeout_s):
                     await peer.notify(method, {"command": CODEC.to_plain(command)})
             except TimeoutError:
-                LOG.error("a router takes no commands for %g s; cut off", self._send_timeout_s)
+                LOG.error(
+                    "a router accepted no commands for %g s; disconnected", self._send_timeout_s
+                )
                 peer.abort()
                 continue
             except ConnectionLostError:
-                # Its reader meets the same loss and reports the router gone.
+                # Its reader detects the same loss and reports the router lost.
                 continue
             return True
         return False
 
 
 class AgentLink:
-    """One node agent's connection and the commands on their way to it, one at a time."""
+    """One node agent's connection and its queue of commands, sent one at a time."""
 
     def __init__(self, node: NodeId, peer: Peer, kept: Iterable[Queued]) -> None:
         self.node = node
         self.peer = peer
-        # Each link's own: a former link may still be between a call and taking it off.
+        # Not shared with a former link, which may still be about to remove a sent call.
         self._outbox: deque[Queued] = deque(kept, maxlen=OUTBOX_MAX)
         self._filled = asyncio.Event()
         if self._outbox:
@@ -132,11 +135,11 @@ class AgentLink:
         self._filled.set()
 
     def releases(self) -> list[Queued]:
-        """The queued calls that the core will not say again when the node joins."""
+        """The queued calls that the core does not repeat when the node joins."""
         return [queued for queued in self._outbox if queued[0] == RELEASE]
 
     async def run(self) -> None:
-        """Make the queued calls until the connection ends; a failed one is tried again."""
+        """Send the queued calls until the connection ends; retry failed ones."""
         while True:
             await self._filled.wait()
             while self._outbox:
@@ -163,10 +166,10 @@ class AgentLinks:
         self._kept: dict[NodeId, deque[Queued]] = {}
 
     def add(self, node: NodeId, peer: Peer) -> AgentLink:
-        """An agent connected; the link's `run` must be running while the connection lasts.
+        """Add an agent's connection; the caller runs the link's `run` while the connection lasts.
 
-        Launches and stops that were on their way to its former connection are dropped, because the
-        core says them again when a node joins; releases are kept.
+        Launches and stops queued for the former connection are dropped, because the core repeats
+        them when a node joins; releases are kept.
         """
         former = self._links.get(node)
         if former is not None:
@@ -177,7 +180,7 @@ class AgentLinks:
         return link
 
     def remove(self, link: AgentLink) -> bool:
-        """A connection ended; false where a newer one of the same node has replaced it."""
+        """Remove an ended connection. False: a newer connection of the node has replaced it."""
         if self._links.get(link.node) is not link:
             return False
         del self._links[link.node]
@@ -194,10 +197,10 @@ class AgentLinks:
         return node in self._links
 
     async def migrate(self, command: MigrateState, node: NodeId) -> tuple[str, str] | None:
-        """Have a node fetch a version, beside whatever else it is told: a copy may take minutes.
+        """Order a node to fetch a version, outside its command queue: a copy may take minutes.
 
-        Returns why it failed and that error's code, both empty where it did not; None where the
-        node is not there to ask (the core asks again when it joins).
+        Returns (error message, error code), both empty on success; None if the node is not
+        connected (the core repeats the order when the node joins).
         """
         link = self._links.get(node)
         if link is None:
@@ -212,7 +215,7 @@ class AgentLinks:
         return "", ""
 
     def send(self, command: LaunchWorkers | StopWorkers | ReleaseState | PrefetchState) -> None:
-        """Pass a command to the agent of every node it speaks of."""
+        """Send a command to the agents of all nodes it names."""
         match command:
             case LaunchWorkers():
                 method, nodes = "launch", tuple(sorted({rank.node for rank in command.ranks}))

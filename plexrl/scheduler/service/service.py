@@ -1,4 +1,4 @@
-"""The scheduler's life: from the journal's replay to the end of its last connection."""
+"""Runs the service: from the replayed journal to the end of the last connection."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from plexrl.ids import NodeId, RouterId, TenantId
 from plexrl.process.startup import remove_socket
 from plexrl.scheduler.config import SchedulerConfig, core_settings
 from plexrl.scheduler.service.connection import Connection
-from plexrl.scheduler.service.held_door import HeldDoor
+from plexrl.scheduler.service.holding_server import HoldingServer
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state import events as ev
 from plexrl.wire.rpc import Peer
@@ -20,8 +20,8 @@ from plexrl.wire.rpc import Peer
 LOG = logging.getLogger(__name__)
 
 OPERATOR = TenantId("operator")
-HELD_LOOK_S = 0.2
-"""Between two looks whether the journal takes the first events."""
+HELD_CHECK_S = 0.2
+"""Interval for checking whether the journal accepts the first events."""
 
 
 class Service:
@@ -35,25 +35,25 @@ class Service:
         self._graces: dict[NodeId, asyncio.Task[None]] = {}
 
     async def run(
-        self, ready: Callable[[], None], stop: asyncio.Event, door: HeldDoor | None = None
+        self, ready: Callable[[], None], stop: asyncio.Event, holding: HoldingServer | None = None
     ) -> None:
         """Serve until `stop`; `ready` is called once the socket listens.
 
-        A journal that does not take even the first events is no reason not to serve: what is known
-        is shown, and what is asked for is told to come again. `door` is open until then.
+        The service also starts if the journal does not accept the first events: queries work, and
+        requests are refused with a retry. Until then `holding` serves the socket.
 
         Raises:
-            LeaseLostError: another scheduler leads; nothing was tidied up.
+            LeaseLostError: another scheduler leads; nothing was cleaned up.
         """
         runner = asyncio.create_task(self.shell.run())
         stopping = asyncio.create_task(stop.wait())
         beginning = asyncio.create_task(self._begin())
         try:
-            await self._begun_or_held(beginning, runner, stopping, door)
+            await self._begun_or_held(beginning, runner, stopping, holding)
             if stopping.done():
                 return
-            if door is not None:
-                await door.close()
+            if holding is not None:
+                await holding.close()
             remove_socket(self._config.listen)
             server = await asyncio.start_unix_server(
                 self._connected, self._config.listen, backlog=1024
@@ -64,7 +64,7 @@ class Service:
             if beginning.done():
                 beginning.result()
             if runner.done():
-                # By a lost lease, after which nobody must be told anything; or by a bug of ours.
+                # A lost lease, after which no peer may receive anything, or a bug.
                 runner.result()
             server.close()
             for task in list(self._background):
@@ -82,14 +82,15 @@ class Service:
         beginning: asyncio.Task[None],
         runner: asyncio.Task[None],
         stopping: asyncio.Task[Any],
-        door: HeldDoor | None,
+        holding: HoldingServer | None,
     ) -> None:
-        """Return when the first events are accepted, or wait and the operator is known already."""
+        """Return when the first events are accepted, or when they wait and the operator exists
+        already."""
         while True:
             awaited: set[asyncio.Task[Any]] = {beginning, runner, stopping}
             await asyncio.wait(
                 awaited,
-                timeout=HELD_LOOK_S,
+                timeout=HELD_CHECK_S,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if runner.done():
@@ -99,13 +100,13 @@ class Service:
                 return
             if stopping.done():
                 return
-            held = self.shell.hold.error
+            held = self.shell.outage.error
             if held is None:
                 continue
             if OPERATOR in self._core.tenants():
                 return
-            if door is not None:
-                await door.hold(held)
+            if holding is not None:
+                await holding.hold(held)
 
     async def _begin(self) -> None:
         settings = msgspec.json.encode(core_settings(self._config)).decode()
@@ -120,15 +121,15 @@ class Service:
                     ev.TenantCreated(tenant=tenant, key_digest=digest, is_operator=is_operator)
                 )
             elif tenant == OPERATOR:
-                await self._take_operator_key(digest)
+                await self._accept_operator_key(digest)
 
-    async def _take_operator_key(self, digest: str) -> None:
-        """The configuration's key is the operator's, unless it was revoked."""
+    async def _accept_operator_key(self, digest: str) -> None:
+        """Accept the configuration's key as the operator's, unless it was revoked."""
         try:
             self._core.authenticate(digest)
             return
         except AuthenticationError:
-            LOG.info("the configuration names another key of the operator's")
+            LOG.info("the configuration names a new operator key")
         try:
             await self.shell.request(ev.ApiKeyAdded(tenant=OPERATOR, key_digest=digest))
         except ConflictError as error:
@@ -139,9 +140,9 @@ class Service:
             )
 
     def _expect_nodes(self) -> None:
-        """Nodes of before the restart have the usual grace to come back."""
+        """Give nodes known before the restart the usual grace period to reconnect."""
         for view in self._core.list_nodes():
-            self.node_went(NodeId(view["node"]))
+            self.node_disconnected(NodeId(view["node"]))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(self, self.shell)
@@ -162,24 +163,24 @@ class Service:
         task.add_done_callback(self._background.discard)
         return task
 
-    def node_came(self, node: NodeId) -> None:
-        """A node's agent said hello: its grace is over, and the next one begins anew."""
+    def node_connected(self, node: NodeId) -> None:
+        """A node's agent has connected: end its grace period."""
         grace = self._graces.pop(node, None)
         if grace is not None:
             grace.cancel()
 
-    def node_went(self, node: NodeId) -> None:
-        """A node's agent is not connected: the node is lost unless it is back in time."""
-        self.node_came(node)
+    def node_disconnected(self, node: NodeId) -> None:
+        """A node's agent has disconnected: the node is lost unless it reconnects in time."""
+        self.node_connected(node)
         self._graces[node] = self.keep(self._lose_after_grace(node))
 
-    def router_went(self, router: RouterId) -> None:
-        """The last connection of a router ended."""
+    def router_disconnected(self, router: RouterId) -> None:
+        """The last connection of a router has ended."""
         self.keep(self.shell.report(ev.RouterLost(router=router)))
 
     async def _lose_after_grace(self, node: NodeId) -> None:
         await asyncio.sleep(self._config.node_grace_s)
         if self.shell.agents.is_connected(node):
-            # It came while the nodes of before a restart were being counted.
+            # It connected while `_expect_nodes` ran.
             return
         await self.shell.report(ev.NodeLost(node=node))

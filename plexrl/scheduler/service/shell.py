@@ -1,21 +1,21 @@
-"""The shell round the core: receive, stamp the time, journal, call the core, run the commands.
+"""The shell around the core: receive, stamp the time, journal, call the core, run the commands.
 
-An event is journalled *before* the core sees it, so nothing the core did is ever unknown after a
-crash. The core refuses a bad event without changing anything; such an event stays in the journal
-and is refused again in every replay, because the core is deterministic. The alternative, asking
-the core first, would need its changes undone whenever the journal cannot be written.
+An event is journalled *before* the core handles it, so a crash loses nothing that the core did. The
+core refuses a bad event without a change. Such an event stays in the journal and is refused again
+in every replay, because the core is deterministic. Calling the core first would require undoing its
+changes whenever the journal cannot be written.
 
-All events that wait while one transaction runs share the next one. When the journal cannot take
-events in, because it is full or its database is away, the shell *holds*: requests are refused with
-the reason and `retry_after_s`, reports of what has already happened are kept in order, and the
-journal is tried again until it takes them. The first event after that is `ServiceResumed`, because
-nobody could be heard meanwhile. The same event follows a time in which the process was stopped.
+Events that arrive during a transaction share the next one. While the journal cannot be written
+because it is full or its database does not fault_error, the shell *holds*: it refuses requests with
+the reason and `retry_after_s`, keeps reports in order, and retries the journal until it succeeds.
+The first event afterwards is `ServiceResumed`, because no peer could reach the core meanwhile. The
+same event follows a suspension of the process.
 
-Every so many events the state is written down too, so that a restart replays only what came after.
-The core is encoded between two events; the writing goes on beside those that follow.
+The state is written as a snapshot at intervals, so that a restart replays only the later events.
+The core is encoded between two events; the write runs in the background.
 
-A fault of ours inside the core leaves it half changed. Then the shell makes it anew from the
-journal, without the step that failed (`set_aside`), and goes on; nobody is answered meanwhile.
+A bug inside the core leaves its state inconsistent. Then the shell rebuilds the core from the
+journal without the failed step (`skipped_steps`) and continues; queries wait meanwhile.
 """
 
 import asyncio
@@ -30,7 +30,6 @@ from plexrl.errors import (
     LeaseLostError,
     OverloadedError,
     PlexRLError,
-    SchedulerFaultError,
     StorageError,
     UnavailableError,
     UnknownOperationError,
@@ -41,9 +40,15 @@ from plexrl.scheduler.core.advance import EVENT, NONE, Fault
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.journal.journal import Entry, Journal
 from plexrl.scheduler.journal.recovery import restore
-from plexrl.scheduler.service.journal_hold import HELD_RETRY_S, JournalHold
+from plexrl.scheduler.service.journal_outage import HELD_RETRY_S, JournalOutage
 from plexrl.scheduler.service.links import AgentLinks, RouterLinks
-from plexrl.scheduler.service.set_aside import NOTHING_ASIDE, SetAside, answer, follow_up
+from plexrl.scheduler.service.skipped_steps import (
+    NONE_SKIPPED,
+    SkippedSteps,
+    fault_error,
+    substitute_report,
+)
+from plexrl.scheduler.service.snapshots import SnapshotWriter
 from plexrl.scheduler.state.commands import (
     AbortOperation,
     Command,
@@ -63,11 +68,11 @@ LOG = logging.getLogger(__name__)
 QUEUE_MAX = 10_000
 BATCH_MAX = 512
 SLOW_S = 5.0
-"""A transaction that takes longer holds requests back: they would time out one after another."""
+"""The shell holds if a transaction takes longer; otherwise requests would time out one by one."""
 
 
 class Clock:
-    """Seconds since the epoch that never go back, not over restarts either."""
+    """Seconds since the epoch that never decrease, not even over restarts."""
 
     def __init__(self, not_before: float) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
@@ -84,19 +89,19 @@ class _Item:
 
 
 def _settle(item: _Item, refusal: PlexRLError | None) -> None:
-    """Answer whoever sent the event."""
+    """Answer the sender of the event."""
     if item.done.done():
         return
     if refusal is None:
         item.done.set_result(None)
         return
     item.done.set_exception(refusal)
-    # Nobody awaits a timer's answer, nor one whose connection is gone.
+    # Mark the exception as retrieved: timers and closed connections never await it.
     item.done.exception()
 
 
 class Shell:
-    """Owns the core while the service runs. `position` is that of the last event the core knows."""
+    """Owns the core while the service runs. `position`: of the last event that the core handled."""
 
     def __init__(
         self,
@@ -107,50 +112,53 @@ class Shell:
         position: int = 0,
         snapshot_position: int = 0,
         snapshot_events: int = 50_000,
-        aside: SetAside | None = None,
+        skipped: SkippedSteps | None = None,
     ) -> None:
         self.core = core
         self.clock = clock
         self.routers = RouterLinks()
         self.agents = AgentLinks()
         self.keys_used_at: dict[str, float] = {}
-        """When a router last asked about an API key, by the key's id, since this process began."""
+        """When a router last authenticated with an API key, by key id, since the process
+        started."""
         self._journal = journal
         self._position = position
         self._at = clock.now()
-        self._snapshot_position = snapshot_position
-        self._snapshot_events = snapshot_events
-        self._snapshot: asyncio.Task[None] | None = None
-        self._snapshot_wanted = False
-        self._snapshot_error = ""
-        self._aside = aside
+        self._skipped = skipped
         self.fault_conditions = Conditions()
-        """Faults of ours that this process has met; they last as long as it does."""
-        self._sound = asyncio.Event()
-        """Cleared while the core is half changed by a fault."""
-        self._sound.set()
+        """Bugs that this process has met; never cleared."""
+        self._snapshots = SnapshotWriter(
+            lambda: self.core.dump(),
+            journal,
+            self.fault_conditions,
+            position=snapshot_position,
+            events=snapshot_events,
+        )
+        self._consistent = asyncio.Event()
+        """Cleared while a bug has left the core inconsistent."""
+        self._consistent.set()
         self._ended: PlexRLError | None = None
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(QUEUE_MAX)
-        self._kept: deque[_Item] = deque()
+        self._kept_reports: deque[_Item] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._migrating: set[asyncio.Task[None]] = set()
-        self.hold = JournalHold()
+        self.outage = JournalOutage()
         self._awaited: dict[OperationId, set[asyncio.Future[None]]] = {}
         self._ended_count, _ = core.ended_since(0)
 
     async def request(self, event: Event) -> None:
-        """Have a client's event accepted.
+        """Submit a client's event and wait until the core has handled it.
 
         Raises:
             PlexRLError: refused by the core; nothing changed.
             StorageError: the journal cannot take it now; nothing changed, and the same request
                 succeeds later.
-            InvalidRequestError: it holds a number that is not finite.
+            InvalidRequestError: the event holds a number that is not finite.
             OverloadedError: too many events wait.
         """
         self._check(event)
-        if self.hold.error is not None:
-            raise self.hold.error.with_traceback(None)
+        if self.outage.error is not None:
+            raise self.outage.error.with_traceback(None)
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=False)
         try:
             self._queue.put_nowait(item)
@@ -161,11 +169,12 @@ class Shell:
         await item.done
 
     async def report(self, event: Event) -> None:
-        """Have an account of something that already happened accepted, whatever it takes.
+        """Submit a report of something that has already happened; never refused for lack of
+        capacity.
 
         Raises:
             PlexRLError: refused by the core; nothing changed.
-            InvalidRequestError: it holds a number that is not finite.
+            InvalidRequestError: the event holds a number that is not finite.
         """
         self._check(event)
         item = _Item(event, asyncio.get_running_loop().create_future(), is_report=True)
@@ -185,33 +194,33 @@ class Shell:
             waiting.discard(final)
             if not waiting and self._awaited.get(operation) is waiting:
                 del self._awaited[operation]
-        await self.sound()
+        await self.wait_until_consistent()
 
-    async def sound(self) -> None:
-        """Return when the core may be asked: at once, but for the moment after a fault."""
-        await self._sound.wait()
+    async def wait_until_consistent(self) -> None:
+        """Wait until the core may be queried: at once, except after a bug."""
+        await self._consistent.wait()
 
     def faults(self) -> dict[str, object]:
-        """For operators: what of the scheduler itself does not work as it should."""
-        aside = NOTHING_ASIDE if self._aside is None else self._aside.view()
-        return {**aside, "snapshot_error": self._snapshot_error}
+        """The scheduler's own faults, for operators."""
+        skipped = NONE_SKIPPED if self._skipped is None else self._skipped.view()
+        return {**skipped, "snapshot_error": self._snapshots.error}
 
     async def confirm_lead(self) -> None:
-        """Make sure that no other scheduler has taken anything in. Raises as `Journal.renew`."""
+        """Check that no other scheduler has taken over. Raises as `Journal.renew`."""
         await asyncio.to_thread(self._journal.renew)
 
     async def run(self) -> None:
-        """Take in events until cancelled.
+        """Process events until cancelled.
 
         Raises:
-            LeaseLostError: another scheduler leads; the core must not be asked or told any more.
+            LeaseLostError: another scheduler leads; the core must not be used any more.
         """
         batch: list[_Item] = []
-        beating = asyncio.create_task(self.hold.beat())
+        beating = asyncio.create_task(self.outage.beat())
         try:
             while True:
                 batch = await self._next_batch()
-                await self._take_in(batch)
+                await self._process_batch(batch)
         except LeaseLostError as error:
             self._end(error, batch)
             raise
@@ -226,20 +235,16 @@ class Shell:
             await asyncio.gather(beating, return_exceptions=True)
 
     async def save(self) -> None:
-        """Write the state down, so that the next start replays nothing; once `run` has ended."""
-        if self._snapshot is not None:
-            await self._snapshot
-        if self._position > self._snapshot_position and self._sound.is_set():
-            body = self._dump()
-            if body is not None:
-                self._snapshot_position = self._position
-                await self._write_snapshot(self._position, self._at, body)
+        """Write a snapshot, so that the next start replays nothing. Call it after `run` has
+        ended."""
+        is_consistent = self._consistent.is_set()
+        await self._snapshots.finish(self._position, self._at, is_consistent=is_consistent)
 
-    async def _take_in(self, batch: list[_Item]) -> None:
-        self.hold.notice_stop()
-        if self.hold.was_deaf:
-            # First of all: events that follow would look for what was silent meanwhile.
-            self.hold.was_deaf = False
+    async def _process_batch(self, batch: list[_Item]) -> None:
+        self.outage.detect_suspension()
+        if self.outage.was_unreachable:
+            # First: later events would treat peers as silent.
+            self.outage.was_unreachable = False
             batch.insert(0, _unawaited(ServiceResumed()))
         now = self.clock.now()
         try:
@@ -249,7 +254,7 @@ class Shell:
         except StorageError as error:
             await self._not_journalled(batch, error)
             return
-        self.hold.end(core_knows=isinstance(batch[0].event, ServiceResumed))
+        self.outage.end(is_reported=isinstance(batch[0].event, ServiceResumed))
         commands: list[Command] = []
         refusals: list[PlexRLError | None] = []
         for place, item in enumerate(batch, start=position - len(batch) + 1):
@@ -261,35 +266,35 @@ class Shell:
                 refusals.append(error)
             else:
                 refusals.append(None)
-        # Not before all are taken in: whoever is answered asks the core, which a fault may have
-        # left half changed in between.
+        # Answer after the whole batch: an answered sender queries the core, which a bug may have
+        # left inconsistent in between.
         for item, refusal in zip(batch, refusals, strict=True):
             _settle(item, refusal)
         self._position, self._at = position, now
-        self._snapshot_if_due()
-        self._tell_final()
-        await self._carry_out(commands)
+        self._snapshots.start_if_due(position, now)
+        self._notify_final()
+        await self._execute(commands)
 
     async def _append(self, entries: list[Entry]) -> int:
         writing = asyncio.ensure_future(asyncio.to_thread(self._journal.append, entries))
         try:
             done, _ = await asyncio.wait({writing}, timeout=SLOW_S)
             if not done:
-                self.hold.begin(
+                self.outage.begin(
                     JournalUnavailableError(
-                        f"the journal's database has not answered for {SLOW_S:g} s: see that it "
-                        "runs, and that its disk is not overloaded"
+                        f"the journal's database has not answered for {SLOW_S:g} s: check that it "
+                        "runs and that its disk is not overloaded"
                     )
                 )
             return await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # The thread goes on; whoever closes the journal next must not meet it there.
+            # The thread still runs; wait for it, so that it does not use a closed journal.
             await asyncio.wait({writing})
             raise
 
-    def _tell_final(self) -> None:
-        """Wake those who wait for what has become final. Many may wait: only if the history is too
-        short to say what became final is each of them looked at."""
+    def _notify_final(self) -> None:
+        """Wake the waiters of operations that became final. If the history is too short to tell,
+        check every awaited operation."""
         self._ended_count, ended = self.core.ended_since(self._ended_count)
         if ended is None:
             ended = [each for each in self._awaited if self._is_over(each)]
@@ -302,54 +307,8 @@ class Shell:
         try:
             return self.core.is_final(operation)
         except UnknownOperationError:
-            # Final, and forgotten within the same batch: whoever waits meets the same error.
+            # Final, and evicted within the same batch: the waiter gets the same error.
             return True
-
-    def _snapshot_if_due(self) -> None:
-        is_due = self._position - self._snapshot_position >= self._snapshot_events
-        if not is_due and not self._snapshot_wanted:
-            return
-        if self._snapshot is None or self._snapshot.done():
-            self._snapshot_wanted = False
-            # Also where it fails: the next try comes after as many events again.
-            self._snapshot_position = self._position
-            body = self._dump()
-            if body is not None:
-                work = self._write_snapshot(self._position, self._at, body)
-                self._snapshot = asyncio.create_task(work)
-
-    def _dump(self) -> bytes | None:
-        """The core as bytes; None where it cannot be written down, which costs only time at the
-        next start."""
-        try:
-            body = self.core.dump()
-        except MemoryError:
-            raise
-        except Exception as error:
-            self._snapshot_error = f"{type(error).__name__}: {error}"
-            self.fault_conditions.hold(SchedulerFaultError(self._snapshot_error))
-            LOG.critical(
-                "a fault of PlexRL: the state at event %d cannot be written down; the scheduler "
-                "goes on, and its journal grows: please report it",
-                self._position,
-                exc_info=error,
-            )
-            return None
-        self._snapshot_error = ""
-        return body
-
-    async def _write_snapshot(
-        self, position: int, at: float, body: bytes, *, kept: int = 2
-    ) -> None:
-        try:
-            await asyncio.to_thread(self._journal.write_snapshot, position, at, body)
-            await asyncio.to_thread(self._journal.compact, kept)
-        except StorageError as error:
-            # The events are all there: it only takes longer to start. A lost lease is met by the
-            # next event, and by whoever keeps the lease.
-            LOG.error("no snapshot at event %d: %s", position, error)
-        else:
-            LOG.info("snapshot at event %d: %d bytes", position, len(body))
 
     def _check(self, event: Event) -> None:
         if self._ended is not None:
@@ -357,96 +316,88 @@ class Shell:
         CODEC.check(event)
 
     def _end(self, error: PlexRLError, batch: list[_Item]) -> None:
-        """Answer everybody who waits."""
+        """Answer all waiting senders with `error`."""
         self._ended = error
-        waiting = [*batch, *self._kept]
+        waiting = [*batch, *self._kept_reports]
         while not self._queue.empty():
             waiting.append(self._queue.get_nowait())
         for item in waiting:
             _settle(item, error)
 
     async def _next_batch(self) -> list[_Item]:
-        batch = list(self._kept)
-        self._kept.clear()
-        if not batch and self.hold.error is None:
+        batch = list(self._kept_reports)
+        self._kept_reports.clear()
+        if not batch and self.outage.error is None:
             batch.append(await self._queue.get())
         while len(batch) < BATCH_MAX and not self._queue.empty():
             batch.append(self._queue.get_nowait())
         return batch
 
     async def _not_journalled(self, batch: list[_Item], error: StorageError) -> None:
-        self.hold.begin(error)
+        self.outage.begin(error)
         for item in batch:
             if item.is_report:
-                self._kept.append(item)
+                self._kept_reports.append(item)
             elif not item.done.done():
                 item.done.set_exception(error)
-        if not self._kept or not isinstance(self._kept[0].event, ServiceResumed):
-            # It comes before what is kept, such as a timer that would look for who was silent. And
-            # something must be written for anybody to learn that there is room.
-            self._kept.appendleft(_unawaited(ServiceResumed()))
-        if isinstance(error, JournalFullError):
-            self._make_room()
+        if not self._kept_reports or not isinstance(self._kept_reports[0].event, ServiceResumed):
+            # It precedes kept events, such as a timer that would treat peers as silent. Also, only
+            # a write shows that the journal works again.
+            self._kept_reports.appendleft(_unawaited(ServiceResumed()))
+        is_full = isinstance(error, JournalFullError)
+        if is_full and not self._snapshots.is_busy() and self.outage.may_free_space():
+            self._snapshots.free_space(self._position, self._at)
         await asyncio.sleep(HELD_RETRY_S)
 
-    def _make_room(self) -> None:
-        """Have the events that a snapshot replaces deleted, and the snapshot before it."""
-        is_busy = self._snapshot is not None and not self._snapshot.done()
-        if is_busy or not self.hold.may_make_room() or (body := self._dump()) is None:
-            return
-        self._snapshot_position = self._position
-        work = self._write_snapshot(self._position, self._at, body, kept=1)
-        self._snapshot = asyncio.create_task(work)
-
     async def _handle(self, event: Event, position: int, now: float) -> list[Command]:
-        """What follows from an event, also where a step of it fails.
+        """The core's commands for an event, without its steps that fail.
 
         Raises:
-            PlexRLError: the event was refused, or left out; nothing changed.
+            PlexRLError: the event was refused or skipped; nothing changed.
         """
         skipped = NONE
         while True:
             try:
                 commands = self.core.handle(event, now, skipped)
             except Fault as fault:
-                self._sound.clear()
-                skipped = await self._make_anew(event, position, fault)
-                self.fault_conditions.hold(answer(event, position))
-                # Soon: every other fault costs a replay of what has come since.
-                self._snapshot_wanted = True
+                self._consistent.clear()
+                skipped = await self._rebuild_core(event, position, fault)
+                self.fault_conditions.hold(fault_error(event, position))
+                # A snapshot soon: each further bug costs a replay of the events since the last.
+                self._snapshots.is_wanted = True
                 if EVENT not in skipped:
                     continue
-                self._sound.set()
-                instead = follow_up(self.core, event, now)
+                self._consistent.set()
+                instead = substitute_report(self.core, event, now)
                 if instead is not None:
                     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._kept.append(_Item(instead, done, is_report=True))
-                raise answer(event, position) from fault
-            self._sound.set()
+                    self._kept_reports.append(_Item(instead, done, is_report=True))
+                raise fault_error(event, position) from fault
+            self._consistent.set()
             return commands
 
-    async def _make_anew(self, event: Event, position: int, fault: Fault) -> frozenset[str]:
-        """Have the core be as it was before the event at `position`; returns what of the event is
-        to be left out."""
-        if self._aside is None:
-            self._aside = await asyncio.to_thread(SetAside, self._journal)
-        aside = self._aside
-        await asyncio.to_thread(aside.add, position, event, fault)
+    async def _rebuild_core(self, event: Event, position: int, fault: Fault) -> frozenset[str]:
+        """Restore the core to its state before the event at `position`; returns the steps of the
+        event to skip."""
+        if self._skipped is None:
+            self._skipped = await asyncio.to_thread(SkippedSteps, self._journal)
+        recorded = self._skipped
+        await asyncio.to_thread(recorded.add, position, event, fault)
         while True:
             try:
                 restored = await asyncio.to_thread(
-                    restore, self.core.config, self._journal, aside, position - 1
+                    restore, self.core.config, self._journal, recorded, position - 1
                 )
             except LeaseLostError:
                 raise
             except StorageError as error:
-                LOG.error("the core cannot be made anew yet: %s", error)
+                LOG.error("the core cannot be rebuilt yet: %s", error)
                 await asyncio.sleep(HELD_RETRY_S)
                 continue
             self.core.become(restored.core)
-            return aside.steps(position)
+            return recorded.steps(position)
 
-    async def _carry_out(self, commands: list[Command]) -> None:
+    async def _execute(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
                 case SetTimer():
@@ -459,7 +410,7 @@ class Shell:
                     for node in command.nodes:
                         self._migrating.add(asyncio.create_task(self._migrate(command, node)))
                 case _:
-                    raise AssertionError(f"no way to carry out {command}")
+                    raise AssertionError(f"unknown command {command}")
 
     async def _migrate(self, command: MigrateState, node: NodeId) -> None:
         task = asyncio.current_task()
@@ -487,7 +438,7 @@ class Shell:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_due)
 
     def _timer_due(self) -> None:
-        # A journal that holds keeps it like any report.
+        # While the shell holds, the timer is kept like any report.
         if self._queue.full():
             self._timer = asyncio.get_running_loop().call_later(HELD_RETRY_S, self._timer_due)
         else:
@@ -495,5 +446,5 @@ class Shell:
 
 
 def _unawaited(event: Event) -> _Item:
-    """An event of the shell's own, whose outcome nobody waits for."""
+    """An event of the shell itself; nothing awaits its result."""
     return _Item(event, asyncio.get_running_loop().create_future(), is_report=True)

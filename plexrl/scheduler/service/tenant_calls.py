@@ -1,4 +1,4 @@
-"""What routers ask about tenants: who holds a key, limits, and the life of API keys."""
+"""Router calls about tenants: authentication, limits and API keys."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -23,21 +23,21 @@ SETTINGS = (
     *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),
     *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max"),
 )
-"""What an operator sets of a tenant."""
+"""The settings of a tenant that an operator can change."""
 
 Keep = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Runs work in the background, no longer than the service lives."""
+"""Runs work in the background, at most as long as the service lives."""
 
 
 class TenantCalls:
-    """Calls about tenants and their API keys. All but `authenticate` are the operator's."""
+    """Calls about tenants and their API keys. All except `authenticate` are for operators only."""
 
     def __init__(self, shell: Shell, keep: Keep) -> None:
         self._shell = shell
         self._core = shell.core
         self._keep = keep
 
-    def asks(self) -> dict[str, Ask]:
+    def requests(self) -> dict[str, Ask]:
         """Calls made for the operator."""
         return {
             "create_tenant": (calls.CreateTenant, self._create),
@@ -61,12 +61,12 @@ class TenantCalls:
         return {"tenant": tenant, "is_operator": is_operator}
 
     async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> Plain:
-        """Whose checkpoints count together, and how many there may be."""
+        """The tenant of a job's checkpoints, and its checkpoint limits."""
         name = call.tenant
         if call.job is not None:
-            name = TenantId(self._core.job_view(call.job, self._now())["tenant"])
+            name = self._core.tenant_of_job(call.job)
         if name is None:
-            raise InvalidRequestError("name a job, or a tenant")
+            raise InvalidRequestError("name a job or a tenant")
         view = self._tenant(name)
         wanted = ("tenant", "is_operator", "checkpoints_max", "checkpoint_bytes_max")
         return {**{key: view[key] for key in wanted}, "jobs": self._core.jobs_of(name)}
@@ -104,9 +104,9 @@ class TenantCalls:
         return {"key": key_id(call.key_digest)}
 
     async def _revoke_key(self, scope: Scope, call: calls.RevokeKey) -> Plain:
-        """Answers once no router takes the key any more."""
+        """Answers once no router accepts the key any more."""
         check_operator(scope)
-        # A caller that goes away must not leave routers that were not told.
+        # Shielded: if the caller disconnects, all routers must still be notified.
         await asyncio.shield(self._keep(self._revoke(call)))
         return {}
 
@@ -125,6 +125,6 @@ class TenantCalls:
 
 
 def check_operator(scope: Scope) -> None:
-    """Refuse a call that is made for a tenant. Raises `PermissionDeniedError`."""
+    """Refuse a tenant's call. Raises `PermissionDeniedError`."""
     if scope is not None:
-        raise PermissionDeniedError("this is the operator's alone")
+        raise PermissionDeniedError("only an operator may do this")

@@ -1,9 +1,8 @@
-"""What a job's training deployment asks of its group over time: demand traces and footprints.
+"""Demand traces and footprints: the demand of a training deployment over time.
 
-A *demand trace* is one cycle as the profiler saw it: a period and the busy segments in it. A
-*footprint* is that trace laid over the scheduler's horizon, a ring of `horizon_slots` slots of one
-second: slot(t) = ⌊t⌋ mod H (PlexRL §4.3.1). A footprint repeats a whole number of times in the
-ring, so that it closes on itself where the ring does.
+A *demand trace* is one measured cycle: a period and the busy segments in it. A *footprint* is that
+trace on the scheduler's horizon, a ring of `horizon_slots` slots of one second:
+slot(t) = ⌊t⌋ mod H (PlexRL §4.3.1). A footprint has a whole number of cycles in the ring.
 """
 
 import math
@@ -18,14 +17,14 @@ PERIOD_S_MIN = 1e-3
 PERIOD_S_MAX = 1e9
 
 SEGMENTS_MAX = 64
-"""Of one cycle. A footprint is as many intervals as it has cycles and segments."""
+"""Segments of one cycle. A footprint has one interval for each cycle and segment."""
 
 SHORTEST_PLANNED_S = 4.0
-"""Shorter cycles are planned as one block of the same duty in a cycle of this length: slots are too
-coarse to say more of them."""
+"""A shorter cycle is planned as one block with the same duty in a cycle of this length, because
+slots are too coarse for it."""
 
 INTERVALS_MAX = 50_000
-"""Of one footprint on the ring; beyond it a cycle is planned as one block too."""
+"""Maximum of one footprint; a cycle with more is planned as one block too."""
 
 TURNS_MAX = 16
 """Kept of one demand, of 4 kB at most each: two a segment."""
@@ -40,7 +39,7 @@ sum of one and a whole slot is then exact, so the slots that a segment covers do
 on the ring it lies, nor on how the sum is made."""
 
 CRITICAL_WEIGHT = 4
-"""Of a busy second that must not be delayed, against 1 for one that has slack."""
+"""Weight of a busy second that must not be delayed; a second with slack has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +47,15 @@ class Segment:
     """One busy stretch of a cycle."""
 
     offset_s: float
-    """From the start of the cycle."""
+    """Start, relative to the start of the cycle."""
     duration_s: float
     slack_s: float = 0.0
-    """How long it can be delayed without making the cycle longer (PlexRL §7.1)."""
+    """Delay that does not lengthen the cycle (PlexRL §7.1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandTrace:
-    """A cycle of a job on its group: what the profiler measured, or the user declared."""
+    """A cycle of a job on its group, as the profiler measured it or the user declared it."""
 
     period_s: float
     segments: tuple[Segment, ...]
@@ -64,7 +63,7 @@ class DemandTrace:
     jitter_s: float = 0.0
     """Standard deviation of the cycle's length."""
     cycles: int = 0
-    """How many were measured; 0: declared, not measured."""
+    """Number of measured cycles; 0: the trace was declared."""
 
     def __post_init__(self) -> None:
         if not PERIOD_S_MIN <= self.period_s <= PERIOD_S_MAX:
@@ -122,18 +121,13 @@ class Footprint:
     segments: tuple[tuple[float, float, int], ...]
     """(offset, duration, weight) in slots."""
     turns: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """What `busy_turn` makes once for all shifts, at which they share this: by length in parts of a
-    slot, the slots of a segment that begins with the ring's first cycle."""
+    """Cache of `period_mask`: the slots of a segment that starts with the ring's first cycle, by
+    the segment's length in parts of a slot. All shifts share it."""
 
     @property
     def period(self) -> float:
         """Slots of one cycle, H / cycles: commensurate with the ring, perhaps fractional."""
         return self.horizon_slots / self.cycles
-
-    @property
-    def is_whole(self) -> bool:
-        """Every cycle covers the same slots relative to its start."""
-        return self.horizon_slots % self.cycles == 0 and float(self.shift).is_integer()
 
     @property
     def is_always(self) -> bool:
@@ -153,40 +147,13 @@ class Footprint:
             turns=self.turns,
         )
 
-    def weights(self) -> NDArray[np.int32]:
-        """Weight of this footprint in every slot of the ring, 0 where it is idle: [H] int32."""
-        if self.is_always:
-            weight = max(weight for _, _, weight in self.segments)
-            return np.full(self.horizon_slots, weight, dtype=np.int32)
-        ring = np.zeros(self.horizon_slots, dtype=np.int32)
-        if self.is_whole:
-            period = self.horizon_slots // self.cycles
-            first = np.zeros(period, dtype=np.int32)
-            for start, stop, weight in self.edges():
-                mark(first, start, stop, weight)
-            ring.reshape(self.cycles, period)[:] = first
-            return ring
-        starts, stops, weights = self.intervals().T
-        for weight in sorted(set(weights.tolist())):
-            chosen = weights == weight
-            size = self.horizon_slots + 1
-            # A stop beyond the ring's end: to the end, and on from its start.
-            over = np.maximum(stops[chosen] - self.horizon_slots, 0)
-            changes = np.bincount(starts[chosen], minlength=size) - np.bincount(
-                stops[chosen] - over, minlength=size
-            )
-            changes[0] += np.count_nonzero(over)
-            changes -= np.bincount(over[over > 0], minlength=size)
-            np.maximum(ring, weight, out=ring, where=np.cumsum(changes[:-1]) > 0)
-        return ring
-
     def busy(self) -> int:
-        """The slots of the ring in which this footprint is busy, one bit a slot: unions and
-        overlaps of whole rings are then one operation each, of a microsecond."""
-        bits, turn = self.busy_turn()
+        """The busy slots of the ring, as one bit each: a union or overlap of two rings is then one
+        integer operation, which takes about a microsecond."""
+        bits, turn = self.period_mask()
         return repeated(bits, turn, self.horizon_slots // turn)
 
-    def busy_turn(self) -> tuple[int, int]:
+    def period_mask(self) -> tuple[int, int]:
         """(bits, slots): what `busy` is in so many slots, which the ring is a repetition of.
 
         Where H / cycles is the fraction T / k in lowest terms, every k-th cycle begins T slots
@@ -222,7 +189,7 @@ class Footprint:
             alike = first * pow(turn, -1, parts) % parts if parts > 1 else 0
             by = (first - alike * turn) // parts % turn
             found |= bits << by
-        # What passes the turn's end goes on at its start.
+        # Bits beyond the end of the pattern continue at its start.
         return (found | found >> turn) & ((1 << turn) - 1), turn
 
     def _busy_by_intervals(self) -> int:
@@ -233,14 +200,6 @@ class Footprint:
                 ring[: stop - self.horizon_slots] = True
         return _bits(ring)
 
-    def edges(self) -> list[tuple[int, int, int]]:
-        """(start, stop, weight) of the first cycle's segments, rounded outward, not yet wrapped."""
-        found = []
-        for offset, duration, weight in self.segments:
-            start = self.shift + offset
-            found.append((math.floor(start), math.ceil(self.shift + (offset + duration)), weight))
-        return found
-
     def intervals(self) -> NDArray[np.int64]:
         """(start, stop, weight) of every cycle's segments: [cycles * segments, 3] int64.
 
@@ -249,7 +208,7 @@ class Footprint:
         if self.is_always:
             weight = max(weight for _, _, weight in self.segments)
             return np.array([[0, self.horizon_slots, weight]], dtype=np.int64)
-        # Multiplied before it is divided, so that no error grows over the cycles.
+        # Multiplied first, so that rounding errors do not add up over the cycles.
         base = np.arange(self.cycles) * self.horizon_slots / self.cycles + self.shift
         found = np.empty((self.cycles, len(self.segments), 3), dtype=np.int64)
         for column, (offset, duration, weight) in enumerate(self.segments):
@@ -263,14 +222,8 @@ class Footprint:
         return rows
 
 
-def slots_of(busy: int, horizon_slots: int) -> NDArray[np.bool_]:
-    """The ring of `Footprint.busy`, a value a slot: [H] bool."""
-    packed = np.frombuffer(busy.to_bytes(-(-horizon_slots // 8), "little"), dtype=np.uint8)
-    return np.unpackbits(packed, count=horizon_slots, bitorder="little").view(np.bool_)
-
-
 def repeated(bits: int, slots: int, times: int) -> int:
-    """`bits` of so many slots, so many times one behind the other."""
+    """A pattern of so many slots, repeated so many times."""
     found = at = 0
     while times > 1:
         if times & 1:
@@ -283,7 +236,7 @@ def repeated(bits: int, slots: int, times: int) -> int:
 
 
 def _bits(slots: NDArray[np.bool_]) -> int:
-    """The inverse of `slots_of`."""
+    """One bit for each slot of `slots`, the first slot in the lowest bit."""
     return int.from_bytes(np.packbits(slots, bitorder="little").tobytes(), "little")
 
 
@@ -301,20 +254,8 @@ def _turn_of(parts: int, turn: int, length: int) -> int:
     return _bits(slots)
 
 
-def mark(ring: NDArray[np.int32], start: int, stop: int, weight: int) -> None:
-    """Raise `ring[start:stop]`, wrapped at its end, to at least `weight`."""
-    size = len(ring)
-    length = min(stop - start, size)
-    start %= size
-    end = start + length
-    for low, high in ((start, min(end, size)), (0, end - size)):
-        if low < high:
-            part = ring[low:high]
-            np.maximum(part, weight, out=part)
-
-
 def commensurate(period_s: float, horizon_slots: int, tolerance: float) -> int:
-    """How often a job of this period is repeated in the ring.
+    """Number of cycles of this period in the ring.
 
     round(H / P) makes P' = H / k close on itself. Within `tolerance` (a part of the period) a `k`
     that divides H is preferred: then P' is a whole number of slots, every cycle looks the same, and
@@ -342,7 +283,7 @@ def project(trace: DemandTrace, horizon_slots: int, tolerance: float = 0.0) -> F
     segments = []
     for segment in trace.segments:
         weight = 1 if segment.slack_s >= segment.duration_s else CRITICAL_WEIGHT
-        # Gaps stretch with the period, work does not; what would leave the cycle is cut at its end.
+        # Gaps stretch with the period, work does not; a segment is cut at the end of the cycle.
         offset = _in_parts(segment.offset_s * stretch, period)
         segments.append((offset, _in_parts(segment.duration_s, period), weight))
     return Footprint(
@@ -356,7 +297,7 @@ def _in_parts(slots: float, period: float) -> float:
 
 
 def whole_ring(horizon_slots: int) -> Footprint:
-    """The footprint of what is always busy: a rollout, an unprofiled job."""
+    """The footprint of a deployment that is always busy: a rollout, an unprofiled job."""
     return Footprint(
         horizon_slots=horizon_slots,
         cycles=1,

@@ -1,4 +1,4 @@
-"""What operations and moves have taken: moving averages of a WPG, and the law of a path."""
+"""Durations of operations and moves: moving averages of a WPG, and a cost model of each path."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -6,24 +6,24 @@ from typing import Final
 from plexrl.wire.operations import OperationKind
 
 WEIGHT: Final = 0.3
-"""Of the newest measurement."""
+"""Weight of the newest measurement."""
 KEPT: Final = 1.0 - WEIGHT
 
 MOVE_BYTES_PER_S = 2e9
-"""Of a state move that nothing is known about yet: a slow host copy."""
+"""Assumed rate of a state move before the first measurement: a slow host copy."""
 
 LINK_BYTES_PER_S = 5e10
-"""Of one GPU's link to its host at best (PCIe 5, 16 lanes): no move is faster."""
+"""Upper bound of one GPU's link to its host (PCIe 5, 16 lanes)."""
 
 LAW_FADING: Final = 0.02
-"""Of what a path's law knows, with every move: the last fifty or so count."""
+"""Part of a cost model's past weight that each move takes away: about the last fifty count."""
 LAW_KEPT: Final = 1.0 - LAW_FADING
 
 SPREAD_MIN = 0.05
-"""Sizes that differ by less, relative to their mean, are one size to a law."""
+"""Sizes whose relative deviation is smaller count as one size in a cost model."""
 
 OPERATION_S = 1.0
-"""Of an operation that nothing is known about yet."""
+"""Assumed duration of an operation before the first measurement."""
 
 
 @dataclass(slots=True)
@@ -35,16 +35,16 @@ class Estimates:
     seconds_per_token: dict[OperationKind, float] = field(default_factory=dict)
     burst_seconds: float | None = None
     burst_seconds_per_token: float | None = None
-    """Of the burst's first operation: one cycle's operations all work on the same tokens."""
+    """By tokens of the burst's first operation: all operations of a cycle use the same tokens."""
     gap_seconds: float | None = None
-    """Between the end of an operation and the arrival of the burst's next."""
+    """From the end of an operation to the arrival of the next one in the same burst."""
     nvme_load_seconds: float | None = None
-    """Of a load whose state lay on NVMe; `seconds_by_kind` has those from host memory."""
+    """Duration of a load from NVMe; `seconds_by_kind` has loads from host memory."""
     think_seconds: float | None = None
-    """Between the end of a burst and the arrival of the next one."""
+    """From the end of a burst to the arrival of the next one."""
 
     def observe(self, kind: OperationKind, tokens: int, seconds: float) -> None:
-        """Take in a completed run."""
+        """Add a completed run."""
         by_kind = self.seconds_by_kind
         old = by_kind.get(kind)
         by_kind[kind] = seconds if old is None else KEPT * old + WEIGHT * seconds
@@ -55,22 +55,22 @@ class Estimates:
             per_token[kind] = seconds if old is None else KEPT * old + WEIGHT * seconds
 
     def observe_burst(self, seconds: float, tokens: int) -> None:
-        """Take in a completed burst whose first operation had these `tokens`."""
+        """Add a completed burst whose first operation had these `tokens`."""
         self.burst_seconds = _blend(self.burst_seconds, seconds)
         if tokens > 0:
             per_token = seconds / tokens
             self.burst_seconds_per_token = _blend(self.burst_seconds_per_token, per_token)
 
     def observe_nvme_load(self, seconds: float) -> None:
-        """Take in a load from NVMe."""
+        """Add a load from NVMe."""
         self.nvme_load_seconds = _blend(self.nvme_load_seconds, seconds)
 
     def observe_gap(self, seconds: float) -> None:
-        """Take in how long the group lay idle inside a burst."""
+        """Add an idle time of the group inside a burst."""
         self.gap_seconds = _blend(self.gap_seconds, seconds)
 
     def observe_think(self, seconds: float) -> None:
-        """Take in how long the WPG needed nothing between two bursts."""
+        """Add a time between two bursts."""
         self.think_seconds = _blend(self.think_seconds, seconds)
 
     def operation_s(self, kind: OperationKind, tokens: int) -> float:
@@ -92,10 +92,10 @@ def _blend(old: float | None, new: float) -> float:
 
 @dataclass(slots=True)
 class MoveLaw:
-    """seconds = fixed_s + bytes / rate, fitted by least squares to the newest moves of one path.
+    """Cost model of one path: seconds = fixed_s + bytes / rate, by least squares.
 
-    The sums fade, so that the law follows a machine that changes. Moves of one
-    size alone cannot tell the two terms apart: then others are predicted in proportion.
+    Old moves lose weight, so the model follows a machine that changes. Moves of one size alone do
+    not determine both terms: predictions for other sizes are then proportional.
     """
 
     weight: float = 0.0
@@ -105,7 +105,7 @@ class MoveLaw:
     nbytes_took: float = 0.0
 
     def observe(self, nbytes: float, seconds: float) -> None:
-        """Take in one move."""
+        """Add one move."""
         kept = LAW_KEPT
         self.weight = kept * self.weight + 1.0
         self.nbytes = kept * self.nbytes + nbytes
@@ -120,8 +120,7 @@ class MoveLaw:
         mean, mean_s = self.nbytes / self.weight, self.took_s / self.weight
         spread = self.nbytes_squared / self.weight - mean * mean
         if spread <= (SPREAD_MIN * mean) ** 2:
-            # One size alone: its rate stands for all of the cost of larger ones, and a smaller one
-            # is not taken to be cheaper than in proportion.
+            # One size alone: the cost of other sizes is proportional.
             return mean_s * nbytes / mean if mean > 0.0 else mean_s
         slope = (self.nbytes_took / self.weight - mean * mean_s) / spread
         slope = max(slope, 0.0)

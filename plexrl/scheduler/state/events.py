@@ -1,7 +1,7 @@
-"""What the scheduler core can be told. Past tense, plain values, each journalled before it counts.
+"""Events of the scheduler core: past tense, plain values, journalled before they are handled.
 
-Every event round-trips through `CODEC`, and a journal of (event, now) pairs replayed into a new
-core gives the same state and the same commands.
+Each event round-trips through `CODEC`. A journal of (event, now) pairs, replayed into a new core,
+gives the same state and the same commands.
 """
 
 import msgspec
@@ -17,11 +17,10 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.demand import DemandTrace
-from plexrl.wire.annotations import whole_annotations
-from plexrl.wire.codec import Codec
+from plexrl.wire.codec import Codec, restore_annotations
 from plexrl.wire.operations import OperationKind
 
-whole_annotations(DemandTrace)
+restore_annotations(DemandTrace)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +28,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStarted(Event, frozen=True, kw_only=True):
-    """A scheduler process took over this journal; all its connections are yet to come."""
+    """A scheduler process took over this journal; it has no connections yet."""
 
     settings_json: str = ""
-    """The core's settings from here on, so that a replay decides as this process did; empty in
-    journals of before they were kept: whatever is in force stays so."""
+    """The core's settings from this event on, so that a replay makes the same decisions. Empty in
+    old journals: the present settings stay in force."""
 
 
 class NodeJoined(Event, frozen=True, kw_only=True):
@@ -42,9 +41,9 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     node: NodeId
     gpus: int
     gpu_memory_bytes: int
-    """Per GPU."""
+    """Memory of each GPU."""
     host_memory_bytes: int
-    """Bound of the node's host tier."""
+    """Capacity of the node's host tier."""
     statemanager: str
     """Address of the node's StateManager: a Unix socket path."""
     workers: tuple["WorkerSeen", ...] = ()
@@ -52,15 +51,15 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     states: tuple[DeploymentId, ...] = ()
     """Deployments whose state the node's StateManager holds."""
     node_type: str = ""
-    """What the operator calls such nodes, as `h200`."""
+    """The operator's name for nodes of this kind, such as `h200`."""
     block: str = ""
-    """Where it stands in the topology, as `row1/rack3`; nodes of one block are near each other."""
+    """Position in the topology, such as `row1/rack3`; nodes of one block are close together."""
     nvme_bytes: int = 0
-    """Bound of the node's NVMe tier."""
+    """Capacity of the node's NVMe tier."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """One living worker process, as an agent reports it on joining."""
+    """A live worker process, as an agent reports it when it connects."""
 
     deployment: DeploymentId
     rank: int
@@ -69,7 +68,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """The agent's connection ended and its grace period passed; its workers count as dead."""
+    """The agent's connection ended and its grace period is over; its workers count as dead."""
 
     node: NodeId
 
@@ -87,7 +86,7 @@ class RouterLost(Event, frozen=True, kw_only=True):
 
 
 class TenantCreated(Event, frozen=True, kw_only=True):
-    """A tenant may submit jobs from now on."""
+    """A tenant was created, and may submit jobs."""
 
     tenant: TenantId
     key_digest: str
@@ -96,7 +95,7 @@ class TenantCreated(Event, frozen=True, kw_only=True):
 
 
 class ApiKeyAdded(Event, frozen=True, kw_only=True):
-    """A tenant got one more API key; those it had stay valid."""
+    """A tenant got one more API key; its other keys stay valid."""
 
     tenant: TenantId
     key_digest: str
@@ -104,11 +103,11 @@ class ApiKeyAdded(Event, frozen=True, kw_only=True):
 
 
 class ApiKeyRevoked(Event, frozen=True, kw_only=True):
-    """An API key of a tenant is not valid any more."""
+    """An API key of a tenant became invalid."""
 
     tenant: TenantId
     key: str
-    """Its id: the first characters of its digest."""
+    """Id of the key: the first characters of its digest."""
 
 
 class TenantConfigured(Event, frozen=True, kw_only=True):
@@ -126,42 +125,42 @@ class TenantConfigured(Event, frozen=True, kw_only=True):
 
 
 class NodeDrainChanged(Event, frozen=True, kw_only=True):
-    """An operator wants a node empty, or has it back in use."""
+    """An operator started or ended the drain of a node."""
 
     node: NodeId
     is_draining: bool
 
 
 class JobSubmitted(Event, frozen=True, kw_only=True):
-    """A controller asked for a job."""
+    """A controller submitted a job."""
 
     job: JobId
     tenant: TenantId
     name: str
     controller_timeout_s: float
-    """Silence after which the controller counts as gone and the job as detached."""
+    """Time without a heartbeat after which the job counts as detached."""
     reattach_timeout_s: float
-    """How long a detached job waits to be re-attached before it is cancelled."""
+    """Time after which a detached job is cancelled, unless a controller attaches it."""
     priority: int = 0
-    """Class: higher goes first, in admission and on a group."""
+    """Priority class: higher goes first, in admission and on a group."""
     gang: int = 0
-    """Deployments that get GPUs all at once or not at all; 0: each by itself."""
+    """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
-    """Length by the user's word; 0: unknown."""
+    """Length that the user expects; 0: unknown."""
     controller: str = ""
-    """Token of the controller that asked, chosen by itself; empty: it has none."""
+    """Token of the controller, chosen by the controller; empty: none."""
     halts_on_failure: bool = False
-    """A failed mutation halts its deployment until the controller acknowledges it. False in older
-    journals: their events are replayed as they were decided."""
+    """A failed mutation halts its deployment until the controller acknowledges it. False in old
+    journals."""
 
 
 class ControllerSeen(Event, frozen=True, kw_only=True):
-    """A heartbeat of the job's controller; re-attaches a detached job."""
+    """A heartbeat of the job's controller; it attaches a detached job again."""
 
     job: JobId
     controller: str = ""
-    """Token of who said so. In this and other events: a token that is not that of the job's present
-    controller is refused; empty is taken from anybody."""
+    """Token of the sender. An event with a token other than the present controller's is refused;
+    the empty token is accepted from any sender. The same holds in other events."""
 
 
 class ControllerAttached(Event, frozen=True, kw_only=True):
@@ -170,13 +169,13 @@ class ControllerAttached(Event, frozen=True, kw_only=True):
     job: JobId
     controller: str
     keep_gradients: bool = False
-    """False: gradients that wait for a step are dropped, for the new controller may not know of
+    """False: gradients that wait for a step are dropped: the new controller may not expect
     them."""
 
 
 class FailureAcknowledged(Event, frozen=True, kw_only=True):
-    """The controller has taken note of a failure, which is named by an operation that failed of it,
-    or by a deployment that it halts."""
+    """The controller acknowledged a failure, which is named by an operation that failed because of
+    it, or by a deployment that it halts."""
 
     operation: OperationId | None = None
     deployment: DeploymentId | None = None
@@ -184,7 +183,7 @@ class FailureAcknowledged(Event, frozen=True, kw_only=True):
 
 
 class JobFinished(Event, frozen=True, kw_only=True):
-    """The controller declared its job's end."""
+    """The controller ended its job."""
 
     job: JobId
     outcome: str
@@ -194,45 +193,46 @@ class JobFinished(Event, frozen=True, kw_only=True):
 
 
 class DeploymentCreated(Event, frozen=True, kw_only=True):
-    """A job asked for a logical model."""
+    """A job created a deployment, which is a logical model."""
 
     deployment: DeploymentId
     job: JobId
     kind: str
     """`train` or `rollout`."""
     workers: int
-    """GPUs wanted: one worker process on each."""
+    """Number of GPUs, each with one worker process."""
     state_bytes: int
-    """Device memory of all its state together."""
+    """GPU memory of the whole state, all ranks together."""
     exclusive: bool
-    """Never shares its node group (always so for rollout)."""
+    """The deployment shares its node group with no other; always so for rollout."""
     spec_json: str
-    """What the worker needs to build the model; opaque to the core."""
+    """What the worker needs to build the model; the core does not read it."""
     node_type: str = ""
-    """Wanted; empty: any."""
+    """Required node type; empty: any."""
     trace: DemandTrace | None = None
-    """Its demand where the user knows it; it is placed by it at once."""
+    """Demand that the user declared; placement uses it at once."""
     controller: str = ""
 
 
 class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a deployment's newest version lies on a node."""
+    """The tiers of a deployment's newest version on a node."""
 
     deployment: DeploymentId
     host_bytes: int
     nvme_bytes: int
-    """Of what must come from NVMe, because host memory has no copy."""
+    """Bytes that only NVMe holds, not host memory."""
 
 
 class StateReported(Event, frozen=True, kw_only=True):
-    """A node's StateManager has moved state between its tiers; what is not named is as it was."""
+    """A node's StateManager moved state between its tiers; deployments that are not named did not
+    change."""
 
     node: NodeId
     states: tuple[StateResidency, ...]
 
 
 class WorkerReady(Event, frozen=True, kw_only=True):
-    """A worker process of this incarnation listens; no state is on its device yet."""
+    """A worker process of this incarnation accepts connections; its GPU holds no state yet."""
 
     deployment: DeploymentId
     rank: int
@@ -241,57 +241,58 @@ class WorkerReady(Event, frozen=True, kw_only=True):
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
-    """A worker process of this incarnation is dead."""
+    """A worker process of this incarnation ended."""
 
     deployment: DeploymentId
     rank: int
     incarnation: int
     reason: str
-    """Exit code or signal, and the last line of its log where there is one."""
+    """Exit code or signal, and the last line of its log if there is one."""
     code: str = ""
-    """Of the error that ended it, where it could tell one."""
+    """Code of the error that ended the process, if it reported one."""
 
 
 class StateMigrated(Event, frozen=True, kw_only=True):
-    """A node's StateManager has fetched a version, or could not."""
+    """A node's StateManager fetched a version, or failed to."""
 
     deployment: DeploymentId
     node: NodeId
     seq: int
     error: str = ""
-    """Why not; empty: it has it."""
+    """Why the fetch failed; empty: it succeeded."""
     code: str = ""
-    """Of that error."""
+    """Code of that error."""
 
 
 class OperationSubmitted(Event, frozen=True, gc=False):
-    """A controller asked for an operation."""
+    """A controller submitted an operation."""
 
     operation: OperationId
     deployment: DeploymentId
     kind: OperationKind
     params_json: str
     payload: BlobRef | None = None
-    """Its tensors, already durable; absent where the kind has none."""
+    """Tensors, already durable; None if the kind has none."""
     tokens: int = 0
-    """Size of the work, for estimates: tokens of the batch, or most tokens to draw."""
+    """Size of the work, for estimates: tokens of the batch, or maximum number to generate."""
     source: DeploymentId | None = None
     """For `sync_weights`: the train deployment to pull from."""
     payload_bytes: int = 0
     payload_digest: str = ""
-    """Of its bytes: by it a repeated request is known, whose payload has a name of its own."""
+    """Digest of the payload: identifies a repeated request, whose payload has another name."""
     deadline_s: float | None = None
-    """From now on; not begun by then, it ends with `DeadlineExceededError`. Absent: none."""
+    """Time in which the operation must start, else it ends with `DeadlineExceededError`. None: no
+    deadline."""
     in_flight: bool = False
-    """For `sync_weights`: beside generations that run, instead of after them."""
+    """For `sync_weights`: run during generations instead of after them."""
     ends_burst: bool = False
-    """The last of its cycle's, of a job whose rollouts are made elsewhere: the group may go to
-    others at once, as after a publish."""
+    """Last operation of a cycle, for a job whose rollouts run elsewhere: the group may go to others
+    at once, as after a publish."""
     controller: str = ""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):
-    """A controller does not want an operation any more."""
+    """A controller cancelled an operation."""
 
     operation: OperationId
     controller: str = ""
@@ -301,9 +302,9 @@ class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
     """What a WPG's load or offload moved."""
 
     bytes_moved: int
-    """Of all ranks together."""
+    """Bytes of all ranks together."""
     tier: str
-    """`host` or `nvme`: the lower of the tiers that a rank's state came from, or went to."""
+    """`host` or `nvme`: the slowest tier that a rank's state came from, or went to."""
 
 
 class OperationFinished(Event, frozen=True, gc=False):
@@ -311,24 +312,25 @@ class OperationFinished(Event, frozen=True, gc=False):
 
     operation: OperationId
     token: FencingToken
-    """Of the run's command; a report with another token is of an earlier run and is ignored."""
+    """Token of the run's command; a report with another token belongs to an earlier run, and is
+    ignored."""
     compute_s: float
-    """Seconds on the workers, the slowest rank's."""
+    """Seconds on the slowest rank."""
     result: BlobRef | None = None
     result_json: str = "{}"
-    """Small results and measurements; opaque to the core."""
+    """Small results and measurements; the core does not read them."""
     moved: StateMoved | None = None
-    """Of a load or offload: absent where the workers said nothing of it."""
+    """What a load or offload moved; None if the workers did not report it."""
     transfer_s: float = 0.0
-    """Of the run in the router, without `compute_s`: splitting, sending, joining, storing."""
+    """Seconds in the router, without `compute_s`: splitting, sending, joining, storing."""
     result_bytes: int = 0
     error_json: str = ""
-    """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than was
-    asked, as a step that dropped its gradients. It is replayed like any other, and this is its
-    outcome. Empty: it succeeded."""
+    """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than
+    requested, such as a step that dropped its gradients. The mutation is replayed like any other.
+    Empty: it succeeded."""
     trainer_step: int | None = None
-    """Optimizer steps in the weights that a step, a checkpoint or a sync has made, or that were
-    published. Absent: the workers said nothing of it."""
+    """Optimizer steps in the weights after a step, checkpoint, sync or publish; None if the workers
+    did not report it."""
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):
@@ -339,18 +341,17 @@ class OperationFailed(Event, frozen=True, kw_only=True):
     error_json: str
     """`PlexRLError.to_wire()` as JSON."""
     state_intact: bool
-    """True: the WPG's state is as before the operation, and the error is the caller's answer.
-    False: a rank may have changed or be stuck; the WPG is restarted from its last complete
-    state."""
+    """True: the WPG's state did not change, and the caller gets the error. False: a rank's state
+    may have changed, or a rank hangs; the WPG is restarted from its last complete version."""
 
 
 class TimerFired(Event, frozen=True, kw_only=True):
-    """The time of an earlier `SetTimer` has come."""
+    """The time of a `SetTimer` was reached."""
 
 
 class ServiceResumed(Event, frozen=True, kw_only=True):
-    """The scheduler takes events in again, after a time in which it could not. What was silent
-    meanwhile could not be heard."""
+    """The scheduler handles events again after an interruption, in which it received no
+    heartbeats."""
 
 
 CODEC: Codec[Event] = Codec(

@@ -1,9 +1,10 @@
-"""One operation as the scheduler core knows it, from submission to the end of history."""
+"""One operation in the scheduler core, from submission until it leaves the history."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId, TenantId
+from plexrl.scheduler.state.machines.operation_states import OperationTrigger, next_state
 from plexrl.wire.operations import OperationKind, OperationState
 
 _PENDING: Final = OperationState.PENDING
@@ -13,11 +14,11 @@ _NO_TOKEN: Final = FencingToken(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failed mutation, or checkpoint, that the controller has not acknowledged."""
+    """A failed mutation or checkpoint that the controller has not acknowledged."""
 
     operation: OperationId
     deployment: DeploymentId
-    """That the operation was submitted to; of a sync whose source failed, the source."""
+    """Deployment of the operation; for a sync whose source failed, the source."""
     kind: OperationKind
     error_json: str
     """`PlexRLError.to_wire()` as JSON."""
@@ -25,16 +26,16 @@ class Failure:
 
     @property
     def halts(self) -> bool:
-        """Whether later work builds on what failed; a checkpoint only is not there."""
+        """Whether later work depends on what failed; nothing depends on a checkpoint."""
         return self.kind is not _SAVE_CHECKPOINT
 
 
 @dataclass(slots=True, kw_only=True, init=False)
 class Operation:
-    """One operation from submission to the end of history.
+    """One operation.
 
-    Made by every event or so, and so with an `__init__` by hand: the one that a dataclass writes
-    takes two and a half times as long, and stays as it is where the rest is compiled.
+    Operations are made often, so `__init__` is written by hand: the generated one takes 2.5 times
+    as long, and is never compiled.
     """
 
     operation: OperationId
@@ -46,59 +47,59 @@ class Operation:
     source: DeploymentId | None
     submitted_at: float
     deadline_at: float | None = None
-    """Not to be begun later; absent: it can wait."""
+    """Latest start; None: no deadline."""
     payload_bytes: int = 0
     payload_digest: str = ""
     is_counted: bool = False
-    """Among the `InFlight` of its deployment and tenant."""
+    """Counted in the `InFlight` of its deployment and tenant."""
     internal: bool = False
     after: OperationId | None = None
-    """Must be finished first (the publish of a sync)."""
+    """Operation that must finish first (the publish of a sync)."""
     serves: OperationId | None = None
-    """Of a publish: the sync it is made for."""
+    """For a publish: the sync that it is made for."""
     state: OperationState = OperationState.PENDING
     seq: int = 0
-    """Given at the first dispatch; kept over recoveries."""
+    """Assigned at the first dispatch, and kept in recoveries."""
     token: FencingToken = FencingToken(0)
     group: GroupId | None = None
     started_at: float | None = None
     finished_at: float | None = None
     queue_s: float | None = None
-    """Waited, but for context switches."""
+    """Waiting time without context switches."""
     switch_s: float = 0.0
-    """Waited while its group was being switched to its deployment."""
+    """Waiting time during context switches to its deployment."""
     transfer_s: float = 0.0
-    """Of its run: its payload's and result's way, the splitting and joining of them included."""
+    """Time in the router: transfer, splitting and joining of payload and result."""
     compute_s: float | None = None
     result_bytes: int = 0
     gpu_seconds: float = 0.0
-    """Held so far: seconds times GPUs."""
+    """Seconds times GPUs so far."""
     expected_at: float | None = None
-    """When it was expected to start, by the estimate made as it arrived; absent once it has."""
+    """Expected start, estimated at its arrival; None once it has started."""
     caused_by: DeploymentId | None = None
-    """Of an offload: who gets the group, waiting or expected, and pays; absent: nobody, as in a
-    drain, and the deployment's own job pays."""
+    """For an offload: the deployment that gets the group, and whose job is billed; None: no other
+    gets it, as in a drain, and the deployment's own job is billed."""
     paid_by: TenantId | None = None
-    """Whose job that is: it may have ended, and been forgotten, when the offload is over."""
+    """Tenant of that job, which may have ended and been dropped before the offload is over."""
     is_aborted: bool = False
-    """Its early end has been asked for."""
+    """Its early end was requested."""
     source_seq: int = 0
-    """Of a sync: the version that was published for it."""
+    """For a sync: the version that was published for it."""
     source_step: int = 0
-    """Of a sync: how many optimizer steps are in that version."""
+    """For a sync: number of optimizer steps in that version."""
     in_flight: bool = False
-    """Of a sync: it may run beside generations."""
+    """For a sync: it may run during generations."""
     ends_burst: bool = False
-    """Nothing of its cycle comes after it."""
+    """It is the last operation of its cycle."""
     result: BlobRef | None = None
     result_json: str = "{}"
     error_json: str | None = None
     index: int = 0
-    """Place in the operation log, from 1."""
+    """Index in the operation log, from 1."""
     is_logged: bool = False
-    """In its deployment's replay log."""
+    """It is in its deployment's replay log."""
     is_forgotten: bool = False
-    """Out of the history, and kept only because a recovery may repeat it."""
+    """It has left the history, and is kept only because a recovery may repeat it."""
 
     def __init__(
         self,
@@ -150,3 +151,12 @@ class Operation:
         self.index = 0
         self.is_logged = False
         self.is_forgotten = False
+
+
+def change_operation(operation: Operation, trigger: OperationTrigger) -> None:
+    """Move the operation along its table.
+
+    Raises:
+        IllegalTransitionError: the table has no such pair.
+    """
+    operation.state = next_state(operation.state, trigger)

@@ -1,15 +1,14 @@
-"""What the scheduler core knows: plain records, changed only by the core's modules.
+"""The scheduler core's state: plain records, which only the core's modules change.
 
-Laws, checked by `SchedulerCore.check_invariants`:
+Invariants, checked by `SchedulerCore.check_invariants`:
 
-* a group's lock is held by at most one member, and only it has operations in flight there;
-* an operation is in exactly one place: a queue, a run, or the finished history;
+* only the holder of a group's lock has operations in flight on the group;
+* an operation is in exactly one of a queue, a run and the finished history;
 * a WPG's mutations carry consecutive numbers, and `durable_seq` ≤ `completed_seq`;
 * the replay log holds exactly what a recovery from `durable_seq` needs, in order.
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from plexrl.ids import (
     DeploymentId,
@@ -22,38 +21,22 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.commands import RankPlacement, RunOperation
-from plexrl.scheduler.state.cycle import Cycle, OpenCycle
 from plexrl.scheduler.state.demand import DemandTrace
+from plexrl.scheduler.state.deployment.backoff import Backoff
+from plexrl.scheduler.state.deployment.burst import Burst
+from plexrl.scheduler.state.deployment.cycles import Cycles
+from plexrl.scheduler.state.deployment.moves import Moves
+from plexrl.scheduler.state.deployment.processes import Processes
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
+from plexrl.scheduler.state.deployment.stored_version import StoredVersion
+from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
 from plexrl.scheduler.state.estimates import Estimates, MoveLaw
-from plexrl.scheduler.state.job_states import JobState
+from plexrl.scheduler.state.machines.job_states import JobState
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.operations import OperationKind
-
-
-class Residency(StrEnum):
-    """Where a WPG's state lies."""
-
-    NONE = "none"
-    """No process holds state; the StateManager may hold version `durable_seq`."""
-    DEVICE = "device"
-    OFFLOADED = "offloaded"
-    """The processes live, their memory is given back."""
-    MOVING = "moving"
-
-
-class WpgState(StrEnum):
-    """Life of a WPG's processes."""
-
-    WAITING = "waiting"
-    """No GPUs yet."""
-    LAUNCHING = "launching"
-    READY = "ready"
-    RECOVERING = "recovering"
-    """Launching again after a loss or a move."""
-    MIGRATING = "migrating"
-    """Its state is on the way to other nodes; its processes start when it is there."""
-    STOPPED = "stopped"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,55 +50,55 @@ class Node:
     statemanager: str
     node_type: str = ""
     block: str = ""
-    """Where it stands in the topology: nodes of one block are near each other."""
+    """Position in the topology: nodes of one block are close together."""
     nvme_bytes: int = 0
-    """Bound of its NVMe tier."""
+    """Capacity of its NVMe tier."""
     alive: bool = True
     lost_at: float | None = None
-    """Since when it has been away; absent while it is there, and while nothing is known yet of a
-    node after the scheduler was started anew."""
+    """When its agent was lost; None while it is connected, and after a start of the scheduler until
+    its agent connects or is given up."""
     is_draining: bool = False
-    """An operator wants it empty."""
+    """An operator started a drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What a member has of its group's time."""
+    """The time of a group that is reserved for a member."""
 
     shift: float
     """Slots from the ring's start to the start of one of its cycles."""
     trace: DemandTrace | None
-    """Absent: all of it, because no profile says less."""
+    """None: all of the time, because there is no profile."""
     overlap_s: float = 0.0
-    """Seconds of a cycle in which another member is busy too, by the plan, when this was laid;
-    infinite where they were not counted, 0 if the others have gone since. Above 0, the member gives
-    way."""
+    """Planned seconds of a cycle in which another member is busy too, at the time of the
+    reservation; infinite if they were not counted, 0 if the other members have left. Above 0, the
+    member yields to the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRecord:
-    """How a deployment came to its group, for whoever asks later."""
+    """How a deployment was placed on its group, for `explain`."""
 
     at: float
     way: str
     group: GroupId
     members: int
-    """Of the group, with this one."""
+    """Members of the group, including this one."""
     shift_s: float
-    """Micro-shift δ: seconds from `at` to the first cycle that the plan holds free."""
+    """Micro-shift δ: seconds from `at` to the start of the first reserved cycle."""
     setup_s: float
-    """Estimated, of bringing its state onto the GPUs."""
+    """Estimated seconds to load its state onto the GPUs."""
     overlap_s: float
-    """Seconds of a cycle in which another member is busy too, by the plan."""
+    """Planned seconds of a cycle in which another member is busy too."""
     interference_s: float
     contention: float | None = None
-    """waiting / (waiting + running) that the group's members were to have on average once phases
-    had relaxed, this one among them; absent where a member's demand was not known."""
+    """Predicted waiting / (waiting + running), averaged over the group's members including this
+    one; None if a member's demand was unknown."""
 
 
 @dataclass(slots=True, kw_only=True)
 class UsageRow:
-    """What one job used in one kind of operation."""
+    """Use of one job by operations of one kind."""
 
     operations: int = 0
     failed: int = 0
@@ -125,67 +108,47 @@ class UsageRow:
 
 @dataclass(slots=True, kw_only=True)
 class Sharing:
-    """What a job had of groups, counted up to their last change (`sharing`)."""
+    """A job's use of shared groups, up to their last change (`jobs.sharing`)."""
 
     reserved_gpu_seconds: float = 0.0
-    """On the groups that its deployments were on, as if each had been the only member."""
+    """GPU time of its groups, counted as if each deployment had been the only member."""
     held_gpu_seconds: float = 0.0
-    """Its equal part of those groups' time."""
+    """Its equal part of these groups' GPU time."""
     waited_gpu_seconds: float = 0.0
-    """Its GPUs times what it waited for other members."""
+    """Its GPUs times the time it waited for other members."""
     wait_since: float = 0.0
-    """Of the last wait that is counted, or of several that overlapped."""
+    """Start of the last counted wait, or of several that overlapped."""
     wait_until: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class InFlight:
-    """Callers' operations that were accepted and are not finished, and the pace of their ends."""
+    """Accepted operations that are not finished, and the rate at which they end."""
 
     operations: int = 0
     payload_bytes: int = 0
     ended_at: float | None = None
-    """When one last ended."""
+    """When an operation last ended."""
     gap_s: float | None = None
-    """Usual time from one's end to the next one's, while there is one to end."""
+    """Average time between two ends, while there are operations."""
     bytes_each: float = 0.0
-    """Usual payload of one."""
+    """Average payload of an operation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeldTime:
-    """GPU time that a tenant's jobs held, for the order of admission."""
+    """GPU time that a tenant's jobs held; it decides the order of admission."""
 
     at: float
     gpu_seconds: float = 0.0
-    """Up to `at`, fading (`fair_shares`)."""
+    """Decayed GPU time up to `at` (`admission.fair_shares`)."""
     waited_at: float | None = None
-    """When one of its deployments last began to wait for GPUs, or got some."""
-
-
-class MoveCause(StrEnum):
-    """Why a WPG is to move: it says where it may go."""
-
-    REPACK = "repack"
-    """Only into a gap that pays."""
-    RELIEF = "relief"
-    """Only to where it waits less."""
-    DRAIN = "drain"
-    """Anywhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relocation:
-    """A move to other GPUs that waits for an operation boundary."""
-
-    reason: str
-    asked_at: float
-    cause: MoveCause = MoveCause.DRAIN
+    """When a deployment of it last began to wait for GPUs, or got some."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Deployment:
-    """A deployment and the WPG that realises it."""
+    """A deployment and the WPG that runs it."""
 
     deployment: DeploymentId
     job: JobId
@@ -201,107 +164,40 @@ class Deployment:
     group: GroupId | None = None
     ranks: tuple[RankPlacement, ...] = ()
     nodes: tuple[NodeId, ...] = ()
-    """Of its ranks, each once, by name."""
+    """Nodes of its ranks, without repetition, sorted by name."""
     node_type: str = ""
-    """Wanted; empty: any."""
+    """Required node type; empty: any."""
     trace: DemandTrace | None = None
-    """Its demand, once profiled or where the user declared it."""
+    """Its demand, measured or declared by the user; None: unknown."""
     reservation: Reservation | None = None
     placement: PlacementRecord | None = None
-    incarnation: int = 0
-    addresses: dict[int, str] = field(default_factory=dict)
-    """Of the workers that are there, by rank."""
-    endpoints: tuple[str, ...] = ()
-    """All of them in the order of ranks, once the WPG is ready."""
-    failures: int = 0
-    """Launches since an operation last completed."""
-    launch_at: float | None = None
-    """When its processes are started again: at the last start there was no room on a disk. Absent:
-    they are being started, or run."""
     queue: list[OperationId] = field(default_factory=list)
     running: dict[OperationId, RunOperation] = field(default_factory=dict)
     moving: RunOperation | None = None
     """The internal move (load, offload, snapshot) in flight."""
-    log: list[OperationId] = field(default_factory=list)
-    """Completed mutations behind `durable_seq`, oldest first."""
-    past: list[OperationId] = field(default_factory=list)
-    """Mutations that led to `durable_seq`, oldest first, for the case that this version is damaged
-    or lost. They begin at the initial weights, or else at version `previous_seq`."""
-    past_payload_bytes: int = 0
-    """Of the operations in `past`."""
-    past_is_whole: bool = False
-    """`past` and `log` together make the present state out of the initial weights. False: some were
-    given up, being too many."""
-    previous_seq: int = 0
-    """An earlier complete version that the same StateManagers keep while they have room; `past`
-    leads from it to `durable_seq`. 0: there is none."""
-    replaying: list[OperationId] = field(default_factory=list)
-    """Part of `log` that the device's state still lacks."""
-    completed_seq: int = 0
-    """Number of the last completed mutation."""
     waiting_gradients: int = 0
     """Completed `forward_backward`s whose gradients wait for a step."""
     unacknowledged: list[Failure] = field(default_factory=list)
-    """What halts its mutations, syncs and checkpoints until the controller takes note of it; the
-    oldest first."""
-    durable_seq: int = 0
-    """Version that the StateManagers hold whole; 0: the initial weights, which are rebuilt."""
+    """Failures that halt its mutations, syncs and checkpoints until the controller acknowledges
+    them, oldest first."""
     published_seq: int | None = None
     trainer_step: int = 0
-    """Optimizer steps in its weights; of a rollout or reference, those of its trainer that are in
-    what was synced or loaded last."""
-    relocation: Relocation | None = None
-    no_move_until: float = 0.0
-    """After a move for which a node found no room; it works on where it is meanwhile."""
-    moves: int = 0
-    """Relocations so far."""
-    moved_at: float | None = None
-    moved_because: str = ""
-    state_nodes: list[NodeId] = field(default_factory=list)
-    """Whose StateManagers hold version `durable_seq`."""
-    nvme_bytes: int = 0
-    """Of that version on the node that has most of it on NVMe alone; 0: all is in host memory."""
-    nvme_bytes_by_node: dict[NodeId, int] = field(default_factory=dict)
-    awaited_nodes: list[NodeId] = field(default_factory=list)
-    """Whose StateManagers are still to get it."""
-    ready_at: float = 0.0
-    """When its processes were last all there."""
-    wants_since: float | None = None
-    """Since when it has had an operation to run and not the group to run it on."""
-    cycle: OpenCycle | None = None
-    cycles: list[Cycle] = field(default_factory=list)
-    """The newest ones, behind the warm-up."""
-    waiting_part: float | None = None
-    """waiting / (waiting + running) over the last `cycles` of one that has ended; until then these
-    say it."""
-    cycles_seen: int = 0
-    """By the present processes."""
-    publishes: bool = False
-    """Its cycles end with a publish."""
+    """Optimizer steps in its weights; for a rollout or reference, the trainer's steps in the
+    weights that were synced or loaded last."""
     metered_at: float | None = None
-    """Up to when the GPU time of its runs is accounted for."""
-    idle_since: float | None = None
+    """Time up to which the GPU time of its runs is counted."""
     in_flight: InFlight = field(default_factory=InFlight)
-    switch_began_at: float | None = None
-    """The last context switch for it: from the offload of whoever was there."""
-    switch_ended_at: float | None = None
-    """Absent while it is under way."""
-    burst_started_at: float | None = None
-    burst_tokens: int = 0
-    """Of the burst's first operation: known before the rest of it is."""
-    burst_ended_at: float | None = None
-    """Of the last burst; absent before the first has ended."""
-    served_at: float = 0.0
-    """When an operation was last started."""
     no_snapshot_until: float = 0.0
-    """After a snapshot that found no room; the log grows meanwhile. 0: the last one found room."""
-    held_back_until: float = 0.0
-    held_back_reason: str = ""
-    held_code: str = ""
-    """Of the condition that its last run met, such as `storage_full`; empty: none."""
-    held_since: float = 0.0
-    held_count: int = 0
-    """Runs in a row that met it."""
+    """Earliest time of the next snapshot after one that found no free space. 0: the last one
+    succeeded."""
+    processes: Processes = field(default_factory=Processes)
+    moves: Moves = field(default_factory=Moves)
+    stored: StoredVersion = field(default_factory=StoredVersion)
+    cycles: Cycles = field(default_factory=Cycles)
+    replay: ReplayLog = field(default_factory=ReplayLog)
+    burst: Burst = field(default_factory=Burst)
+    switch_times: SwitchTimes = field(default_factory=SwitchTimes)
+    backoff: Backoff = field(default_factory=Backoff)
 
     @property
     def is_ready(self) -> bool:
@@ -309,45 +205,45 @@ class Deployment:
 
     @property
     def shares(self) -> bool:
-        """Whether it may be one of several on a group."""
+        """Whether it may share a group."""
         return self.kind != "rollout" and not self.exclusive
 
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """A node group: GPUs that its members take turns on."""
+    """A node group: GPUs that its members use in turn."""
 
     group: GroupId
     gpus: tuple[RankPlacement, ...]
-    """`rank` is the place in the group."""
+    """`rank` is the index in the group."""
     shared: bool
     serial: int
-    """Its number in the order of making: breaks ties."""
+    """Number in the order of creation; breaks ties."""
     node_type: str = ""
     gpu_memory_bytes: int = 0
     is_closed: bool = False
-    """Takes no more members: the service level of one that is there would be broken."""
+    """It takes no more members: a member would miss its service level."""
     members: list[DeploymentId] = field(default_factory=list)
     holder: DeploymentId | None = None
-    """The member that has the lock: its state is on the GPUs, or on the way there or off."""
+    """The member that has the lock: its state is on the GPUs, or is being loaded or offloaded."""
     prefetched: DeploymentId | None = None
-    """Whose state was last asked to be brought into host memory."""
+    """Member whose state was prefetched last."""
     incoming: DeploymentId | None = None
-    """During an offload of the holder: who gets the lock next."""
+    """The next holder, during the offload of the present one."""
     token: FencingToken = FencingToken(0)
     switched: bool = False
     """The load in flight is the second half of a context switch."""
     switches: int = 0
     switch_seconds: float = 0.0
     settled_at: float | None = None
-    """Up to when its time is counted to its members' jobs (`sharing`)."""
+    """Time up to which its GPU time is counted to its members' jobs (`jobs.sharing`)."""
     alone_since: float = 0.0
-    """When the last but one of its members left; 0: it never had several."""
+    """When it last came down to one member; 0: it never had several."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One job and its life so far."""
+    """One job."""
 
     job: JobId
     tenant: TenantId
@@ -359,53 +255,53 @@ class Job:
     state: JobState = JobState.QUEUED
     attached: bool = True
     is_set_aside: bool = False
-    """It gave its GPUs to others and waits for none until a controller attaches it."""
+    """It gave its GPUs to others, and gets none until a controller attaches it."""
     reason: str = ""
     ended_at: float | None = None
     priority: int = 0
-    """Class: higher goes first, in admission and on a group."""
+    """Priority class: higher goes first, in admission and on a group."""
     gang: int = 0
-    """Deployments that get GPUs all at once or not at all; 0: each by itself."""
+    """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
-    """Length by the user's word; 0: unknown."""
+    """Length that the user expects; 0: unknown."""
     controller: str = ""
-    """Token of its present controller; empty: nobody has named one."""
+    """Token of its present controller; empty: none was named."""
     halts_on_failure: bool = False
     """A failed mutation halts its deployment until the controller acknowledges it."""
     deployments: list[DeploymentId] = field(default_factory=list)
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
-    """By kind of operation."""
+    """Use by kind of operation."""
     sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(slots=True)
 class EtaErrors:
-    """How far estimates of a wait were from what it became, in seconds."""
+    """Errors of estimated waiting times, in seconds."""
 
     waits: int = 0
-    """Bursts that had to wait, of which a part was estimated."""
+    """Bursts that had to wait; only some of these waits were estimated."""
     count: int = 0
-    """Estimates compared."""
+    """Estimates that were compared."""
     absolute_s: float = 0.0
-    """Summed."""
+    """Sum of absolute errors."""
     late_s: float = 0.0
-    """Summed, of those that started later than was said."""
+    """Sum of errors of waits that were longer than estimated."""
     slipped: int = 0
-    """Waits that became more than twice as long as was said, and 1 s longer at least."""
+    """Waits that were more than twice as long as estimated, and at least 1 s longer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ForgottenJobs:
-    """What is left of a tenant's jobs that ended long ago."""
+    """Totals of a tenant's jobs that were dropped from the state."""
 
     jobs: int = 0
     operations: int = 0
-    """That they ran."""
+    """Operations of these jobs."""
 
 
 @dataclass(slots=True)
 class State:
-    """All of it."""
+    """The whole state of the scheduler core."""
 
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     routers: list[RouterId] = field(default_factory=list)
@@ -414,36 +310,30 @@ class State:
     in_flight: dict[TenantId, InFlight] = field(default_factory=dict)
     jobs: dict[JobId, Job] = field(default_factory=dict)
     ended: dict[JobId, None] = field(default_factory=dict)
-    """Those of the jobs that have ended, in the order in which they did."""
+    """Jobs that have ended, in the order of their ends."""
     forgotten: dict[TenantId, ForgottenJobs] = field(default_factory=dict)
     retired: dict[DeploymentId, int] = field(default_factory=dict)
-    """Last incarnation of forgotten deployments, the newest ones, oldest first."""
+    """Last incarnation of the newest dropped deployments, oldest first."""
     retired_incarnation: int = 0
-    """The highest of all older ones."""
+    """Highest incarnation of all older dropped deployments."""
     deployments: dict[DeploymentId, Deployment] = field(default_factory=dict)
     groups: dict[GroupId, Group] = field(default_factory=dict)
     profiles: dict[str, DemandTrace] = field(default_factory=dict)
-    """Measured demand of deployments that were, by what a later one must share with them."""
+    """Measured demand of earlier deployments, by the properties that a later one must share."""
     move_laws: dict[str, MoveLaw] = field(default_factory=dict)
-    """By kind of move, tier and node type: what moves take."""
+    """Cost models of moves, by kind of move, tier and node type."""
     operations: dict[OperationId, Operation] = field(default_factory=dict)
     finished: dict[int, OperationId] = field(default_factory=dict)
-    """The newest ones by their place in the operation log, oldest first."""
+    """Newest finished operations by their index in the operation log, oldest first."""
     finished_count: int = 0
     eta_errors: EtaErrors = field(default_factory=EtaErrors)
     searches: dict[str, int] = field(default_factory=dict)
-    """By size: how often groups' time was searched in vain since capacity came free."""
+    """Number of failed searches of the groups' time since capacity became free, by size."""
     timers_swept: int = 0
-    """Timers that were left when those without a purpose were last thrown away."""
+    """Timers that were left after the last removal of pointless ones."""
     groups_made: int = 0
     former_switches: int = 0
-    """Context switches of groups that are no more."""
+    """Context switches of groups that were removed."""
     moves_made: int = 0
     tokens_made: int = 0
-    """The highest token of any group so far."""
-
-    def fence(self, group: Group) -> None:
-        """Give the group a token that no run has had: not of this group, nor of one that a member
-        was on before, whose late report would count as one of now."""
-        self.tokens_made = max(self.tokens_made, group.token) + 1
-        group.token = FencingToken(self.tokens_made)
+    """Highest token of any group so far."""

@@ -1,4 +1,4 @@
-"""What the scheduler keeps of a tenant."""
+"""Record of a tenant."""
 
 from dataclasses import dataclass, field
 
@@ -7,32 +7,35 @@ from plexrl.ids import TenantId
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """Whoever holds one of these API keys."""
+    """A tenant: its API keys, weight, quotas and use."""
 
     tenant: TenantId
     is_operator: bool
     key_digest: str = ""
-    """Only in snapshots from before a tenant could have several keys: its one key."""
+    """Only in old snapshots: the tenant's only key."""
     keys: dict[str, float] = field(default_factory=dict)
-    """The digests of its valid API keys, oldest first, and when each was added; 0: not known."""
+    """Digest of each valid API key, oldest first, and the time at which it was added; 0:
+    unknown."""
     revoked: list[str] = field(default_factory=list)
-    """The digests of the keys that were revoked last."""
+    """Digests of the keys that were revoked last."""
     weight: float = 1.0
-    """Of its share of the cluster."""
+    """Weight of its share of the cluster."""
     jobs_max: int | None = None
-    """Jobs that hold GPUs at the same time; more wait."""
+    """Maximum number of jobs that hold GPUs at the same time; more jobs wait."""
     gpus_max: int | None = None
-    """GPUs held at the same time, a shared one counting for each job on it; more wait."""
+    """Maximum number of GPUs held at the same time; more jobs wait. A shared GPU counts for each
+    job on it."""
     gpu_seconds_max: float | None = None
-    """In all; beyond it nothing new is accepted."""
+    """Total GPU time; beyond it no new work is accepted."""
     live_jobs_max: int | None = None
-    """Jobs that have not ended, beyond which new ones are refused; absent: the cluster's bound. An
-    operator's are not bounded."""
+    """Maximum number of live jobs; more are refused. None: the cluster's limit. Operators have no
+    limit."""
     checkpoints_max: int | None = None
-    """On the shared disk; absent: the routers' bound. An operator's are not bounded."""
+    """Maximum number of checkpoints on the shared disk; None: the routers' limit. Operators have no
+    limit."""
     checkpoint_bytes_max: int | None = None
-    """Likewise of their bytes."""
+    """Maximum bytes of these checkpoints; None: the routers' limit."""
     priority_max: int = 0
-    """The highest priority class of its jobs; an operator's jobs may have any."""
+    """Highest priority class of its jobs; an operator's jobs may have any."""
     gpu_seconds: float = 0.0
-    """Used in all."""
+    """GPU time used so far."""

@@ -23,7 +23,13 @@ from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
 from plexrl.scheduler.state.events import StateMoved, StateReported, StateResidency
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.scenario import NodeType
-from plexrl.statemanager.eviction.policy import Resident, Room, TierName, expected_use, place
+from plexrl.statemanager.eviction.policy import (
+    EvictionCandidate,
+    TierName,
+    TierUsage,
+    expected_use,
+    plan_eviction,
+)
 
 DRAIN_FROM = 0.5
 """Part of host memory in use from which the StateManager copies to NVMe in the background."""
@@ -325,15 +331,15 @@ class VirtualState:
         if tiers.host_bytes + nbytes > kind.host_memory_bytes:
             # Stored versions take precedence over prefetches.
             tiers.prefetching.clear()
-            host = Room(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
-            nvme = Room(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
+            host = TierUsage(used_bytes=tiers.host_bytes, bytes_max=kind.host_memory_bytes)
+            nvme = TierUsage(used_bytes=tiers.nvme_bytes, bytes_max=kind.nvme_bytes)
             # Of the versions on NVMe only the old one can be dropped.
-            residents = [
-                self._resident(each, node, known, now)
+            candidates = [
+                self._candidate(each, node, known, now)
                 for each in tiers.residents.values()
                 if each is known or node not in each.on_nvme
             ]
-            placement = place(nbytes, residents, host, nvme)
+            placement = plan_eviction(nbytes, candidates, host, nvme)
             if placement is None:
                 return None
             tier = placement.tier
@@ -357,8 +363,10 @@ class VirtualState:
             known.on_nvme.add(node)
         return victims, written_bytes
 
-    def _resident(self, known: _State, node: NodeId, incoming: _State, now: float) -> Resident:
-        return Resident(
+    def _candidate(
+        self, known: _State, node: NodeId, incoming: _State, now: float
+    ) -> EvictionCandidate:
+        return EvictionCandidate(
             name=known.deployment,
             tier=TierName.NVME if node in known.on_nvme else TierName.HOST,
             nbytes=known.stored_bytes[node],

@@ -1,1 +1,1 @@
-"""Checkpoints: versions of a deployment as files that others load, written while it goes on."""
+"""Checkpoints: versions of a deployment as files, written in the background."""

@@ -21,10 +21,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
 def job_folder(root: str, deployment: str) -> Path:
-    """Where the checkpoints of a deployment's job are.
+    """The folder of the checkpoints of a deployment's job.
 
     Raises:
-        InvalidRequestError: no checkpoints are kept here, or the job's name is no directory's.
+        InvalidRequestError: checkpoint_dir is not set, or the job's name cannot name a directory.
     """
     if not root:
         raise InvalidRequestError(
@@ -35,31 +35,31 @@ def job_folder(root: str, deployment: str) -> Path:
 
 
 def checked_name(name: str) -> str:
-    """The name, if it can be a directory's.
+    """The name, checked to be usable for a directory.
 
     Raises:
-        InvalidRequestError: it cannot.
+        InvalidRequestError: it is not.
     """
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{name!r} names no checkpoint or job: use letters, digits, `.`, `_` and `-`"
+            f"{name!r} is not a valid checkpoint or job name: use letters, digits, `.`, `_` and `-`"
         )
     return name
 
 
 def complete_checkpoints(folder: Path) -> Iterator[tuple[Path, CheckpointRecord]]:
-    """Every whole checkpoint of a job, by name; damaged ones are passed over."""
+    """Every complete checkpoint of a job, by name; damaged ones are skipped."""
     for path in sorted(folder.glob(f"*/{RECORD}")):
         if path.parent.name.startswith("."):
             continue
         try:
             yield path.parent, read_record(path.parent)
         except PlexRLError as error:
-            LOG.warning("%s is passed over: %s", path.parent, error)
+            LOG.warning("%s is skipped: %s", path.parent, error)
 
 
 def retain(folder: Path, policy: RetentionPolicy, node: str, in_use: frozenset[str]) -> list[str]:
-    """Delete what the policy lets go; returns the names of what went."""
+    """Delete the checkpoints that the policy does not keep; returns their names."""
     ages = [
         CheckpointAge(
             step=record.step,
@@ -81,14 +81,14 @@ def retain(folder: Path, policy: RetentionPolicy, node: str, in_use: frozenset[s
 
 
 def clean_up(root: str, node: str) -> None:
-    """Remove what a former daemon of this node left unfinished."""
+    """Remove unfinished checkpoints of an earlier daemon of this node."""
     for folder in _job_folders(root):
         for left in sweep(folder, node):
-            LOG.warning("%s was not finished; removed", left)
+            LOG.warning("%s was unfinished; removed", left)
 
 
 def to_upload(root: str, node: str) -> Iterator[Path]:
-    """The whole checkpoints that this node wrote and was asked to upload."""
+    """The complete checkpoints that this node wrote and has to upload."""
     for folder in _job_folders(root):
         for path, record in complete_checkpoints(folder):
             if record.upload and record.node == node:

@@ -1,12 +1,12 @@
-"""Checkpoints in the background: one is written, a few wait, and their versions stay pinned.
+"""Background queue of checkpoints: one is written at a time, and waiting ones pin their versions.
 
-Laws:
+Invariants:
 
-- A checkpoint that was taken in holds its versions until it is written, failed or cancelled.
-- Of one name, checkpoints are written in the order in which they were taken in.
-- A full file system delays a checkpoint and those behind it; it fails none.
-- A clean exit finishes what was taken in, unless it takes too long: then it is cancelled, and
-  whoever asked for it asks again.
+- An accepted checkpoint pins its versions until it is written, failed or cancelled.
+- Checkpoints of one name are written in the order of their acceptance.
+- A full file system delays a checkpoint and later ones of its name; it fails none.
+- A clean exit finishes accepted checkpoints until a timeout; then it cancels the rest, and their
+  callers request them again.
 """
 
 import logging
@@ -32,29 +32,29 @@ from plexrl.statemanager.checkpoint.requests import CheckpointReport, Checkpoint
 from plexrl.statemanager.checkpoint.upload import Uploads
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import announce, announce_end
-from plexrl.statemanager.checkpoint.write.source import VersionReader
-from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
+from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.transfer.reader import VersionReader
 
 LOG = logging.getLogger(__name__)
 
 ENTRIES_MAX = 256
-"""Finished checkpoints that are remembered; the disk knows of the whole ones for ever."""
+"""Number of finished checkpoints kept in memory; complete ones are also found on disk."""
 RETRY_AFTER_S = 5.0
 ROOM_RETRY_S = 1.0
-"""Between two tries to write a checkpoint for which the file system has no room."""
+"""Delay between attempts to write a checkpoint that does not fit the file system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One checkpoint that was asked for, with its versions pinned."""
+    """A requested checkpoint with its pinned versions."""
 
-    wanted: Wanted
+    wanted: CheckpointSpec
     seq: int
     stamps: tuple[str, ...]
     readers: Sequence[VersionReader]
     held: ExitStack
-    """What keeps the versions and the descriptor in place; closed when the task is over."""
+    """Holds the versions and the descriptor; closed when the task ends."""
     extras_fd: int | None
     retention: RetentionPolicy | None
 
@@ -73,7 +73,7 @@ class CheckpointJobs:
     """A thread that writes checkpoints until `close`. Thread-safe."""
 
     def __init__(self, config: StateManagerConfig) -> None:
-        """Removes what a former daemon left unfinished, and goes on with its uploads."""
+        """Removes unfinished checkpoints of an earlier daemon, and resumes its uploads."""
         self._config = config
         self._uploads = Uploads(config.checkpoint_upload_url)
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class CheckpointJobs:
         self._queue: queue.Queue[_Entry | None] = queue.Queue()
         self._active = 0
         clean_up(config.checkpoint_dir, config.node)
-        # Reads every manifest, which is not to hold up a start for nothing.
+        # This reads every manifest, so it is skipped if there are no uploads.
         if self._uploads.is_enabled:
             for path in to_upload(config.checkpoint_dir, config.node):
                 self._uploads.add(path)
@@ -89,12 +89,12 @@ class CheckpointJobs:
         self._thread.start()
 
     def submit(self, task: Task) -> CheckpointReport:
-        """Take a checkpoint in; from here on the task's resources are the writer's.
+        """Accept a checkpoint; the writer then owns the task's resources.
 
         Raises:
-            OverloadedError: too many wait already; the task's resources stay the caller's.
-            StorageFullError: likewise, and the disk has no room for them.
-        StorageError: the directory of the job's checkpoints cannot be written; likewise.
+            OverloadedError: too many wait already; the caller keeps the task's resources.
+            StorageFullError: likewise, because the disk is full.
+            StorageError: the job's folder cannot be written; the caller keeps the resources.
         """
         bytes_per_s = self._config.checkpoint_bytes_per_s or None
         entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
@@ -102,7 +102,7 @@ class CheckpointJobs:
             if self._active > self._config.checkpoints_waiting_max:
                 for one in self._entries.values():
                     if isinstance(one.error, StorageFullError):
-                        # It ends no sooner than there is room.
+                        # The queue does not move before there is free space.
                         raise one.error
                 raise OverloadedError(
                     f"{self._active - 1} checkpoints wait on {self._config.node!r} already: try "
@@ -118,13 +118,13 @@ class CheckpointJobs:
         return self._report(entry)
 
     def find(self, target: Path) -> CheckpointReport | None:
-        """What is known of a checkpoint that was taken in since the start."""
+        """The report of a checkpoint accepted since the start, if any."""
         with self._lock:
             entry = self._entries.get(target)
         return None if entry is None else self._report(entry)
 
     def is_under_way(self, target: Path, stamps: Sequence[str], asked_by: str) -> bool:
-        """Whether this very checkpoint waits or is being written."""
+        """Whether the checkpoint of this request waits or is being written."""
         with self._lock:
             entry = self._entries.get(target)
             return (
@@ -135,31 +135,33 @@ class CheckpointJobs:
             )
 
     def reports(self) -> list[CheckpointReport]:
-        """All that are remembered, the oldest first."""
+        """Reports of all checkpoints in memory, the oldest first."""
         with self._lock:
             entries = list(self._entries.values())
         return [self._report(entry) for entry in entries]
 
     def upload_state(self, target: Path) -> tuple[UploadState, str | None]:
-        """How far a checkpoint's upload is, and why it failed."""
+        """State of a checkpoint's upload, and the error if it failed."""
         return self._uploads.state(target)
 
     def cancel(self, target: Path) -> CheckpointReport:
-        """Give a checkpoint up; returns when nothing of it is under way any more.
+        """Cancel a checkpoint; returns when its writing has ended.
 
         Raises:
-            NotFoundError: none of that name was asked for since the start.
+            NotFoundError: no checkpoint of that name was requested since the start.
         """
         with self._lock:
             entry = self._entries.get(target)
         if entry is None:
-            raise NotFoundError(f"no checkpoint {target.name!r} is under way")
+            raise NotFoundError(
+                f"no checkpoint {target.name!r} was requested since the StateManager started"
+            )
         entry.progress.cancel()
         entry.over.wait()
         return self._report(entry)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was taken in; after `timeout_s` cancel the rest."""
+        """Finish accepted checkpoints; after `timeout_s` cancel the rest."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         with self._lock:
@@ -170,7 +172,7 @@ class CheckpointJobs:
         self._uploads.close()
 
     def _run(self) -> None:
-        # For which the disk had no room, the oldest first. They are tried again and again.
+        # Checkpoints that did not fit the disk, the oldest first. They are retried.
         held: list[_Entry] = []
         is_closing = False
         while held or not is_closing:
@@ -181,24 +183,24 @@ class CheckpointJobs:
             except queue.Empty:
                 due, held = held, []
             for entry in due:
-                # An older one of that name goes first.
+                # An older checkpoint of that name is written first.
                 is_behind = any(e.task.wanted.target == entry.task.wanted.target for e in held)
                 if is_behind or not self._write(entry):
                     held.append(entry)
 
     def _write(self, entry: _Entry) -> bool:
-        """Write a checkpoint. False: the disk has no room for it now; its versions stay pinned."""
+        """Write a checkpoint. False: the disk is full; its versions stay pinned."""
         task, wanted = entry.task, entry.task.wanted
         error: PlexRLError | None = None
         with self._lock:
-            # A name that was asked for again is reported as the newer one; both are written.
+            # If a name was requested again, the newer one is reported; both are written.
             entry.state = CheckpointState.WRITING
         try:
             entry.progress.add(0)
             write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
         except StorageFullError as full:
             if entry.error is None:
-                LOG.warning("checkpoint %s waits for room: %s", wanted.target, full)
+                LOG.warning("checkpoint %s waits for free space: %s", wanted.target, full)
             entry.error = full
             return False
         except PlexRLError as failure:
@@ -216,7 +218,7 @@ class CheckpointJobs:
         return True
 
     def _end(self, entry: _Entry, error: PlexRLError | None) -> None:
-        """Note what became of a checkpoint, and delete those that its policy keeps no more."""
+        """Record the outcome of a checkpoint, and apply its retention policy."""
         task, wanted = entry.task, entry.task.wanted
         entry.error = error
         if error is not None:
@@ -236,10 +238,10 @@ class CheckpointJobs:
             try:
                 gone = retain(folder, task.retention, wanted.node, in_use | {wanted.target.name})
             except OSError as failure:
-                LOG.warning("old checkpoints in %s are not deleted: %s", folder, failure)
+                LOG.warning("old checkpoints in %s were not deleted: %s", folder, failure)
                 return
             for name in gone:
-                LOG.info("checkpoint %s was deleted by its job's policy", folder / name)
+                LOG.info("checkpoint %s was deleted by its job's retention policy", folder / name)
 
     def _report(self, entry: _Entry) -> CheckpointReport:
         wanted, progress = entry.task.wanted, entry.progress

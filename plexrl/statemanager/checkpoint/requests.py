@@ -1,4 +1,4 @@
-"""What is asked of a StateManager about checkpoints, over its socket."""
+"""Requests about checkpoints over the StateManager's socket."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,15 +11,15 @@ from plexrl.statemanager.transfer.copy.mapped_memory import Region
 
 
 class CheckpointState(StrEnum):
-    """How far a checkpoint is."""
+    """Progress of a checkpoint."""
 
     WAITING = "waiting"
     """Its version is pinned; another checkpoint is being written."""
     WRITING = "writing"
     DURABLE = "durable"
-    """It is whole and on the disk."""
+    """It is complete and on the disk."""
     FAILED = "failed"
-    """Nothing of it remains; ask again."""
+    """Nothing of it remains; request it again."""
     CANCELLED = "cancelled"
 
     @property
@@ -28,64 +28,63 @@ class CheckpointState(StrEnum):
 
 
 class UploadState(StrEnum):
-    """How far a checkpoint's upload is."""
+    """Progress of a checkpoint's upload."""
 
     NONE = "none"
-    """It was not asked for."""
+    """It was not requested."""
     WAITING = "waiting"
     DONE = "done"
     FAILED = "failed"
-    """Given up after several attempts; the daemon tries again when it starts."""
+    """Several attempts failed; the daemon retries when it starts."""
 
 
 class WriteCheckpoint(Request, frozen=True, kw_only=True):
     """Pin version `seq` of every rank and write it in the background; answered once it is pinned.
 
-    A tar file of small files to lie beside the tensors may come along as a descriptor. Asked again
-    by the same one for the same versions, it joins what is under way, or finds it done.
+    The request may carry a descriptor of a tar file with small files to add. Repeating a request
+    (equal `asked_by` and versions) joins the running checkpoint or returns the finished one.
     """
 
     deployment: str
     seq: int
     name: str
     sources: tuple[str, ...] = ()
-    """Sockets of the other StateManagers, on this machine, that have ranks' versions."""
+    """Addresses of other StateManagers that hold ranks' versions."""
     stamps: tuple[str, ...] | None = None
-    """Of the ranks' versions, by rank; absent: whatever has that seq."""
+    """Stamps of the ranks' versions, by rank; absent: any version with that seq."""
     format: CheckpointFormat = CheckpointFormat.BOTH
     model_dtype: str | None = None
-    """`BF16` casts what `transformers` loads; absent: as stored."""
+    """Dtype of the files that `transformers` loads, for example `BF16`; absent: as stored."""
     shard_bytes_max: int = SHARD_BYTES_MAX
     overwrite: bool = False
     asked_by: str = ""
-    """Tells a repeated request from a new one, which a checkpoint of that name stands in the way
-    of."""
+    """Id of the request: a repeated request has the same id. A new one fails if the name exists."""
     step: int | None = None
     trainer_step: int = 0
     """Optimizer steps in the parameters."""
     keep: bool = False
     retention: RetentionPolicy | None = None
-    """Applied to the job's other checkpoints once this one is whole."""
+    """Applied to the job's other checkpoints when this one is complete."""
     upload: bool = False
 
 
 class PinVersions(Request, frozen=True, kw_only=True):
-    """Descriptors of a version's files, one a rank, held in place for the connection."""
+    """Pin every rank's version until the connection closes; returns descriptors of their files."""
 
     deployment: str
     seq: int
 
 
 class CheckpointStatus(Request, frozen=True, kw_only=True):
-    """How far a deployment's job's checkpoints are; those on the disk are listed too."""
+    """Report the checkpoints of a deployment's job, including those on the disk."""
 
     deployment: str
     name: str | None = None
-    """Absent: all of the job's."""
+    """Absent: all checkpoints of the job."""
 
 
 class CancelCheckpoint(Request, frozen=True, kw_only=True):
-    """Give up a checkpoint that is not durable yet."""
+    """Cancel a checkpoint that is not durable yet."""
 
     deployment: str
     name: str
@@ -93,16 +92,16 @@ class CancelCheckpoint(Request, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedVersion:
-    """One rank's version."""
+    """A pinned version of one rank."""
 
     manifest: Manifest
     regions: tuple[Region, ...]
-    """All of the data, in its order."""
+    """Regions of all the data, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """One checkpoint, as a StateManager knows it."""
+    """State of one checkpoint at a StateManager."""
 
     job: str
     name: str
@@ -113,11 +112,11 @@ class CheckpointReport:
     bytes_done: int
     bytes_total: int
     seconds: float
-    """Of writing."""
+    """Duration of writing."""
     as_of: float
-    """When it was asked for, or lay on the disk, in seconds since the epoch: of what several nodes
-    say of one name the newest counts."""
+    """Time of the request, or of the file on disk, in seconds since the epoch. Among several nodes'
+    reports of one name, the newest is valid."""
     upload: UploadState = UploadState.NONE
     error: dict[str, object] | None = None
-    """Why it failed, as `PlexRLError.to_wire`."""
+    """The error, as in `PlexRLError.to_wire`."""
     upload_error: str | None = None

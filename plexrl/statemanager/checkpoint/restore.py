@@ -1,7 +1,7 @@
-"""A checkpoint read back, as any layout's slices: bit for bit, and only the bytes that they need.
+"""Read of a checkpoint into the slices of any layout, bit for bit, and only the needed bytes.
 
-Every block that a slice touches is read whole and its digest checked, so the bytes that are read
-exceed those that are needed by less than a block at either end of a slice.
+Every block that a slice touches is read completely and its checksum verified, so a read exceeds the
+slice by less than a block at either end.
 """
 
 import os
@@ -20,24 +20,24 @@ from plexrl.statemanager.checkpoint.format.record import (
     decode_record,
 )
 from plexrl.statemanager.checkpoint.format.safetensors import decode_head, head_bytes
-from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, run_of
+from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, range_in_slice
 from plexrl.statemanager.checkpoint.write.assembly import copy_common
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart, StateSlice
 
 Fill = Callable[[StateSlice], memoryview]
-"""Writable memory of a slice's bytes."""
+"""Callback: the writable memory of a slice."""
 
 
 class Checkpoint:
     """A published checkpoint, open for reading."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the manifest and the heads of the files.
+        """Reads the manifest and the headers of the files.
 
         Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptStateError: a file is missing, cut short, or not what the manifest says.
+            CheckpointNotFoundError: there is no checkpoint.
+            CorruptStateError: a file is missing, truncated, or does not match the manifest.
             StorageError: a file cannot be opened.
         """
         self.path = path
@@ -53,29 +53,29 @@ class Checkpoint:
         except BaseException:
             self._open_files.close()
             raise
-        # Of a key that lies in two dtypes, the one that training resumes from comes last.
+        # If a key is stored in two dtypes, the one that training resumes from is last and wins.
         self._tensors = {(r.key, r.dtype): r for r in self.record.tensors}
 
     def verify(self, wants: Sequence[StateSlice]) -> None:
-        """Check all that `fill` will read, and change nothing.
+        """Check everything that `fill` will read, without changes.
 
         Raises:
             CorruptStateError: a block is damaged or missing.
-            CheckpointNotFoundError: a wanted tensor is not in the checkpoint as it is wanted.
+            CheckpointNotFoundError: a wanted tensor is missing, or has another dtype or shape.
         """
         for want in wants:
             for _ in self._blocks(want):
                 pass
 
     def fill(self, wants: Sequence[StateSlice], memory: Fill) -> None:
-        """Write every wanted slice to its memory. Raises as `verify`; then some may be written."""
+        """Write every wanted slice to its memory. Raises as `verify`; some may then be written."""
         for want in wants:
             target = memory(want)
             for block, data in self._blocks(want):
                 copy_common(want, target, block, data)
 
     def whole_parameters(self) -> dict[str, StateSlice]:
-        """Every parameter as one slice of all of it, in the dtype that `transformers` loads."""
+        """Every parameter as one whole slice, in the dtype that `transformers` loads."""
         found: dict[str, StateSlice] = {}
         for record in self.record.tensors:
             if record.key.part == StatePart.PARAMETER:
@@ -106,14 +106,14 @@ class Checkpoint:
         self.close()
 
     def _blocks(self, want: StateSlice) -> Iterator[tuple[Box, memoryview]]:
-        """The checked blocks that a slice touches; each is gone when the next one comes."""
+        """The verified blocks that a slice touches; each is valid until the next one."""
         record = self._record_of(want)
         itemsize = DTYPE_BYTES[record.dtype]
         held = Box(offset=want.offset, shape=want.shape)
         if 0 in want.shape:
             return
         for index, block in enumerate(blocks(record.shape, itemsize, self.record.block_bytes)):
-            if run_of(block, held, itemsize) is not None:
+            if range_in_slice(block, held, itemsize) is not None:
                 yield block, self._read(record, index, block)
 
     def _record_of(self, want: StateSlice) -> TensorRecord:
@@ -144,7 +144,7 @@ class Checkpoint:
             filled += got
         self.bytes_read += filled
         if xxhash.xxh3_128_hexdigest(data) != record.digests[index]:
-            raise self._corrupt(file, f"block {index} of {name} does not match its digest", name)
+            raise self._corrupt(file, f"block {index} of {name} does not match its checksum", name)
         return data
 
     def _open(self, file: str, nbytes: int) -> int:
@@ -162,7 +162,7 @@ class Checkpoint:
         return fd
 
     def _check_heads(self) -> None:
-        """The files' own heads say the same as the manifest, so other tools read what we do."""
+        """Check that the files' headers match the manifest, so that other tools read the same."""
         found: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
         for file, fd in self._fds.items():
             try:
@@ -175,7 +175,7 @@ class Checkpoint:
             there = found.get((record.file, record.key.name))
             if there != (record.dtype, record.shape, record.start):
                 name = record.key.name
-                raise self._corrupt(record.file, f"its header has {name} as {there}", name)
+                raise self._corrupt(record.file, f"its header describes {name} as {there}", name)
 
     def _corrupt(self, file: str, why: str, key: str | None) -> CorruptStateError:
         details = {"file": file} if key is None else {"file": file, "key": key}
@@ -210,6 +210,6 @@ def read_record(path: Path) -> CheckpointRecord:
 
 def _unreadable(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{path} cannot be opened ({error}): mend its permissions or the file system",
+        f"{path} cannot be opened ({error}): repair its permissions or the file system",
         file=str(path),
     )

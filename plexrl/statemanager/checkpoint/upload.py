@@ -1,11 +1,11 @@
-"""Uploads of whole checkpoints to any `fsspec` URL, in the background.
+"""Background uploads of complete checkpoints to any `fsspec` URL.
 
     <url>/<job>/<name>/…                 the checkpoint's files
-    <url>/<job>/<name>/upload.json       written last: a remote checkpoint without it is not whole
+    <url>/<job>/<name>/upload.json       written last: marks a complete remote checkpoint
 
-A file that is there with the size and digest that it should have is not sent again, so an upload
-that was cut goes on where it was. A failed one is reported and tried again when the daemon starts;
-the checkpoint on the disk is whole either way. One that is done leaves an `upload.json` there too.
+A remote file with the right size and checksum is not sent again, so an interrupted upload resumes.
+A failed upload is reported, and retried when the daemon starts; the checkpoint on the disk is
+complete anyway. A finished upload also writes `upload.json` into the local checkpoint.
 """
 
 import logging
@@ -31,11 +31,11 @@ UPLOAD_RECORD = "upload.json"
 _PARTIAL_RECORD = "upload.partial.json"
 ATTEMPTS_MAX = 6
 BACKOFF_S = 1.0
-"""Before the second attempt; twice as long before each that follows."""
+"""Delay before the second attempt; doubles for each later one."""
 CHUNK_BYTES = 8 << 20
 
 _Files = dict[str, str]
-"""Path below the checkpoint → hex xxh3-128 of the contents."""
+"""Path relative to the checkpoint → hex xxh3-128 of the contents."""
 
 
 def upload(
@@ -45,13 +45,13 @@ def upload(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Send what is not there yet, then the manifest; returns the bytes sent.
+    """Send the missing files, then the manifest; returns the bytes sent.
 
-    `go_on` is asked between chunks.
+    `go_on` is called between chunks.
 
     Raises:
-        OSError: the file system failed; what has arrived is found by the next attempt.
-        InterruptedError: `go_on` said no.
+        OSError: the file system failed; the next attempt resumes.
+        InterruptedError: `go_on` returned False.
     """
     target = f"{root}/{checkpoint.parent.name}/{checkpoint.name}"
     sent = 0
@@ -67,7 +67,7 @@ def upload(
     if complete == digests:
         return 0
     if complete:
-        # From here on the remote directory is not that checkpoint any more.
+        # From here on the remote directory is incomplete.
         filesystem.rm(f"{target}/{UPLOAD_RECORD}")
     for path in wanted:
         name = str(path.relative_to(checkpoint))
@@ -88,10 +88,10 @@ class Uploads:
     def __init__(
         self, url: str, *, backoff_s: float = BACKOFF_S, attempts_max: int = ATTEMPTS_MAX
     ) -> None:
-        """An empty `url`: there is nowhere to upload to.
+        """An empty `url` disables uploads.
 
         Raises:
-            InvalidRequestError: `fsspec`, or what it needs for this URL, is not installed.
+            InvalidRequestError: `fsspec`, or its package for this URL, is not installed.
         """
         self._url = url
         self._backoff_s = backoff_s
@@ -108,11 +108,11 @@ class Uploads:
 
     @property
     def is_enabled(self) -> bool:
-        """There is somewhere to upload to."""
+        """Whether a URL is configured."""
         return self._filesystem is not None
 
     def add(self, checkpoint: Path) -> None:
-        """Upload a whole checkpoint soon, unless that is done already."""
+        """Queue a complete checkpoint for upload, unless it is uploaded."""
         if (checkpoint / UPLOAD_RECORD).exists():
             self._set(checkpoint, UploadState.DONE)
             return
@@ -120,12 +120,12 @@ class Uploads:
         self._queue.put(checkpoint)
 
     def state(self, checkpoint: Path) -> tuple[UploadState, str | None]:
-        """How far it is, and why it failed."""
+        """State of a checkpoint's upload, and the error if it failed."""
         with self._lock:
             return self._states.get(checkpoint, (UploadState.NONE, None))
 
     def pending(self, folder: Path) -> frozenset[str]:
-        """Names of the job's checkpoints that wait or are under way."""
+        """Names of the job's checkpoints that wait or are being uploaded."""
         with self._lock:
             return frozenset(
                 path.name
@@ -134,7 +134,7 @@ class Uploads:
             )
 
     def close(self) -> None:
-        """End after the chunk under way; what is left goes on with the next daemon."""
+        """End after the current chunk; the next daemon resumes the rest."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join()
@@ -149,7 +149,7 @@ class Uploads:
                 return
             try:
                 if self._filesystem is None:
-                    raise InvalidRequestError("there is no checkpoint_upload_url")
+                    raise InvalidRequestError("checkpoint_upload_url is not set")
                 sent = upload(
                     self._filesystem,
                     self._root,
@@ -158,7 +158,7 @@ class Uploads:
                 )
             except InterruptedError:
                 return
-            # Whatever an fsspec implementation raises must not end the others' uploads.
+            # An exception of an fsspec implementation must not end the other uploads.
             except Exception as error:
                 LOG.warning("attempt %d to upload %s: %r", attempt + 1, checkpoint, error)
                 if attempt + 1 == self._attempts_max or self._filesystem is None:
@@ -176,8 +176,8 @@ class Uploads:
         try:
             (checkpoint / UPLOAD_RECORD).write_bytes(msgspec.json.encode({"url": self._url}))
         except OSError as error:
-            # The next daemon finds out by comparing every file.
-            LOG.warning("that %s is uploaded was not noted: %s", checkpoint, error)
+            # The next daemon compares every file instead.
+            LOG.warning("the upload of %s was not recorded: %s", checkpoint, error)
 
     def _set(self, checkpoint: Path, state: UploadState, error: str | None = None) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
-"""What a worker calls: blocking moves of its own state.
+"""A worker's client of its node's StateManager: blocking moves of the worker's own state.
 
-When a call returns, the tensors are where it says and safe to use (PlexRL §5.3). A daemon that was
-restarted meanwhile is connected to again and told of the arena, and the request is repeated. That
-changes nothing twice: every request names its version, and the arena is given back only by the
-client and only once it knows that the version is whole.
+When a call returns, the move is complete and the tensors are safe to use (PlexRL §5.3). If the
+daemon restarts, the client reconnects, registers the arena again and repeats the request. Requests
+are idempotent: each names its version, and only the client returns the arena's memory, after it
+knows that the version is complete.
 """
 
 import time
@@ -25,19 +25,16 @@ from plexrl.statemanager.client.host_link import HostLink
 from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
-from plexrl.statemanager.layout.scales import Wants
+from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.messages import (
     Adopt,
     Answer,
     BorrowBase,
     Load,
-    Ping,
     Prefetch,
-    PrefetchPublished,
     Publish,
     Register,
-    Relay,
     Release,
     Request,
     Save,
@@ -45,56 +42,51 @@ from plexrl.statemanager.protocol.messages import (
     Usage,
 )
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
-from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullWay
-from plexrl.statemanager.transfer.transport.choice import Ways
-
-_PING = Ping()
+from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullMode
+from plexrl.statemanager.transfer.transport.choice import Transports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveReport:
-    """What a move did."""
+    """Result of a move."""
 
     bytes_moved: int
-    """0 for a version that was stored already and is unchanged."""
+    """0 for an unchanged version that was stored before."""
     seconds: float
     tier: str
-    """Where the bytes lie now (for a load: lay): `host` or `nvme`."""
+    """Tier that holds the bytes: `host` or `nvme`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(MoveReport):
-    """What a load brought."""
+    """Result of a load."""
 
     parts: frozenset[StatePart] = frozenset()
     meta: dict[str, Any] = field(default_factory=dict)
     bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """Of what was laid out anew: address, the node's own empty → bytes that came from there. Empty
-    for a version of this very layout."""
+    """For a load from another layout: address → bytes from there; the node's own address is empty.
+    Empty for a load from the same layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport(MoveReport):
-    """What a pull brought."""
+    """Result of a pull."""
 
     bytes_wanted: int
-    """Of the target's own slices; `bytes_moved` is the same unless a source was lost, or less came
-    as a delta."""
+    """Size of the target's slices; `bytes_moved` differs if a source was lost or a delta was
+    used."""
     bytes_by_source: dict[str, int]
     attempts: int
-    way: PullWay = PullWay.FULL
-    relayed_bytes: int | None = None
-    """That this node's StateManager brought over the network for this call, on behalf of all ranks
-    here; 0 where another rank's call had brought them. Absent: this rank pulled for itself."""
+    mode: PullMode = PullMode.FULL
 
     @property
     def fraction(self) -> float:
-        """Bytes moved of those wanted."""
+        """`bytes_moved / bytes_wanted`."""
         return self.bytes_moved / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 class StateManagerClient:
-    """One rank's connection to its node's StateManager. Not for use by several threads at once."""
+    """One rank's connection to its node's StateManager. Not thread-safe."""
 
     def __init__(
         self,
@@ -106,8 +98,8 @@ class StateManagerClient:
         ticket: bytes,
         timeout_s: float = 600.0,
     ) -> None:
-        """`ticket` says what this client may ask for. `timeout_s` bounds each call, the wait for a
-        restarting daemon included."""
+        """`ticket` authenticates the client. `timeout_s` bounds each call, including the wait for
+        a restarting daemon."""
         self.path = socket_path
         self.deployment = deployment
         self.rank = rank
@@ -116,12 +108,11 @@ class StateManagerClient:
         self._timeout_s = timeout_s
         self._link = RankLink(socket_path, timeout_s, ticket)
         self._held: tuple[int, str] | None = None
-        """Seq and stamp of the stored version that the arena equals while it has that seq."""
-        self._wants: tuple[Sequence[StateSlice], Wants] | None = None
-        self._registered: tuple[StateSlice, ...] = ()
+        """Seq and stamp (ETag) of the stored version that the arena equals."""
+        self._wants: tuple[Sequence[StateSlice], Layout] | None = None
         self._layouts = KnownLayouts()
-        self._ways = Ways(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
-        self._puller = Puller(self._ways.open, self._layouts, timeout_s)
+        self._transports = Transports(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
+        self._puller = Puller(self._transports.open, self._layouts, timeout_s)
 
     def register(
         self,
@@ -132,16 +123,16 @@ class StateManagerClient:
         token: int,
         host: HostArena | None = None,
     ) -> None:
-        """Have the daemon lend the arena memory; replaces what this rank registered before.
+        """Register an arena, to which the daemon lends memory; replaces this rank's previous one.
 
-        What was written to a new arena stays. One that was registered before and has been offloaded
-        gets memory when it is loaded. `host` holds the slices whose places begin at
-        `host_requests.host_start`; from now on it borrows its memory here.
+        A new arena keeps its contents. An arena that was registered before and then offloaded gets
+        memory when it is loaded. `host` holds the slices whose offsets begin at
+        `host_requests.host_start`; it borrows its memory from this daemon.
 
         Raises:
-            StaleTokenError: the group's lock has been granted to another since.
-            InvalidRequestError: a slice does not lie in the arena.
-            DeviceMemoryFullError: others have too much of the device.
+            StaleTokenError: the group lock has since been granted to another holder.
+            InvalidRequestError: a slice lies outside the arena.
+            DeviceMemoryFullError: other allocations leave too little device memory.
         """
         self._held = None
         self._puller.forget()
@@ -160,26 +151,26 @@ class StateManagerClient:
         self._link.register(arena, registration, host)
         if host is not None:
             host.lender = HostLink(self._link)
-        self._registered = registration.slices
 
     def attach(self) -> None:
-        """Have memory behind the registered arena, if there is none; its contents stay.
+        """Borrow memory for the registered arena if it has none; its contents stay.
 
         Raises:
-            DeviceMemoryFullError: others have too much of the device.
+            DeviceMemoryFullError: other allocations leave too little device memory.
         """
         self._link.attach()
 
     def borrow_base(
         self, base: WorkerArena, *, content: str, token: int, fill: Callable[[], None]
     ) -> int:
-        """Have a base behind `base` until the next offload: memory that arenas with the same
-        `content` share, of deployments of this tenant. Where the daemon has none, `fill` writes it,
-        once for all; else it can only be read. Returns the bytes that were filled.
+        """Borrow frozen weights into `base` until the next offload.
+
+        Arenas of this tenant's deployments with equal `content` share that memory, read-only. If
+        the daemon has none, `fill` writes it once for all. Returns the bytes that were filled.
 
         Raises:
-            DeviceMemoryFullError: others have too much of the device. What is on the device of
-                this rank has been given back, unsaved.
+            DeviceMemoryFullError: other allocations leave too little device memory. This rank's
+                device memory has been returned, unsaved.
         """
         request = BorrowBase(token=token, content=content, nbytes=base.nbytes)
         try:
@@ -200,25 +191,25 @@ class StateManagerClient:
         next_use_s: float | None = None,
         previous_seq: int = 0,
     ) -> MoveReport:
-        """Store `parts` as version `seq` and give the arena's memory back.
+        """Store `parts` as version `seq` and return the arena's memory.
 
-        `next_use_s`: in how many seconds it is likely to be loaded again, if anybody knows.
+        `next_use_s`: expected time until the next load; absent: unknown.
 
-        Versions other than `seq` and `keep_seq` are dropped once this one is whole; `previous_seq`
-        too, but only when room is short. An arena that was loaded from or saved as version `seq`
-        is taken to be unchanged: nothing is copied.
+        Versions other than `seq` and `keep_seq` are dropped when this one is complete;
+        `previous_seq` is dropped only when space is short. An arena that was loaded from or saved
+        as version `seq` counts as unchanged, so nothing is copied.
 
         Raises:
-            StateTierFullError: no tier has room; the arena is as it was.
-            StaleTokenError: the group's lock has been granted to another since.
-            UnavailableError: the daemon did not come back in time; the arena is as it was.
+            StateTierFullError: no tier has free space; the arena is unchanged.
+            StaleTokenError: the group lock has since been granted to another holder.
+            UnavailableError: the daemon did not come back in time; the arena is unchanged.
         """
         started = time.perf_counter()
         report = self._save(seq, keep_seq, token, parts, meta, next_use_s, previous_seq)
         self._link.give_back()
         self._held = None
         self._puller.forget()
-        # Giving pages back takes time too, which the daemon's figure does not know of.
+        # Returning pages takes time that the daemon does not measure.
         return replace(report, seconds=time.perf_counter() - started)
 
     def snapshot(
@@ -231,7 +222,7 @@ class StateManagerClient:
         meta: Mapping[str, object] | None = None,
         previous_seq: int = 0,
     ) -> MoveReport:
-        """As `offload`, but the arena keeps its contents."""
+        """As `offload`, but the arena keeps its memory and contents."""
         return self._save(seq, keep_seq, token, parts, meta, previous_seq=previous_seq)
 
     def load(
@@ -243,19 +234,19 @@ class StateManagerClient:
         cast: bool = False,
         previous_seq: int = 0,
     ) -> LoadReport:
-        """Bring version `seq` of this shard into the arena; it stays stored as well.
+        """Load version `seq` of this shard into the arena; it also stays stored.
 
-        A version that was saved by ranks of another layout (of data, tensor, pipeline or expert
-        parallelism) is brought all the same, each byte once, from what this node and the
-        StateManagers at `sources` have of it; `cast` lets elements change their dtype on the way.
-        `previous_seq` is kept only while there is room from now on.
+        A version saved under another layout (of data, tensor, pipeline or expert parallelism) is
+        converted: each byte is read once, from this node and the StateManagers at `sources`. With
+        `cast`, elements may change their dtype. From now on `previous_seq` is kept only while there
+        is free space.
 
         Raises:
-            StateLostError: there is no such version, or what is there of it is not whole.
-            CorruptStateError: it is damaged; the arena holds nothing.
-            DeviceMemoryFullError: others have too much of the device.
+            StateLostError: the version does not exist or is incomplete.
+            CorruptStateError: the version is damaged; the arena is empty.
+            DeviceMemoryFullError: other allocations leave too little device memory.
             InvalidRequestError: a tensor was saved with another shape or dtype.
-            StaleTokenError: the group's lock has been granted to another since.
+            StaleTokenError: the group lock has since been granted to another holder.
             UnavailableError: the daemon did not come back in time; the arena's contents are
                 undefined.
         """
@@ -287,11 +278,11 @@ class StateManagerClient:
         )
 
     def publish(self, *, seq: int, token: int) -> MoveReport:
-        """Put this shard's parameters and buffers where other deployments can pull them.
+        """Publish this shard's parameters and buffers, for other deployments to pull.
 
         Raises:
-            StateTierFullError: no tier has room.
-            StaleTokenError: the group's lock has been granted to another since.
+            StateTierFullError: no tier has free space.
+            StaleTokenError: the group lock has since been granted to another holder.
         """
         self._check_whole()
         self._link.attach()
@@ -305,49 +296,37 @@ class StateManagerClient:
         seq: int,
         wants: Sequence[StateSlice],
         delta: DeltaPolicy | None = None,
-        relay: bool = True,
     ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
-        Every byte that is wanted is brought once, and no other; a slice that is wanted in another
-        dtype is cast on the way, and one in F8 scaled if `<name>_scale` is wanted too (`scales`).
-        `sources` are the StateManagers that hold shards of it: paths of
-        sockets on this machine, `tcp://host:port` or `nixl://host:port` elsewhere. The version
-        stays where it is for as long as this takes. A pull that fails after it began leaves the
-        wanted slices with bytes of no version: nothing can be saved or published until a pull or
-        load succeeds.
+        Exactly the wanted bytes are transferred, each once; a slice wanted in another dtype is
+        cast. `sources` are the StateManagers that hold shards of the version: socket paths on this
+        machine, `tcp://host:port` or `nixl://host:port` elsewhere. They hold the version during the
+        pull. A pull that fails midway leaves the wanted slices without a complete version: nothing
+        can be saved or published until a pull or load succeeds.
 
-        With `delta`, and where the last pull was of the same source into the same slices and
-        nobody has written to them since, only blocks that differ are brought.
-
-        With `relay`, a version that is on other nodes only comes over the network once for all the
-        deployment's ranks on this node, where the node's StateManager finds that cheaper.
+        With `delta`, only the differences are transferred if the last pull was from the same
+        source into the same slices, which have not been written since.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
-            InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
-            UnavailableError: a source that is needed cannot be reached.
+            InvalidRequestError: a tensor has another shape there, or a dtype without a cast.
+            UnavailableError: a needed source cannot be reached.
         """
         arena = self._link.arena
         if not isinstance(arena, Arena):
-            raise InvalidRequestError("register an arena of this CPU node before pulling into it")
+            raise InvalidRequestError("a pull needs an arena in CPU memory: register one first")
         self._link.attach()
         started = time.perf_counter()
         self._held = None
         if self._wants is None or self._wants[0] is not wants:
-            self._wants = wants, Wants.of(wants)
+            self._wants = wants, Layout.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
-        relayed: int | None = None
         sources = [nearest(address) for address in sources]
-        if relay and all("://" in address for address in sources) and self._is_own(wants):
-            request = Relay(source=source, seq=seq, sources=tuple(sources), delta=delta)
-            answer = self._call(request)
-            if answer["relayed"]:
-                sources, source, relayed = [self.path], self.deployment, answer["bytes_moved"]
         try:
             result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
-            self._ways.forget_unused()
+            self._transports.forget_unused()
         return PullReport(
             bytes_moved=result.bytes_moved,
             seconds=time.perf_counter() - started,
@@ -355,17 +334,12 @@ class StateManagerClient:
             bytes_wanted=result.bytes_wanted,
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
-            way=result.way,
-            relayed_bytes=relayed,
+            mode=result.mode,
         )
 
     def forget_pulled(self) -> None:
-        """The arena's weights were written by others: the next pull brings all bytes."""
+        """Record that the arena's weights were written, so that the next pull is a full one."""
         self._puller.forget_bases()
-
-    def ping(self) -> None:
-        """One round trip: returns once the daemon has answered."""
-        self._call(_PING)
 
     def usage(self) -> dict[str, Any]:
         """The node's tiers, versions and arenas, and its first device, in bytes."""
@@ -376,31 +350,23 @@ class StateManagerClient:
         self._call(Release(deployment=deployment))
 
     def adopt(self, shard: StoredShard, fds: Sequence[int]) -> MoveReport:
-        """Have the daemon take in another one's version from its files. For the node agent.
+        """Have the daemon store another daemon's version from its files. For the node agent.
 
         Raises:
-            StateTierFullError: no tier has room.
-            CorruptStateError: the bytes are not those of the manifest's digest.
+            StateTierFullError: no tier has free space.
+            CorruptStateError: the bytes do not match the manifest's digest.
             PermissionDeniedError: this client has registered an arena.
         """
         request = Adopt(manifest=shard.manifest, regions=shard.regions)
         return msgspec.convert(self._call(request, fds), MoveReport)
 
     def prefetch(self, deployment: str, seq: int, next_use_s: float | None = None) -> None:
-        """Hint that version `seq` will be loaded soon, in `next_use_s` seconds if that is known;
-        returns at once."""
+        """Hint that version `seq` will be loaded soon, in `next_use_s` seconds if known; returns at
+        once."""
         self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
 
-    def prefetch_published(self, source: str, seq: int) -> None:
-        """Hint that what this node has of a published version will be pulled soon; returns at once.
-
-        Raises:
-            PermissionDeniedError: it is another job's.
-        """
-        self._call(PrefetchPublished(source=source, seq=seq))
-
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """The answer to a request that has no method of its own here.
+        """The answer to a request without a method of its own.
 
         Raises:
             PlexRLError: the daemon refused it.
@@ -409,28 +375,24 @@ class StateManagerClient:
         return self._call(request, fds)
 
     def close(self) -> None:
-        """End the connection; the daemon forgets the arena, not the versions."""
-        self._ways.close()
+        """Close the connection; the daemon drops the registration and keeps the versions."""
+        self._transports.close()
         self._link.close()
 
     def stamp(self, seq: int) -> str | None:
-        """Of the stored version `seq`, where the arena is known to equal it."""
+        """Stamp (ETag) of the stored version `seq`, if the arena is known to equal it."""
         return self._held[1] if self._held is not None and self._held[0] == seq else None
 
     @property
     def is_torn(self) -> bool:
-        """A pull was cut, so the arena is of no version."""
+        """Whether a pull failed midway, so that the arena holds no complete version."""
         return self._puller.is_torn
-
-    def _is_own(self, wants: Sequence[StateSlice]) -> bool:
-        """Whether the daemon knows of every wanted slice, by this rank's registration."""
-        return wants is self._registered or set(wants) <= set(self._registered)
 
     def _check_whole(self) -> None:
         if self._puller.is_torn:
             raise StateLostError(
-                f"the last pull into rank {self.rank} of {self.deployment!r} was cut, so its "
-                "arena is of no version: pull or load again"
+                f"the last pull into rank {self.rank} of {self.deployment!r} failed midway, so "
+                "its arena holds no complete version: pull or load again"
             )
 
     def _save(

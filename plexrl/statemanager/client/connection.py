@@ -1,4 +1,4 @@
-"""Blocking requests of a client, over as many connections as it takes to reach the daemon."""
+"""Blocking requests to the daemon, with reconnects."""
 
 import socket
 import struct
@@ -22,8 +22,8 @@ _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
-    """What `attempt` returns, made again for as long as it meets no daemon at `path`.
+def retry_connect(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> AnyT:
+    """Call `attempt` until it reaches the daemon at `path`; returns its result.
 
     Raises:
         UnavailableError: the daemon did not come back in time.
@@ -42,14 +42,14 @@ def until_reached(path: str, timeout_s: float, attempt: Callable[[], AnyT]) -> A
 
 
 def connect(path: str, timeout_s: float, ticket: bytes, *, of_user: int | None = None) -> Channel:
-    """A connection to the daemon at `path`, as the ticket's holder; `timeout_s` bounds each wait.
+    """Connect to the daemon at `path` as the ticket's holder; `timeout_s` bounds each wait.
 
-    With `of_user` the ticket is shown to that user's process only: whoever is shown it can use it.
+    With `of_user` the ticket is sent only to a process of that user, since its receiver can use it.
 
     Raises:
-        PermissionDeniedError: somebody else listens there.
-        AuthenticationError: the daemon does not take the ticket.
-        PlexRLError: what else it refused the connection for.
+        PermissionDeniedError: another user's process listens there.
+        AuthenticationError: the daemon rejects the ticket.
+        PlexRLError: the daemon refuses the connection for another reason.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -66,7 +66,7 @@ def connect(path: str, timeout_s: float, ticket: bytes, *, of_user: int | None =
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Whose process is at the other end of a Unix socket, by the kernel's word."""
+    """User of the process at the other end of a Unix socket, as the kernel reports it."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(raw)
     assert isinstance(uid, int)
@@ -84,16 +84,16 @@ def _check_owner(connection: socket.socket, path: str, user: int) -> None:
 def exchange(
     channel: Channel, request: Request, fds: Sequence[int] = ()
 ) -> tuple[Answer, list[int]]:
-    """The answer to a request, and its descriptors, which the caller must close.
+    """Send a request; returns its answer and descriptors, which the caller must close.
 
     Raises:
-        PlexRLError: what the daemon raised.
+        PlexRLError: the daemon raised it.
         ConnectionLostError: the daemon closed.
     """
-    try:  # noqa: SIM105  # `suppress` would take its microsecond
+    try:  # noqa: SIM105  # `suppress` would cost a microsecond
         channel.send(_REQUEST, request, fds)
     except (BrokenPipeError, ConnectionResetError):
-        # A daemon that refuses a connection says why and closes it, maybe before anything is sent.
+        # A daemon that refuses a connection sends its error and closes, perhaps before this send.
         pass
     kind, body, received = (
         channel.receive_plain() if request.is_answered_plainly else channel.receive()

@@ -1,12 +1,12 @@
-"""A worker's optimizer state in memory of its StateManager's host tier.
+"""Host arena: a worker's optimizer state in its StateManager's host tier.
 
-The addresses are the worker's for good. Behind them is, in turn:
+Its addresses never change. They map one of:
 
-- memory that it borrowed, and writes to;
-- a stored version's own bytes, read-only: what the worker had when that version was made of its
-  memory, or loaded. Who writes next copies them to memory newly borrowed, piece by piece as it
-  goes; so a version is never changed, and no move copies what stays in host memory;
-- private memory, before a StateManager is told of it.
+- borrowed memory, which the worker writes;
+- a stored version's own bytes, read-only, after that version was made of the arena's memory or
+  loaded. The next write goes to newly borrowed memory, copied on the way. So a version never
+  changes, and no move copies state that stays in host memory;
+- private memory, before the arena is registered.
 """
 
 import ctypes
@@ -25,71 +25,70 @@ from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Borrowed:
-    """Memory as the StateManager lends it."""
+    """Memory lent by the StateManager."""
 
     reader: int
-    """A descriptor that only reads."""
+    """Read-only descriptor."""
     writer: int
-    """One that writes."""
+    """Writable descriptor."""
     holds: bool
-    """It is what was borrowed and given up before, with its contents."""
+    """Whether this is memory that was returned before and still has its contents."""
 
 
 class Lender(Protocol):
-    """Where a host arena borrows."""
+    """Lends memory to a host arena."""
 
     def borrow(self) -> Borrowed:
-        """Memory of the arena's size."""
+        """Borrow memory of the arena's size."""
         ...
 
     def copied(self) -> None:
-        """What was read before the last borrowing is not read any more."""
+        """Report that the memory mapped before the last borrowing is no longer read."""
         ...
 
     def abandoned(self) -> None:
-        """Nothing came of the last borrowing."""
+        """Return the last borrowed memory unused."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """Where state is while it is written: read at `source`, written at `target`."""
+    """Addresses during a write: the state is read at `source` and written at `target`."""
 
     source: int
     target: int
 
     @property
     def copies(self) -> bool:
-        """Whether what is not changed has to be copied too."""
+        """Whether unchanged bytes must be copied too."""
         return self.source != self.target
 
 
 class HostArena:
-    """Not for use by several threads at once."""
+    """Optimizer state in host memory. Not thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        """A range of at least `nbytes` that reads as zero."""
+        """Reserves addresses for at least `nbytes`, which read as zero."""
         self.nbytes = max(PAGE_BYTES, padded(nbytes))
         self.address = map_zero(self.nbytes)
         memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         ending = weakref.finalize(memory, unmap, self.address, self.nbytes)
         ending.atexit = False
         self.buffer = memoryview(memory).cast("B")
-        """Valid for good; to be written to in `writing` only."""
+        """Always valid; write to it only within `writing`."""
         self.reader: int | None = None
-        """A descriptor of what is mapped; absent: it is private, or its StateManager forgot it."""
+        """Descriptor of the mapped memory; absent: unknown to the StateManager."""
         self.is_writable = True
         self.lender: Lender | None = None
-        """Absent until the arena is registered: it is private till then."""
+        """Absent before registration, while the arena is private."""
 
     @contextmanager
     def writing(self) -> Iterator[Writing]:
-        """Have the state written while the block runs: all of it, where the `Writing` copies.
-
-        A block that raises leaves the arena as it was, where it had to copy.
+        """Allow writes while the block runs. If the `Writing` copies, the block writes all bytes,
+        and an exception leaves the arena unchanged.
 
         Raises:
-            StateTierFullError: there is no room for a copy beside the version it is made of.
+            StateTierFullError: the host tier has no space for a copy in addition to the version.
         """
         if self.is_writable or self.lender is None:
             yield Writing(source=self.address, target=self.address)
@@ -112,10 +111,10 @@ class HostArena:
         self.lender.copied()
 
     def give_up(self) -> None:
-        """Make it memory of the StateManager's that nobody writes to, so a version can be made of
+        """Make the memory read-only and known to the StateManager, so that a version can be made of
         it. Raises as `writing`."""
         if self.reader is None and self.lender is not None:
-            # Private till now, or of a StateManager that knows it no more.
+            # The memory is private, or a restarted StateManager does not know it.
             lent = self.lender.borrow()
             spare = self._map(lent, None)
             move(spare, self.address, self.nbytes)
@@ -126,7 +125,7 @@ class HostArena:
             self._map_to_read(self.reader)
 
     def attach(self, reader: int, writer: int | None) -> None:
-        """Map what a load brought: a version's own bytes, or with `writer` a copy of them."""
+        """Map the memory from a load: a version's own bytes, or with `writer` a copy of them."""
         if writer is None:
             self._map_to_read(reader)
             self._holds(reader, is_writable=False)
@@ -134,19 +133,19 @@ class HostArena:
             self._map(Borrowed(reader=reader, writer=writer, holds=True), self.address)
 
     def forget_lent(self) -> None:
-        """The StateManager does not know what is mapped, so no version can be made of it."""
+        """Record that the StateManager does not know the mapped memory."""
         if self.reader is not None:
             os.close(self.reader)
             self.reader = None
 
     def detach(self) -> None:
-        """Unmap what was lent; the arena reads as zero."""
+        """Unmap the lent memory; the arena then reads as zero."""
         map_zero(self.nbytes, self.address)
         self.forget_lent()
         self.is_writable = True
 
     def _map(self, lent: Borrowed, address: int | None) -> int:
-        """Map memory to write to; the mapping alone keeps it open for that."""
+        """Map memory writable; only the mapping keeps it writable."""
         try:
             at = map_file(lent.writer, self.nbytes, address)
         except OSError:
@@ -159,7 +158,7 @@ class HostArena:
         return at
 
     def _map_to_read(self, fd: int) -> None:
-        # Pages come as they are read: after an offload none is.
+        # Pages are mapped when they are read; after an offload none is.
         map_file(fd, self.nbytes, self.address, protection=mmap.PROT_READ, populate=False)
         self.is_writable = False
 

@@ -1,4 +1,4 @@
-"""A host arena's lender: the rank's own StateManager."""
+"""Lender of a host arena: the rank's StateManager."""
 
 from plexrl.statemanager.client.host_arena import Borrowed
 from plexrl.statemanager.client.rank_link import RankLink
@@ -6,7 +6,7 @@ from plexrl.statemanager.protocol.host_requests import Returned, ReturnHost
 
 
 class HostLink:
-    """As `Lender`, over a rank's connection."""
+    """A `Lender` over a rank's connection."""
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
@@ -16,9 +16,9 @@ class HostLink:
         return self._link.borrow_host()
 
     def copied(self) -> None:
-        """Let the StateManager do with the version as it likes."""
+        """As `Lender.copied`: the StateManager may move the version."""
         self._link.call(ReturnHost(what=Returned.BASE))
 
     def abandoned(self) -> None:
-        """Let others have the memory."""
+        """As `Lender.abandoned`."""
         self._link.call(ReturnHost(what=Returned.LOAN))

@@ -1,7 +1,7 @@
 """A rank's connection to its StateManager, and the memory that its arena borrows over it.
 
-A connection that is lost is made again, and whoever is on its other end is told of the arena: a
-daemon that was restarted is handed the segments that the arena still has, to be adopted.
+A lost connection is re-established and the arena registered again: a restarted daemon receives the
+segments that the arena still has and adopts them.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from plexrl.errors import ConflictError, ConnectionLostError, PlexRLError
-from plexrl.statemanager.client.connection import connect, exchange, until_reached
+from plexrl.statemanager.client.connection import connect, exchange, retry_connect
 from plexrl.statemanager.client.host_arena import Borrowed, HostArena
 from plexrl.statemanager.device.backend import Segment, WorkerArena
 from plexrl.statemanager.protocol.channel import Channel, close_all
@@ -33,10 +33,10 @@ _WITH_TOKEN = (Save, Load, Publish, Attach, BorrowBase)
 
 
 class RankLink:
-    """Not for use by several threads at once."""
+    """Connection and borrowed memory of a rank. Not thread-safe."""
 
     def __init__(self, path: str, timeout_s: float, ticket: bytes) -> None:
-        """`timeout_s` bounds each call, the wait for a restarting daemon included."""
+        """`timeout_s` bounds each call, including the wait for a restarting daemon."""
         self._path = path
         self._timeout_s = timeout_s
         self._ticket = ticket
@@ -44,28 +44,28 @@ class RankLink:
         self._registration: Register | None = None
         self._is_registered = False
         self._lent_here: WorkerArena | None = None
-        """The arena whose memory the daemon at the other end of this very connection lent."""
+        """The arena with memory that was lent over this very connection."""
         self.arena: WorkerArena | None = None
-        """Absent before the first registration."""
+        """Registered arena; absent before the first registration."""
         self.host: HostArena | None = None
-        """Absent where all state is on the device."""
+        """Registered host arena; absent: all state is on the device."""
         self._base: WorkerArena | None = None
-        """Has a base behind it that others may read too."""
+        """Arena with shared frozen weights; absent: none."""
 
     @property
     def token(self) -> int:
-        """Of the newest grant that this rank was given."""
-        assert self._registration is not None, "only a registered rank asks"
+        """Token of the newest grant to this rank."""
+        assert self._registration is not None, "only a registered rank has a token"
         return self._registration.token
 
     def register(
         self, arena: WorkerArena, registration: Register, host: HostArena | None = None
     ) -> None:
-        """Make the arena the rank's. One that is new here gets memory, and keeps what was written
-        to it before; another is attached when it is next needed.
+        """Register the arena. A new one gets memory at once and keeps its contents; another one
+        gets it when it is next needed.
 
         Raises:
-            PlexRLError: refused; no arena is registered.
+            PlexRLError: the daemon refused; no arena is registered.
         """
         is_new = arena is not self.arena
         self.arena, self._registration, self._is_registered = arena, registration, False
@@ -81,10 +81,10 @@ class RankLink:
             raise
 
     def attach(self) -> None:
-        """Have memory behind the arena, if there is one; contents stay.
+        """Borrow memory for the arena, if one is registered; its contents stay.
 
         Raises:
-            DeviceMemoryFullError: others have too much of it.
+            DeviceMemoryFullError: other allocations leave too little device memory.
         """
         if self._registration is not None and self.arena is not None:
             if self.arena.is_attached:
@@ -92,7 +92,7 @@ class RankLink:
             self.borrow(Attach(token=self._registration.token), keep_contents=True)
 
     def borrow(self, request: Attach | Load, *, keep_contents: bool) -> Answer:
-        """The answer to a request that may bring the arena memory, which is attached."""
+        """Send a request whose answer may lend memory, and attach it; returns the answer."""
         answer, received = self._exchange(request)
         sizes = answer.get("segment_bytes", ())
         fds = received[: len(sizes)]
@@ -100,10 +100,10 @@ class RankLink:
             self._attach_host(self.host, received[len(sizes) :])
         if "segment_bytes" not in answer:
             return answer
-        assert self.arena is not None, "only a registered arena is lent memory"
+        assert self.arena is not None, "memory is lent only to a registered arena"
         if len(sizes) != len(fds):
             close_all(fds)
-            raise ConnectionLostError(f"{len(fds)} segments came; {len(sizes)} were announced")
+            raise ConnectionLostError(f"{len(fds)} segments arrived; {len(sizes)} were announced")
         try:
             segments = [Segment(fd=fd, nbytes=n) for fd, n in zip(fds, sizes, strict=True)]
             self.arena.attach(segments, keep_contents=keep_contents)
@@ -114,24 +114,25 @@ class RankLink:
         return answer
 
     def borrow_host(self) -> Borrowed:
-        """Memory for the host arena.
+        """Borrow memory for the host arena.
 
         Raises:
-            StateTierFullError: the host tier has no room.
-            QuotaExceededError: the tenant has as much there as it may.
+            StateTierFullError: the host tier has no free space.
+            QuotaExceededError: the tenant has reached its quota there.
         """
         answer, fds = self._exchange(BorrowHost(token=self.token))
         if len(fds) != 2:
             close_all(fds)
-            raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 2")
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory arrived, not 2")
         return Borrowed(reader=fds[0], writer=fds[1], holds=answer["holds"])
 
     def borrow_base(self, base: WorkerArena, request: BorrowBase, fill: Callable[[], None]) -> int:
-        """Put a base behind `base`, made by `fill` if the daemon has none; returns the bytes that
-        were filled. With a failure nothing is behind it.
+        """Borrow shared frozen weights into `base`; `fill` writes them if the daemon has none.
+
+        Returns the bytes that were filled. After a failure `base` has no memory.
 
         Raises:
-            DeviceMemoryFullError: others have too much of the device.
+            DeviceMemoryFullError: other allocations leave too little device memory.
         """
         filled_bytes = 0
         self._base = base
@@ -146,14 +147,14 @@ class RankLink:
                 fill()
                 self._exchange(BaseIsWhole(content=request.content, nbytes=request.nbytes))
                 filled_bytes = request.nbytes
-                # It is others' too from now on, so this rank maps it again, to read.
+                # The memory is shared from now on, so this rank maps it again, read-only.
                 base.detach()
         except BaseException:
             self._return_base()
             raise
 
     def give_back(self) -> None:
-        """Unmap the arena's memory and let others have it; a base too."""
+        """Unmap and return all borrowed memory."""
         self._return_base()
         if self.host is not None:
             self.host.detach()
@@ -162,10 +163,10 @@ class RankLink:
         self._return_memory()
 
     def call(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """The answer to a request, over as many connections as it takes.
+        """The answer to a request; reconnects as needed.
 
         Raises:
-            PlexRLError: what the daemon raised.
+            PlexRLError: the daemon raised it.
             UnavailableError: the daemon did not come back in time.
         """
         answer, received = self._exchange(request, fds)
@@ -174,7 +175,7 @@ class RankLink:
         return answer
 
     def close(self) -> None:
-        """End the connection; the daemon forgets the arena, not the versions."""
+        """Close the connection; the daemon drops the registration and keeps the versions."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -183,12 +184,12 @@ class RankLink:
 
     def _exchange(self, request: Request | None, fds: Sequence[int] = ()) -> _Received:
         if self._registration is not None and isinstance(request, _WITH_TOKEN):
-            # A later connection registers under the newest grant this rank was given.
+            # A later connection registers with the newest token of this rank.
             token = max(request.token, self._registration.token)
             self._registration = structs.replace(self._registration, token=token)
 
         if self._channel is not None and self._is_registered and request is not None:
-            # The usual case, without the cost of a closure and of a clock.
+            # The common case, without the cost of a closure and a clock.
             try:
                 return exchange(self._channel, request, fds)
             except (ConnectionLostError, OSError):
@@ -202,7 +203,7 @@ class RankLink:
                 self.close()
                 raise
 
-        return until_reached(self._path, self._timeout_s, attempt)
+        return retry_connect(self._path, self._timeout_s, attempt)
 
     def _connected(self) -> Channel:
         """The connection, with the rank registered on it."""
@@ -224,7 +225,7 @@ class RankLink:
                 exchange(channel, structs.replace(registration, keeps_memory=True))
                 return
             except ConflictError:
-                # Another process had the rank meanwhile, so the daemon let go of this memory.
+                # Another process registered the rank meanwhile, so the daemon released this memory.
                 self._lent_here = None
         fds = tuple(segment.fd for segment in held)
         sizes = tuple(segment.nbytes for segment in held)
@@ -239,11 +240,11 @@ class RankLink:
     def _attach_host(self, host: HostArena, fds: list[int]) -> None:
         if len(fds) not in (1, 2):
             close_all(fds)
-            raise ConnectionLostError(f"{len(fds)} descriptors of host memory came, not 1 or 2")
+            raise ConnectionLostError(f"{len(fds)} descriptors of host memory arrived, not 1 or 2")
         host.attach(fds[0], fds[1] if len(fds) == 2 else None)
 
     def _return_base(self) -> None:
-        """As `_return_memory`, of a base."""
+        """As `_return_memory`, for shared frozen weights."""
         if self._base is None:
             return
         self._base.detach()
@@ -255,8 +256,8 @@ class RankLink:
                 self.close()
 
     def _return_memory(self) -> None:
-        """Tell the daemon that the memory is unmapped. One that cannot be told knows of no loan: it
-        let go of it when the connection, or the registration, ended."""
+        """Report to the daemon that the memory is unmapped. An unreachable daemon released it when
+        the connection or the registration ended."""
         self._lent_here = None
         if self._channel is None or not self._is_registered:
             return

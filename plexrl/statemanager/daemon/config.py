@@ -18,81 +18,81 @@ class StateManagerConfig:
     listen: str
     """Unix socket path."""
     host_dir: str
-    """Directory of the host tier, on a memory file system: what lies there survives the daemon's
-    death, not the machine's."""
+    """Directory of the host tier, on a memory file system. Its files survive the daemon, but not a
+    reboot of the machine."""
     host_bytes: int
-    """Bound of the host tier."""
+    """Capacity of the host tier."""
     nvme_dir: str
     nvme_bytes: int
-    """Bound of the NVMe tier."""
+    """Capacity of the NVMe tier."""
     device: DeviceKind = DeviceKind.CPU
-    """What workers compute on: GPUs, or on a node without any its memory."""
+    """Device that workers compute on: GPUs, or host memory on a node without GPUs."""
     device_bytes: int | None = None
-    """Bound of what is lent of each device; absent: what the device has."""
+    """Memory per device that may be allocated to workers; absent: all of it."""
     device_prefault_bytes: int = 0
-    """Of a CPU node's memory, made ready at the start: first use costs several times a copy."""
+    """Device memory of a CPU node to prefault at start: the first use of a page costs several times
+    a copy."""
     host_prefault_bytes: int = 0
-    """Of the host tier made resident at start, in the background; 0 leaves that to the first moves,
-    which are slow then. Small nodes and tests want none."""
+    """Host-tier memory to prefault at start, in the background; 0: none, and the first moves are
+    slow."""
     segment_bytes_max: int = 1 << 30
-    """Of one file of the host tier's memory; larger versions lie in several."""
+    """Size of one host-tier segment file; a larger version spans several."""
     memory_node: int | None = None
-    """NUMA node whose memory the host tier prefers; absent: all of them in turn."""
+    """NUMA node that the host tier prefers; absent: interleave over all nodes."""
     data_threads: int | None = None
-    """Threads that one copy between memories is split over; absent: one a core, up to 4."""
+    """Threads per copy between memories; absent: one per core, at most 4."""
     nvme_queue_depth: int = 8
-    """Requests of 4 MiB that an NVMe drive is given at once: an array needs several, one drive
-    loses nothing by them."""
+    """Concurrent requests of 4 MiB per NVMe drive: an array needs several, and a single drive does
+    not suffer from them."""
     drain: bool = False
-    """Copy versions to NVMe ahead of pressure. Off by default: it writes every version once, most
-    of which are superseded before they would ever have to spill."""
+    """Copy versions to NVMe before the host tier is full. Off by default, because it writes every
+    version once and most versions are superseded before they have to be spilled."""
     published_versions: int = 2
-    """Published parameter versions kept of each shard: the one being pulled and the next. A delta
-    over the network needs the version that its target holds, so a rollout that skips versions gains
-    by more."""
+    """Published versions to keep per shard: the one being pulled and the next. A delta transfer
+    needs the version that the reader holds, so readers that skip versions benefit from more."""
     persist_on_exit: bool = True
-    """Move complete versions to the NVMe tier on a clean exit, so that a restart finds them."""
+    """Move complete versions to the NVMe tier on a clean exit; a restart then finds them."""
     connections_max: int = 1024
-    """Connections served at once, one thread each; a node has a few for every worker."""
+    """Concurrent connections, one thread each; every worker opens a few."""
     checkpoint_dir: str = ""
-    """Checkpoints are written to `<checkpoint_dir>/<job>/<name>`, on a file system that all nodes
-    share; empty: none are."""
+    """Checkpoints go to `<checkpoint_dir>/<job>/<name>`, on a file system that all nodes share;
+    empty: no checkpoints."""
     checkpoint_bytes_per_s: int = 0
-    """Bound of a checkpoint's writing, for disks that others use too; 0: none."""
+    """Rate limit of checkpoint writes, for disks with other users; 0: no limit."""
     checkpoints_waiting_max: int = 4
-    """Checkpoints that may wait for the one being written; each pins a version in the tiers."""
+    """Queued checkpoints behind the one being written; each pins a version in the tiers."""
     checkpoint_upload_url: str = ""
-    """An `fsspec` URL below which uploads go, as `s3://bucket/checkpoints`; empty: there are none.
-    It is the operator's, because the daemon writes there with the operator's credentials."""
+    """`fsspec` URL below which checkpoints are uploaded, as `s3://bucket/checkpoints`; empty: no
+    uploads. Only the operator sets it, because the daemon uploads with the operator's
+    credentials."""
     moves_max: int = 16
-    """Moves under way at once: a few more than it takes to use the memory's bandwidth up."""
+    """Concurrent moves: a few more than saturate the memory bandwidth."""
     moves_waiting_max: int = 256
-    """Moves that wait for their turn; one beyond them is told to come back."""
+    """Moves that may wait in the queue; further requests are refused and may be retried."""
     stuck_move_s: float = 600.0
-    """A move that is under way for longer makes the daemon unhealthy; nothing ends it."""
+    """A move that runs longer makes the daemon unhealthy. The move itself is not ended."""
     metrics_port: int | None = None
-    """`/healthz` and `/metrics` on 127.0.0.1; 0 takes a free one, absent: none."""
+    """Port of `/healthz` and `/metrics` on 127.0.0.1; 0: any free port; absent: none."""
     ticket_key_file: str | None = None
-    """File of the key that tickets are signed with, made where there is none, mode 0600; nodes that
-    take each other's tickets share one. Absent: `ticket.key` in `nvme_dir`."""
+    """File of the key that signs tickets, created with mode 0600 if missing; nodes that accept each
+    other's tickets share the key. Absent: `ticket.key` in `nvme_dir`."""
     tenant_bytes_max: int | None = None
-    """What a tenant may have stored, in both tiers; absent: as much as there is."""
+    """Quota of a tenant in both tiers together; absent: no quota."""
     tenant_host_bytes_max: int | None = None
-    """Of that, in the host tier; what is beyond goes to NVMe straight away. Absent: likewise."""
+    """Quota of a tenant in the host tier; versions beyond it go to NVMe. Absent: no quota."""
     tenant_limits: Mapping[str, TenantLimit] = field(default_factory=dict)
-    """Of tenants to whom these two do not apply."""
+    """Quotas of single tenants, in place of these two."""
     served_uids: tuple[int, ...] = ()
-    """Users whose processes are served, besides root and the daemon's own."""
+    """Users whose processes may connect, in addition to root and the daemon's own user."""
     tenant_uids: Mapping[str, int] = field(default_factory=dict)
-    """Tenants that have a user of their own: their tickets are taken from it only, and from it no
-    others."""
+    """User of each tenant that has its own: the tenant's tickets are accepted from this user only,
+    and this user may show no other tenant's tickets."""
     fault_points: tuple[str, ...] = ()
-    """For tests: where the daemon kills itself (`fault_points.POINTS`)."""
+    """For tests: points at which the daemon kills itself (`fault_points.POINTS`)."""
     serve_tcp: str = ""
-    """`host:port` on which other nodes read published versions; port 0 is any free one. Empty: none
-    can."""
+    """`host:port` on which other nodes read versions; port 0: any free port; empty: not served."""
     serve_nixl: bool = False
-    """Whether other nodes may read published versions by RDMA, through NIXL; needs `serve_tcp`."""
+    """Whether other nodes may read published versions by RDMA through NIXL; needs `serve_tcp`."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -103,7 +103,9 @@ class StateManagerConfig:
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
         if self.serve_nixl and not self.serve_tcp:
-            raise InvalidRequestError("serve_nixl needs serve_tcp, over which versions are opened")
+            raise InvalidRequestError(
+                "serve_nixl needs serve_tcp, which opens the versions: set serve_tcp"
+            )
         for name in ("checkpoint_bytes_per_s", "checkpoints_waiting_max"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(f"{name} must not be negative")
@@ -114,7 +116,7 @@ class StateManagerConfig:
 
     @property
     def ticket_key_path(self) -> Path:
-        """Where the ticket key lies."""
+        """Path of the ticket key."""
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return Path(self.nvme_dir) / KEY_FILE

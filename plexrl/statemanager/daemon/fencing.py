@@ -1,7 +1,7 @@
-"""Fencing: a former holder of a group's lock can move nothing any more (PlexRL §5.2.3).
+"""Fencing: a previous holder of a group's lock can no longer move state (PlexRL §5.2.3).
 
-The highest token seen of each group is kept in the host tier's directory, so it outlives the daemon
-as long as a late message could: the machine's boot.
+The highest token of each group is stored in the host tier's directory. It survives the daemon until
+the machine reboots, which is as long as a late message can survive.
 """
 
 import threading
@@ -13,12 +13,12 @@ from plexrl.errors import InvalidRequestError, StaleTokenError
 from plexrl.statemanager.store.disk_space import replace_file
 
 LEAP_MAX = 1 << 20
-"""Grants of a group between two that this node hears of. A token is the client's word: one beyond
-any grant would shut all others out for good."""
+"""Largest increase between two tokens of a group. The client supplies the token, and a token far
+beyond all grants would lock out every later holder."""
 
 
 class Fencing:
-    """Highest token by group. Thread-safe."""
+    """Highest token of each group. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,26 +28,26 @@ class Fencing:
             self._highest = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
 
     def admit(self, group: str, token: int) -> None:
-        """Note that `token` was seen.
+        """Accept `token` and record it.
 
         Raises:
-            StaleTokenError: a higher one was seen before.
-            InvalidRequestError: it is one that no scheduler can have come to.
-            StateTierFullError: the file system has no room to note it; nothing has changed.
+            StaleTokenError: a higher token was accepted before.
+            InvalidRequestError: the token is higher than any scheduler can have reached.
+            StateTierFullError: the file system is full; nothing has changed.
         """
         with self._lock:
             highest = self._highest.get(group, 0)
             if highest and token > highest + LEAP_MAX:
                 raise InvalidRequestError(
-                    f"token {token} of group {group!r} is far beyond the {highest} seen last: the "
-                    "scheduler counts them one by one",
+                    f"token {token} of group {group!r} is far beyond the last one, {highest}: use "
+                    "the token that the scheduler granted",
                     token=token,
                     highest=highest,
                 )
             if token < highest:
                 raise StaleTokenError(
                     f"token {token} of group {group!r} is stale, {highest} has been granted since: "
-                    "the lock is another's, ask the scheduler again",
+                    "another worker holds the lock, request it again",
                     token=token,
                     highest=highest,
                 )

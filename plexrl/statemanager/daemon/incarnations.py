@@ -1,6 +1,7 @@
-"""Which launch of a deployment a connection belongs to: a later one ends earlier ones' tickets.
+"""The newest launch of each rank: tickets of earlier launches are refused.
 
-They are kept in the host tier's directory, beside the fencing tokens, so they outlive the daemon.
+The incarnations are stored in the host tier's directory, next to the fencing tokens, and survive
+the daemon.
 """
 
 import logging
@@ -17,7 +18,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Incarnations:
-    """Highest incarnation seen of each rank. Thread-safe."""
+    """Highest incarnation of each rank. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,19 +28,19 @@ class Incarnations:
             self._highest = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[int, int]])
 
     def admit(self, claims: Claims) -> None:
-        """Note the incarnation of a worker's ticket.
+        """Accept a worker's ticket and record its incarnation.
 
         Raises:
-            PermissionDeniedError: a later one came before.
-            StateTierFullError: the file system has no room to note it; nothing has changed.
+            PermissionDeniedError: a later incarnation was accepted before.
+            StateTierFullError: the file system is full; nothing has changed.
         """
         with self._lock:
             ranks = self._highest.get(claims.deployment, {})
             highest = ranks.get(claims.rank, 0)
             if claims.incarnation < highest:
                 raise PermissionDeniedError(
-                    f"the ticket of {claims.holder} is of incarnation {claims.incarnation}, and "
-                    f"{highest} has come since: this process has been replaced",
+                    f"the ticket of {claims.holder} is for incarnation {claims.incarnation}, and "
+                    f"{highest} is newer: this process has been replaced",
                     incarnation=claims.incarnation,
                 )
             if claims.incarnation > highest:
@@ -49,12 +50,12 @@ class Incarnations:
                 self._highest = known
 
     def forget(self, deployment: str) -> None:
-        """The deployment is gone."""
+        """Remove the records of a deployment that has ended."""
         with self._lock:
             if self._highest.pop(deployment, None) is None:
                 return
             try:
                 replace_file(self._path, msgspec.json.encode(self._highest))
             except StorageError as error:
-                # An entry too many does no harm. The next write leaves it out.
-                LOG.warning("an ended deployment is still noted: %s", error)
+                # A superfluous entry does no harm. The next write omits it.
+                LOG.warning("the incarnations of an ended deployment remain recorded: %s", error)

@@ -1,4 +1,4 @@
-"""Arenas that workers handed to the daemon: one for each rank of each deployment."""
+"""Arenas that workers registered: one per rank of each deployment."""
 
 import logging
 import threading
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
-from plexrl.statemanager.device.backend import DeviceBackend, Loan
-from plexrl.statemanager.host.allocations import HostLoans, HostState
+from plexrl.statemanager.device.backend import DeviceAllocation, DeviceBackend
+from plexrl.statemanager.host.allocations import HostAllocations, HostState
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
-from plexrl.statemanager.layout.layout import Layout, lay_out
+from plexrl.statemanager.layout.layout import DataLayout, lay_out
 
 LOG = logging.getLogger(__name__)
 
@@ -20,9 +20,9 @@ Shard = tuple[str, int]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Registration:
-    """One rank's arena, and the memory that is lent to it while it is on the device.
+    """One rank's arena, and the device memory allocated to it.
 
-    Only one move is under way at a time (`in_move`), and a registration ends between moves."""
+    `lock` serialises moves, and a registration ends between two moves."""
 
     deployment: str
     rank: int
@@ -32,75 +32,79 @@ class Registration:
     arena_bytes: int
     device: int
     uid: int
-    """The worker's user."""
+    """User of the worker process."""
     devices: DeviceBackend
-    loan: Loan | None = None
-    """Absent while the state is off the device."""
+    allocation: DeviceAllocation | None = None
+    """Device memory; absent while the state is off the device."""
     host: HostState | None = None
-    """Of state that stays in host memory; absent: there is none."""
-    loans: HostLoans | None = None
-    """Where `host` came from."""
-    in_move: threading.Lock = field(default_factory=threading.Lock)
+    """State that stays in host memory; absent: none."""
+    host_allocations: HostAllocations | None = None
+    """Owner of `host`."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
-    layouts: dict[tuple[StatePart, ...], tuple[int, Layout]] = field(default_factory=dict)
-    """By what is saved: how it was laid out last, and in which of the registry's generations."""
+    layouts: dict[tuple[StatePart, ...], tuple[int, DataLayout]] = field(default_factory=dict)
+    """Last layout of each set of parts, with the registry's generation at that time."""
 
     @property
     def shard(self) -> Shard:
         return (self.deployment, self.rank)
 
+    @property
+    def description(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} of {self.deployment!r}"
+
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """One at a time, for as long as the registration is not ended.
+    def exclusive(self) -> Iterator[None]:
+        """Hold the registration's lock.
 
         Raises:
-            ConflictError: another process has registered this rank.
+            ConflictError: the registration has ended: another process registered this rank.
         """
-        with self.in_move:
+        with self.lock:
             if self.ended:
                 raise ConflictError(
-                    f"rank {self.rank} of {self.deployment!r} was registered by another process or "
-                    "released: only one may move its state",
+                    f"{self.description} was registered by another process or released: only one "
+                    "process may move its state",
                     deployment=self.deployment,
                     rank=self.rank,
                 )
             yield
 
     @contextmanager
-    def moving(self) -> Iterator[Loan]:
-        """The arena's memory, for one move at a time.
+    def exclusive_memory(self) -> Iterator[DeviceAllocation]:
+        """Hold the registration's lock; yields the arena's device memory.
 
         Raises:
-            ConflictError: the arena has none, or as for `in_turn`.
+            ConflictError: the arena has no device memory, or as `exclusive`.
         """
-        with self.in_turn():
-            if self.loan is None:
+        with self.exclusive():
+            if self.allocation is None:
                 raise ConflictError(
-                    f"rank {self.rank} of {self.deployment!r} has no memory on the device: load "
-                    "its state first",
+                    f"{self.description} has no memory on the device: load its state first",
                     deployment=self.deployment,
                     rank=self.rank,
                 )
-            yield self.loan
+            yield self.allocation
 
     def end(self) -> None:
-        """Let go of the memory once the move that is under way is over: the worker may still have
-        it mapped, so nobody else gets it."""
-        with self.in_move:
-            loan, self.loan = self.loan, None
+        """Free the memory after the current move. The worker may still have it mapped, so it is not
+        allocated again."""
+        with self.lock:
+            allocation, self.allocation = self.allocation, None
             self.ended = True
-            if self.host is not None and self.loans is not None:
-                self.loans.end(self.host)
-            if loan is None:
+            if self.host is not None and self.host_allocations is not None:
+                self.host_allocations.release_all(self.host)
+            if allocation is None:
                 return
             try:
-                self.devices.free(loan)
+                self.devices.free(allocation)
             except DeviceError:
-                LOG.exception("memory of %s could not be given back to its device", self.shard)
+                LOG.exception("device memory of %s could not be freed", self.description)
 
 
 class Registry:
-    """Thread-safe."""
+    """The registered arenas by shard. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,16 +112,16 @@ class Registry:
         self._generation = 0
 
     def add(self, registration: Registration) -> None:
-        """Take in an arena; the rank's former one is ended once its move is over."""
+        """Add an arena; the rank's previous registration ends after its current move."""
         with self._lock:
-            former = self._registrations.get(registration.shard)
+            previous = self._registrations.get(registration.shard)
             self._registrations[registration.shard] = registration
             self._generation += 1
-        if former is not None:
-            former.end()
+        if previous is not None:
+            previous.end()
 
     def remove(self, registration: Registration) -> None:
-        """End a registration; no effect on one that took its place."""
+        """End a registration; no effect on a newer one of the same rank."""
         with self._lock:
             if self._registrations.get(registration.shard) is registration:
                 del self._registrations[registration.shard]
@@ -131,10 +135,10 @@ class Registry:
         for registration in own:
             self.remove(registration)
 
-    def layout(self, own: Registration, parts: Iterable[StatePart]) -> Layout:
-        """How a version of some parts of a rank's state is laid out beside the other ranks here.
+    def layout(self, own: Registration, parts: Iterable[StatePart]) -> DataLayout:
+        """The layout of a version of these parts, given the other registered ranks.
 
-        Remembered for as long as nobody comes or goes: with many slices it takes milliseconds.
+        Cached until a rank registers or leaves: with many slices it takes milliseconds.
         """
         saved = tuple(sorted(parts))
         with self._lock:
@@ -155,24 +159,18 @@ class Registry:
         own.layouts[saved] = (generation, made)
         return made
 
-    def of(self, deployment: str) -> list[Registration]:
-        """The deployment's ranks that are registered here, in order."""
-        with self._lock:
-            found = [r for (name, _), r in self._registrations.items() if name == deployment]
-        return sorted(found, key=lambda registration: registration.rank)
-
     def resident_bytes(self) -> dict[Shard, int]:
-        """Device memory that each arena has now."""
+        """Device memory of each arena."""
         with self._lock:
             found = sorted(self._registrations.items(), key=lambda item: item[0])
-        return {shard: 0 if (loan := r.loan) is None else loan.nbytes for shard, r in found}
+        return {shard: 0 if (own := r.allocation) is None else own.nbytes for shard, r in found}
 
 
 def check_slices(slices: Sequence[StateSlice], arena_bytes: int) -> None:
-    """Refuse slices that cannot lie in an arena of `arena_bytes`.
+    """Refuse slices that do not fit an arena of `arena_bytes`.
 
     Raises:
-        InvalidRequestError: one reaches out of the arena or of its tensor, is not aligned, or has
+        InvalidRequestError: a slice reaches out of the arena or its tensor, is not aligned, or has
             an unknown dtype.
     """
     for piece in slices:
@@ -180,7 +178,9 @@ def check_slices(slices: Sequence[StateSlice], arena_bytes: int) -> None:
         if piece.dtype not in DTYPE_BYTES:
             raise InvalidRequestError(f"slice {name!r} has unknown dtype {piece.dtype!r}")
         if not len(piece.offset) == len(piece.shape) == len(piece.global_shape):
-            raise InvalidRequestError(f"slice {name!r} mixes numbers of dimensions")
+            raise InvalidRequestError(
+                f"slice {name!r} has an offset, a shape and a global shape of different ranks"
+            )
         box = zip(piece.offset, piece.shape, piece.global_shape, strict=True)
         if any(start < 0 or extent < 0 or start + extent > whole for start, extent, whole in box):
             raise InvalidRequestError(f"slice {name!r} reaches out of its tensor")

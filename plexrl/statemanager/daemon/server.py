@@ -1,4 +1,4 @@
-"""The StateManager's socket: one thread a connection, blocking, so that a call costs a few µs."""
+"""The StateManager's socket: one blocking thread per connection, so a call costs a few µs."""
 
 import logging
 import os
@@ -24,38 +24,36 @@ from plexrl.statemanager.daemon.incarnations import Incarnations
 from plexrl.statemanager.daemon.registry import Registry
 from plexrl.statemanager.daemon.session import Session
 from plexrl.statemanager.device.backend import DeviceBackend
-from plexrl.statemanager.device.shared_bases import SharedBases
-from plexrl.statemanager.eviction.drain import Drainer
-from plexrl.statemanager.eviction.prefetch import Prefetcher
-from plexrl.statemanager.observe.counters import Tally
+from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
+from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
+from plexrl.statemanager.store.background.drain import Drainer
+from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
+from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.store.versions.earlier_versions import EarlierVersions
-from plexrl.statemanager.transfer.amax import Amaxes
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
-from plexrl.statemanager.transfer.relay import Relays
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 LOG = logging.getLogger(__name__)
 
 BACKLOG = 128
 SEND_TIMEOUT_S = 30
-"""A client that takes no answer for so long is cut off."""
+"""Timeout of sending an answer; then the client is disconnected."""
 REFUSAL_TIMEOUT_S = 1
-"""Refusals are sent by the thread that accepts."""
+"""Timeout of sending a refusal, which the accepting thread does."""
 DRAIN_TIMEOUT_S = 60.0
-"""Moves under way when the server closes have so long to finish."""
-ACCEPT_AGAIN_S = 0.1
-"""Until connections are accepted again where the system refused one, as for want of descriptors."""
+"""Time for running moves to finish when the server closes."""
+ACCEPT_RETRY_S = 0.1
+"""Backoff after a failed accept, for example for lack of descriptors."""
 CHECKPOINTS_TIMEOUT_S = 60.0
-"""Checkpoints taken in before the server closes have so long to be written."""
+"""Time for queued checkpoints to be written when the server closes."""
 
 _REQUEST, _RESULT = Kind.REQUEST, Kind.RESULT
 
 
 class Server:
-    """Listens from its construction on; answers workers from `serve` until `close`."""
+    """Listens from construction on; answers requests from `serve` until `close`."""
 
     def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
@@ -71,13 +69,11 @@ class Server:
             devices=devices,
             key=key,
             incarnations=Incarnations(Path(config.host_dir) / "incarnations.json"),
-            line=MoveLine(config.moves_max, config.moves_waiting_max),
-            tally=Tally(),
-            life=uuid.uuid4().hex,
-            amaxes=Amaxes(),
-            bases=SharedBases(devices),
-            earlier=EarlierVersions(store),
-            relays=Relays(store, key, config.published_versions),
+            move_queue=FairQueue(config.moves_max, config.moves_waiting_max),
+            counters=Counters(),
+            run_id=uuid.uuid4().hex,
+            frozen_weights=FrozenWeightsCache(devices),
+            earlier_versions=EarlierVersions(store),
         )
         self._drainer = Drainer(store, config.host_bytes) if config.drain else None
         self._lock = threading.Lock()
@@ -88,7 +84,7 @@ class Server:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(config.listen)
         if users:
-            # Whoever is not among them is refused by the kernel's word.
+            # Other users are refused by the uid that the kernel reports.
             Path(config.listen).chmod(0o666)
         self._socket.listen(BACKLOG)
 
@@ -98,26 +94,26 @@ class Server:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
-                # Either `close` shut the socket down, or this passes: clients may use up what
-                # descriptors there are, but not end the service by it.
-                if self._closing.wait(ACCEPT_AGAIN_S):
+                # Either `close` shut the socket down, or the error is temporary: clients that
+                # exhaust the descriptors must not end the service.
+                if self._closing.wait(ACCEPT_RETRY_S):
                     return
-                LOG.warning("no connection can be accepted: %s", error)
+                LOG.warning("accepting a connection failed, retrying: %s", error)
                 continue
             try:
                 self._admit(connection)
             except PlexRLError as error:
                 LOG.warning("a connection was refused: %s", error)
-                self.services.tally.refused(error.code)
+                self.services.counters.count_refusal(error.code)
                 _refuse(connection, error)
 
     def connections(self) -> int:
-        """How many clients are connected."""
+        """Number of connected clients."""
         with self._lock:
             return len(self._served)
 
     def close(self) -> None:
-        """Accept no more; let moves that are under way finish, then end every connection."""
+        """Stop accepting, wait for running moves, then end every connection."""
         self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -131,7 +127,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
-        self.services.earlier.close()
+        self.services.earlier_versions.close()
         self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
         if self._drainer is not None:
             self._drainer.close()
@@ -144,7 +140,7 @@ class Server:
             if len(self._served) >= self._config.connections_max:
                 raise OverloadedError(
                     f"the StateManager of {self._config.node!r} serves "
-                    f"{self._config.connections_max} connections already: try again, or raise "
+                    f"{self._config.connections_max} connections, its maximum: try again, or raise "
                     "connections_max",
                     retry_after_s=1.0,
                 )
@@ -155,8 +151,8 @@ class Server:
             with self._lock:
                 del self._served[connection]
             raise OverloadedError(
-                f"the StateManager of {self._config.node!r} can start no thread ({error}): raise "
-                "the limit of its user's processes",
+                f"the StateManager of {self._config.node!r} cannot start a thread ({error}): raise "
+                "the process limit of its user",
                 retry_after_s=1.0,
             ) from error
 
@@ -173,7 +169,7 @@ class Server:
         except ConnectionLostError as error:
             LOG.debug("a client left: %s", error)
         except (OSError, PlexRLError) as error:
-            # The stream is no longer in step, so there is nothing to answer on.
+            # Message boundaries are lost, so an answer cannot be sent.
             LOG.warning("a connection broke: %s", error)
         finally:
             session.close()
@@ -195,31 +191,31 @@ def _answer(channel: Channel, session: Session, body: memoryview, fds: list[int]
 
 
 def _is_there(connection: socket.socket) -> bool:
-    """Whether the client's end is still open. Not asked by reading, since we may have shut that
-    side down ourselves, to end, and still owe an answer."""
+    """Whether the client is still connected. Does not read, because `close` may have shut that side
+    down while an answer is still to be sent."""
     poll = select.poll()
     poll.register(connection, 0)
     return not poll.poll(0)
 
 
 def check_peer(connection: socket.socket, served_uids: frozenset[int]) -> int:
-    """The client's user, by the kernel's word.
+    """The client's user, as the kernel reports it.
 
     Raises:
-        PermissionDeniedError: it is another user's.
+        PermissionDeniedError: this user is not served.
     """
     uid = peer_uid(connection)
     if uid not in served_uids:
         raise PermissionDeniedError(
-            f"user {uid} is not the one this StateManager serves: run workers as its user, or "
-            "name theirs in served_uids",
+            f"this StateManager does not serve user {uid}: run workers as its own user, or add "
+            "theirs to served_uids",
             uid=uid,
         )
     return uid
 
 
 def _refuse(connection: socket.socket, error: PlexRLError) -> None:
-    """Tell a client why before it is cut off; it reads this as the answer to its first request."""
+    """Send the error and disconnect; the client reads it as the answer to its first request."""
     try:
         channel = Channel(connection, send_timeout_s=REFUSAL_TIMEOUT_S)
         channel.send(Kind.ERROR, error.to_wire())

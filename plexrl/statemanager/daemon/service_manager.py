@@ -1,4 +1,4 @@
-"""Word to systemd, where it started this process (sd_notify(3)); elsewhere nothing happens."""
+"""Notifications to systemd (sd_notify(3)); no effect if systemd did not start this process."""
 
 import logging
 import socket
@@ -9,30 +9,30 @@ LOG = logging.getLogger(__name__)
 
 
 class ServiceManager:
-    """Tells how the service is, and, where it asks for that, that it still lives."""
+    """Reports the service's state to systemd, and answers its watchdog."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment` is the process's: systemd says there where it listens."""
+        """`environment` is the process's environment, which names systemd's socket."""
         self._path = environment.get("NOTIFY_SOCKET", "")
         watchdog_us = environment.get("WATCHDOG_USEC", "")
         self._watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0
         self._stopping = threading.Event()
 
-    def ready(self, lives: Callable[[], bool]) -> None:
-        """The service serves. From now on it says so twice in the watchdog's time, as long as
-        `lives` holds."""
+    def ready(self, is_alive: Callable[[], bool]) -> None:
+        """Report that the service is ready; then answer the watchdog twice per interval while
+        `is_alive()` is true."""
         self._notify("READY=1")
         if self._path and self._watchdog_s:
-            threading.Thread(target=self._keep_alive, args=(lives,), daemon=True).start()
+            threading.Thread(target=self._keep_alive, args=(is_alive,), daemon=True).start()
 
     def stopping(self) -> None:
-        """The service ends."""
+        """Report that the service stops."""
         self._stopping.set()
         self._notify("STOPPING=1")
 
-    def _keep_alive(self, lives: Callable[[], bool]) -> None:
+    def _keep_alive(self, is_alive: Callable[[], bool]) -> None:
         while not self._stopping.wait(self._watchdog_s / 2):
-            if lives():
+            if is_alive():
                 self._notify("WATCHDOG=1")
 
     def _notify(self, state: str) -> None:
@@ -45,4 +45,4 @@ class ServiceManager:
                 out.connect(path)
                 out.sendall(state.encode())
             except OSError as error:
-                LOG.warning("systemd was not told %s: %s", state, error)
+                LOG.warning("systemd could not be notified of %s: %s", state, error)

@@ -1,7 +1,7 @@
-"""One client's connection as the daemon sees it: requests in, replies out.
+"""One client's connection: requests in, replies out.
 
-What a request may name is said by the ticket that the connection began with. A worker's connection
-belongs to one rank and moves no other's state.
+The ticket that the client showed decides what its requests may name. A worker's connection belongs
+to one rank and moves only that rank's state.
 """
 
 import logging
@@ -21,53 +21,52 @@ from plexrl.statemanager.store.disk_space import is_full
 
 LOG = logging.getLogger(__name__)
 
-_REQUESTS: Any = Union[tuple(HANDLERS)]  # noqa: UP007  # made of a table
+_REQUESTS: Any = Union[tuple(HANDLERS)]  # noqa: UP007  # built from the table
 _decode: Callable[[bytes | memoryview], Request] = msgspec.msgpack.Decoder(_REQUESTS).decode
 
 
 class Session:
-    """Carries out one connection's requests, one after the other."""
+    """Handles the requests of one connection, one at a time."""
 
     def __init__(
         self, services: Services, uid: int, is_there: Callable[[], bool] = lambda: True
     ) -> None:
-        """`uid`: whose process is at the other end, by the kernel's word. `is_there` says whether
-        it still is."""
+        """`uid`: user of the client process, as the kernel reports it. `is_there()` returns whether
+        the client is still connected."""
         self._caller = Caller(services=services, uid=uid)
         self._is_there = is_there
 
     def answer(self, body: bytes | memoryview, fds: Sequence[int]) -> Reply:
-        """What comes of a request.
-
-        The descriptors that came with the request are closed here.
+        """Handle a request; closes the descriptors that came with it.
 
         Raises:
             PlexRLError: the request is refused; nothing has changed.
-            ConnectionLostError: nobody waits for the answer; nothing has changed.
+            ConnectionLostError: the client has disconnected; nothing has changed.
         """
         try:
             try:
                 request = _decode(body)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                # msgspec lets bad UTF-8 and deep nesting through as Python's own errors.
+                # msgspec reports bad UTF-8 and deep nesting with Python's own errors.
                 raise InvalidRequestError(f"malformed request: {error}") from error
             _, handler, roles, is_move = HANDLERS[type(request)]
             caller = self._caller
-            if roles and (caller.said is None or caller.said.role not in roles):
+            if roles and (caller.shown_claims is None or caller.shown_claims.role not in roles):
                 caller.refuse(roles, request)
             if is_move:
                 return self._move(handler, request, fds)
             return handler(caller, request, fds)
         except PlexRLError as error:
-            self._caller.services.tally.refused(error.code)
+            self._caller.services.counters.count_refusal(error.code)
             raise
         except OSError as error:
             if not is_full(error):
                 raise self._failed(error) from error
-            self._caller.services.tally.refused(StateTierFullError.code)
+            self._caller.services.counters.count_refusal(StateTierFullError.code)
             raise StateTierFullError(
-                f"the StateManager has no room for a {type(request).__name__} ({error}): free "
-                "space there; the state stays where it was"
+                f"the StateManager's file system is full, {type(request).__name__} failed "
+                f"({error}): "
+                "free space there; the state stays where it was"
             ) from error
         except Exception as error:
             raise self._failed(error) from error
@@ -76,21 +75,21 @@ class Session:
                 close_all(fds)
 
     def _failed(self, error: Exception) -> PlexRLError:
-        # A bug of ours must not leave this client without an answer or end the others' daemon.
+        # A bug must neither leave this client without an answer nor end the daemon.
         LOG.error("a request failed", exc_info=error)
         return PlexRLError(
             f"the StateManager failed ({error!r}): see its log; the state stays where it was"
         )
 
     def close(self) -> None:
-        """The client is gone: forget its arena and let go of what it reads."""
+        """End the client's leases and registration."""
         self._caller.close()
 
     def _move(self, handler: AnyHandler, request: Request, fds: Sequence[int]) -> Reply:
         caller = self._caller
         services, name = caller.services, type(request).__name__
         claims = caller.claims
-        with services.line.place(name, claims.holder, claims.tenant, self._is_there):
+        with services.move_queue.slot(name, claims.holder, claims.tenant, self._is_there):
             outcome, answer = "failed", dict[str, Any]()
             started = time.perf_counter()
             try:
@@ -101,7 +100,7 @@ class Session:
                 outcome = error.code
                 raise
             finally:
-                services.tally.moved(
+                services.counters.count_move(
                     MoveKind(request=name, outcome=outcome, tier=answer.get("tier", "")),
                     nbytes=answer.get("bytes_moved", 0),
                     seconds=time.perf_counter() - started,

@@ -1,1 +1,1 @@
-"""Where tensors compute: memory of a device, shared by a worker and the StateManager."""
+"""Device memory that workers and the StateManager share: backends, arenas, frozen weights."""

@@ -1,14 +1,14 @@
-"""What a device is to the StateManager, and what an arena is to a worker.
+"""Interfaces of a device: the daemon's backend, and the worker's arena.
 
-The daemon allocates a device's memory, in segments that it maps itself, and lends them: a worker
-is sent one descriptor for each and maps them into the address range that its arena reserved.
-Offloading is the way back, after which the same addresses hold nothing. Laws of every backend:
+The daemon allocates device memory in segments and maps them itself. A worker gets one descriptor
+per segment and maps the segments into the address range that its arena reserved. An offload unmaps
+them; the addresses stay reserved. Invariants of every backend:
 
-- A worker sees zero, or what the daemon wrote for it, and never what another left in a segment.
-- Memory is lent again only after its borrower said that it has unmapped it, and only to the same
-  user. If the borrower died or is replaced, its segments are let go of instead.
-- Nothing a borrower does with its descriptors can make the daemon fault.
-- An allocation that is refused changes nothing.
+- A worker reads zeros, or what the daemon wrote for it, never another worker's data.
+- Memory is reused only after the worker reported that it has unmapped it, and only for the same
+  user. If the worker died or was replaced, its segments are freed instead.
+- No use of the descriptors by a worker can make the daemon fault.
+- An allocation that fails changes nothing.
 """
 
 from collections.abc import Sequence
@@ -30,156 +30,152 @@ class DeviceUsage:
 
     lent_bytes: int
     idle_bytes: int
-    """Kept by the daemon for the next borrower; gives way to any allocation."""
+    """Memory that the daemon keeps for the next allocation."""
     free_bytes: int | None
-    """What the device has left beyond these, by its driver's word; absent: not bounded."""
+    """Free memory in addition to these, as the driver reports it; absent: unbounded."""
 
 
-class Loan(DeviceMemory, Protocol):
-    """Segments that one arena borrows, in the order in which they lie in it."""
+class DeviceAllocation(DeviceMemory, Protocol):
+    """Device memory of one arena: segments, in arena order."""
 
     @property
     def segment_bytes(self) -> tuple[int, ...]:
-        """Of each; they come to `nbytes` together."""
+        """Size of each segment; their sum is `nbytes`."""
         ...
 
     @property
     def is_clean(self) -> bool:
-        """Whether all of it reads as zero. A loan that is not must be cleaned before it is sent."""
+        """Whether all of it reads as zero. Other memory must be cleared before it is sent to a
+        worker."""
         ...
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """Make the bytes from `offset` on read as zero. Raises as `read`."""
+        """Set `nbytes` from `offset` on to zero. Raises as `read`."""
         ...
 
     def descriptors(self, *, read_only: bool = False) -> list[int]:
-        """One for each segment, to send to the worker; the caller closes them.
+        """One descriptor per segment, for the worker; the caller closes them.
 
-        `read_only`: they let it read only, where the device can forbid the rest.
+        `read_only`: they allow no writes, if the device supports that.
         """
         ...
 
 
 class DeviceBackend(Protocol):
-    """The daemon's side of a node's devices of one kind. Thread-safe; calls block until done."""
+    """Allocates the memory of a node's devices of one kind. Thread-safe; calls block until done."""
 
     @property
     def kind(self) -> DeviceKind: ...
 
-    def allocate(self, nbytes: int, *, device: int, uid: int) -> Loan:
-        """At least `nbytes` on the device of that index, for a worker of user `uid`.
+    def allocate(self, nbytes: int, *, device: int, uid: int) -> DeviceAllocation:
+        """Allocate at least `nbytes` on the device of that index, for a worker of user `uid`.
 
         Raises:
-            DeviceMemoryFullError: the device has not so much left; nothing has changed.
-            DeviceError: the driver refused.
+            DeviceMemoryFullError: the device has too little free memory; nothing has changed.
+            DeviceError: the driver failed.
         """
         ...
 
     def adopt(
         self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
-    ) -> Loan:
-        """A loan of a daemon that is gone, from the descriptors that its borrower kept.
+    ) -> DeviceAllocation:
+        """Adopt an allocation of a previous daemon, from the descriptors that the worker kept.
 
-        The descriptors stay the caller's.
+        The caller keeps ownership of the descriptors.
 
         Raises:
-            InvalidRequestError: they are not of segments that such a daemon made.
-            DeviceMemoryFullError: they are more than this node may lend.
+            InvalidRequestError: a descriptor does not refer to a segment of a StateManager.
+            DeviceMemoryFullError: the segments exceed the capacity.
         """
         ...
 
-    def recycle(self, loan: Loan) -> None:
-        """Take a loan back that its borrower has unmapped."""
+    def recycle(self, allocation: DeviceAllocation) -> None:
+        """Reclaim an allocation that its worker has unmapped."""
         ...
 
-    def free(self, loan: Loan) -> None:
-        """Let go of a loan whose borrower may still have it mapped; it is lent to no one again."""
+    def free(self, allocation: DeviceAllocation) -> None:
+        """Free an allocation whose worker may still have it mapped; it is not reused."""
         ...
 
     def usage(self, device: int) -> DeviceUsage:
-        """The device's memory now. Raises DeviceError as `check_health`."""
+        """Current memory usage. Raises DeviceError: the device can no longer be used."""
         ...
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Prepare mapped host memory for copies at full speed; where that fails, copies are slow
-        and a warning says so."""
+        """Pin mapped host memory for fast copies; if that fails, logs a warning, and copies are
+        slow."""
         ...
 
     def unregister_host(self, address: int, nbytes: int) -> None:
-        """Undo `register_host`, before the memory is unmapped."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise DeviceError where a device can no longer be used."""
+        """Undo `register_host` before the memory is unmapped."""
         ...
 
     def close(self) -> None:
-        """Give everything back that is not lent."""
+        """Free all memory that is not allocated to workers."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A segment as it is sent to a worker."""
+    """A segment's descriptor and size, as sent to a worker."""
 
     fd: int
     nbytes: int
 
 
 class WorkerArena(Protocol):
-    """A worker's side: a range of addresses, which stay valid whether memory is behind them."""
+    """A worker's reserved address range, with or without memory behind it."""
 
     @property
     def kind(self) -> DeviceKind: ...
 
     @property
     def device(self) -> int:
-        """Index of the device that its memory lies on; 0 on CPU nodes."""
+        """Index of the arena's device; 0 on CPU nodes."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Of the range."""
+        """Size of the range."""
         ...
 
     @property
     def address(self) -> int:
-        """Of its first byte, on the device."""
+        """Device address of the first byte."""
         ...
 
     @property
     def is_attached(self) -> bool:
-        """Whether borrowed memory is behind it."""
+        """Whether memory is mapped."""
         ...
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What is attached, with the arena's own descriptors: a restarted daemon adopts these."""
+        """The mapped segments with the arena's descriptors, which a restarted daemon adopts."""
         ...
 
     def attach(
         self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
     ) -> None:
-        """Map segments, which take over the descriptors; they must be at least `nbytes` together.
+        """Map segments of at least `nbytes` together; the arena takes over the descriptors.
 
-        `keep_contents`: what was written while nothing was attached (where the device allows that)
-        is carried over; otherwise the arena holds what the segments hold. `read_only`: they must
-        not be written to, as their descriptors do not allow it.
+        `keep_contents`: copy what was written while nothing was attached, if the device allows such
+        writes; otherwise the arena shows the segments' contents. `read_only`: map for reading only.
 
         Raises:
-            InvalidRequestError: they do not fit; the descriptors are closed.
-            DeviceError: the driver refused; nothing is attached.
+            InvalidRequestError: the segments do not fit; the descriptors are closed.
+            DeviceError: the driver failed; nothing is attached.
         """
         ...
 
     def detach(self) -> None:
-        """Unmap the segments once the device is done with them, and close their descriptors."""
+        """Wait for the device, unmap the segments and close their descriptors."""
         ...
 
     def resident_bytes(self) -> int:
-        """Memory that the arena occupies now."""
+        """Mapped memory in bytes."""
         ...
 
     def close(self) -> None:
-        """As `detach`; the addresses end with the last view of them."""
+        """As `detach`; the address range is released with its last view."""
         ...

@@ -1,4 +1,4 @@
-"""The node's devices, as its configuration names them."""
+"""Choice of the device backend from the configuration."""
 
 import os
 
@@ -11,7 +11,7 @@ from plexrl.statemanager.device.cuda.device import CudaDevices
 def open_devices(
     kind: DeviceKind, *, bytes_max: int | None = None, prefault_bytes: int = 0
 ) -> DeviceBackend:
-    """The backend of that kind; without a bound of its own a CPU's is the machine's memory.
+    """The backend of that kind. The default capacity of a CPU node is the machine's memory.
 
     Raises:
         DeviceUnavailableError: this node has no device of that kind.

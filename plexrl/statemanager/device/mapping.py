@@ -1,6 +1,6 @@
-"""Mappings at addresses of our choice, which Python's `mmap` cannot make, and moves of bytes.
+"""Memory mappings at chosen addresses, which Python's `mmap` cannot create, and byte copies.
 
-Addresses are plain integers. Whoever maps must know that nothing uses what was there before.
+Addresses are integers. The caller must ensure that nothing uses the previous mapping at an address.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ PAGE = mmap.PAGESIZE
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-"""Linux; the `mmap` module names neither before Python 3.13."""
+"""Linux values; the `mmap` module lacks both before Python 3.13."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -33,12 +33,12 @@ _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 move = ctypes.memmove
-"""`move(target, source, nbytes)`; lets other threads run meanwhile."""
+"""`move(target, source, nbytes)`; releases the GIL."""
 
 
 def map_zero(nbytes: int, address: int | None = None) -> int:
-    """Private memory that reads as zero and costs nothing until it is written to; in place of what
-    is at `address` where one is given."""
+    """Map private zero memory, which uses no pages until it is written. `address` replaces the
+    mapping there."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _map(address, nbytes, flags, -1)
 
@@ -51,26 +51,26 @@ def map_file(
     protection: int = _READ_WRITE,
     populate: bool = True,
 ) -> int:
-    """The file's first bytes, shared, and with `populate` all pages there; in place of what is at
-    `address` where one is given."""
+    """Map the file's first bytes, shared. `populate` maps all pages now; `address` replaces the
+    mapping there."""
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     return _map(address, nbytes, flags, fd, protection)
 
 
 def map_over(source: int, nbytes: int, address: int) -> None:
-    """Move a mapping, pages and all, in place of what is at `address`."""
+    """Move a mapping with its pages to `address`, replacing the mapping there."""
     if _mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address) == _MAP_FAILED:
         raise _last_error()
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """End mappings; the addresses may come back with another meaning."""
+    """Unmap a range; its addresses may be reused."""
     if _munmap(address, nbytes) != 0:
         raise _last_error()
 
 
 def set_zero(address: int, nbytes: int) -> None:
-    """Write zeros; lets other threads run meanwhile."""
+    """Write zeros; releases the GIL."""
     ctypes.memset(address, 0, nbytes)
 
 

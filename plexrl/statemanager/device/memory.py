@@ -1,33 +1,34 @@
-"""What the StateManager asks of a registered arena, whatever device it lies on."""
+"""Access to an arena's memory, on any device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
 class Run(NamedTuple):
-    """Bytes in a row, at one place of the arena and one of this process's host memory. A tuple,
-    because a version may have many thousands of them."""
+    """A contiguous copy between the arena and this process's host memory. A tuple, because a
+    version may have many thousands of runs."""
 
     offset: int
-    """From the start of the arena."""
+    """Offset from the start of the arena."""
     address: int
-    """Of mapped host memory in this process, pinned where the device wants it so."""
+    """Address of mapped host memory in this process; pinned if the device requires it."""
     nbytes: int
 
 
 class DeviceMemory(Protocol):
-    """One rank's arena, as long as its pages are there. Thread-safe; calls block until done."""
+    """The memory of one rank's arena. Thread-safe; calls block until done."""
 
     @property
     def nbytes(self) -> int:
-        """Of the whole arena."""
+        """Size of the arena."""
         ...
 
     def read(self, runs: Sequence[Run]) -> None:
         """Copy from the arena to host memory.
 
         Raises:
-            StateLostError: the device or the worker's memory is gone; what was copied is undefined.
+            StateLostError: the device failed or the memory was freed; the copied bytes are
+                undefined.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Sizes of segments, and the way from an arena's bytes to addresses in them. Pure."""
+"""Segment sizes, and the mapping from arena offsets to segment addresses. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,14 +8,14 @@ from plexrl.errors import InvalidRequestError
 
 SEGMENT_BYTES_MIN = 256 << 10
 SEGMENT_BYTES_MAX = 64 << 20
-"""Of segments of a usual arena; larger ones keep `SEGMENTS_MAX`."""
+"""Largest segment of a usual arena; very large arenas use larger ones to respect `SEGMENTS_MAX`."""
 SEGMENTS_MAX = 256
-"""About so many descriptors for one arena at most, far below what a process may have open."""
+"""Approximate bound of descriptors per arena, far below the limit of open files."""
 
 
 def segment_sizes(nbytes: int) -> tuple[int, ...]:
-    """Powers of two that come to at least `nbytes`, largest first, with less than one of the
-    smallest to spare. So few sizes are in use that one arena's segments suit the next one."""
+    """Powers of two, largest first, whose sum exceeds `nbytes` by less than the smallest size. Few
+    distinct sizes let one arena reuse the segments of another."""
     left = max(1, -(-nbytes // SEGMENT_BYTES_MIN)) * SEGMENT_BYTES_MIN
     size = SEGMENT_BYTES_MAX
     while left > size * SEGMENTS_MAX:
@@ -29,22 +29,22 @@ def segment_sizes(nbytes: int) -> tuple[int, ...]:
 
 
 class AddressTable:
-    """Where an arena's bytes lie when its segments are mapped apart."""
+    """Addresses of an arena's bytes whose segments are mapped separately."""
 
-    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
-        """`places` are (address, bytes) of each segment, in order."""
-        self._places = tuple(places)
-        self._ends = tuple(accumulate(nbytes for _, nbytes in self._places))
+    def __init__(self, mapped: Sequence[tuple[int, int]]) -> None:
+        """`mapped`: (address, bytes) of each segment, in arena order."""
+        self._mapped = tuple(mapped)
+        self._ends = tuple(accumulate(nbytes for _, nbytes in self._mapped))
 
     @property
     def nbytes(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def split(self, offset: int, nbytes: int) -> Iterable[tuple[int, int]]:
-        """(address, bytes) of the pieces that [offset, offset + nbytes) of the arena lies in.
+        """(address, bytes) of the pieces that hold [offset, offset + nbytes) of the arena.
 
         Raises:
-            InvalidRequestError: it reaches out of the arena.
+            InvalidRequestError: the range reaches out of the arena.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise InvalidRequestError(
@@ -52,14 +52,14 @@ class AddressTable:
             )
         index = bisect_right(self._ends, offset)
         if 0 < nbytes <= self._ends[index] - offset:
-            # Nearly every run of a version that has many.
-            address, length = self._places[index]
+            # The common case for a version with many runs.
+            address, length = self._mapped[index]
             return ((address + offset - self._ends[index] + length, nbytes),)
         return self._split(index, offset, nbytes)
 
     def _split(self, index: int, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         while nbytes:
-            address, length = self._places[index]
+            address, length = self._mapped[index]
             within = offset - (self._ends[index] - length)
             count = min(nbytes, length - within)
             yield address + within, count

@@ -1,1 +1,1 @@
-"""Room in a tier: what is evicted, promoted, prefetched or refused."""
+"""Pure eviction policy: which versions leave a tier, and the tenants' limits."""

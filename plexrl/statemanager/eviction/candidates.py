@@ -1,41 +1,41 @@
-"""What of the catalog could give way, as the choice of `residency` sees it.
+"""Eviction candidates of a catalog, for `plexrl.statemanager.eviction.policy`. Pure.
 
-Versions of one deployment that share objects leave the host tier together or not at all, since
-moving one of them frees next to nothing. What is superseded among them counts by itself, with the
-bytes that only superseded versions have a part in.
+Versions that share objects are evicted from the host tier together, because evicting one of them
+frees almost nothing. Superseded versions of such a group are a candidate of their own, with the
+bytes that only superseded versions refer to.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
-from plexrl.statemanager.eviction.policy import Resident, TierName
-from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.eviction.policy import EvictionCandidate, TierName
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.store.catalog import Catalog
+    from plexrl.statemanager.store.objects import StoredObject, Version
 
 
-def residents(
-    catalog: Catalog, superseded: Collection[str], next_use: Callable[[Version], float]
-) -> tuple[list[Resident], dict[str, list[str]]]:
-    """What may give way, and the names of the versions that each stands for.
-
-    The catalog's lock is held.
-    """
-    found: list[Resident] = []
+def eviction_candidates(
+    catalog: "Catalog", superseded: Collection[str], next_use: Callable[["Version"], float]
+) -> tuple[list[EvictionCandidate], dict[str, list[str]]]:
+    """The candidates, and the names of each candidate's versions. The catalog's lock is held."""
+    found: list[EvictionCandidate] = []
     members: dict[str, list[str]] = {}
-    # What only a lower tier has can be dropped, if it is superseded; it is not spilled.
+    # A version that is on NVMe only can be dropped if it is superseded, but not spilled.
     for tier in TierName:
-        there = [version for version in catalog.current.values() if version.tier == tier]
-        for group in _sharing(there):
+        in_tier = [version for version in catalog.current.values() if version.tier == tier]
+        for group in _groups_sharing_objects(in_tier):
             stale = [version for version in group if version.manifest.name in superseded]
             kept = [version for version in group if version.manifest.name not in superseded]
-            stale_bytes = catalog.sole_bytes(stale, tier) if stale else 0
-            whole_bytes = catalog.sole_bytes(group, tier) if kept else 0
+            stale_bytes = catalog.exclusive_bytes(stale, tier) if stale else 0
+            whole_bytes = catalog.exclusive_bytes(group, tier) if kept else 0
             for part, nbytes in ((stale, stale_bytes), (kept, whole_bytes - stale_bytes)):
                 if not part:
                     continue
                 name = min(version.manifest.name for version in part)
                 members[name] = sorted(version.manifest.name for version in part)
                 found.append(
-                    Resident(
+                    EvictionCandidate(
                         name=name,
                         tier=tier,
                         nbytes=nbytes,
@@ -49,16 +49,16 @@ def residents(
     return found, members
 
 
-def spill_bytes(versions: Sequence[Version]) -> int:
-    """What NVMe must take before these versions can leave the host tier."""
-    lacking = [version for version in versions if TierName.NVME not in version.header_bytes]
-    objects = {found for version in lacking for found in version.objects if not found.on_nvme}
-    headers = sum(version.header_bytes[TierName.HOST] for version in lacking)
+def spill_bytes(versions: Sequence["Version"]) -> int:
+    """Bytes to write to NVMe before these versions can leave the host tier."""
+    without_copy = [version for version in versions if TierName.NVME not in version.header_bytes]
+    objects = {found for version in without_copy for found in version.objects if not found.on_nvme}
+    headers = sum(version.header_bytes[TierName.HOST] for version in without_copy)
     return headers + sum(found.file_bytes for found in objects)
 
 
-def _sharing(versions: Sequence[Version]) -> list[list[Version]]:
-    """The versions in groups, any two of which share no object."""
+def _groups_sharing_objects(versions: Sequence["Version"]) -> list[list["Version"]]:
+    """Groups of versions; versions of different groups share no object."""
     groups: dict[str, list[Version]] = {}
     owner: dict[StoredObject, str] = {}
     for version in versions:

@@ -1,11 +1,14 @@
-"""Where a new version goes, and what gives way to it. Pure: no files, no clock.
+"""Eviction policy: the tier of a new version, and the versions to evict for it. Pure.
 
-The host tier comes first, because everything is loaded from it at memory speed. Room in it is made
-by dropping what the new version supersedes, then by moving to NVMe what is expected to be used last
-(`expected_use`); of those expected at the same moment what was used longest ago goes first, and of
-these the first by name. What has a copy on NVMe already costs nothing to move there. A version that
-is in use keeps its room until its users are done, so counting on it could only wait; it is never
-chosen.
+The host tier is preferred, because loads from it run at memory speed. To make space there, versions
+that the new one supersedes are dropped first. Then versions are spilled to NVMe in this order:
+
+1. the latest expected use (`expected_use`);
+2. the least recent use;
+3. the first by name.
+
+A version with a copy on NVMe is spilled at no cost. A version in use is never chosen, because it
+would occupy its space until its readers are done.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 SUMS_MAX = 4096
+"""Sums that `_any_that_suffice` visits at most."""
 
 
 class TierName(StrEnum):
@@ -21,8 +25,8 @@ class TierName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resident:
-    """A stored version, as the choice sees it."""
+class EvictionCandidate:
+    """A stored version, or a group of versions that is evicted together."""
 
     name: str
     tier: TierName
@@ -30,12 +34,12 @@ class Resident:
     last_use: int
     """Larger is more recent."""
     next_use: float = 0.0
-    """When it is expected to be used, on any clock; see `expected_use`."""
+    """Time of the expected use, on any clock; see `expected_use`."""
     spill_bytes: int | None = None
-    """What NVMe must take to let it leave the host tier; absent: all of it."""
+    """Bytes to write to NVMe on eviction from host; absent: `nbytes`."""
     in_use: bool = False
     superseded: bool = False
-    """Of no use once the new version is whole, nor before: another complete one is kept."""
+    """The version is not needed any more: another complete one is kept."""
 
     @property
     def cost_bytes(self) -> int:
@@ -43,11 +47,11 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """A tier's bytes."""
+class TierUsage:
+    """Usage and capacity of a tier."""
 
     used_bytes: int
-    """Including versions in use, and room promised to versions that are still being written."""
+    """Includes versions in use and reservations of versions being written."""
     bytes_max: int
 
     @property
@@ -56,116 +60,117 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """What to do, in this order: drop, spill, write the new version to `tier`."""
+class EvictionPlan:
+    """Steps in this order: drop, spill, write the new version to `tier`."""
 
     tier: TierName
     drop: tuple[str, ...] = ()
     spill: tuple[str, ...] = ()
-    """From host to NVMe, where there is room for them once `drop` is done."""
+    """Versions to move from host to NVMe, which has space for them after `drop`."""
 
 
 def expected_use(predicted: float | None, last_use: float, now: float) -> float:
-    """When a version will be used, all three in seconds on one clock.
+    """Expected time of a version's next use. All times are in seconds on one clock.
 
-    A prediction that has passed means at any moment. Without one, what has been idle for a time is
-    expected to be idle for as long again; so the least recently used goes first among those of
-    which nothing was said.
+    A prediction in the past means now. Without a prediction a version is expected to stay idle for
+    as long as it has been idle, so these versions are evicted in least-recently-used order.
     """
     return max(predicted, now) if predicted is not None else now + max(0.0, now - last_use)
 
 
-def place(
+def plan_eviction(
     needed_bytes: int,
-    residents: Iterable[Resident],
-    host: Room,
-    nvme: Room,
+    candidates: Iterable[EvictionCandidate],
+    host: TierUsage,
+    nvme: TierUsage,
     needed_nvme_bytes: int | None = None,
-) -> Placement | None:
-    """Where `needed_bytes` more can go; None where no tier can take them.
+) -> EvictionPlan | None:
+    """Plan space for `needed_bytes` more; None if no tier can take them.
 
-    Gives up no more than the host tier needs: nothing if there is room, superseded versions before
-    spilled ones, the farthest expected use first, and nothing whose going makes no difference.
-    `needed_nvme_bytes` absent: NVMe would need as much.
+    Evicts no version that need not go. `needed_nvme_bytes` is the size on NVMe; absent: the same.
     """
     if needed_nvme_bytes is None:
         needed_nvme_bytes = needed_bytes
     if needed_bytes <= host.free_bytes:
-        return Placement(tier=TierName.HOST)
-    free_to_go = sorted((r for r in residents if not r.in_use and r.nbytes > 0), key=_order)
-    stale = [r for r in free_to_go if r.superseded]
+        return EvictionPlan(tier=TierName.HOST)
+    evictable = sorted((r for r in candidates if not r.in_use and r.nbytes > 0), key=_order)
+    stale = [r for r in evictable if r.superseded]
     stale_in_host = [r for r in stale if r.tier == TierName.HOST]
-    dropped = _first_that_free(stale_in_host, needed_bytes - host.free_bytes)
+    dropped = _first_that_suffice(stale_in_host, needed_bytes - host.free_bytes)
     if dropped is not None:
-        return Placement(tier=TierName.HOST, drop=_names(dropped))
+        return EvictionPlan(tier=TierName.HOST, drop=_names(dropped))
 
-    # Past this point room is short on the node, so nothing superseded stays in either tier.
+    # Space is short on the node, so superseded versions are dropped from both tiers.
     excess = needed_bytes - host.free_bytes - _total(stale_in_host)
     nvme_free = nvme.free_bytes + _total(stale) - _total(stale_in_host)
-    kept = [r for r in free_to_go if r.tier == TierName.HOST and not r.superseded]
-    spilled = _first_that_free(kept, excess, nvme_free) or _any_that_free(kept, excess, nvme_free)
+    kept = [r for r in evictable if r.tier == TierName.HOST and not r.superseded]
+    spilled = _first_that_suffice(kept, excess, nvme_free) or _any_that_suffice(
+        kept, excess, nvme_free
+    )
     if spilled is not None:
-        return Placement(tier=TierName.HOST, drop=_names(stale), spill=_names(spilled))
+        return EvictionPlan(tier=TierName.HOST, drop=_names(stale), spill=_names(spilled))
     if needed_nvme_bytes <= nvme_free:
-        return Placement(tier=TierName.NVME, drop=_names(stale))
+        return EvictionPlan(tier=TierName.NVME, drop=_names(stale))
     return None
 
 
-def _first_that_free(
-    candidates: Sequence[Resident], excess: int, room: int | None = None
-) -> list[Resident] | None:
+def _first_that_suffice(
+    candidates: Sequence[EvictionCandidate], excess: int, nvme_free: int | None = None
+) -> list[EvictionCandidate] | None:
     """The first candidates that free `excess` bytes, without those that need not go.
 
-    `room` is what they may come to together (absent: anything); one too large for it is passed
-    over. None where they do not free enough.
+    `nvme_free` bounds the sum of their costs (absent: no bound); a candidate beyond it is skipped.
+    None if the candidates do not free enough.
     """
-    chosen: list[Resident] = []
-    for resident in candidates:
+    chosen: list[EvictionCandidate] = []
+    for candidate in candidates:
         if excess <= 0:
             break
-        if room is not None and resident.cost_bytes > room - _cost(chosen):
+        if nvme_free is not None and candidate.cost_bytes > nvme_free - _cost(chosen):
             continue
-        chosen.append(resident)
-        excess -= resident.nbytes
+        chosen.append(candidate)
+        excess -= candidate.nbytes
     if excess > 0:
         return None
-    for resident in reversed(list(chosen)):
-        if resident.nbytes <= -excess:
-            chosen.remove(resident)
-            excess += resident.nbytes
+    for candidate in reversed(list(chosen)):
+        if candidate.nbytes <= -excess:
+            chosen.remove(candidate)
+            excess += candidate.nbytes
     return chosen
 
 
-def _any_that_free(candidates: Sequence[Resident], excess: int, room: int) -> list[Resident] | None:
-    """Some candidates that free `excess` bytes and need no more than `room`, where any do.
+def _any_that_suffice(
+    candidates: Sequence[EvictionCandidate], excess: int, nvme_free: int
+) -> list[EvictionCandidate] | None:
+    """Candidates that free `excess` bytes and cost at most `nvme_free`; None if none are found.
 
-    For when the first are too large together: walks all sums that a choice can come to, which are
-    few, because the shards of a deployment are of one size. Looks at `SUMS_MAX` of them at most.
+    Used if the first candidates are too large together. Visits the distinct sums of candidates, at
+    most `SUMS_MAX`; there are few, because the shards of a deployment have equal sizes.
     """
-    reached: dict[tuple[int, int], list[Resident]] = {(0, 0): []}
-    for resident in candidates:
+    reached: dict[tuple[int, int], list[EvictionCandidate]] = {(0, 0): []}
+    for candidate in candidates:
         for (nbytes, cost), chosen in list(reached.items()):
-            larger = (nbytes + resident.nbytes, cost + resident.cost_bytes)
-            if larger[1] > room or larger in reached:
+            larger = (nbytes + candidate.nbytes, cost + candidate.cost_bytes)
+            if larger[1] > nvme_free or larger in reached:
                 continue
             if larger[0] >= excess:
-                return _first_that_free([*chosen, resident], excess)
+                return _first_that_suffice([*chosen, candidate], excess)
             if len(reached) < SUMS_MAX:
-                reached[larger] = [*chosen, resident]
+                reached[larger] = [*chosen, candidate]
     return None
 
 
-def _order(resident: Resident) -> tuple[float, int, str]:
-    return (-resident.next_use, resident.last_use, resident.name)
+def _order(candidate: EvictionCandidate) -> tuple[float, int, str]:
+    return (-candidate.next_use, candidate.last_use, candidate.name)
 
 
-def _total(residents: Iterable[Resident]) -> int:
-    return sum(resident.nbytes for resident in residents)
+def _total(candidates: Iterable[EvictionCandidate]) -> int:
+    return sum(candidate.nbytes for candidate in candidates)
 
 
-def _cost(residents: Iterable[Resident]) -> int:
-    return sum(resident.cost_bytes for resident in residents)
+def _cost(candidates: Iterable[EvictionCandidate]) -> int:
+    return sum(candidate.cost_bytes for candidate in candidates)
 
 
-def _names(residents: Iterable[Resident]) -> tuple[str, ...]:
-    return tuple(resident.name for resident in residents)
+def _names(candidates: Iterable[EvictionCandidate]) -> tuple[str, ...]:
+    return tuple(candidate.name for candidate in candidates)

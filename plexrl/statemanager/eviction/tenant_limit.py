@@ -1,13 +1,14 @@
-"""What one tenant may have stored on a node."""
+"""Storage quota of one tenant on a node."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimit:
-    """What a tenant may have stored; absent: as much as there is."""
+    """Quota of a tenant; an absent field means no quota."""
 
     total_bytes: int | None = None
-    """In both tiers, replicas and copies counted once; more is refused."""
+    """Quota in both tiers together, replicas and copies counted once; a larger version is
+    refused."""
     host_bytes: int | None = None
-    """In the host tier; more goes to NVMe straight away."""
+    """Quota in the host tier; a version beyond it goes to NVMe."""

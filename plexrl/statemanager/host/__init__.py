@@ -1,1 +1,1 @@
-"""The host tier's memory."""
+"""The host tier's memory: pool, segments, and allocations of workers."""

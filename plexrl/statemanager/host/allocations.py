@@ -1,13 +1,13 @@
-"""Host memory that workers borrow of the host tier, to work in place on state that stays there.
+"""Host-tier memory that workers allocate, to update state in place that stays in host memory.
 
-Laws:
+Invariants:
 
-- A loan counts in the tier's bound, and on its tenant's account, until it is given back or a
+- An allocation counts against the tier's capacity and its tenant's quota until it is freed or a
   version takes it over.
-- A version takes over memory to which nobody can write any more, by the kernel's word, so what was
-  stored once is not changed by whoever made it. Nothing is copied.
-- The daemon touches lent memory only while nobody can write to it, nor cut it short.
-- What a process still holds of a loan that ended is not lent again before it lets go.
+- A version takes an allocation over, without a copy, only after OFD locks show that no process can
+  write to it. So a stored version never changes.
+- The daemon reads or writes allocated memory only while no process can write to it or truncate it.
+- Released memory is not allocated again while a process still has it open or mapped.
 """
 
 import os
@@ -19,30 +19,30 @@ from plexrl.errors import ConflictError, CorruptStateError
 from plexrl.statemanager.device.mapping import move
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.eviction.tier_allocator import Rooms
 from plexrl.statemanager.host.free_ranges import Piece
-from plexrl.statemanager.host.lending_pool import LendingPool
 from plexrl.statemanager.host.ofd_locks import (
     has_holder,
     has_writer,
     open_for_reader,
     open_for_writer,
 )
+from plexrl.statemanager.host.worker_file_pool import WorkerFilePool
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import StoredObject
-from plexrl.statemanager.store.saving import Given
+from plexrl.statemanager.store.saving import DonatedSection
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
 
 HOST = TierName.HOST
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class HostLoan:
-    """Memory lent to one rank."""
+class HostAllocation:
+    """Memory allocated to one rank."""
 
     piece: Piece
     tenant: str
     owner: str
-    """What it may be lent to again without being cleared: a deployment and its rank."""
+    """Deployment and rank; the same owner may reuse the memory without clearing it."""
 
     @property
     def description(self) -> str:
@@ -52,153 +52,158 @@ class HostLoan:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HostState:
-    """What a rank has in host memory. Changed in the rank's turn only."""
+    """Host memory of one rank. Changed only under the lock of the rank's registration."""
 
     start: int
-    """Where it begins among the places of the rank's slices: behind the arena on the device."""
+    """Arena offset at which host memory begins, after the device arena."""
     nbytes: int
     tenant: str
     owner: str
     """Deployment and rank."""
-    loan: HostLoan | None = None
-    """What it works on, or has given up for a version to take; absent: nothing was lent since the
-    last version."""
-    base: StoredObject | None = None
-    """A version's object, held in place for the rank to read from."""
-    base_piece: Piece | None = None
+    allocation: HostAllocation | None = None
+    """Memory that the rank writes; absent since a version took it over."""
+    snapshot: StoredObject | None = None
+    """Object of a stored version that the rank reads from, referenced in the host tier."""
+    snapshot_piece: Piece | None = None
 
 
-class HostLoans:
-    """Thread-safe; a state's own changes are in its rank's turn."""
+class HostAllocations:
+    """Host allocations of all ranks. Thread-safe; a `HostState` is guarded by its registration's
+    lock."""
 
-    def __init__(self, catalog: Catalog, pool: LendingPool, rooms: Rooms) -> None:
+    def __init__(self, catalog: Catalog, pool: WorkerFilePool, allocator: TierAllocator) -> None:
         self._catalog = catalog
         self._pool = pool
-        self._rooms = rooms
-        self._lent: set[HostLoan] = set()
-        self._ended: set[HostLoan] = set()
-        """Of these a process still has something mapped."""
+        self._allocator = allocator
+        self._active: set[HostAllocation] = set()
+        self._released: set[HostAllocation] = set()
+        """Allocations that a process may still have open or mapped."""
 
     def recover(self) -> None:
-        """Keep what workers hold of a daemon before this one, until they say or let go."""
-        for piece in self._pool.claim_held():
-            loan = HostLoan(piece=piece, tenant="", owner="")
+        """Keep memory that workers hold since before a restart of the daemon, until they adopt or
+        close it."""
+        for piece in self._pool.claim_held_files():
+            allocation = HostAllocation(piece=piece, tenant="", owner="")
             with self._catalog.lock:
                 self._catalog.used_bytes[HOST] += piece.nbytes
-                self._ended.add(loan)
+                self._released.add(allocation)
 
-    def lend(self, state: HostState) -> None:
-        """Lend a rank memory, of zeros or of what it left there itself.
+    def allocate(self, state: HostState) -> None:
+        """Allocate memory for a rank. It holds zeros, or what the same owner left in it.
 
         Raises:
-            StateTierFullError: the host tier has no room, whatever is moved.
+            StateTierFullError: the host tier has no space, even after eviction.
         """
-        self.sweep()
+        self.free_released()
         nbytes = state.nbytes
-        loan = HostLoan(piece=Piece(-1, 0, nbytes), tenant=state.tenant, owner=state.owner)
-        self._rooms.make(loan, nbytes, nbytes, host_only=True)
+        allocation = HostAllocation(
+            piece=Piece(-1, 0, nbytes), tenant=state.tenant, owner=state.owner
+        )
+        self._allocator.reserve(allocation, nbytes, nbytes, host_only=True)
         try:
-            loan.piece = self._pool.alloc_apart(nbytes, state.owner)
+            allocation.piece = self._pool.alloc_file(nbytes, state.owner)
         except BaseException:
             with self._catalog.lock:
-                self._catalog.give_back(HOST, nbytes)
+                self._catalog.unreserve(HOST, nbytes)
             raise
         with self._catalog.lock:
-            self._lent.add(loan)
-        state.loan = loan
+            self._active.add(allocation)
+        state.allocation = allocation
 
     def adopt(self, fd: int, state: HostState) -> bool:
-        """Have a rank keep its loan of a daemon before this one, by its descriptor; whether it is
+        """Adopt a rank's allocation from before a restart, by its descriptor; returns whether it is
         known."""
-        piece = self._pool.find_apart(fd)
+        piece = self._pool.find_file(fd)
         with self._catalog.lock:
-            for loan in self._ended:
-                if loan.piece == piece and loan.piece.nbytes == state.nbytes:
-                    self._ended.discard(loan)
-                    loan.tenant, loan.owner = state.tenant, state.owner
-                    self._lent.add(loan)
-                    state.loan = loan
+            for allocation in self._released:
+                if allocation.piece == piece and allocation.piece.nbytes == state.nbytes:
+                    self._released.discard(allocation)
+                    allocation.tenant, allocation.owner = state.tenant, state.owner
+                    self._active.add(allocation)
+                    state.allocation = allocation
                     return True
         return False
 
-    def adopt_base(self, fd: int, state: HostState, shard: tuple[str, int]) -> bool:
-        """Hold the object of one of the rank's versions again, by its reader's descriptor; whether
-        there is one."""
-        piece = self._pool.find_apart(fd)
+    def adopt_snapshot(self, fd: int, state: HostState, shard: tuple[str, int]) -> bool:
+        """Adopt the snapshot that a rank read before a restart, by its descriptor; returns whether
+        it is known."""
+        piece = self._pool.find_file(fd)
         with self._catalog.lock:
             for version in self._catalog.current.values():
                 if (version.manifest.deployment, version.manifest.rank) != shard:
                     continue
                 for found in version.objects:
                     if piece is not None and found.pieces == (piece,):
-                        self._hold(state, found)
+                        self._set_snapshot(state, found)
                         return True
         return False
 
-    def hold(self, state: HostState, found: StoredObject) -> bool:
-        """Have the rank read from an object where it is, in place of what it read from before;
-        whether it lies in a file of its own, where that can be."""
+    def read_snapshot(self, state: HostState, found: StoredObject) -> bool:
+        """Let the rank read an object in place; returns whether the object has a file of its own,
+        which this requires."""
         with self._catalog.lock:
             pieces = found.pieces or ()
-            if len(pieces) != 1 or not self._pool.is_apart(pieces[0]):
+            if len(pieces) != 1 or not self._pool.is_file(pieces[0]):
                 return False
-            self._hold(state, found)
+            self._set_snapshot(state, found)
             return True
 
-    def let_go(self, state: HostState) -> None:
-        """The rank no longer reads from its base."""
+    def release_snapshot(self, state: HostState) -> None:
+        """Release the snapshot that the rank reads."""
         with self._catalog.lock:
-            if state.base is not None:
-                self._catalog.release([state.base], HOST)
-            state.base = state.base_piece = None
+            if state.snapshot is not None:
+                self._catalog.release([state.snapshot], HOST)
+            state.snapshot = state.snapshot_piece = None
 
-    def end(self, state: HostState) -> None:
-        """The rank needs none of it any more."""
-        self.let_go(state)
-        self.take_back(state)
+    def release_all(self, state: HostState) -> None:
+        """Release the rank's snapshot and allocation."""
+        self.release_snapshot(state)
+        self.release_allocation(state)
 
-    def take_back(self, state: HostState) -> None:
-        """The rank no longer needs what it was lent."""
-        loan, state.loan = state.loan, None
-        if loan is not None:
+    def release_allocation(self, state: HostState) -> None:
+        """Release the rank's allocation."""
+        allocation, state.allocation = state.allocation, None
+        if allocation is not None:
             with self._catalog.lock:
-                self._lent.discard(loan)
-                self._ended.add(loan)
-        self.sweep()
+                self._active.discard(allocation)
+                self._released.add(allocation)
+        self.free_released()
 
-    def _check_given(self, loan: HostLoan) -> None:
-        fd = self._pool.descriptor(loan.piece.segment)
+    def _check_donated(self, allocation: HostAllocation) -> None:
+        fd = self._pool.descriptor(allocation.piece.segment)
         if has_writer(fd):
             raise ConflictError(
-                f"{loan.description} is still mapped for writing: its worker must end that first"
+                f"{allocation.description} is still mapped for writing: its worker must unmap it "
+                "first"
             )
-        if not self._pool.lent(loan.piece).is_intact():
+        if not self._pool.file(allocation.piece).is_intact():
             raise CorruptStateError(
-                f"{loan.description} was cut short while it was lent: load the last version"
+                f"{allocation.description} was truncated by its worker: load the last version"
             )
 
-    def given(self, state: HostState, section: int) -> Given:
-        """What a rank has in host memory, for a version that it makes a section of.
+    def donate(self, state: HostState, section: int) -> DonatedSection:
+        """The rank's host memory as section `section` of a version.
 
         Raises:
-            ConflictError: the rank has nothing there, or can still write to it.
-            CorruptStateError: it cut its memory short.
+            ConflictError: the rank has no host memory, or can still write to it.
+            CorruptStateError: the worker truncated its memory.
         """
-        if state.loan is not None:
-            self._check_given(state.loan)
-            taken = partial(self._taken, state)
-            return Given(section=section, piece=state.loan.piece, taken=taken)
-        if state.base is None:
+        if state.allocation is not None:
+            self._check_donated(state.allocation)
+            on_taken = partial(self._on_taken, state)
+            return DonatedSection(section=section, piece=state.allocation.piece, on_taken=on_taken)
+        if state.snapshot is None:
             raise ConflictError(
-                f"{state.owner!r} has no optimizer state in host memory: borrow memory for it first"
+                f"{state.owner!r} has no optimizer state in host memory: allocate host memory for "
+                "it first"
             )
-        return Given(section=section, found=state.base)
+        return DonatedSection(section=section, stored_object=state.snapshot)
 
     def open(self, state: HostState, *, writable: bool) -> list[int]:
-        """Descriptors of the rank's memory, the one to read with first; the caller closes them."""
-        piece = state.loan.piece if state.loan is not None else state.base_piece
+        """Descriptors of the rank's memory, the read-only one first; the caller closes them."""
+        piece = state.allocation.piece if state.allocation is not None else state.snapshot_piece
         assert piece is not None
-        path = str(self._pool.lent(piece).path)
+        path = str(self._pool.file(piece).path)
         found = [open_for_reader(path)]
         if writable:
             try:
@@ -208,46 +213,46 @@ class HostLoans:
                 raise
         return found
 
-    def memory(self, state: HostState, device: DeviceMemory) -> DeviceMemory:
-        """The rank's arena and its memory here as one."""
-        piece = state.loan.piece if state.loan is not None else state.base_piece
+    def joined_memory(self, state: HostState, device: DeviceMemory) -> DeviceMemory:
+        """The rank's device arena and host memory as one address range."""
+        piece = state.allocation.piece if state.allocation is not None else state.snapshot_piece
         if piece is None:
             return device
         return _Joined(device, state, self._pool.address(piece))
 
-    def lent_bytes(self, tenant: str | None = None) -> int:
-        """Lent to a tenant (absent: to all). The catalog's lock is held."""
-        loans = self._lent | self._ended
-        return sum(loan.piece.nbytes for loan in loans if tenant in (None, loan.tenant))
+    def allocated_bytes(self, tenant: str | None = None) -> int:
+        """Bytes allocated to a tenant (absent: to all). The catalog's lock is held."""
+        allocations = self._active | self._released
+        return sum(each.piece.nbytes for each in allocations if tenant in (None, each.tenant))
 
-    def sweep(self) -> None:
-        """Take in what ended loans left, as far as nobody holds it."""
+    def free_released(self) -> None:
+        """Free released allocations that no process holds."""
         with self._catalog.lock:
-            for loan in list(self._ended):
-                if not has_holder(self._pool.descriptor(loan.piece.segment)):
-                    self._ended.discard(loan)
-                    self._catalog.give_back(HOST, loan.piece.nbytes)
-                    self._pool.free([loan.piece])
+            for allocation in list(self._released):
+                if not has_holder(self._pool.descriptor(allocation.piece.segment)):
+                    self._released.discard(allocation)
+                    self._catalog.unreserve(HOST, allocation.piece.nbytes)
+                    self._pool.free([allocation.piece])
 
-    def _taken(self, state: HostState, found: StoredObject) -> None:
-        """A version took over the rank's loan, which the rank reads from henceforth. The catalog's
-        lock is held."""
-        assert state.loan is not None
-        self._lent.discard(state.loan)
-        state.loan = None
-        self._hold(state, found)
+    def _on_taken(self, state: HostState, found: StoredObject) -> None:
+        """A version took the allocation over; the rank reads from the version from now on. The
+        catalog's lock is held."""
+        assert state.allocation is not None
+        self._active.discard(state.allocation)
+        state.allocation = None
+        self._set_snapshot(state, found)
 
-    def _hold(self, state: HostState, found: StoredObject) -> None:
+    def _set_snapshot(self, state: HostState, found: StoredObject) -> None:
         self._catalog.acquire([found], HOST)
-        former, state.base = state.base, found
+        previous, state.snapshot = state.snapshot, found
         assert found.pieces is not None
-        state.base_piece = found.pieces[0]
-        if former is not None:
-            self._catalog.release([former], HOST)
+        state.snapshot_piece = found.pieces[0]
+        if previous is not None:
+            self._catalog.release([previous], HOST)
 
 
 class _Joined:
-    """As `DeviceMemory`: an arena on the device, and host memory behind it."""
+    """As `DeviceMemory`: a device arena followed by host memory."""
 
     def __init__(self, device: DeviceMemory, state: HostState, address: int) -> None:
         self._device = device
@@ -256,14 +261,12 @@ class _Joined:
         self.nbytes = state.start + state.nbytes
 
     def read(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.read`."""
         self._device.read([run for run in runs if run.offset < self._start])
         for run in runs:
             if run.offset >= self._start:
                 move(run.address, self._address + run.offset - self._start, run.nbytes)
 
     def write(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.write`."""
         self._device.write([run for run in runs if run.offset < self._start])
         for run in runs:
             if run.offset >= self._start:

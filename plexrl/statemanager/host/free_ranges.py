@@ -1,4 +1,4 @@
-"""Free bytes of several segments, kept as ranges that are as long as they can be. Pure."""
+"""Free byte ranges of several segments, with neighbours merged. Pure."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """A range of bytes of one segment."""
+    """A byte range of one segment."""
 
     segment: int
     offset: int
@@ -14,11 +14,11 @@ class Piece(NamedTuple):
 
 
 class FreeRanges:
-    """Disjoint ranges; neighbours are joined, so what was freed can be taken in one piece again."""
+    """Disjoint free ranges. Neighbours are merged, so freed memory can be taken as one piece."""
 
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
         self.nbytes = 0
-        """Of all ranges together."""
+        """Sum of all ranges."""
         self._ranges: dict[int, list[tuple[int, int]]] = {}
         for piece in pieces:
             self.add(piece)
@@ -28,7 +28,7 @@ class FreeRanges:
             yield from (Piece(segment, start, end - start) for start, end in ranges)
 
     def add(self, piece: Piece) -> None:
-        """Take in a range of which no byte is here yet."""
+        """Add a range. None of its bytes may be free already."""
         if not piece.nbytes:
             return
         ranges = self._ranges.setdefault(piece.segment, [])
@@ -44,7 +44,7 @@ class FreeRanges:
         self.nbytes += piece.nbytes
 
     def remove(self, piece: Piece) -> None:
-        """Take out whatever of `piece` is here."""
+        """Remove the free bytes of `piece`."""
         end = piece.offset + piece.nbytes
         kept: list[tuple[int, int]] = []
         for first, last in self._ranges.get(piece.segment, []):
@@ -60,10 +60,9 @@ class FreeRanges:
         self._ranges[piece.segment] = kept
 
     def take(self, nbytes: int) -> list[Piece]:
-        """Up to `nbytes` bytes, in as few ranges as can be: all that there are where they are
-        fewer."""
+        """Remove and return up to `nbytes` bytes, in as few ranges as possible."""
         found: list[Piece] = []
-        # From long to short; the last one is the shortest range that is long enough.
+        # Longest first; the last piece comes from the shortest range that suffices.
         pieces = sorted(self, key=lambda piece: (-piece.nbytes, piece))
         for index, piece in enumerate(pieces):
             if nbytes <= 0:
@@ -78,31 +77,33 @@ class FreeRanges:
 
 
 class FreeMemory:
-    """Free ranges of one tenant's segments, or of nobody's."""
+    """Free ranges of one tenant's segments, or of unassigned ones.
+
+    `warm` ranges have pages; `cold` ranges have none."""
 
     def __init__(self) -> None:
         self.warm, self.cold = FreeRanges(), FreeRanges()
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Sum of warm and cold bytes."""
         return self.warm.nbytes + self.cold.nbytes
 
 
-def total(pieces: Iterable[Piece]) -> int:
-    """Bytes of all of them."""
+def total_bytes(pieces: Iterable[Piece]) -> int:
+    """Sum of the pieces' sizes."""
     return sum(piece.nbytes for piece in pieces)
 
 
-def parts(piece: Piece, nbytes_max: int) -> Iterator[Piece]:
-    """A range in pieces of so many bytes at most."""
+def chunks(piece: Piece, nbytes_max: int) -> Iterator[Piece]:
+    """Split a range into pieces of at most `nbytes_max`."""
     for start in range(0, piece.nbytes, nbytes_max):
         nbytes = min(nbytes_max, piece.nbytes - start)
         yield piece._replace(offset=piece.offset + start, nbytes=nbytes)
 
 
-def cut(pieces: Iterable[Piece], start: int, nbytes: int) -> list[Piece]:
-    """The ranges that hold bytes [start, start + nbytes) of what lies in `pieces`."""
+def subrange(pieces: Iterable[Piece], start: int, nbytes: int) -> list[Piece]:
+    """The parts of `pieces` that hold bytes [start, start + nbytes) of their concatenation."""
     found: list[Piece] = []
     for piece in pieces:
         first, last = max(0, start), min(piece.nbytes, start + nbytes)

@@ -1,4 +1,4 @@
-"""On which memory node the pages of a mapping come to lie. Nothing to choose where there is one."""
+"""NUMA policy of mappings; no effect on machines with one memory node."""
 
 import ctypes
 import logging
@@ -16,16 +16,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_nodes(root: Path = NODES) -> tuple[int, ...]:
-    """Numbers of this machine's memory nodes; empty where the system does not say."""
+    """Numbers of this machine's memory nodes; empty if the system does not report them."""
     return tuple(sorted(int(path.name[4:]) for path in root.glob("node[0-9]*")))
 
 
-def place_pages(
+def set_memory_policy(
     address: int, nbytes: int, *, node: int | None = None, nodes: tuple[int, ...] | None = None
 ) -> None:
-    """Have pages that are not there yet come from `node`, or from all nodes in turn.
+    """Allocate the mapping's future pages on `node`, or interleaved over all nodes.
 
-    A preference: a node that is full is passed over. `nodes` absent: this machine's.
+    This is a preference: the kernel skips a full node. `nodes` absent: this machine's nodes.
     """
     nodes = memory_nodes() if nodes is None else nodes
     number = _MBIND.get(platform.machine())
@@ -36,8 +36,10 @@ def place_pages(
     for one in chosen:
         mask[one // 64] |= 1 << one % 64
     policy = _MPOL_INTERLEAVE if node is None else _MPOL_PREFERRED
-    # The kernel reads one bit fewer than it is told.
+    # The kernel reads one bit fewer than the given count.
     bits = len(mask) * 64 + 1
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), policy, mask)
     if _LIBC.syscall(number, *arguments, ctypes.c_ulong(bits), 0) != 0:
-        LOG.warning("memory node %s was not preferred: %s", node, os.strerror(ctypes.get_errno()))
+        LOG.warning(
+            "memory node %s could not be preferred: %s", node, os.strerror(ctypes.get_errno())
+        )

@@ -1,8 +1,8 @@
-"""Who has a file open or mapped, by the kernel's word: locks that end with the last of its holders.
+"""Detection of processes that have a file open or mapped, with open-file-description (OFD) locks.
 
-A lock belongs to the open file that it was made on. Copies of its descriptor in any process share
-it, and so do mappings, whether or not a descriptor is left. So it ends when nobody can reach the
-memory that way any more, however its holders ended.
+A lock belongs to the open file description that it was set on. Duplicated descriptors in any
+process share it, and mappings keep it alive without a descriptor. The kernel drops the lock when no
+process can access the file through that description, even if its holders were killed.
 """
 
 import fcntl
@@ -10,27 +10,27 @@ import os
 import struct
 
 _WRITER, _READER = 0, 1
-"""Bytes that are locked; they stand for roles and need not exist in the file."""
+"""Offsets of the locked bytes, one per role. They need not exist in the file."""
 _FLOCK = struct.Struct("hhqqi4x")
 
 
 def open_for_writer(path: str) -> int:
-    """A descriptor to write with, which counts as a writer until all that came of it is gone."""
+    """A read-write descriptor; a writer exists until all its duplicates and mappings are gone."""
     return _open(path, os.O_RDWR, _WRITER)
 
 
 def open_for_reader(path: str) -> int:
-    """A descriptor that only reads, which counts as a reader likewise."""
+    """A read-only descriptor; a reader exists until all its duplicates and mappings are gone."""
     return _open(path, os.O_RDONLY, _READER)
 
 
 def has_writer(fd: int) -> bool:
-    """Whether somebody may still write to the file. `fd` is any descriptor of it."""
+    """Whether a process may still write to the file. `fd` is any descriptor of it."""
     return _is_locked(fd, _WRITER, 1)
 
 
 def has_holder(fd: int) -> bool:
-    """Whether somebody may still read or write the file."""
+    """Whether a process may still read or write the file."""
     return _is_locked(fd, _WRITER, 2)
 
 
@@ -46,6 +46,6 @@ def _open(path: str, flags: int, byte: int) -> int:
 
 
 def _is_locked(fd: int, start: int, count: int) -> bool:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, count, 0)
-    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, count, 0)
+    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, query)
     return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)

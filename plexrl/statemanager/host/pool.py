@@ -1,56 +1,53 @@
-"""The host tier's memory: segment files on a memory file system, mapped once and kept mapped.
+"""The host tier's memory pool: segment files on a memory file system, which stay mapped.
 
-Fresh pages cost five to twenty times what copying into them costs, so pages that were touched once
-are kept and handed out again. What is handed out is ranges of pages of any segment; as an object
-may lie in several, free bytes are never too scattered to be used. (Whole segments in size classes
-would waste up to half of the last one, and have to be given back to the system whenever another
-class lacks.)
+The first use of a page costs five to twenty times as much as a copy into it, so touched pages are
+kept and reused. The pool allocates page ranges of any segments. An object may span several ranges,
+so fragmentation never prevents an allocation. (The alternative, whole segments in size classes,
+would waste up to half of the last segment and move memory between classes through the system.)
 
-Laws:
+Invariants:
 
-- A range has one owner: it is in use, or free and touched (`warm`), or free and untouched (`cold`).
-- What is in use, what is warm and what was set aside for other files never exceed the bound
-  together. Cold ranges cost no memory: a segment file is sparse.
-- What is written to was set aside on the file system before, which refuses where it is full; it
-  would end the process otherwise, when a page cannot be had.
-- A segment is one tenant's at a time, because its readers are lent a descriptor of all of it. It
-  goes to another only when none of it is in use, filled with zeros, and only if it was never lent:
-  a reader may have kept its descriptor, or a mapping. One that was lent is deleted instead.
+- A range is in use, free with pages (`warm`), or free without pages (`cold`).
+- Ranges in use, warm ranges and the bytes reserved for other files never exceed the capacity
+  together. Cold ranges use no memory, because segment files are sparse.
+- Memory is allocated on the file system before it is written. A full file system then reports an
+  error; a write without this would kill the process (SIGBUS).
+- A segment belongs to one tenant at a time, because its readers get a descriptor of the whole file.
+  It is reassigned only if none of it is in use and its descriptor was never shared, after it is
+  cleared. A shared segment is deleted instead, since a reader may have kept the descriptor.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.host.free_ranges import FreeMemory, FreeRanges, Piece, parts, total
-from plexrl.statemanager.host.numa import place_pages
+from plexrl.statemanager.host.free_ranges import FreeMemory, FreeRanges, Piece, chunks, total_bytes
+from plexrl.statemanager.host.numa import set_memory_policy
 from plexrl.statemanager.host.segment import SUFFIX, HostSegment
+from plexrl.statemanager.transfer.copy.data_plane import OnMap
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, populate
 
 LOG = logging.getLogger(__name__)
 
 SEGMENT_BYTES_MIN = 256 << 10
 PREFAULT_BYTES = 64 << 20
-"""Pages that are faulted in at a time, so that a close need not wait for all of them."""
+"""Bytes to prefault at a time, so that `close` does not wait for all of them."""
 PREFAULT_SEGMENTS = 8
-"""At least so many segments are prefaulted, so that several tenants have something of it."""
-
-OnMap = Callable[[int, int], None]
-"""Given the address and size of a segment."""
+"""Minimum number of prefaulted segments, so that several tenants can use them."""
 
 
 class Pinnable(Protocol):
-    """Mapped memory."""
+    """Mapped memory that may be pinned."""
 
     address: int
     nbytes: int
 
 
 class HostPool:
-    """Thread-safe. Sizes are rounded up to whole pages."""
+    """Allocates page ranges. Thread-safe. Sizes are rounded up to whole pages."""
 
     def __init__(
         self,
@@ -62,11 +59,11 @@ class HostPool:
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
     ) -> None:
-        """Take in the segments that are there, all of them free until `claim` says otherwise;
-        `remove_unclaimed` is to be called after that.
+        """Map the existing segments, all free; then call `claim` for ranges in use, and
+        `remove_unclaimed` once.
 
-        With `on_map`, a segment's pages are all there when it is called, and stay: for memory that
-        is to be pinned.
+        With `on_map`, all pages of a segment are allocated before the call, and stay, so that the
+        memory can be pinned.
         """
         self.bytes_max = bytes_max
         self._directory = directory
@@ -78,45 +75,45 @@ class HostPool:
         self._faulting_bytes = 0
         self._segments: dict[int, HostSegment] = {}
         self._free: dict[str | None, FreeMemory] = {None: FreeMemory()}
-        """By tenant; `None`: of segments that were nobody's yet."""
+        """Free memory by tenant; `None`: of segments without a tenant."""
         self._numbers = 0
-        """Of segments that there ever were: a number is not used again."""
+        """Next segment number; numbers are not reused."""
         self._used_bytes = 0
-        self._aside_bytes = 0
+        self._other_bytes = 0
         self._files_bytes = 0
-        """Of files beside the segments that are as resident as they are."""
+        """Bytes of worker files, which are resident like segments."""
         self._closing = threading.Event()
         self._unmapped: list[Piece] = []
-        """Resident, but not mapped in this process yet."""
+        """Resident ranges that this process has not mapped yet."""
         self._prefaulting: threading.Thread | None = None
         self._is_prefaulting = False
-        self._resident_bytes_wanted = self._ready_bytes_wanted = 0
+        self._resident_bytes_wanted = self._free_bytes_wanted = 0
         for path in sorted(directory.glob(f"*{SUFFIX}")):
-            self._take_in(path)
+            self._recover(path)
         self._is_recovering = bool(self._segments)
-        """What is free may turn out to be in use."""
+        """Ranges that count as free may still be claimed."""
 
     @property
     def used_bytes(self) -> int:
-        """In use, without what was set aside."""
+        """Bytes in use, without other files."""
         with self._lock:
             return self._used_bytes
 
     @property
-    def aside_bytes(self) -> int:
-        """Left to other files in the directory."""
+    def other_bytes(self) -> int:
+        """Bytes of the capacity that other files in the directory use."""
         with self._lock:
-            return self._aside_bytes
+            return self._other_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """In use, or touched and free."""
+        """Bytes in use or warm."""
         with self._lock:
             return self._used_bytes + self._warm_bytes() - self._faulting_bytes
 
     def claim(self, pieces: Sequence[Piece], tenant: str) -> bool:
-        """Count ranges as a tenant's, and in use, that a daemon before this one handed out; False,
-        and no effect, where one of them is not there, not free or another tenant's."""
+        """Mark a tenant's ranges from a previous daemon as in use. Returns False, without effect,
+        if a range is missing, in use or another tenant's."""
         with self._lock:
             for number in {piece.segment for piece in pieces}:
                 segment = self._segments.get(number)
@@ -130,46 +127,44 @@ class HostPool:
                     return False
             for piece in pieces:
                 segment = self._segments[piece.segment]
-                self._give(segment, tenant)
+                self._assign(segment, tenant)
                 self._free[tenant].warm.remove(piece)
                 segment.used_bytes += piece.nbytes
-            self._used_bytes += total(pieces)
+            self._used_bytes += total_bytes(pieces)
             return True
 
     def remove_unclaimed(self) -> None:
-        """Delete segments that were found and that nobody claimed: whose bytes they hold is not
-        known. From now on what is free is free."""
+        """End recovery: delete unclaimed segments, whose tenants are unknown."""
         with self._lock:
             self._is_recovering = False
             for segment in list(self._segments.values()):
-                if segment.owner is None and segment.lent:
+                if segment.owner is None and segment.shared:
                     self._remove(segment)
             self._trim()
 
     def alloc(self, nbytes: int, tenant: str) -> tuple[Piece, ...]:
-        """Ranges of `nbytes` bytes together, whole pages, whose contents are anything of this
-        tenant's.
+        """Allocate ranges of `nbytes` together. They may contain old data of the same tenant.
 
         Raises:
-            StateTierFullError: the bound, or the file system, has no room.
+            StateTierFullError: the capacity is reached or the file system is full.
         """
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            # Pages that are just being faulted in count as in use, and are free soon.
-            self._faulted.wait_for(lambda: self._has_room(nbytes) or not self._faulting_bytes)
-            if not self._has_room(nbytes):
-                raise self._full(nbytes, "its bound is reached")
+            # Ranges that are being prefaulted count as in use, and become free soon.
+            self._faulted.wait_for(lambda: self._fits(nbytes) or not self._faulting_bytes)
+            if not self._fits(nbytes):
+                raise self._full(nbytes, "its capacity is reached")
             free = self._free.setdefault(tenant, FreeMemory())
-            self._take_over(nbytes - free.nbytes, tenant)
+            self._reassign(nbytes - free.nbytes, tenant)
             self._grow(nbytes - free.nbytes, tenant)
             warm = free.warm.take(nbytes)
-            cold = free.cold.take(nbytes - total(warm))
+            cold = free.cold.take(nbytes - total_bytes(warm))
             self._count_used((*warm, *cold))
-            # Others' pages make way for those that are new.
+            # Other free pages are returned for the new ones.
             self._trim()
         try:
             for piece in cold:
-                self._segments[piece.segment].set_aside(piece)
+                self._segments[piece.segment].fallocate(piece)
         except OSError as error:
             with self._lock:
                 self._free_warm(warm)
@@ -178,46 +173,46 @@ class HostPool:
         return (*warm, *cold)
 
     def free(self, pieces: Iterable[Piece]) -> None:
-        """Let others have these ranges; their pages stay."""
+        """Free ranges; their pages stay."""
         with self._lock:
             self._free_warm(pieces)
             self._trim()
 
-    def set_aside(self, nbytes: int) -> None:
-        """Leave so much more (negative: less) of the bound to other files in the directory."""
+    def reserve_other(self, nbytes: int) -> None:
+        """Reserve more (negative: less) of the capacity for other files in the directory."""
         with self._lock:
-            self._aside_bytes += nbytes
+            self._other_bytes += nbytes
             self._trim()
 
     def view(self, piece: Piece) -> memoryview:
-        """The memory of a range, writable."""
+        """Writable memory of a range."""
         return self._segments[piece.segment].view[piece.offset : piece.offset + piece.nbytes]
 
     def address(self, piece: Piece) -> int:
-        """Where in this process a range begins."""
+        """Address of a range in this process."""
         return self._segments[piece.segment].address + piece.offset
 
     def descriptor(self, segment: int) -> int:
-        """A read-only one of a segment's file; the pool's own, to be duplicated. Whoever gets it
-        may keep it for good, and sees all that ever lies in the segment."""
-        return self._segments[segment].lend()
+        """A segment's read-only descriptor, owned by the pool; the caller duplicates it. A process
+        that gets it may keep it, and can read the segment's later contents."""
+        return self._segments[segment].share_descriptor()
 
     def prefault(self, nbytes: int) -> None:
-        """Have `nbytes` of the bound resident soon, from a thread of its own."""
+        """Prefault `nbytes` of the capacity, on a thread."""
         with self._lock:
             self._resident_bytes_wanted = nbytes
             self._start_prefaulting()
 
-    def make_ready(self, nbytes: int) -> None:
-        """Have `nbytes` free and resident soon, as far as the bound allows: they will be written
-        to. Pinned segments come whole, so there it has no effect."""
+    def prefault_free(self, nbytes: int) -> None:
+        """Prefault up to `nbytes` of free memory, which will be written soon. No effect on pinned
+        segments, which are always resident."""
         with self._lock:
-            self._ready_bytes_wanted = nbytes
-            if self._on_map is None and self._lacking() > 0:
+            self._free_bytes_wanted = nbytes
+            if self._on_map is None and self._bytes_to_prefault() > 0:
                 self._start_prefaulting()
 
     def close(self) -> None:
-        """Unmap everything; the files stay. No range may be touched any more."""
+        """Unmap everything; the files stay. No range may be accessed any more."""
         self._closing.set()
         if self._prefaulting is not None:
             self._prefaulting.join()
@@ -226,7 +221,7 @@ class HostPool:
             segment.close()
 
     def check(self) -> None:
-        """Assert the laws, as far as they can be seen from here."""
+        """Assert the invariants."""
         with self._lock:
             assert {segment.path for segment in self._segments.values()} == set(
                 self._directory.glob(f"*{SUFFIX}")
@@ -243,10 +238,10 @@ class HostPool:
                 assert in_segments.get(number, 0) + segment.used_bytes == segment.nbytes
             assert self._used_bytes == sum(s.used_bytes for s in self._segments.values())
             warm = self._warm_bytes()
-            assert not warm or self._used_bytes + warm + self._aside_bytes <= self.bytes_max
+            assert not warm or self._used_bytes + warm + self._other_bytes <= self.bytes_max
 
-    def _take_in(self, path: Path) -> None:
-        """Map a segment that is there already, and count its touched pages as warm."""
+    def _recover(self, path: Path) -> None:
+        """Map an existing segment; its touched pages are warm."""
         number = int(path.name.removesuffix(SUFFIX))
         self._numbers = max(self._numbers, number + 1)
         if path.stat().st_size < PAGE_BYTES:
@@ -254,7 +249,7 @@ class HostPool:
             return
         segment = HostSegment(self._directory, number)
         self._segments[number] = segment
-        place_pages(segment.address, segment.nbytes, node=self._memory_node)
+        set_memory_policy(segment.address, segment.nbytes, node=self._memory_node)
         free = self._free[None]
         cold = FreeRanges([segment.whole])
         for piece in segment.touched():
@@ -265,14 +260,14 @@ class HostPool:
             if self._on_map is None:
                 free.cold.add(piece)
             else:
-                segment.set_aside(piece)
+                segment.fallocate(piece)
                 free.warm.add(piece)
         self._pin(segment)
 
-    # The following hold `_lock` already.
+    # The caller holds `_lock` in the following methods.
 
-    def _has_room(self, nbytes: int) -> bool:
-        return self._used_bytes + self._aside_bytes + nbytes <= self.bytes_max
+    def _fits(self, nbytes: int) -> bool:
+        return self._used_bytes + self._other_bytes + nbytes <= self.bytes_max
 
     def _start_prefaulting(self) -> None:
         if not self._is_prefaulting and not self._closing.is_set():
@@ -280,12 +275,12 @@ class HostPool:
             self._prefaulting = threading.Thread(target=self._prefault, daemon=True)
             self._prefaulting.start()
 
-    def _lacking(self) -> int:
-        """Bytes to fault in next."""
+    def _bytes_to_prefault(self) -> int:
+        """Bytes to prefault next."""
         warm = self._warm_bytes()
-        wanted = max(self._resident_bytes_wanted - self._used_bytes, self._ready_bytes_wanted)
-        room = self.bytes_max - self._used_bytes - warm - self._aside_bytes
-        return min(wanted - warm, room, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
+        wanted = max(self._resident_bytes_wanted - self._used_bytes, self._free_bytes_wanted)
+        free = self.bytes_max - self._used_bytes - warm - self._other_bytes
+        return min(wanted - warm, free, PREFAULT_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def _warm_bytes(self) -> int:
         return sum(one.warm.nbytes for one in self._free.values())
@@ -310,61 +305,59 @@ class HostPool:
             self._count_unused([piece])
             self._make_cold(piece)
 
-    def _give(self, segment: HostSegment, tenant: str) -> None:
-        """Let a segment's free ranges be a tenant's."""
+    def _assign(self, segment: HostSegment, tenant: str) -> None:
+        """Assign a segment and its free ranges to a tenant."""
         if segment.owner == tenant:
             return
-        former = self._free[segment.owner]
+        previous = self._free[segment.owner]
         free = self._free.setdefault(tenant, FreeMemory())
-        for source, target in ((former.warm, free.warm), (former.cold, free.cold)):
+        for source, target in ((previous.warm, free.warm), (previous.cold, free.cold)):
             for piece in [piece for piece in source if piece.segment == segment.number]:
                 source.remove(piece)
                 target.add(piece)
         segment.owner = tenant
 
-    def _take_over(self, nbytes: int, tenant: str) -> None:
-        """Have segments that are nobody's, or of which nobody uses anything, be a tenant's, up to
-        so many bytes."""
+    def _reassign(self, nbytes: int, tenant: str) -> None:
+        """Assign unused segments, of `nbytes` together, to a tenant."""
         others = [s for s in self._segments.values() if s.owner != tenant and not s.used_bytes]
-        # Nobody's first; then what was idle as it is, the smallest that do.
+        # Unassigned segments first, then the smallest idle segment that suffices.
         others.sort(key=lambda s: (s.owner is not None, s.nbytes < nbytes, s.nbytes, s.number))
         for segment in others:
             if nbytes <= 0:
                 return
-            if segment.lent:
+            if segment.shared:
                 continue
             if segment.owner is not None:
                 for piece in self._free[segment.owner].warm:
                     if piece.segment == segment.number:
                         segment.clear(piece)
-            self._give(segment, tenant)
+            self._assign(segment, tenant)
             nbytes -= segment.nbytes
 
     def _grow(self, nbytes: int, tenant: str | None, segment_bytes: int = 0) -> None:
-        """Add segments until a tenant has so many bytes more; `segment_bytes` absent: in files of
-        what size is thought fit."""
+        """Create segments for `nbytes` more of a tenant; `segment_bytes` 0: choose their size."""
         while nbytes > 0:
             total = sum(segment.nbytes for segment in self._segments.values()) + self._files_bytes
             own = sum(s.nbytes for s in self._segments.values() if s.owner == tenant)
-            # As much again as there is, so that many small versions do not make many small files.
+            # Doubling avoids many small files for many small versions.
             wanted = segment_bytes or max(nbytes, own, SEGMENT_BYTES_MIN)
             size = min(1 << (wanted - 1).bit_length(), self._segment_bytes_max)
             least = min(nbytes, self._segment_bytes_max)
             if tenant is not None:
-                total -= self._make_way(total + size - self.bytes_max, tenant)
-            room = (self.bytes_max - total) // PAGE_BYTES * PAGE_BYTES
-            if self._on_map is not None and least > room:
+                total -= self._remove_idle_segments(total + size - self.bytes_max, tenant)
+            free = (self.bytes_max - total) // PAGE_BYTES * PAGE_BYTES
+            if self._on_map is not None and least > free:
                 raise self._full(nbytes, "segments of other tenants are partly in use")
-            size = max(min(size, room), least)
+            size = max(min(size, free), least)
             try:
                 self._create(size, tenant)
             except OSError as error:
                 raise self._full(nbytes, str(error)) from error
             nbytes -= size
 
-    def _make_way(self, nbytes: int, tenant: str) -> int:
-        """Delete others' segments of which nothing is in use, up to so many bytes; returns how many
-        they were."""
+    def _remove_idle_segments(self, nbytes: int, tenant: str) -> int:
+        """Delete unused segments of other tenants until `nbytes` are freed; returns the bytes
+        freed."""
         removed = 0
         for segment in list(self._segments.values()):
             if removed >= nbytes:
@@ -379,19 +372,19 @@ class HostPool:
         segment.owner = tenant
         try:
             if self._on_map is not None:
-                segment.set_aside(segment.whole)
+                segment.fallocate(segment.whole)
         except OSError:
             segment.remove()
             raise
         self._numbers += 1
         self._segments[segment.number] = segment
-        place_pages(segment.address, nbytes, node=self._memory_node)
+        set_memory_policy(segment.address, nbytes, node=self._memory_node)
         free = self._free[tenant]
         (free.cold if self._on_map is None else free.warm).add(segment.whole)
         self._pin(segment)
 
     def _remove(self, segment: HostSegment) -> None:
-        """Delete a segment of which nothing is in use."""
+        """Delete an unused segment."""
         assert not segment.used_bytes
         free = self._free[segment.owner]
         for ranges in (free.warm, free.cold):
@@ -409,10 +402,10 @@ class HostPool:
             self._on_unmap(segment.address, segment.nbytes)
 
     def _trim(self) -> None:
-        """Give warm pages back as far as the bound asks for it; pinned ones cannot be."""
+        """Return warm pages to the system while the capacity is exceeded; pinned pages stay."""
         if self._on_map is not None or self._is_recovering:
             return
-        excess = self._used_bytes + self._warm_bytes() + self._aside_bytes - self.bytes_max
+        excess = self._used_bytes + self._warm_bytes() + self._other_bytes - self.bytes_max
         while excess > 0:
             free = max(self._free.values(), key=lambda one: one.warm.nbytes)
             taken = free.warm.take(-(-excess // PAGE_BYTES) * PAGE_BYTES)
@@ -429,22 +422,22 @@ class HostPool:
 
     def _full(self, nbytes: int, why: str) -> StateTierFullError:
         return StateTierFullError(
-            f"the host tier {self._directory} has no room on its file system for {nbytes} bytes "
-            f"({why}): free space there or lower the tier's bound; the state stays where it was",
+            f"the host tier {self._directory} has no space for {nbytes} bytes "
+            f"({why}): free space there or lower the tier's capacity; the state stays where it was",
             tier="host",
         )
 
-    # These hold no lock.
+    # The caller holds no lock in the following methods.
 
     def _prefault(self) -> None:
-        # What lies here from before is resident, but not mapped yet.
+        # Ranges of a previous daemon are resident, but not mapped yet.
         with self._lock:
             resident, self._unmapped = self._unmapped, []
         for piece in resident:
             self._map_resident(piece)
         try:
             while not self._closing.is_set():
-                cold = self._cold_to_fault()
+                cold = self._next_cold_pieces()
                 if not cold:
                     return
                 is_touched = False
@@ -459,39 +452,39 @@ class HostPool:
                         self._faulting_bytes = 0
                         self._faulted.notify_all()
         except (OSError, StateTierFullError) as error:
-            LOG.warning("the host tier is not wholly prefaulted: %s", error)
+            LOG.warning("the host tier is not completely prefaulted: %s", error)
             with self._lock:
                 self._is_prefaulting = False
 
-    def _cold_to_fault(self) -> list[Piece]:
-        """What to fault in next. It counts as in use for as long as it takes, so that the bound
-        holds."""
+    def _next_cold_pieces(self) -> list[Piece]:
+        """Cold ranges to prefault next. They count as in use meanwhile, so that the capacity is
+        respected."""
         with self._lock:
-            lacking = self._lacking()
-            if lacking <= 0:
+            nbytes = self._bytes_to_prefault()
+            if nbytes <= 0:
                 self._is_prefaulting = False
                 return []
             wanted = -(-self._resident_bytes_wanted // PREFAULT_SEGMENTS)
-            segment_bytes = max(SEGMENT_BYTES_MIN, wanted or lacking)
+            segment_bytes = max(SEGMENT_BYTES_MIN, wanted or nbytes)
             if not any(one.cold.nbytes for one in self._free.values()):
-                self._grow(min(lacking, segment_bytes), None, segment_bytes)
-            # Nobody's first, since anybody may have it.
+                self._grow(min(nbytes, segment_bytes), None, segment_bytes)
+            # Unassigned segments first, because any tenant may use them.
             owners = sorted(self._free.values(), key=lambda one: one is not self._free[None])
-            cold = next(one for one in owners if one.cold.nbytes).cold.take(lacking)
+            cold = next(one for one in owners if one.cold.nbytes).cold.take(nbytes)
             self._count_used(cold)
-            self._faulting_bytes = total(cold)
+            self._faulting_bytes = total_bytes(cold)
             return cold
 
     def _map_resident(self, piece: Piece) -> None:
-        for part in parts(piece, PREFAULT_BYTES):
+        for chunk in chunks(piece, PREFAULT_BYTES):
             with self._lock:
-                # Under the lock: nothing keeps a segment of which nothing is in use.
-                if self._closing.is_set() or part.segment not in self._segments:
+                # Under the lock, because an unused segment can be deleted at any time.
+                if self._closing.is_set() or chunk.segment not in self._segments:
                     return
-                populate(self.address(part), part.nbytes)
+                populate(self.address(chunk), chunk.nbytes)
 
     def _fault_in(self, piece: Piece) -> None:
-        for part in parts(piece, PREFAULT_BYTES):
+        for chunk in chunks(piece, PREFAULT_BYTES):
             if self._closing.is_set():
                 return
-            self._segments[part.segment].set_aside(part)
+            self._segments[chunk.segment].fallocate(chunk)

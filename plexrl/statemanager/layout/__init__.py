@@ -1,1 +1,1 @@
-"""Which bytes of which tensor lie where. Pure."""
+"""Layouts of tensors in memory, and plans that move bytes between two layouts. Pure."""

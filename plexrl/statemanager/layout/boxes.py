@@ -19,7 +19,7 @@ class Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What both cover; None where that is nothing."""
+    """The common part of two boxes; None if they do not overlap."""
     start = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
     ends = [
         min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
@@ -29,7 +29,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def difference(a: Box, inner: Box) -> list[Box]:
-    """`a` without `inner` (a box inside it), as disjoint boxes."""
+    """`a` without `inner`, a box inside it, as disjoint boxes."""
     rest: list[Box] = []
     offset, shape = list(a.offset), list(a.shape)
     for dim in range(len(shape)):

@@ -1,8 +1,8 @@
-"""Canonical keys: what a piece of state *is*, never where a rank happens to keep it.
+"""Canonical keys: they identify state by its content, not by where a rank keeps it.
 
-A `StateKey` names a tensor of a deployment by its logical name; a `StateSlice` is the box of that
-tensor which one rank holds. Together with a version they identify bytes across ranks, layouts,
-nodes and tiers (PlexRL §4.5.2).
+A `StateKey` is the logical name of a deployment's tensor; a `StateSlice` is the box of that tensor
+that one rank holds. With a version they identify bytes across ranks, layouts, nodes and tiers
+(PlexRL §4.5.2).
 """
 
 import math
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class StatePart(StrEnum):
-    """What role a tensor plays; moves name the parts they take along."""
+    """The role of a tensor; a move names the parts that it includes."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"
@@ -25,17 +25,17 @@ class StateKey:
 
     part: StatePart
     name: str
-    """The parameter's fully qualified name in the Hugging Face model; for optimizer state with the
-    slot behind it (`model.norm.weight/exp_avg`)."""
+    """The parameter's fully qualified name in the Hugging Face model; optimizer state
+    adds its slot (`model.norm.weight/exp_avg`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlice:
-    """A rank's box of one tensor, and where in the rank's arena its bytes lie (row-major)."""
+    """A rank's box of one tensor, and its offset in the rank's arena. Elements are row-major."""
 
     key: StateKey
     dtype: str
-    """As safetensors spells it: `F32`, `BF16`, `I64`, …"""
+    """The dtype's safetensors name: `F32`, `BF16`, `I64`, …"""
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     """First index of the box in every dimension of the global tensor."""

@@ -1,4 +1,4 @@
-"""How a version's data is laid out: sections, extents, and where each slice comes to lie. Pure."""
+"""Layout of a version's stored data: sections, extents, and the offset of each slice. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateSlice
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, padded
 
 _Identity = tuple[object, ...]
-"""What a slice is, wherever a rank keeps it."""
+"""Identity of a slice, independent of its offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Of the data of a version."""
+class DataLayout:
+    """Layout of a version's data."""
 
     sections: tuple[Section, ...]
     extents: tuple[Extent, ...]
@@ -31,13 +31,13 @@ def lay_out(
     rank: int = 0,
     others: Mapping[int, Iterable[StateSlice]] = MappingProxyType({}),
     apart: Sequence[StateSlice] = (),
-) -> Layout:
-    """A layout for `slices`, of which `others` are what other ranks of the deployment hold.
+) -> DataLayout:
+    """A data layout for `slices`; `others` are the slices of the deployment's other ranks.
 
-    Slices that the same ranks hold share a section, so that these ranks can share what is stored of
-    it. What is `apart` has a section to itself, the last. Slices of a section that follow each
-    other in the arena up to alignment make one extent, so that a move is a few long copies whatever
-    the number of tensors.
+    Slices that the same ranks hold are in one section, so that these ranks can share its stored
+    bytes. The slices in `apart` have the last section to themselves. Slices of a section that are
+    adjacent in the arena (up to alignment) form one extent, so that a move takes a few long copies
+    whatever the number of tensors.
     """
     holders: dict[_Identity, set[int]] = {}
     for other, held in others.items():
@@ -52,10 +52,10 @@ def lay_out(
 
 
 def check_layout(manifest: Manifest) -> None:
-    """Refuse a manifest whose layout `lay_out` cannot have made.
+    """Check that `lay_out` can have made a manifest's layout.
 
     Raises:
-        InvalidRequestError: it says something else than its slices do.
+        InvalidRequestError: its sections or extents do not match its slices.
     """
     groups: list[list[StateSlice]] = [[] for _ in manifest.sections]
     starts = [section.start for section in manifest.sections]
@@ -73,7 +73,7 @@ def check_layout(manifest: Manifest) -> None:
 
 
 def slices_in_data(manifest: Manifest) -> tuple[StateSlice, ...]:
-    """The version's slices, each `arena_offset` replaced by the place in the data."""
+    """The version's slices, with offsets in the data as their `arena_offset`."""
     homes = _homes(manifest.extents, manifest.slices)
     return tuple(
         replace(piece, arena_offset=home or 0)
@@ -82,14 +82,14 @@ def slices_in_data(manifest: Manifest) -> tuple[StateSlice, ...]:
 
 
 class ExtentMap:
-    """Finds what of the data lies where in the arena."""
+    """Maps ranges of the data to ranges of the arena."""
 
     def __init__(self, extents: Sequence[Extent]) -> None:
         self._extents = extents
         self._starts = [extent.file_offset for extent in extents]
 
     def overlaps(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(arena offset, data offset, bytes) of every run that [start, end) of the data has."""
+        """(arena offset, data offset, bytes) of every extent's part of [start, end) of the data."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for extent in islice(self._extents, first, None):
             if extent.file_offset >= end:
@@ -100,7 +100,7 @@ class ExtentMap:
                 yield extent.arena_offset + begin - extent.file_offset, begin, stop - begin
 
     def uncovered(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """(data offset, bytes) of every run of [start, end) that no extent covers."""
+        """(data offset, bytes) of every range of [start, end) that no extent covers."""
         for _, begin, nbytes in self.overlaps(start, end):
             if begin > start:
                 yield start, begin - start
@@ -109,7 +109,7 @@ class ExtentMap:
             yield start, end - start
 
 
-def _lay_out(groups: Sequence[Sequence[StateSlice]], is_shared: Sequence[bool]) -> Layout:
+def _lay_out(groups: Sequence[Sequence[StateSlice]], is_shared: Sequence[bool]) -> DataLayout:
     sections: list[Section] = []
     extents: list[Extent] = []
     size = 0
@@ -119,7 +119,7 @@ def _lay_out(groups: Sequence[Sequence[StateSlice]], is_shared: Sequence[bool]) 
             continue
         start = padded(size)
         first = len(extents)
-        # Of the extent that grows: its place in the arena, its end there, its place in the data.
+        # The growing extent: its start and end in the arena, and its offset in the data.
         begin = end = place = -1
         for piece in ordered:
             at = piece.arena_offset
@@ -133,7 +133,7 @@ def _lay_out(groups: Sequence[Sequence[StateSlice]], is_shared: Sequence[bool]) 
         size = place + end - begin
         share_key = _share_key(ordered, extents[first:], start) if shared else ""
         sections.append(Section(start=start, nbytes=size - start, share_key=share_key))
-    return Layout(sections=tuple(sections), extents=tuple(extents), nbytes=size)
+    return DataLayout(sections=tuple(sections), extents=tuple(extents), nbytes=size)
 
 
 def _extent(begin: int, end: int, place: int) -> Extent:
@@ -141,17 +141,17 @@ def _extent(begin: int, end: int, place: int) -> Extent:
 
 
 def _share_key(slices: Sequence[StateSlice], extents: Sequence[Extent], start: int) -> str:
-    """Equal for sections of two ranks that hold the same slices at the same places."""
+    """Equal for sections of two ranks that hold the same slices at the same offsets."""
     homes = _homes(extents, slices)
-    told = [
+    content = [
         (piece.key, piece.dtype, piece.global_shape, piece.offset, piece.shape, (home or 0) - start)
         for piece, home in zip(slices, homes, strict=True)
     ]
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(told))
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(content))
 
 
 def _homes(extents: Sequence[Extent], slices: Sequence[StateSlice]) -> list[int | None]:
-    """Where in the data each slice begins; None for one that is empty or in no extent."""
+    """The offset of each slice in the data; None for an empty slice or one in no extent."""
     ordered = sorted(extents, key=lambda extent: extent.arena_offset)
     starts = [extent.arena_offset for extent in ordered]
     found: list[int | None] = []

@@ -1,7 +1,7 @@
-"""Runs by where they arrive: what of them falls into a stretch of the target's memory. Pure.
+"""Copies grouped by destination block, for a target that needs few long writes. Pure.
 
-A target that is written to in long pieces only (a device, over a bus) is filled window by window:
-the runs of a window are brought together in a buffer, wherever they come from, and then moved.
+A device behind a bus is such a target. The copies of one block are gathered in a staging buffer,
+whatever their sources, and then written to the device at once.
 """
 
 from dataclasses import replace
@@ -9,76 +9,76 @@ from dataclasses import replace
 import numpy as np
 
 from plexrl.statemanager.layout.plan.columns import ITEM_BYTES, Ints
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, concatenated
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, concatenated
 
 
-class TargetWindows:
-    """Runs in order of the window that they begin in; made once, asked window by window."""
+class StagingBlocks:
+    """Copies in order of the block that they begin in; built once, read block by block."""
 
-    def __init__(self, runs: Runs, window_bytes: int) -> None:
-        """`window_bytes` is a power of two of at least 4096, so that no element lies in two."""
-        assert window_bytes >= 4096
-        assert not window_bytes & (window_bytes - 1)
-        self._window_bytes = window_bytes
-        order = np.argsort(runs.targets, kind="stable")
-        self._runs = runs.chosen(order)
-        self._row_bytes = self._runs.row_bytes()
-        ends = (self._runs.counts - 1) * self._runs.target_strides + self._row_bytes
-        self._ends: Ints = self._runs.targets + ends
+    def __init__(self, copies: StridedCopies, block_bytes: int) -> None:
+        """`block_bytes` is a power of two of at least 4096, so that no element spans two blocks."""
+        assert block_bytes >= 4096
+        assert not block_bytes & (block_bytes - 1)
+        self._block_bytes = block_bytes
+        order = np.argsort(copies.dst_offsets, kind="stable")
+        self._copies = copies.chosen(order)
+        self._row_bytes = self._copies.row_bytes()
+        ends = (self._copies.counts - 1) * self._copies.dst_strides + self._row_bytes
+        self._ends: Ints = self._copies.dst_offsets + ends
 
-    def windows(self) -> list[int]:
-        """The places at which windows begin that something may arrive in, ascending."""
-        first = self._runs.targets // self._window_bytes
-        last = (self._ends - 1) // self._window_bytes
+    def starts(self) -> list[int]:
+        """The start offsets of the blocks that some copy writes to, ascending."""
+        first = self._copies.dst_offsets // self._block_bytes
+        last = (self._ends - 1) // self._block_bytes
         found: set[int] = set()
         for low, high in zip(first.tolist(), last.tolist(), strict=True):
             found.update(range(low, high + 1))
-        return [index * self._window_bytes for index in sorted(found)]
+        return [index * self._block_bytes for index in sorted(found)]
 
-    def runs(self, window: int) -> Runs:
-        """What arrives in the window that begins at `window`, its targets counted from there."""
-        end = window + self._window_bytes
-        behind = int(np.searchsorted(self._runs.targets, end))
-        touching = np.flatnonzero(self._ends[:behind] > window)
-        mine = self._runs.chosen(touching)
+    def copies(self, block: int) -> StridedCopies:
+        """The copies into the block at offset `block`; their offsets count from its start."""
+        end = block + self._block_bytes
+        behind = int(np.searchsorted(self._copies.dst_offsets, end))
+        touching = np.flatnonzero(self._ends[:behind] > block)
+        mine = self._copies.chosen(touching)
         row_bytes = self._row_bytes[touching]
-        # A run of one row has no stride; any that is long enough does.
-        steps = np.maximum(mine.target_strides, row_bytes)
-        first = np.clip(-((mine.targets - window) // steps), 0, mine.counts)
-        behind_rows = (end - mine.targets - row_bytes) // steps + 1
+        # A copy of one row has no stride; any stride that is long enough works.
+        steps = np.maximum(mine.dst_strides, row_bytes)
+        first = np.clip(-((mine.dst_offsets - block) // steps), 0, mine.counts)
+        behind_rows = (end - mine.dst_offsets - row_bytes) // steps + 1
         last = np.maximum(first, np.clip(behind_rows, 0, mine.counts))
         whole = replace(
             mine,
-            places=mine.places + first * mine.strides,
-            targets=mine.targets + first * mine.target_strides,
+            src_offsets=mine.src_offsets + first * mine.src_strides,
+            dst_offsets=mine.dst_offsets + first * mine.dst_strides,
             counts=last - first,
         ).chosen(last > first)
-        # The row that begins before the window, and the one that ends behind it.
+        # The row that begins before the block, and the row that ends after it.
         before = np.flatnonzero(first > 0)
         after = np.flatnonzero(last < mine.counts)
         found = concatenated(
             [
                 whole,
-                _part(mine, before, first[before] - 1, window, end),
-                _part(mine, after, last[after], window, end),
+                _part(mine, before, first[before] - 1, block, end),
+                _part(mine, after, last[after], block, end),
             ]
         )
-        return replace(found, targets=found.targets - window)
+        return replace(found, dst_offsets=found.dst_offsets - block)
 
 
-def covered(runs: Runs) -> list[tuple[int, int]]:
-    """(start, bytes) of what the runs fill at the target, ascending, in as few pieces as may be."""
-    row_bytes = runs.row_bytes()
-    is_dense = (runs.counts == 1) | (runs.target_strides == row_bytes)
+def covered(copies: StridedCopies) -> list[tuple[int, int]]:
+    """(start, bytes) of the destination ranges that the copies fill, ascending and joined."""
+    row_bytes = copies.row_bytes()
+    is_dense = (copies.counts == 1) | (copies.dst_strides == row_bytes)
     dense = np.flatnonzero(is_dense)
     loose = np.flatnonzero(~is_dense)
-    row = np.repeat(loose, runs.counts[loose])
-    sizes = runs.counts[loose]
+    row = np.repeat(loose, copies.counts[loose])
+    sizes = copies.counts[loose]
     index = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     starts = np.concatenate(
-        [runs.targets[dense], runs.targets[row] + index * runs.target_strides[row]]
+        [copies.dst_offsets[dense], copies.dst_offsets[row] + index * copies.dst_strides[row]]
     )
-    lengths = np.concatenate([row_bytes[dense] * runs.counts[dense], row_bytes[row]])
+    lengths = np.concatenate([row_bytes[dense] * copies.counts[dense], row_bytes[row]])
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], (starts + lengths)[order]
     if not len(starts):
@@ -88,25 +88,25 @@ def covered(runs: Runs) -> list[tuple[int, int]]:
     return list(zip(starts[begins].tolist(), (ends[lasts] - starts[begins]).tolist(), strict=True))
 
 
-def _part(runs: Runs, chosen: Ints, rows: Ints, window: int, end: int) -> Runs:
-    """Of one row of each of the chosen runs, what arrives between `window` and `end`."""
-    mine = runs.chosen(chosen)
+def _part(copies: StridedCopies, chosen: Ints, rows: Ints, block: int, end: int) -> StridedCopies:
+    """The part between `block` and `end` of one row of each chosen copy."""
+    mine = copies.chosen(chosen)
     is_cast = mine.casts != BYTES_CAST
     codes = np.where(is_cast, mine.casts, 0)
     held = np.where(is_cast, ITEM_BYTES[codes // len(ITEM_BYTES)], 1)
     wanted = np.where(is_cast, ITEM_BYTES[codes % len(ITEM_BYTES)], 1)
-    starts = mine.targets + rows * mine.target_strides
-    begin = np.maximum(starts, window)
+    starts = mine.dst_offsets + rows * mine.dst_strides
+    begin = np.maximum(starts, block)
     stop = np.minimum(starts + mine.items * wanted, end)
     skipped = (begin - starts) // wanted
     zeros = np.zeros_like(begin)
     found = replace(
         mine,
-        places=mine.places + rows * mine.strides + skipped * held,
-        targets=begin,
+        src_offsets=mine.src_offsets + rows * mine.src_strides + skipped * held,
+        dst_offsets=begin,
         items=(stop - begin) // wanted,
         counts=zeros + 1,
-        strides=zeros,
-        target_strides=zeros,
+        src_strides=zeros,
+        dst_strides=zeros,
     )
     return found.chosen(stop > begin)

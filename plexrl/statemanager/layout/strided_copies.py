@@ -1,8 +1,9 @@
-"""Boxes as bytes: rows at regular distances, long ones where they touch. Pure.
+"""Strided copies between two memories, as numpy columns. Pure.
 
-A run is `count` rows of `items` items each, a stride apart on either side; a contiguous piece of
-memory is a run of one row. An item is one byte, or one element where its dtype is cast on the way.
-So a tensor-parallel shard of a matrix is one run, and a request for a whole model stays short.
+One copy moves `count` rows of `items` items each, with one stride at the source and one at the
+destination. A contiguous range is a copy of one row. An item is one byte, or one element if the
+copy casts its dtype. So a tensor-parallel shard of a matrix is one copy, and a request for a whole
+model is short.
 """
 
 from collections.abc import Iterator
@@ -13,106 +14,112 @@ import numpy as np
 from plexrl.statemanager.layout.plan.columns import DTYPES, ITEM_BYTES, Ints
 
 BYTES_CAST = -1
-"""The cast of a run whose bytes are only moved."""
-
-UNSCALED = int(np.float64(1.0).view(np.int64))
-"""The scale of a run that has none."""
+"""The cast code of a copy that does not change its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
-    """One run a row, in columns of equal length. Not to be changed."""
+class StridedCopies:
+    """Copies in columns of equal length, one row each. Immutable."""
 
-    places: Ints
-    """Of the first row, in bytes from the start of the source's memory."""
-    targets: Ints
-    """Of the first row, in bytes from the start of the target's memory."""
+    src_offsets: Ints
+    """Offset of the first row in the source memory, in bytes."""
+    dst_offsets: Ints
+    """Offset of the first row in the destination memory, in bytes."""
     items: Ints
-    """Of one row."""
+    """Items in one row."""
     counts: Ints
-    """Rows."""
-    strides: Ints
-    """Bytes from row to row at the source; 0 where there is one row."""
-    target_strides: Ints
+    """Number of rows."""
+    src_strides: Ints
+    """Bytes from row to row at the source; 0 for a single row."""
+    dst_strides: Ints
     casts: Ints
-    """`BYTES_CAST`, or source dtype's code * len(DTYPES) + target dtype's code."""
-    scales: Ints
-    """What elements are divided by as they are cast to F8, as the bits of a float64."""
+    """`BYTES_CAST`, or source dtype code * len(DTYPES) + destination dtype code."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.src_offsets)
 
     @property
     def nbytes(self) -> int:
-        """That arrive at the target."""
+        """Bytes written at the destination."""
         return int(self.row_bytes().dot(self.counts))
 
     def row_bytes(self) -> Ints:
-        """[run] bytes of one row as it arrives."""
+        """[copy] bytes of one row at the destination."""
         return self.items * _item_bytes(self.casts)[1]
 
     def row_bytes_at_source(self) -> Ints:
-        """[run] bytes of one row as it is held."""
+        """[copy] bytes of one row at the source."""
         return self.items * _item_bytes(self.casts)[0]
 
-    def chosen(self, rows: object) -> "Runs":
-        """The runs that `rows` (a numpy index) selects."""
-        return Runs(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+    def chosen(self, rows: object) -> "StridedCopies":
+        """The copies that `rows`, a numpy index, selects."""
+        return StridedCopies(
+            **{field.name: getattr(self, field.name)[rows] for field in fields(self)}
+        )
 
-    def moved(self, distance: int) -> "Runs":
-        """The same runs, read `distance` bytes further on."""
-        return replace(self, places=self.places + distance)
+    def moved(self, distance: int) -> "StridedCopies":
+        """The same copies, read from offsets that are `distance` bytes larger."""
+        return replace(self, src_offsets=self.src_offsets + distance)
 
-    def batches(self, nbytes_max: int) -> Iterator["Runs"]:
-        """The same runs in order, cut so that each batch has at most `nbytes_max` bytes, or one
-        row of one item where that is more."""
+    def batches(self, nbytes_max: int) -> Iterator["StridedCopies"]:
+        """The same copies in order, in batches of at most `nbytes_max` bytes. A larger item makes a
+        batch of its own."""
         return _batches(self, nbytes_max)
 
 
-NO_RUNS = Runs(**{field.name: np.zeros(0, dtype=np.int64) for field in fields(Runs)})
+NO_COPIES = StridedCopies(
+    **{field.name: np.zeros(0, dtype=np.int64) for field in fields(StridedCopies)}
+)
 
 
-def concatenated(parts: list[Runs]) -> Runs:
-    """All runs of `parts`, in order."""
-    return Runs(
+def concatenated(parts: list[StridedCopies]) -> StridedCopies:
+    """The copies of all `parts`, in order."""
+    return StridedCopies(
         **{
-            field.name: np.concatenate([getattr(part, field.name) for part in [NO_RUNS, *parts]])
-            for field in fields(Runs)
+            field.name: np.concatenate([getattr(part, field.name) for part in [NO_COPIES, *parts]])
+            for field in fields(StridedCopies)
         }
     )
 
 
-def cast_code(source_dtype: int, target_dtype: int) -> int:
-    """Of `Runs.casts`, for two dtype codes."""
-    if source_dtype == target_dtype:
-        return BYTES_CAST
-    return source_dtype * len(DTYPES) + target_dtype
+def one_range(start: int, nbytes: int) -> StridedCopies:
+    """A copy of `nbytes` bytes from offset `start` to the start of the destination."""
+    one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    return StridedCopies(
+        src_offsets=one * start,
+        dst_offsets=zero,
+        items=one * nbytes,
+        counts=one,
+        src_strides=zero,
+        dst_strides=zero,
+        casts=one * BYTES_CAST,
+    )
 
 
 def cast_names(code: int) -> tuple[str, str]:
-    """Source and target dtype of a cast other than `BYTES_CAST`."""
+    """(source, destination) dtype of a cast code other than `BYTES_CAST`."""
     return DTYPES[code // len(DTYPES)], DTYPES[code % len(DTYPES)]
 
 
-def runs_of_boxes(
+def copies_of_boxes(
     shapes: Ints,
     strides: Ints,
-    target_strides: Ints,
+    dst_strides: Ints,
     places: Ints,
     targets: Ints,
     dtypes: tuple[Ints, Ints],
-) -> tuple[Runs, Ints]:
-    """Runs of boxes of `shapes` [box, dim] that begin at `places` and `targets`, and the box that
-    each run is of.
+) -> tuple[StridedCopies, Ints]:
+    """Copies of boxes, and for each copy the index of its box.
 
-    Strides are [box, dim] in elements; `dtypes` are codes at source and target.
+    `shapes` are [box, dim], `places` and `targets` the byte offsets [box] of the first elements.
+    Strides are [box, dim] in elements; `dtypes` are codes at source and destination.
     """
     boxes, dims = shapes.shape
     items, counts = np.ones(boxes, dtype=np.int64), np.ones(boxes, dtype=np.int64)
     step, target_step = np.zeros(boxes, dtype=np.int64), np.zeros(boxes, dtype=np.int64)
     outer = np.ones_like(shapes)
     for dim in reversed(range(dims)):
-        extent, at_source, at_target = shapes[:, dim], strides[:, dim], target_strides[:, dim]
+        extent, at_source, at_target = shapes[:, dim], strides[:, dim], dst_strides[:, dim]
         is_long = extent > 1
         dense = is_long & (counts == 1) & (at_source == items) & (at_target == items)
         first = is_long & (counts == 1) & ~dense
@@ -133,129 +140,129 @@ def runs_of_boxes(
     for dim in reversed(range(dims)):
         index, left = left % outer[box, dim], left // outer[box, dim]
         at = at + index * strides[box, dim] * from_bytes[box]
-        to = to + index * target_strides[box, dim] * to_bytes[box]
+        to = to + index * dst_strides[box, dim] * to_bytes[box]
     items = np.where(casts == BYTES_CAST, items * to_bytes, items)
-    runs = Runs(
-        places=at,
-        targets=to,
+    copies = StridedCopies(
+        src_offsets=at,
+        dst_offsets=to,
         items=items[box],
         counts=counts[box],
-        strides=(step * from_bytes)[box],
-        target_strides=(target_step * to_bytes)[box],
+        src_strides=(step * from_bytes)[box],
+        dst_strides=(target_step * to_bytes)[box],
         casts=casts[box],
-        scales=np.full(len(box), UNSCALED),
     )
-    return runs, box
+    return copies, box
 
 
-def coalesced(runs: Runs, groups: Ints) -> tuple[Runs, Ints]:
-    """The same bytes in as few runs as neighbours in order allow, and each one's group.
+def coalesced(copies: StridedCopies, groups: Ints) -> tuple[StridedCopies, Ints]:
+    """The same bytes with adjacent copies joined, and the group of each copy.
 
-    Only runs of one row, one group and one cast join. Scales are the caller's to tell apart.
+    Copies join only if both have one row, and their groups and casts are equal.
     """
-    if len(runs) < 2:
-        return runs, groups
-    alone = runs.counts == 1
+    if len(copies) < 2:
+        return copies, groups
+    alone = copies.counts == 1
     joins = alone[1:] & alone[:-1]
-    joins &= (groups[1:] == groups[:-1]) & (runs.casts[1:] == runs.casts[:-1])
-    joins &= runs.places[1:] == (runs.places + runs.row_bytes_at_source())[:-1]
-    joins &= runs.targets[1:] == (runs.targets + runs.row_bytes())[:-1]
+    joins &= (groups[1:] == groups[:-1]) & (copies.casts[1:] == copies.casts[:-1])
+    joins &= copies.src_offsets[1:] == (copies.src_offsets + copies.row_bytes_at_source())[:-1]
+    joins &= copies.dst_offsets[1:] == (copies.dst_offsets + copies.row_bytes())[:-1]
     first = np.flatnonzero(np.append(True, ~joins))
-    items = np.add.reduceat(runs.items, first)
-    return replace(runs.chosen(first), items=items), groups[first]
+    items = np.add.reduceat(copies.items, first)
+    return replace(copies.chosen(first), items=items), groups[first]
 
 
-def single_rows(runs: Runs) -> Runs:
-    """The same bytes, every row a run of its own."""
-    run = np.repeat(np.arange(len(runs)), runs.counts)
-    row = np.arange(len(run)) - np.repeat(np.cumsum(runs.counts) - runs.counts, runs.counts)
+def single_rows(copies: StridedCopies) -> StridedCopies:
+    """The same bytes, with one copy for each row."""
+    run = np.repeat(np.arange(len(copies)), copies.counts)
+    row = np.arange(len(run)) - np.repeat(np.cumsum(copies.counts) - copies.counts, copies.counts)
     ones = np.ones(len(run), dtype=np.int64)
-    return Runs(
-        places=runs.places[run] + row * runs.strides[run],
-        targets=runs.targets[run] + row * runs.target_strides[run],
-        items=runs.items[run],
+    return StridedCopies(
+        src_offsets=copies.src_offsets[run] + row * copies.src_strides[run],
+        dst_offsets=copies.dst_offsets[run] + row * copies.dst_strides[run],
+        items=copies.items[run],
         counts=ones,
-        strides=ones * 0,
-        target_strides=ones * 0,
-        casts=runs.casts[run],
-        scales=runs.scales[run],
+        src_strides=ones * 0,
+        dst_strides=ones * 0,
+        casts=copies.casts[run],
     )
 
 
-def packed(runs: Runs) -> Runs:
-    """The runs as they are read, brought to one place without gaps: what travels on a stream."""
-    row_bytes = runs.row_bytes()
-    sizes = row_bytes * runs.counts
-    return replace(runs, targets=np.cumsum(sizes) - sizes, target_strides=row_bytes)
+def packed(copies: StridedCopies) -> StridedCopies:
+    """The same reads, written to consecutive offsets without gaps, as they travel on a stream."""
+    row_bytes = copies.row_bytes()
+    sizes = row_bytes * copies.counts
+    return replace(copies, dst_offsets=np.cumsum(sizes) - sizes, dst_strides=row_bytes)
 
 
-def unpacked(runs: Runs) -> Runs:
-    """From where `packed` brought the runs to where they are wanted."""
-    row_bytes = runs.row_bytes()
-    sizes = row_bytes * runs.counts
+def unpacked(copies: StridedCopies) -> StridedCopies:
+    """Copies from the packed stream to their destination offsets; the inverse of `packed`."""
+    row_bytes = copies.row_bytes()
+    sizes = row_bytes * copies.counts
     return replace(
-        runs,
-        places=np.cumsum(sizes) - sizes,
+        copies,
+        src_offsets=np.cumsum(sizes) - sizes,
         items=row_bytes,
-        strides=row_bytes,
-        casts=np.full(len(runs), BYTES_CAST),
+        src_strides=row_bytes,
+        casts=np.full(len(copies), BYTES_CAST),
     )
 
 
-def reversed_runs(runs: Runs) -> Runs:
-    """From where the runs arrive, without a cast: what reads a target's own bytes."""
+def reversed_copies(copies: StridedCopies) -> StridedCopies:
+    """Copies from destination to source offsets, without a cast: they read a target's own bytes."""
     return replace(
-        runs,
-        places=runs.targets,
-        targets=runs.places,
-        items=runs.row_bytes(),
-        strides=runs.target_strides,
-        target_strides=runs.strides,
-        casts=np.full(len(runs), BYTES_CAST),
+        copies,
+        src_offsets=copies.dst_offsets,
+        dst_offsets=copies.src_offsets,
+        items=copies.row_bytes(),
+        src_strides=copies.dst_strides,
+        dst_strides=copies.src_strides,
+        casts=np.full(len(copies), BYTES_CAST),
     )
 
 
-def cut_at(runs: Runs, edges: Ints) -> tuple[Runs, Ints]:
-    """The same bytes in runs that lie between two neighbouring `edges` each at the source, and the
-    index of the edge before each. The first edge is at or before every run."""
-    ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
-    homes = np.searchsorted(edges, runs.places, "right") - 1
+def cut_at(copies: StridedCopies, edges: Ints) -> tuple[StridedCopies, Ints]:
+    """The same bytes, cut so that no copy crosses one of the `edges` at the source, and for each
+    copy the index of the edge before it. The first edge is at or before every copy."""
+    ends = (
+        copies.src_offsets + (copies.counts - 1) * copies.src_strides + copies.row_bytes_at_source()
+    )
+    homes = np.searchsorted(edges, copies.src_offsets, "right") - 1
     limits = np.append(edges[1:], np.iinfo(np.int64).max)
     crosses = ends > limits[homes]
     if not crosses.any():
-        return runs, homes
-    parts: list[Runs] = [runs.chosen(~crosses)]
-    rows = single_rows(runs.chosen(crosses))
+        return copies, homes
+    parts: list[StridedCopies] = [copies.chosen(~crosses)]
+    rows = single_rows(copies.chosen(crosses))
     while len(rows):
         item_bytes, target_item_bytes = _item_bytes(rows.casts)
-        limit = limits[np.searchsorted(edges, rows.places, "right") - 1]
-        fits = np.minimum(rows.items, (limit - rows.places) // item_bytes)
-        assert fits.all(), "an element lies on both sides of an edge, which is a page's"
+        limit = limits[np.searchsorted(edges, rows.src_offsets, "right") - 1]
+        fits = np.minimum(rows.items, (limit - rows.src_offsets) // item_bytes)
+        assert fits.all(), "edges are page boundaries, which no element crosses"
         parts.append(replace(rows, items=fits))
         rest = replace(
             rows,
-            places=rows.places + fits * item_bytes,
-            targets=rows.targets + fits * target_item_bytes,
+            src_offsets=rows.src_offsets + fits * item_bytes,
+            dst_offsets=rows.dst_offsets + fits * target_item_bytes,
             items=rows.items - fits,
         )
         rows = rest.chosen(rest.items > 0)
     cut = concatenated(parts)
-    return cut, np.searchsorted(edges, cut.places, "right") - 1
+    return cut, np.searchsorted(edges, cut.src_offsets, "right") - 1
 
 
-def without(runs: Runs, done: Runs) -> Runs:
-    """What of `runs` does not arrive where `done` has arrived already."""
-    rows = single_rows(runs)
+def without(copies: StridedCopies, done: StridedCopies) -> StridedCopies:
+    """The part of `copies` whose destination bytes `done` has not written."""
+    rows = single_rows(copies)
     have = single_rows(done)
-    order = np.argsort(have.targets, kind="stable")
-    starts = have.targets[order]
+    order = np.argsort(have.dst_offsets, kind="stable")
+    starts = have.dst_offsets[order]
     ends = starts + have.row_bytes()[order]
     item_bytes = _item_bytes(rows.casts)
     left: list[tuple[int, int, int]] = []
     for index, (at, nbytes) in enumerate(
-        zip(rows.targets.tolist(), rows.row_bytes().tolist(), strict=True)
+        zip(rows.dst_offsets.tolist(), rows.row_bytes().tolist(), strict=True)
     ):
-        # What has arrived is disjoint, so ends are in order as starts are.
+        # The copies in `done` are disjoint, so their ends ascend as their starts do.
         near = int(np.searchsorted(ends, at, "right"))
         end = at + nbytes
         while at < end:
@@ -268,17 +275,17 @@ def without(runs: Runs, done: Runs) -> Runs:
             near += 1
     owners, starts, ends = np.array(left, dtype=np.int64).reshape(-1, 3).T
     kept = rows.chosen(owners)
-    before = (starts - kept.targets) // item_bytes[1][owners]
+    before = (starts - kept.dst_offsets) // item_bytes[1][owners]
     return replace(
         kept,
-        places=kept.places + before * item_bytes[0][owners],
-        targets=starts,
+        src_offsets=kept.src_offsets + before * item_bytes[0][owners],
+        dst_offsets=starts,
         items=(ends - starts) // item_bytes[1][owners],
     )
 
 
 def _item_bytes(casts: Ints) -> tuple[Ints, Ints]:
-    """[run] bytes of an item at source and target."""
+    """[copy] bytes of an item at source and destination."""
     is_cast = casts != BYTES_CAST
     codes = np.where(is_cast, casts, 0)
     return (
@@ -287,48 +294,47 @@ def _item_bytes(casts: Ints) -> tuple[Ints, Ints]:
     )
 
 
-def _batches(runs: Runs, nbytes_max: int) -> Iterator[Runs]:
-    row_bytes, held_bytes = runs.row_bytes(), runs.row_bytes_at_source()
-    sizes = row_bytes * runs.counts
+def _batches(copies: StridedCopies, nbytes_max: int) -> Iterator[StridedCopies]:
+    row_bytes, held_bytes = copies.row_bytes(), copies.row_bytes_at_source()
+    sizes = row_bytes * copies.counts
     first, filled = 0, 0
-    for index in range(len(runs)):
+    for index in range(len(copies)):
         size = int(sizes[index])
         if filled + size <= nbytes_max:
             filled += size
             continue
         if filled:
-            yield runs.chosen(slice(first, index))
+            yield copies.chosen(slice(first, index))
         first, filled = index, size
         if size > nbytes_max:
             yield from _pieces(
-                runs, index, int(row_bytes[index]), int(held_bytes[index]), nbytes_max
+                copies, index, int(row_bytes[index]), int(held_bytes[index]), nbytes_max
             )
             first, filled = index + 1, 0
     if filled:
-        yield runs.chosen(slice(first, len(runs)))
+        yield copies.chosen(slice(first, len(copies)))
 
 
 def _pieces(
-    runs: Runs, index: int, row_bytes: int, held_bytes: int, nbytes_max: int
-) -> Iterator[Runs]:
-    """One long run in pieces of at most `nbytes_max`: of whole rows, or of parts of a row."""
-    one = runs.chosen(slice(index, index + 1))
+    copies: StridedCopies, index: int, row_bytes: int, held_bytes: int, nbytes_max: int
+) -> Iterator[StridedCopies]:
+    """One long copy in pieces of at most `nbytes_max`: whole rows, or parts of a row."""
+    one = copies.chosen(slice(index, index + 1))
     count, items = int(one.counts[0]), int(one.items[0])
     rows_max = max(1, nbytes_max // row_bytes)
     for row in range(0, count, rows_max):
         rows = min(rows_max, count - row)
-        at = one.places + row * one.strides
-        to = one.targets + row * one.target_strides
+        at = one.src_offsets + row * one.src_strides
+        to = one.dst_offsets + row * one.dst_strides
         item_bytes, held_item_bytes = row_bytes // items, held_bytes // items
         items_max = items if row_bytes <= nbytes_max else max(1, nbytes_max // item_bytes)
         for item in range(0, items, items_max):
-            yield Runs(
-                places=at + item * held_item_bytes,
-                targets=to + item * item_bytes,
+            yield StridedCopies(
+                src_offsets=at + item * held_item_bytes,
+                dst_offsets=to + item * item_bytes,
                 items=np.minimum(one.items - item, items_max),
                 counts=one.counts * 0 + rows,
-                strides=one.strides,
-                target_strides=one.target_strides,
+                src_strides=one.src_strides,
+                dst_strides=one.dst_strides,
                 casts=one.casts,
-                scales=one.scales,
             )

@@ -1,5 +1,4 @@
-"""What the daemon has done since its start, counted. Read by
-`plexrl.statemanager.observe.metrics`."""
+"""Counts of the daemon's moves and refusals since its start."""
 
 import threading
 from bisect import bisect_left
@@ -13,7 +12,7 @@ BYTES_BOUNDS = tuple(float(1 << shift) for shift in range(12, 41, 4))
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values up to each bound, and beyond the last."""
+    """Counts of values per bucket; the last bucket has no upper bound."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -30,55 +29,56 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveKind:
-    """What moves are told apart by."""
+    """Labels of a move."""
 
     request: str
     outcome: str
     """`ok`, or the code of the error."""
     tier: str
-    """The other end of the move; empty where it did not come to one."""
+    """Tier that the move read or wrote; empty if the move failed before."""
 
 
 @dataclass(slots=True)
-class MoveTally:
-    """Moves of one kind."""
+class MoveCounters:
+    """Durations and sizes of the moves of one kind."""
 
     seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
-    moved: Histogram = field(default_factory=lambda: Histogram(BYTES_BOUNDS))
+    nbytes: Histogram = field(default_factory=lambda: Histogram(BYTES_BOUNDS))
 
 
-class Tally:
-    """Thread-safe. Counts moves and refusals only, so that other requests cost nothing here."""
+class Counters:
+    """Counts moves and refusals. Thread-safe. Other requests are not counted, so they cost
+    nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._moves: dict[MoveKind, MoveTally] = {}
+        self._moves: dict[MoveKind, MoveCounters] = {}
         self._refused: Counter[str] = Counter()
 
-    def moved(self, kind: MoveKind, *, nbytes: int, seconds: float) -> None:
-        """Count a move that has ended, however it did."""
+    def count_move(self, kind: MoveKind, *, nbytes: int, seconds: float) -> None:
+        """Count a move that has ended, successful or not."""
         with self._lock:
-            tally = self._moves.setdefault(kind, MoveTally())
-            tally.seconds.add(seconds)
-            tally.moved.add(nbytes)
+            counters = self._moves.setdefault(kind, MoveCounters())
+            counters.seconds.add(seconds)
+            counters.nbytes.add(nbytes)
 
-    def refused(self, code: str) -> None:
-        """Count a request that was refused, by its error's code."""
+    def count_refusal(self, code: str) -> None:
+        """Count a refused request by its error code."""
         with self._lock:
             self._refused[code] += 1
 
     def moves(self) -> dict[MoveKind, tuple[tuple[list[int], float], tuple[list[int], float]]]:
-        """By kind: counts and sum of seconds, counts and sum of bytes."""
+        """Counts and sum of seconds, counts and sum of bytes, per kind of move."""
         with self._lock:
             return {
                 kind: (
-                    (list(tally.seconds.counts), tally.seconds.total),
-                    (list(tally.moved.counts), tally.moved.total),
+                    (list(counters.seconds.counts), counters.seconds.total),
+                    (list(counters.nbytes.counts), counters.nbytes.total),
                 )
-                for kind, tally in self._moves.items()
+                for kind, counters in self._moves.items()
             }
 
     def refusals(self) -> dict[str, int]:
-        """By the error's code."""
+        """Refused requests per error code."""
         with self._lock:
             return dict(self._refused)

@@ -1,4 +1,4 @@
-"""`/healthz` and `/metrics` over HTTP, for the machine itself only."""
+"""`/healthz` and `/metrics` over HTTP, on the loopback interface only."""
 
 import json
 import logging
@@ -9,18 +9,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HOST = "127.0.0.1"
 REQUEST_TIMEOUT_S = 5.0
-"""A client that says nothing for so long is cut off."""
+"""Timeout of reading a request."""
 
 LOG = logging.getLogger(__name__)
 
 
 class ObservationServer:
-    """Serves from its construction on, on threads of its own, until `close`."""
+    """Serves on its own threads, from construction until `close`."""
 
     def __init__(
         self, port: int, reasons: Callable[[], list[str]], metrics: Callable[[], bytes]
     ) -> None:
-        """`port` 0 takes a free one. `reasons` says what is wrong, `metrics` is for Prometheus."""
+        """`port` 0: any free port. `reasons()` returns the problems, `metrics()` the Prometheus
+        text."""
         self._server = ThreadingHTTPServer((HOST, port), _handler(reasons, metrics))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -28,11 +29,11 @@ class ObservationServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that the server listens on."""
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -53,7 +54,7 @@ def _handler(
             elif self.path == "/metrics":
                 self._reply(HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8", metrics())
             else:
-                self.send_error(HTTPStatus.NOT_FOUND, "there are /healthz and /metrics")
+                self.send_error(HTTPStatus.NOT_FOUND, "only /healthz and /metrics exist")
 
         def log_message(self, format: str, *args: object) -> None:
             LOG.debug(format, *args)

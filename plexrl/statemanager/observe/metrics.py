@@ -1,4 +1,4 @@
-"""The daemon's figures for Prometheus. Counted by `Tally`, read from the parts when asked for."""
+"""The daemon's Prometheus metrics, read from `Counters` and the daemon's parts on each scrape."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,33 +22,33 @@ _MOVE = ("request", "outcome", "tier")
 
 
 class DaemonCollector(Collector):
-    """Everything at `/metrics`."""
+    """Collects all metrics of `/metrics`."""
 
     def __init__(self, services: Services, connections: Callable[[], int]) -> None:
         self._services = services
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
-        """The figures as they are now."""
+        """The current values."""
         yield from self._tiers()
         yield from self._versions()
         yield from self._moves()
-        line = self._services.line
-        yield _gauge("moves_running", "Moves under way.", len(line.running()))
-        yield _gauge("moves_waiting", "Moves that stand in line.", line.waiting())
-        yield _gauge("connections", "Clients connected.", self._connections())
+        moves = self._services.move_queue
+        yield _gauge("moves_running", "Running moves.", len(moves.running()))
+        yield _gauge("moves_waiting", "Queued moves.", moves.waiting())
+        yield _gauge("connections", "Connected clients.", self._connections())
         yield from self._replicas()
         refused = CounterMetricFamily(
-            "plexrl_statemanager_refused", "Requests refused, by the error's code.", labels=["code"]
+            "plexrl_statemanager_refused", "Refused requests, by error code.", labels=["code"]
         )
-        for code, count in sorted(self._services.tally.refusals().items()):
+        for code, count in sorted(self._services.counters.refusals().items()):
             refused.add_metric([code], count)
         yield refused
 
     def _tiers(self) -> Iterator[Metric]:
         config, store = self._services.config, self._services.store
-        used = _labelled("tier_bytes", "Bytes in a tier.", "tier")
-        bound = _labelled("tier_bytes_max", "Bound of a tier.", "tier")
+        used = _labelled("tier_bytes", "Used bytes of a tier.", "tier")
+        bound = _labelled("tier_bytes_max", "Capacity of a tier.", "tier")
         for tier, limit in (
             (TierName.HOST, config.host_bytes),
             (TierName.NVME, config.nvme_bytes),
@@ -57,7 +57,7 @@ class DaemonCollector(Collector):
             bound.add_metric([tier.value], limit)
         yield used
         yield bound
-        arenas = _labelled("arena_bytes", "Memory that workers' arenas occupy.", "job")
+        arenas = _labelled("arena_bytes", "Device memory of workers' arenas.", "job")
         by_job: Counter[str] = Counter()
         for (deployment, _), nbytes in self._services.registry.resident_bytes().items():
             by_job[job_of(deployment)] += nbytes
@@ -67,11 +67,11 @@ class DaemonCollector(Collector):
 
     def _versions(self) -> Iterator[Metric]:
         labels = ("tenant", "job", "kind", "tier")
-        count = _labelled("versions", "Versions stored.", *labels)
-        size = _labelled("version_bytes", "Bytes of the versions stored.", *labels)
+        count = _labelled("versions", "Stored versions.", *labels)
+        size = _labelled("version_bytes", "Bytes of stored versions.", *labels)
         taken = _labelled(
             "tenant_bytes",
-            "What a tenant takes in a tier, replicas counted once.",
+            "Bytes of a tenant in a tier, replicas counted once.",
             "tenant",
             "tier",
         )
@@ -96,32 +96,32 @@ class DaemonCollector(Collector):
         yield taken
 
     def _replicas(self) -> Iterator[Metric]:
-        tally = self._services.store.replicas
+        replicas = self._services.store.replicas
         sections = CounterMetricFamily(
             "plexrl_statemanager_replica_sections",
-            "Sections that another rank was said to have too, by whether its bytes were the same.",
+            "Declared replica sections, by whether the bytes were equal.",
             labels=["outcome"],
         )
-        sections.add_metric(["shared"], tally.shared)
-        sections.add_metric(["different"], tally.different)
+        sections.add_metric(["shared"], replicas.shared)
+        sections.add_metric(["different"], replicas.different)
         yield sections
         yield CounterMetricFamily(
             "plexrl_statemanager_replica_shared_bytes",
-            "Bytes that were not stored again, because another rank's are the same.",
-            value=tally.shared_bytes,
+            "Bytes not stored again, because another rank's bytes are equal.",
+            value=replicas.shared_bytes,
         )
 
     def _moves(self) -> Iterator[Metric]:
         seconds = HistogramMetricFamily(
             "plexrl_statemanager_move_seconds",
-            "How long moves took, their wait in line not counted.",
+            "Duration of moves, without their time in the queue.",
             labels=_MOVE,
         )
         moved = HistogramMetricFamily(
-            "plexrl_statemanager_move_bytes", "How much moves moved.", labels=_MOVE
+            "plexrl_statemanager_move_bytes", "Bytes per move.", labels=_MOVE
         )
         found = sorted(
-            self._services.tally.moves().items(),
+            self._services.counters.moves().items(),
             key=lambda item: (item[0].request, item[0].outcome, item[0].tier),
         )
         for kind, (in_seconds, in_bytes) in found:
@@ -133,7 +133,7 @@ class DaemonCollector(Collector):
 
 
 def exposition(collector: DaemonCollector) -> bytes:
-    """The figures in Prometheus' text format."""
+    """The metrics in the Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""A running daemon's state as JSON: `python -m plexrl.statemanager.observe.status SOCKET
+"""Print a daemon's status as JSON: `python -m plexrl.statemanager.observe.status SOCKET
 KEY_FILE`."""
 
 import argparse
@@ -17,19 +17,19 @@ TIMEOUT_S = 5.0
 
 
 def main() -> None:
-    """Print one JSON object: what the daemon says, or `{"error": …}`."""
+    """Print one JSON object: the daemon's usage report, or `{"error": …}`."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.statemanager.observe.status")
     parser.add_argument("socket")
     parser.add_argument("key_file", type=Path)
     given = parser.parse_args()
     try:
-        found = _ask(given.socket, given.key_file)
+        found = _request_usage(given.socket, given.key_file)
     except PlexRLError as error:
         found = {"error": error.to_wire()}
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def _ask(socket: str, key_file: Path) -> dict[str, Any]:
+def _request_usage(socket: str, key_file: Path) -> dict[str, Any]:
     client = StateManagerClient(
         socket,
         deployment="",

@@ -1,10 +1,10 @@
-"""Addresses of StateManagers: where one is reached from its own machine, and from others.
+"""Addresses of StateManagers, for clients on the same machine and on others.
 
     /run/plexrl/state.sock                       on this machine
     tcp://host:port                              from anywhere
-    tcp://host:port#boot:/run/plexrl/state.sock  both: by the path on the machine of that boot
+    tcp://host:port#boot:/run/plexrl/state.sock  both: the path on the machine with that boot id
 
-Whoever hands addresses on (the scheduler) need not understand them.
+The scheduler passes addresses on without parsing them.
 """
 
 from functools import cache
@@ -15,25 +15,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def announced(path: str, serve_tcp: str) -> str:
-    """The address of a daemon that listens at `path`, and for other nodes at `serve_tcp`
-    (`host:port`; empty: for none)."""
+    """The address of a daemon that listens at `path`, and at `serve_tcp` (`host:port`) for other
+    nodes; empty: for none."""
     return f"{TCP_SCHEME}{serve_tcp}#{_boot_id()}:{path}" if serve_tcp else path
 
 
 def nearest(address: str) -> str:
-    """The path where the daemon is on this machine and its socket can be seen (a container may not
-    see it), else the address from elsewhere."""
+    """The path if the daemon is on this machine and its socket is visible (in a container it may
+    not be), else the TCP address."""
     remote, _, local = address.partition("#")
     boot, _, path = local.partition(":")
     return path if path and boot == _boot_id() and Path(path).is_socket() else remote
 
 
 def host_and_port(address: str) -> str | None:
-    """Of an address that `nearest` gave; None: it is a path."""
+    """The `host:port` of an address from `nearest`; None for a path."""
     return address.removeprefix(TCP_SCHEME) if address.startswith(TCP_SCHEME) else None
 
 
 @cache
 def _boot_id() -> str:
-    """Differs between machines, and between two boots of one."""
+    """Differs between machines, and between two boots of one machine."""
     return _BOOT_ID.read_text().strip()

@@ -1,12 +1,14 @@
-"""One end of a connection over the Unix socket: whole messages, and descriptors with them.
+"""One end of a Unix socket connection: whole messages, with file descriptors.
 
     u32 body length | u16 descriptors | u8 kind | u8 zero | body (msgpack)
 
-A message is one `sendmsg`, its descriptors the ancillary data of its first byte. The kernel passes
-253 at once; further ones come after the body, each lot on a byte of its own. One end asks and the
-other answers, in turn, so whatever lies behind a message's last byte is a breach of the protocol.
+A message is one `sendmsg`; its descriptors are the ancillary data of its first byte. The kernel
+passes at most 253 descriptors at once. Further ones follow the body, in batches that each come with
+one extra byte. The ends alternate between request and answer, so bytes after a message's end are a
+protocol error.
 
-Nothing here decodes a body: a peer that keeps to the frame stays in step, whatever it says.
+The channel does not decode a body. A peer whose frames are valid stays in sync, whatever the bodies
+contain.
 """
 
 import array
@@ -23,11 +25,11 @@ from plexrl.errors import ConnectionLostError, InvalidRequestError, PayloadTooLa
 
 BODY_BYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 1024
-"""Descriptors that one message may carry: far more than a node has ranks."""
+"""Maximum descriptors in one message: far more than a node has ranks."""
 DESCRIPTORS_AT_ONCE = 253
-"""Linux passes no more with one call."""
+"""Linux's limit for one call."""
 BUFFER_BYTES = 64 << 10
-"""Kept for a connection's life. Larger messages get a buffer of their own."""
+"""Size of the buffers that a connection keeps. A larger message gets a buffer of its own."""
 
 _HEAD = struct.Struct("<IHBx")
 _HEAD_BYTES = _HEAD.size
@@ -40,7 +42,7 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Type of a message."""
 
     REQUEST = 0
     RESULT = 1
@@ -48,12 +50,12 @@ class Kind(IntEnum):
 
 
 Received = tuple[int, memoryview, list[int]]
-"""A message's kind, body and descriptors. The body lies in the channel's buffer and holds until the
-next `receive`; the descriptors are the receiver's to close."""
+"""A message's kind, body and descriptors. The body is a view of the channel's buffer, valid until
+the next `receive`; the receiver closes the descriptors."""
 
 
 class Channel:
-    """Takes the socket over. One thread at a time."""
+    """Owns its socket. One thread at a time."""
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class Channel:
         send_timeout_s: float | None = None,
         receive_timeout_s: float | None = None,
     ) -> None:
-        """The timeouts bound each wait; absent: none. The kernel keeps them, for Python's own take
-        a system call each time."""
+        """The timeouts bound each wait; absent: none. The kernel applies them, because Python's own
+        cost a system call each time."""
         connection.settimeout(None)
         for option, timeout_s in (
             (socket.SO_SNDTIMEO, send_timeout_s),
@@ -75,7 +77,7 @@ class Channel:
         self._out = bytearray(BUFFER_BYTES)
         self._in = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._in)
-        # Looked up once: the round trip is counted in microseconds.
+        # Looked up once, because a round trip takes only microseconds.
         self._target = (self._view,)
         self._encode_into = msgspec.msgpack.Encoder().encode_into
         self._send = connection.send
@@ -94,12 +96,12 @@ class Channel:
         self._socket.close()
 
     def send(self, kind: Kind, body: Any, fds: Sequence[int] = ()) -> None:
-        """Send one message; the descriptors remain the caller's.
+        """Send one message; the caller keeps the descriptors.
 
         Raises:
-            PayloadTooLargeError: it is beyond a bound; nothing was sent.
-            InvalidRequestError: it holds what msgpack cannot say, as an integer beyond 64 bits.
-            OSError: the peer is gone or takes nothing.
+            PayloadTooLargeError: it exceeds a limit; nothing was sent.
+            InvalidRequestError: msgpack cannot encode it, for example an integer beyond 64 bits.
+            OSError: the peer is gone or does not receive.
         """
         out = self._out
         try:
@@ -110,8 +112,8 @@ class Channel:
         if nbytes > BODY_BYTES_MAX or len(fds) > DESCRIPTORS_MAX:
             self._out = bytearray(BUFFER_BYTES)
             raise PayloadTooLargeError(
-                f"a message of {nbytes} bytes and {len(fds)} descriptors is over the bound of "
-                f"{BODY_BYTES_MAX} and {DESCRIPTORS_MAX}",
+                f"a message of {nbytes} bytes and {len(fds)} descriptors exceeds the limit of "
+                f"{BODY_BYTES_MAX} and {DESCRIPTORS_MAX}: send less at once",
                 nbytes=nbytes,
             )
         _pack_head(out, 0, nbytes, len(fds), kind)
@@ -130,8 +132,8 @@ class Channel:
             self._out = bytearray(BUFFER_BYTES)
 
     def receive_plain(self) -> Received:
-        """The next message, which has no descriptors, by a call that takes half as long. Raises as
-        `receive`; descriptors that come all the same are the kernel's to close."""
+        """The next message, which has no descriptors, in half the time. Raises as `receive`. The
+        kernel closes descriptors that arrive nevertheless."""
         filled = self._recv_into(self._in)
         if filled > _HEAD_BYTES:
             nbytes, announced, kind = _unpack_head(self._in)
@@ -144,8 +146,8 @@ class Channel:
 
         Raises:
             ConnectionLostError: the peer closed, or broke the protocol.
-            PayloadTooLargeError: it announced more than the bounds allow.
-            OSError: nothing came in time.
+            PayloadTooLargeError: it announced more than the limits allow.
+            OSError: nothing arrived in time.
         """
         fds: list[int] = []
         try:
@@ -164,7 +166,7 @@ class Channel:
         return self._receive(filled, fds)
 
     def _receive(self, filled: int, fds: list[int]) -> Received:
-        """The message of which the first `filled` bytes, and `fds`, have come."""
+        """The message whose first `filled` bytes, and `fds`, have arrived."""
         try:
             if filled == 0:
                 raise ConnectionLostError("the peer closed the connection")
@@ -173,7 +175,7 @@ class Channel:
             nbytes, announced, kind = _unpack_head(self._in)
             if nbytes > BODY_BYTES_MAX or announced > DESCRIPTORS_MAX:
                 raise PayloadTooLargeError(
-                    f"a message announced {nbytes} bytes and {announced} descriptors; the bound is "
+                    f"a message announced {nbytes} bytes and {announced} descriptors; the limit is "
                     f"{BODY_BYTES_MAX} and {DESCRIPTORS_MAX}",
                     nbytes=nbytes,
                 )
@@ -188,21 +190,21 @@ class Channel:
                 before = len(fds)
                 self._receive_into(bytearray(1), fds)
                 if len(fds) == before:
-                    raise ConnectionLostError(f"{before} of {announced} descriptors came")
+                    raise ConnectionLostError(f"{before} of {announced} descriptors arrived")
             if len(fds) > announced:
-                raise ConnectionLostError(f"{len(fds)} descriptors came, {announced} announced")
+                raise ConnectionLostError(f"{len(fds)} descriptors arrived, {announced} announced")
         except BaseException:
             close_all(fds)
             raise
         return kind, body, fds
 
     def _receive_rest(self, filled: int, end: int, fds: list[int]) -> memoryview:
-        """The message of `end` bytes, of which the first `filled` lie in the buffer."""
+        """The message of `end` bytes, whose first `filled` bytes are in the buffer."""
         whole = self._in
         view = self._view[:end]
         while filled < end:
             if filled == len(view):
-                # Grows with what has arrived: a length alone takes no memory.
+                # It grows with what has arrived, so an announced length alone takes no memory.
                 whole = bytearray(min(end, 4 * filled))
                 whole[:filled] = view
                 view = memoryview(whole)
@@ -218,14 +220,14 @@ class Channel:
 def _take(
     count: int, ancillary: Sequence[tuple[int, int, bytes]], flags: int, fds: list[int]
 ) -> None:
-    """Note the descriptors that one `recvmsg` brought."""
+    """Add the descriptors of one `recvmsg` to `fds`."""
     for level, kind, passed in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers = array.array("i")
             numbers.frombytes(passed[: len(passed) - len(passed) % numbers.itemsize])
             fds += numbers
     if flags & _TRUNCATED or len(fds) > DESCRIPTORS_MAX:
-        raise ConnectionLostError("descriptors were lost on the way: too many are open")
+        raise ConnectionLostError("descriptors were lost: this process has too many files open")
     if count == 0:
         raise ConnectionLostError("the peer closed the connection")
 

@@ -1,6 +1,6 @@
-"""Requests of a worker that keeps its optimizer's state in the host tier.
+"""Requests of a worker that keeps its optimizer state in the host tier.
 
-Slices in host memory have places too: they count on from `host_start`, behind the arena's.
+Offsets of slices in host memory start at `host_start`, after those of the arena.
 """
 
 from enum import StrEnum
@@ -11,28 +11,29 @@ from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 
 class BorrowHost(Request, frozen=True, kw_only=True):
-    """Lend memory of the host tier, of the size that was registered. Two descriptors come along,
-    to read and to write with. What is lent already is lent again, with what it `holds`."""
+    """Lend host memory of the registered size. The answer carries two descriptors, one to read and
+    one to write. Memory that was lent before is lent again, and `holds` says whether it has data.
+    """
 
     token: int
 
 
 class Returned(StrEnum):
-    """What of a rank's host memory is not mapped any more."""
+    """The part of a rank's host memory that is no longer mapped."""
 
     ALL = "all"
     BASE = "base"
-    """What was read from a version; what was borrowed since is kept."""
+    """The memory of a version that was read; memory borrowed since is kept."""
     LOAN = "loan"
-    """What was borrowed; what is read from a version is kept."""
+    """The borrowed memory; memory that is read from a version is kept."""
 
 
 class ReturnHost(Request, frozen=True, kw_only=True):
-    """Others may have what is not mapped any more."""
+    """Return host memory that is no longer mapped."""
 
     what: Returned
 
 
 def host_start(arena_bytes: int) -> int:
-    """Where places in host memory begin for an arena of that size."""
+    """First offset of slices in host memory, for an arena of that size."""
     return padded(arena_bytes, PAGE_BYTES)

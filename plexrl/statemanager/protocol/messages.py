@@ -1,5 +1,4 @@
-"""What client and daemon say to each other over the Unix socket
-(`plexrl.statemanager.protocol.channel`).
+"""Messages between client and daemon over the Unix socket (`plexrl.statemanager.protocol.channel`).
 
 The first request of a connection is `Hello`.
 """
@@ -15,37 +14,30 @@ from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 
 Answer = dict[str, Any]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all requests. Tagged with the class name; `plexrl.statemanager.daemon.handlers` says
-    which there are, and what comes of each."""
+    """Base of all requests, tagged with the class name. `plexrl.statemanager.daemon.handlers` has a
+    handler for each."""
 
     is_answered_plainly: ClassVar[bool] = False
-    """No descriptors ever come along with the answer."""
+    """Whether the answer never carries descriptors."""
 
 
 class Hello(Request, frozen=True, kw_only=True):
-    """Say who asks; nothing else is answered before."""
+    """Authenticate the client; must be the first request."""
 
     ticket: bytes
-    """As `plexrl.statemanager.protocol.tickets` makes them."""
-
-
-class Ping(Request, frozen=True, kw_only=True):
-    """Nothing but an answer."""
-
-    is_answered_plainly: ClassVar[bool] = True
+    """A ticket as in `plexrl.statemanager.protocol.tickets`."""
 
 
 class Register(Request, frozen=True, kw_only=True):
-    """Make this connection the rank's.
+    """Register a rank's arena on this connection.
 
-    An arena that has memory is either the one that this connection registered before, or it
-    brings its segments' descriptors along, because the daemon that lent them is gone.
+    An arena that has memory is the one that this connection registered before, or the request
+    carries its segments' descriptors, because the daemon that lent them has ended.
     """
 
     deployment: str
@@ -58,13 +50,13 @@ class Register(Request, frozen=True, kw_only=True):
     kind: DeviceKind
     device: int
     segment_bytes: tuple[int, ...] = ()
-    """Of each descriptor that comes along."""
+    """Size of the segment behind each descriptor."""
     keeps_memory: bool = False
-    """What this connection's former registration was lent goes to this one."""
+    """Whether memory lent to this connection's previous registration is kept for this one."""
     host_bytes: int = 0
-    """Of the rank's memory in the host tier, whose slices lie behind `host_start` of the arena."""
+    """Size of the rank's memory in the host tier; offsets of its slices begin at `host_start`."""
     host_held: int = 0
-    """So many of the descriptors, the last ones, are of host memory that the rank has mapped."""
+    """Number of descriptors, the last ones, of host memory that the rank has mapped."""
 
 
 class Save(Request, frozen=True, kw_only=True):
@@ -77,19 +69,19 @@ class Save(Request, frozen=True, kw_only=True):
     parts: tuple[StatePart, ...]
     meta_json: str
     same_as: str | None
-    """Stamp of the stored version that the arena is known to equal; absent: of none."""
+    """Stamp (ETag) of the stored version that the arena is known to equal; absent: none."""
     next_use_s: float | None = None
-    """Until it is expected to be loaded again; absent: nobody knows."""
+    """Expected time until the next load; absent: unknown."""
     previous_seq: int = 0
-    """An earlier version, kept only while there is room; 0: none."""
+    """An earlier version, kept only while there is free space; 0: none."""
 
 
 class Load(Request, frozen=True, kw_only=True):
-    """Bring version `seq` into the arena. One that has no memory is lent some: the answer says
-    `segment_bytes`, and the segments' descriptors come along.
+    """Load version `seq` into the arena. An arena without memory is lent some: the answer has
+    `segment_bytes` and carries the segments' descriptors.
 
-    A version that ranks of another layout saved is laid out anew; `sources` say which other
-    StateManagers have pieces of it: paths of sockets, or `tcp://host:port`."""
+    A version that ranks of another layout saved is converted to this layout. `sources` are other
+    StateManagers that hold parts of it: socket paths, or `tcp://host:port`."""
 
     seq: int
     token: int
@@ -97,18 +89,18 @@ class Load(Request, frozen=True, kw_only=True):
     cast: bool = False
     """Whether elements may change their dtype."""
     previous_seq: int = 0
-    """As of `Save`."""
+    """As in `Save`."""
 
 
 class Attach(Request, frozen=True, kw_only=True):
-    """Lend the arena memory, which reads as zero; descriptors as for `Load`."""
+    """Lend the arena zeroed memory; descriptors as for `Load`."""
 
     token: int
 
 
 class BorrowBase(Request, frozen=True, kw_only=True):
-    """Lend memory that others of the tenant may have already, whose `content` is the same; the
-    answer says whether it `is_whole`, and `segment_bytes`, and descriptors come along."""
+    """Lend memory that the tenant's ranks with equal `content` share. The answer has `is_whole`
+    (whether it is filled) and `segment_bytes`, and carries descriptors."""
 
     token: int
     content: str
@@ -116,7 +108,7 @@ class BorrowBase(Request, frozen=True, kw_only=True):
 
 
 class BaseIsWhole(Request, frozen=True, kw_only=True):
-    """What was lent empty for `BorrowBase` is filled: others may read it."""
+    """Report that the memory lent empty for `BorrowBase` is filled; others may read it."""
 
     is_answered_plainly: ClassVar[bool] = True
     content: str
@@ -124,13 +116,13 @@ class BaseIsWhole(Request, frozen=True, kw_only=True):
 
 
 class ReturnBase(Request, frozen=True, kw_only=True):
-    """Any base that this connection borrowed is unmapped."""
+    """Report that the base that this connection borrowed is unmapped."""
 
     is_answered_plainly: ClassVar[bool] = True
 
 
 class Detach(Request, frozen=True, kw_only=True):
-    """The arena's memory is unmapped, so others may have it."""
+    """Return the arena's memory, which is unmapped."""
 
     is_answered_plainly: ClassVar[bool] = True
 
@@ -144,60 +136,39 @@ class Publish(Request, frozen=True, kw_only=True):
 
 
 class OpenPublished(Request, frozen=True, kw_only=True):
-    """Where a published version's shards lie; held in place for the connection."""
+    """Open a published version's shards; the connection holds them until it closes."""
 
     source: str
     seq: int
     known: tuple[str, ...] = ()
-    """Digests of layouts that need not be sent again."""
-
-
-class AmaxPublished(Request, frozen=True, kw_only=True):
-    """The largest magnitude of each of some tensors, as far as a published shard has them."""
-
-    source: str
-    rank: int
-    stamp: str
-    tensors: tuple[str, ...]
-    """As layouts name them."""
-
-
-class Relay(Request, frozen=True, kw_only=True):
-    """Have another node's published version brought here once for all ranks of the deployment, if
-    that is cheaper than each pulling for itself. Then it is published here as the deployment's
-    own."""
-
-    source: str
-    seq: int
-    sources: tuple[str, ...]
-    delta: DeltaPolicy | None = None
+    """Digests of layouts that the client has cached."""
 
 
 class OpenState(Request, frozen=True, kw_only=True):
-    """Where a version's shards lie; held in place for the connection."""
+    """Open a state version's shards; the connection holds them until it closes."""
 
     deployment: str
     seq: int
     rank: int | None = None
-    """Absent: every rank that this node has."""
+    """Absent: every rank on this node."""
 
 
 class Confirm(Request, frozen=True, kw_only=True):
-    """Nothing: that it is answered says that what this connection opened was in place till now."""
+    """No-op; a reply proves that this connection's leases held until now."""
 
     is_answered_plainly: ClassVar[bool] = True
 
 
 class Adopt(Request, frozen=True, kw_only=True):
-    """Store another node's version; descriptors of the files that hold it come along."""
+    """Store another daemon's version; carries descriptors of the files that hold it."""
 
     manifest: Manifest
-    """With its digest."""
+    """The manifest, with its digest."""
     regions: tuple[Region, ...]
 
 
 class Fetch(Request, frozen=True, kw_only=True):
-    """Store another node's version; what has arrived of it before is not asked for again."""
+    """Fetch and store another node's version; resumes an earlier transfer that was cut."""
 
     source: str
     """`tcp://host:port` of that node's daemon."""
@@ -208,34 +179,28 @@ class Fetch(Request, frozen=True, kw_only=True):
 
 
 class Prefetch(Request, frozen=True, kw_only=True):
-    """Bring version `seq` to the host tier soon, where there is room; answered at once."""
+    """Prefetch version `seq` to the host tier if there is space; answered at once."""
 
     deployment: str
     seq: int
     next_use_s: float | None = None
-    """Until it is expected to be loaded; absent: nobody knows."""
+    """Expected time until the load; absent: unknown."""
 
 
 class Where(Request, frozen=True, kw_only=True):
-    """In which tier the newest state of each deployment lies, as far as that has changed.
+    """Report changes of the tier of each deployment's newest state.
 
-    Answered by `life` and `serial`, to be given with the next one, and by `states`.
+    The answer has `states`, and `life` and `serial` for the next request.
     """
 
     life: str = ""
-    """Of the daemon that was asked last; another one answers all."""
+    """`life` of the last answer; a restarted daemon reports all states."""
     since: int = 0
-
-
-class PrefetchPublished(Request, frozen=True, kw_only=True):
-    """As `Prefetch`, of a published version that will be pulled."""
-
-    source: str
-    seq: int
+    """`serial` of the last answer."""
 
 
 class Usage(Request, frozen=True, kw_only=True):
-    """Who holds how much."""
+    """Report usage of tiers and devices."""
 
     is_answered_plainly: ClassVar[bool] = True
 
@@ -253,13 +218,13 @@ class PublishedShard:
     rank: int
     stamp: str
     nbytes: int
-    """Of the data."""
+    """Size of the data."""
     layout: str
     """Digest of the slices' columns."""
     slices: tuple[StateSlice, ...] | None
-    """`arena_offset` counts from the start of the data; absent: the client knows the layout."""
+    """`arena_offset` is an offset in the data; absent: the client has cached the layout."""
     regions: tuple[Region, ...]
-    """All of the data, in its order."""
+    """Regions of all the data, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,17 +232,19 @@ class StoredShard:
     """One rank's version."""
 
     manifest: Manifest
-    """With its digest."""
+    """The manifest, with its digest."""
     regions: tuple[Region, ...]
-    """All of the data, in its order."""
+    """Regions of all the data, in order."""
 
 
 def regions_of(regions: Sequence[Region], fds: Sequence[int]) -> list[Region]:
-    """Regions off the wire, each with its descriptor instead of an index.
+    """Received regions, with descriptors instead of indices.
 
     Raises:
-        InvalidRequestError: a descriptor did not come along.
+        InvalidRequestError: a descriptor is missing.
     """
     if any(not 0 <= region.fd < len(fds) for region in regions):
-        raise InvalidRequestError(f"a version needs its files' descriptors; {len(fds)} came")
+        raise InvalidRequestError(
+            f"regions refer to descriptors beyond the {len(fds)} sent: send one for each file"
+        )
     return [replace(region, fd=fds[region.fd]) for region in regions]

@@ -1,4 +1,4 @@
-"""The file that holds a node's ticket key."""
+"""File with a node's ticket key."""
 
 import os
 import secrets
@@ -9,15 +9,15 @@ from plexrl.errors import PermissionDeniedError, UnavailableError
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
 
 KEY_FILE = "ticket.key"
-"""In the NVMe tier's directory, unless the configuration says otherwise."""
+"""Name in the NVMe tier's directory, unless the configuration sets another path."""
 
 
 def read_ticket_key(path: Path) -> TicketKey:
     """The key in a file.
 
     Raises:
-        PermissionDeniedError: others can read it too.
-        UnavailableError: it cannot be read; the StateManager makes it at its first start.
+        PermissionDeniedError: other users can read it.
+        UnavailableError: it cannot be read; the StateManager creates it at its first start.
     """
     try:
         file = path.open("rb")
@@ -30,14 +30,14 @@ def read_ticket_key(path: Path) -> TicketKey:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if mode & 0o077:
             raise PermissionDeniedError(
-                f"{path} has mode {mode:04o}, so others can mint tickets: remove it, and a new one "
-                "is made"
+                f"{path} has mode {mode:04o}, so other users can mint tickets: remove it, and the "
+                "StateManager creates a new one"
             )
         return TicketKey(file.read())
 
 
 def make_ticket_key(path: Path) -> TicketKey:
-    """The key in a file, which is made where there is none; of several makers one wins."""
+    """The key in a file, which is created if absent. With several creators, the first one wins."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         own = path.with_name(f".{path.name}.{os.getpid()}")
@@ -48,7 +48,7 @@ def make_ticket_key(path: Path) -> TicketKey:
         try:
             os.link(own, path)
         except FileExistsError:
-            # Another daemon that shares it was faster.
+            # Another daemon that shares the key created it first.
             pass
         finally:
             own.unlink()

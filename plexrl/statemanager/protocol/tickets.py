@@ -1,14 +1,15 @@
-"""Tickets: what the holder of a connection may ask for, signed by the node.
+"""Tickets: signed claims that say what the holder of a connection may request.
 
-A ticket is an HMAC-SHA256 of its claims, then the claims (msgpack). Whoever can read the node's key
-mints them: the daemon's own user, thus the node agent, which hands each worker one at its launch.
-The daemon keeps no list, so a ticket outlives its restarts; it ends with the key.
+A ticket is an HMAC-SHA256 of its claims, followed by the claims (msgpack). A process that can read
+the node's key can mint tickets: only the daemon's own user can. The node agent runs as that user
+and gives each worker a ticket at launch. The daemon keeps no list, so a ticket stays valid when
+the daemon restarts, until the key changes.
 
-Laws:
+Invariants:
 
-- A worker's ticket is for one rank of one deployment, and lets nothing of another job be named.
-- An agent's ticket is for every state of the node.
-- Of one rank, a ticket of a later incarnation ends those of earlier ones.
+- A worker's ticket is for one rank of one deployment and gives no access to another job.
+- An agent's ticket is for all state of the node.
+- A ticket of a rank's later incarnation revokes those of earlier incarnations.
 """
 
 import hashlib
@@ -25,61 +26,63 @@ _MAC_BYTES = hashlib.sha256().digest_size
 
 
 class Role(StrEnum):
-    """Whose connection it is."""
+    """Role of a connection's client."""
 
     WORKER = "worker"
     AGENT = "agent"
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a ticket says of its holder. An agent's says no more than the role."""
+    """The claims of a ticket. An agent's ticket contains only the role."""
 
     role: Role
     tenant: str = ""
-    """Empty: the operator's own."""
+    """Empty: the operator."""
     job: str = ""
     deployment: str = ""
     rank: int = 0
     world_size: int = 1
     group: str = ""
     incarnation: int = 0
-    """Grows with every launch of the deployment."""
+    """Launch number of the deployment."""
     may_pull: tuple[str, ...] | None = None
-    """Deployments of the same job whose published versions it may read; absent: all of them."""
+    """Deployments of the same job whose published versions it may read; absent: all."""
 
     def __post_init__(self) -> None:
         if self.role == Role.AGENT:
             return
         if not self.job or job_of(self.deployment) != self.job:
             raise InvalidRequestError(
-                f"deployment {self.deployment!r} is none of job {self.job!r}: a worker's ticket "
-                "names both"
+                f"deployment {self.deployment!r} is not of job {self.job!r}: a worker's ticket "
+                "names a job and one of its deployments"
             )
         if not 0 <= self.rank < self.world_size:
-            raise InvalidRequestError(f"there is no rank {self.rank} of {self.world_size}")
+            raise InvalidRequestError(
+                f"rank {self.rank} is not below the world size {self.world_size}"
+            )
         foreign = [name for name in self.may_pull or () if job_of(name) != self.job]
         if foreign:
-            raise InvalidRequestError(f"{foreign[0]!r} is no deployment of job {self.job!r}")
+            raise InvalidRequestError(f"{foreign[0]!r} is not a deployment of job {self.job!r}")
 
     @property
     def holder(self) -> str:
-        """Who it is, for messages."""
+        """Name of the holder, for messages."""
         if self.role == Role.AGENT:
             return "the node agent"
         return f"rank {self.rank} of {self.deployment!r}"
 
     def check_may_pull(self, source: str) -> None:
-        """Refuse another job's published versions, and those the ticket does not name.
+        """Check that the holder may read what `source` published.
 
         Raises:
-            PermissionDeniedError: the ticket does not let its holder read `source`.
+            PermissionDeniedError: the ticket does not allow it.
         """
         if self.role == Role.AGENT:
             return
         if job_of(source) != self.job:
             raise PermissionDeniedError(
-                f"{self.holder} may pull what deployments of job {self.job!r} published, and "
-                f"{source!r} is none of them"
+                f"{self.holder} may pull only from deployments of job {self.job!r}, and "
+                f"{source!r} is not one of them"
             )
         if self.may_pull is not None and source not in (*self.may_pull, self.deployment):
             raise PermissionDeniedError(
@@ -92,52 +95,52 @@ AGENT = Claims(role=Role.AGENT)
 
 
 class TicketKey:
-    """The secret of a node, or of several nodes that take each other's tickets."""
+    """The secret of a node, or of several nodes that accept each other's tickets."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < KEY_BYTES:
             raise InvalidRequestError(
                 f"a ticket key has at least {KEY_BYTES} bytes, not {len(secret)}: remove the file, "
-                "and the StateManager makes another"
+                "and the StateManager creates a new one"
             )
         self._secret = secret
 
     def mint(self, claims: Claims) -> bytes:
-        """A ticket that says `claims`."""
+        """A signed ticket with these claims."""
         body = msgspec.msgpack.encode(claims)
         return self.sign(body) + body
 
     def verify(self, ticket: bytes) -> Claims:
-        """What a ticket says.
+        """The claims of a ticket.
 
         Raises:
-            AuthenticationError: it was not minted with this key, or has been changed since.
+            AuthenticationError: its signature is not by this key.
         """
         mac, body = split(ticket)
         if len(ticket) > TICKET_BYTES_MAX or not hmac.compare_digest(mac, self.sign(body)):
             raise AuthenticationError(
-                "the ticket is not of this node's key: use the one that the node agent gave to "
-                "this worker, or have it mint another"
+                "the ticket was not signed with this node's key: use the one that the node agent "
+                "gave to this worker, or have it mint another"
             )
         return self.claims_of(body)
 
     def claims_of(self, body: bytes) -> Claims:
-        """What the signed part of a ticket says; its signature is the caller's to check.
+        """The claims in the signed part of a ticket; the caller checks the signature.
 
         Raises:
-            AuthenticationError: it cannot be read.
+            AuthenticationError: they cannot be decoded.
         """
         try:
             return msgspec.msgpack.decode(body, type=Claims)
         except msgspec.MsgspecError as error:
-            # Rightly signed, so it is another release's.
+            # The signature is valid, so another release minted the ticket.
             raise AuthenticationError(
-                f"the ticket says what this release does not know ({error}): restart the node "
+                f"this release cannot decode the ticket ({error}): restart the node "
                 "agent and its workers"
             ) from error
 
     def sign(self, body: bytes) -> bytes:
-        """The signature that a ticket of these claims begins with."""
+        """The signature at the start of a ticket with these claims."""
         return hmac.digest(self._secret, body, "sha256")
 
 
@@ -147,5 +150,5 @@ def split(ticket: bytes) -> tuple[bytes, bytes]:
 
 
 def job_of(deployment: str) -> str:
-    """The job that a deployment belongs to: `<job>/<name>`."""
+    """The job of a deployment named `<job>/<name>`."""
     return deployment.rpartition("/")[0]

@@ -1,1 +1,1 @@
-"""Which versions a node holds, and where."""
+"""The versions that a node stores, and the tiers that they are stored in."""

@@ -1,14 +1,13 @@
-"""Which versions and objects a node has, who needs them, and what they take of each tier.
+"""Index of a node's versions and objects, with reference counts and the bytes used per tier.
 
-Every method but `changed` and the lock itself is to be called with `lock` held, which is never held
-during I/O on data.
+Callers hold `lock` in every method. The lock is never held during I/O on data.
 
-Laws:
+Invariants:
 
-- What a name means is the version with the highest ordinal that was stored under it.
-- An object is in a tier for as long as a version named there, or somebody who reads or writes it
-  there, refers to it; then its bytes are given back at once.
-- `used_bytes` counts objects, headers, and what was reserved for those being written.
+- A name refers to the version with the highest ordinal that was stored under it.
+- An object stays in a tier while a version with a header there, a reader or a writer refers to it.
+  Then its bytes are freed at once.
+- `used_bytes` counts objects, headers, and reservations for those that are being written.
 """
 
 import threading
@@ -18,22 +17,22 @@ from typing import Protocol
 from plexrl.errors import StateLostError, StateTierFullError
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.host.pool import HostPool
-from plexrl.statemanager.store.nvme import NvmeObjects
 from plexrl.statemanager.store.objects import ObjectState, ShareKey, StoredObject, Version
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.nvme import NvmeObjects
+from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.versions.changes import Changes
 from plexrl.statemanager.store.versions.versions import VersionRecord
 
 
 class Described(Protocol):
-    """What needs room, for messages."""
+    """Anything that needs space and has a description for error messages."""
 
     @property
     def description(self) -> str: ...
 
 
 class Catalog:
-    """The node's versions by name."""
+    """The node's versions by name, and objects by share key."""
 
     def __init__(
         self,
@@ -43,52 +42,52 @@ class Catalog:
         nvme: NvmeObjects,
     ) -> None:
         self.lock = threading.Lock()
-        self.whole = threading.Condition(self.lock)
-        """Notified when an object ceases to be pending."""
+        self.object_finished = threading.Condition(self.lock)
+        """Notified when an object is no longer pending."""
         self.current: dict[str, Version] = {}
         self.shared: dict[ShareKey, StoredObject] = {}
         self.bytes_max = bytes_max
         self.used_bytes = {TierName.HOST: 0, TierName.NVME: 0}
-        self.clock = 0
+        self.last_ordinal = 0
         self.changes = Changes()
         self._tiers = tiers
         self._pool = pool
         self._nvme = nvme
 
-    def tick(self) -> int:
-        """A number higher than any before."""
-        self.clock += 1
-        return self.clock
+    def next_ordinal(self) -> int:
+        """A number higher than all previous ones."""
+        self.last_ordinal += 1
+        return self.last_ordinal
 
     def version(self, name: str, description: str) -> Version:
-        """The version of that name. Raises StateLostError: there is none."""
+        """The version of a name. Raises StateLostError: there is no such version."""
         found = self.current.get(name)
         if found is None:
             raise StateLostError(f"{description} is not on this node: restore a checkpoint")
         return found
 
     def free_bytes(self, tier: TierName) -> int:
-        """What may still be reserved."""
+        """Unreserved bytes of a tier."""
         return self.bytes_max[tier] - self.used_bytes[tier]
 
     def reserve(self, tier: TierName, nbytes: int) -> bool:
-        """Set bytes of the bound aside, if they are free."""
+        """Reserve bytes of a tier if they are free; returns whether they were."""
         if nbytes > self.free_bytes(tier):
             return False
         self.used_bytes[tier] += nbytes
         return True
 
-    def give_back(self, tier: TierName, nbytes: int) -> None:
+    def unreserve(self, tier: TierName, nbytes: int) -> None:
         """Undo a reservation."""
         self.used_bytes[tier] -= nbytes
 
     def acquire(self, objects: Iterable[StoredObject], tier: TierName) -> None:
-        """Hold objects in place in a tier."""
+        """Add a reference to each object in a tier."""
         for found in objects:
             found.references[tier] += 1
 
     def release(self, objects: Iterable[StoredObject], tier: TierName) -> None:
-        """Let go of objects in a tier; the last one to do so has their bytes given back."""
+        """Drop a reference to each object in a tier; frees objects without references."""
         for found in objects:
             found.references[tier] -= 1
             if found.references[tier] or not found.is_in(tier):
@@ -104,8 +103,8 @@ class Catalog:
             if not found.on_nvme and found.pieces is None:
                 self._unshare(found)
 
-    def abandon(self, found: StoredObject, tier: TierName) -> None:
-        """Undo what was written of an object that nobody refers to; its reservation stays."""
+    def discard_written(self, found: StoredObject, tier: TierName) -> None:
+        """Free what was written of an unreferenced object; its reservation stays."""
         if tier == TierName.HOST and found.pieces is not None:
             self._pool.free(found.pieces)
             found.pieces = None
@@ -113,55 +112,55 @@ class Catalog:
             self._nvme.remove(found.id)
             found.on_nvme = False
 
-    def settle(self, found: StoredObject, state: ObjectState) -> None:
-        """Say what became of an object that was being written."""
+    def finish_object(self, found: StoredObject, state: ObjectState) -> None:
+        """Set the final state of an object that was being written."""
         found.state = state
         if state == ObjectState.FAILED:
             self._unshare(found)
-        self.whole.notify_all()
+        self.object_finished.notify_all()
 
-    def install(self, version: Version) -> None:
-        """Let a version be what its name means; the one that was is dropped."""
+    def set_current(self, version: Version) -> None:
+        """Make a version the current one of its name; drops the previous one."""
         self.drop([version.manifest.name])
         self.current[version.manifest.name] = version
 
-    def named(self, version: Version, tier: TierName, header_bytes: int) -> None:
-        """Count a header that was written, its bytes reserved and its objects held before."""
+    def add_header(self, version: Version, tier: TierName, header_bytes: int) -> None:
+        """Record a written header. The caller has reserved its bytes and referenced its objects."""
         version.header_bytes[tier] = header_bytes
         self.changes.note(version.manifest)
         self.acquire(version.objects, tier)
         if version.retired:
-            # Dropped meanwhile, before this header was known of.
-            self.unname(version, tier)
+            # The version was dropped before this header was recorded.
+            self.remove_header(version, tier)
 
-    def unname(self, version: Version, tier: TierName) -> None:
-        """Take a version out of a tier."""
-        self._tiers[tier].forget_version(VersionRecord(version.manifest, ()))
+    def remove_header(self, version: Version, tier: TierName) -> None:
+        """Delete a version's header in a tier and release its objects there."""
+        self._tiers[tier].delete_header(VersionRecord(version.manifest, ()))
         nbytes = version.header_bytes.pop(tier)
         self.changes.note(version.manifest)
         self._tiers[tier].faults.reach("drop.unlinked")
         self.used_bytes[tier] -= nbytes
         if tier == TierName.HOST:
-            self._pool.set_aside(-nbytes)
+            self._pool.reserve_other(-nbytes)
         self.release(version.objects, tier)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Give versions up; an object in use goes when its last user is done."""
+        """Drop versions; an object in use is freed after its last user."""
         for name in names:
             version = self.current.pop(name, None)
             if version is not None:
                 self.retire(version)
 
     def retire(self, version: Version) -> None:
-        """Delete a version that no name means."""
+        """Delete all headers of a version that is not current."""
         version.retired = True
-        # From NVMe first: a crash in between must not bring back what host no longer has.
+        # NVMe first: after a crash in between, recovery must not find only the NVMe copy.
         for tier in (TierName.NVME, TierName.HOST):
             if tier in version.header_bytes:
-                self.unname(version, tier)
+                self.remove_header(version, tier)
 
-    def sole_bytes(self, versions: Sequence[Version], tier: TierName) -> int:
-        """What these versions take in a tier that no other version has a part in."""
+    def exclusive_bytes(self, versions: Sequence[Version], tier: TierName) -> int:
+        """Bytes in a tier that only these versions refer to."""
         counts: dict[StoredObject, int] = {}
         for version in versions:
             if tier in version.header_bytes:
@@ -174,14 +173,14 @@ class Catalog:
             if found.references[tier] == count
         )
 
-    def full(self, wanted: Described, nbytes: int) -> StateTierFullError:
-        """What to raise when nothing makes room."""
+    def full_error(self, wanted: Described, nbytes: int) -> StateTierFullError:
+        """The error for a version or allocation that fits in no tier."""
         host, nvme = TierName.HOST, TierName.NVME
         return StateTierFullError(
             f"{wanted.description} needs {nbytes} bytes; the host tier holds "
             f"{self.used_bytes[host]} of {self.bytes_max[host]} and the NVMe tier "
-            f"{self.used_bytes[nvme]} of {self.bytes_max[nvme]}, and what they hold cannot make "
-            "way: end a job or raise a bound; the state stays where it was",
+            f"{self.used_bytes[nvme]} of {self.bytes_max[nvme]}, and not enough can be evicted: "
+            "end a job or raise host_bytes or nvme_bytes; the state stays where it was",
             needed_bytes=nbytes,
         )
 

@@ -1,24 +1,24 @@
-"""What a full file system is to the StateManager: a condition that passes, not a failure."""
+"""Errors of the file system: a full one is a temporary condition, not a failure."""
 
 import errno
 from pathlib import Path
 
 from plexrl.errors import NO_SPACE, StateTierFullError, StorageError, StorageFullError
 
-_NO_ROOM = NO_SPACE | {errno.EFBIG, errno.ENOMEM}
+_FULL = NO_SPACE | {errno.EFBIG, errno.ENOMEM}
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the system refused a write because it has no room now."""
-    return error.errno in _NO_ROOM
+    """Whether a write failed because the file system or memory is full."""
+    return error.errno in _FULL
 
 
 def replace_file(path: Path, contents: bytes) -> None:
-    """Write a small file anew: it has the former contents or the new ones, whatever happens.
+    """Replace a small file atomically.
 
     Raises:
-        StateTierFullError: the file system has no room; the former contents are there.
-        StorageError: it cannot be written; the former contents are there.
+        StateTierFullError: the file system is full; the file is unchanged.
+        StorageError: the file cannot be written and is unchanged.
     """
     part = path.with_suffix(".part")
     try:
@@ -26,33 +26,33 @@ def replace_file(path: Path, contents: bytes) -> None:
         part.rename(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise refused(f"the file {path}", error) from error
+        raise write_error(f"the file {path}", error) from error
 
 
-def checkpoint_refused(what: str, error: OSError, file: str) -> StorageError:
-    """The error for a write to a checkpoint that the file system refused."""
+def checkpoint_write_error(what: str, error: OSError, file: str) -> StorageError:
+    """The error for a failed write to a checkpoint."""
     if is_full(error):
         return StorageFullError(
-            f"{what} has no room on its file system ({error}): free space there; the checkpoint is "
-            "written when there is room",
+            f"{what} does not fit, its file system is full ({error}): free space there; the "
+            "checkpoint is written then",
             file=file,
         )
     return StorageError(
-        f"{what} cannot be written ({error}): mend its permissions or the file system; nothing of "
-        "the checkpoint remains",
+        f"{what} cannot be written ({error}): repair its permissions or the file system; nothing "
+        "of the checkpoint remains",
         file=file,
     )
 
 
-def refused(what: str, error: OSError, **details: object) -> StorageError:
-    """The error for a write that the file system refused; `what` names what was written to."""
+def write_error(what: str, error: OSError, **details: object) -> StorageError:
+    """The error for a failed write; `what` names the file or tier."""
     if is_full(error):
         return StateTierFullError(
-            f"{what} has no room on its file system ({error}): free space there or lower the "
-            "tier's bound; the state stays where it was",
+            f"{what}: the file system is full ({error}): free space there or lower the "
+            "tier's capacity; the state stays where it was",
             **details,
         )
     return StorageError(
-        f"{what} cannot be written ({error}): mend the file system; the state stays where it was",
+        f"{what} cannot be written ({error}): repair the file system; the state stays where it was",
         **details,
     )

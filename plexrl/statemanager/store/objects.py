@@ -1,4 +1,4 @@
-"""Objects: the immutable bytes that versions are made of, counted by who needs them."""
+"""Stored objects: the immutable, reference-counted bytes of versions."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,11 +13,11 @@ from plexrl.statemanager.store.versions.versions import (
 )
 
 ShareKey = tuple[str, str, int, str, str, int]
-"""Tenant, deployment, seq, kind, section's key and size."""
+"""Tenant, deployment, sequence number, kind, section's share key, and size in bytes."""
 
 
 class ObjectState(StrEnum):
-    """How far an object has come."""
+    """Whether an object is being written, complete or failed."""
 
     PENDING = "pending"
     WHOLE = "whole"
@@ -26,71 +26,72 @@ class ObjectState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class StoredObject:
-    """Changed under the catalog's lock only."""
+    """The bytes of one section. Changed only under the catalog's lock."""
 
     id: str
     nbytes: int
     file_bytes: int
-    """What it takes on NVMe."""
+    """Size of the object's file on NVMe."""
     share_key: ShareKey | None = None
-    """Under which other ranks look for it; absent: nobody does."""
+    """Key by which other ranks find the object; absent: it is not shared."""
     state: ObjectState = ObjectState.PENDING
     pieces: tuple[Piece, ...] | None = None
-    """Where in the host tier it lies; absent: it is not there."""
+    """Location in the host tier; absent: it is not there."""
     on_nvme: bool = False
     digests: bytes = b""
-    """Of its blocks; empty until somebody needed them."""
+    """Digests of the blocks; empty until they are computed."""
     references: dict[TierName, int] = field(
         default_factory=lambda: {TierName.HOST: 0, TierName.NVME: 0}
     )
-    """In each tier: versions named there that have it, and whoever reads or writes it there."""
+    """References per tier: versions with a header there, readers and writers."""
 
     def is_in(self, tier: TierName) -> bool:
-        """Whether it lies in a tier."""
+        """Whether the object is in a tier."""
         return self.pieces is not None if tier == TierName.HOST else self.on_nvme
 
     def bytes_in(self, tier: TierName) -> int:
-        """What it takes, or would take, in a tier."""
+        """Bytes that the object needs in a tier."""
         return padded(self.nbytes) if tier == TierName.HOST else self.file_bytes
 
     def record(self, tier: TierName) -> ObjectRecord:
-        """As a header in that tier names it."""
+        """The object's record in a header of that tier."""
         pieces = (self.pieces or ()) if tier == TierName.HOST else ()
         return ObjectRecord(self.id, self.nbytes, pieces)
 
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """A stored version. Changed under the catalog's lock only."""
+    """A stored version. Changed only under the catalog's lock."""
 
     manifest: Manifest
     objects: tuple[StoredObject, ...]
     last_use: int
     last_use_s: float
     header_bytes: dict[TierName, int] = field(default_factory=dict)
-    """Of its headers; it is named in the tiers that are keys."""
+    """Size of the version's header in each tier that has one."""
     users: int = 0
-    only_while_room: bool = False
-    """An earlier version, to be dropped before anything else."""
+    """Readers of the version."""
+    is_expendable: bool = False
+    """An earlier version, which is dropped first when space is short."""
     retired: bool = False
-    """Its name no longer means it."""
+    """The version is no longer the current one of its name."""
 
     @property
     def tier(self) -> TierName:
-        """Where it is read from."""
+        """Tier that the version is read from."""
         return TierName.HOST if TierName.HOST in self.header_bytes else TierName.NVME
 
     def record(self, tier: TierName) -> VersionRecord:
-        """What its header in a tier says."""
+        """Contents of the version's header in a tier."""
         return VersionRecord(self.manifest, tuple(found.record(tier) for found in self.objects))
 
     def bytes_in(self, tier: TierName) -> int:
-        """What it takes in a tier with all that it shares."""
+        """Bytes in a tier, shared objects included."""
         return self.header_bytes.get(tier, 0) + sum(o.bytes_in(tier) for o in self.objects)
 
 
 def share_keys(manifest: Manifest) -> list[ShareKey | None]:
-    """For each section, what a replica of it is looked for under."""
+    """Share key of each section; None for a section that is not shared."""
     return [
         (
             manifest.tenant,

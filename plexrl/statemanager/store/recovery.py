@@ -1,13 +1,13 @@
-"""What a daemon finds of the one before it: whole versions, and memory and files to use again."""
+"""Recovery of the versions that a previous daemon left in the directories."""
 
 import logging
 
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.versions.versions import ObjectRecord, VersionRecord
 
 LOG = logging.getLogger(__name__)
@@ -16,9 +16,9 @@ LOG = logging.getLogger(__name__)
 def recover(
     catalog: Catalog, tiers: dict[TierName, Tier], pool: HostPool, nvme: NvmeObjects, now: float
 ) -> None:
-    """Fill an empty catalog from the directories; what no version needs is freed or deleted.
+    """Fill an empty catalog from the directories; frees or deletes what no version refers to.
 
-    A version whose object lost its file or its tail is kept: loading it says so.
+    A version with a damaged or missing object is kept: loading it reports the damage.
     """
     objects: dict[str, StoredObject] = {}
     replaced: list[Version] = []
@@ -26,13 +26,13 @@ def recover(
         for tier in (TierName.HOST, TierName.NVME):
             for record, header_bytes in tiers[tier].headers():
                 if tier == TierName.HOST and not _claim(record, objects, pool):
-                    LOG.warning("%s is no longer whole; removed", record.manifest.description)
-                    tiers[tier].forget_version(record)
+                    LOG.warning("%s is incomplete and was removed", record.manifest.description)
+                    tiers[tier].delete_header(record)
                     continue
                 if tier == TierName.HOST:
-                    pool.set_aside(header_bytes)
+                    pool.reserve_other(header_bytes)
                 replaced += _install(catalog, tier, record, header_bytes, objects, now)
-        # Not before: one found later may share their objects, which would be gone by then.
+        # Only now: a version found later may share their objects.
         for version in replaced:
             catalog.retire(version)
         known = {found.id for found in objects.values() if found.on_nvme}
@@ -48,7 +48,7 @@ def _install(
     objects: dict[str, StoredObject],
     now: float,
 ) -> list[Version]:
-    """Take a version in; returns what another of its name replaces, by now or by it."""
+    """Add a version; returns the version that is superseded, this one or another of its name."""
     manifest = record.manifest
     held = []
     for found, key in zip(record.objects, share_keys(manifest), strict=True):
@@ -64,21 +64,21 @@ def _install(
             catalog.shared.setdefault(key, known)
         held.append(known)
     catalog.used_bytes[tier] += header_bytes
-    catalog.clock = max(catalog.clock, manifest.ordinal)
-    former = catalog.current.get(manifest.name)
-    if former is not None and former.manifest.ordinal == manifest.ordinal:
-        catalog.named(former, tier, header_bytes)
+    catalog.last_ordinal = max(catalog.last_ordinal, manifest.ordinal)
+    previous = catalog.current.get(manifest.name)
+    if previous is not None and previous.manifest.ordinal == manifest.ordinal:
+        catalog.add_header(previous, tier, header_bytes)
         return []
     version = Version(manifest, tuple(held), last_use=manifest.ordinal, last_use_s=now)
-    catalog.named(version, tier, header_bytes)
-    if former is not None and former.manifest.ordinal > manifest.ordinal:
+    catalog.add_header(version, tier, header_bytes)
+    if previous is not None and previous.manifest.ordinal > manifest.ordinal:
         return [version]
     catalog.current[manifest.name] = version
-    return [] if former is None else [former]
+    return [] if previous is None else [previous]
 
 
 def _claim(record: VersionRecord, objects: dict[str, StoredObject], pool: HostPool) -> bool:
-    """Have a version's pieces counted as in use, as far as another that shares them has not."""
+    """Claim a version's pieces in the pool, except those that another version claimed."""
     claimed: list[ObjectRecord] = []
     for found in {found.id: found for found in record.objects}.values():
         if found.id in objects:

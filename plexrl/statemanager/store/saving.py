@@ -1,9 +1,9 @@
-"""A version on its way into the store: shared where another rank has the same bytes, else copied.
+"""Saving of versions. Sections that several ranks hold are stored once.
 
-A section that other ranks hold too is stored once. Who comes first claims it and writes it; who
-comes later waits for that, compares its own bytes with what was written, and shares it if they are
-equal. All claims of a version are made at once, and whoever waits waits for earlier claims only, so
-no two wait for each other.
+The first rank to save a replicated section claims its share key and writes the object. A later rank
+waits for the object, compares its own bytes with it, and shares the object if the bytes are equal.
+
+A version makes all its claims at once and waits only for earlier claims, so there is no deadlock.
 """
 
 import logging
@@ -16,15 +16,15 @@ import msgspec
 from plexrl.errors import CorruptStateError, StateTierFullError
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.eviction.tier_allocator import Rooms
 from plexrl.statemanager.fault_points import FaultPoints
 from plexrl.statemanager.host.free_ranges import Piece
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.nvme import file_bytes
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.nvme import file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
 from plexrl.statemanager.store.versions.versions import (
     Extent,
     Manifest,
@@ -39,74 +39,74 @@ LOG = logging.getLogger(__name__)
 
 HOST, NVME = TierName.HOST, TierName.NVME
 PIECE_TEXT_BYTES = 64
-"""What a header spends on naming a piece, at most."""
+"""Upper bound of a piece's size in a header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """A section whose bytes are in the host tier already, so they need not be copied there."""
+class DonatedSection:
+    """A section whose bytes already are in the host tier and need no copy."""
 
     section: int
-    """Its index."""
+    """Index of the section."""
     piece: Piece | None = None
-    """Where they are; the version takes this over if it comes to lie in host."""
-    taken: Callable[[StoredObject], None] | None = None
-    """Told of it then, under the catalog's lock."""
-    found: StoredObject | None = None
-    """The object that they are, held in place by whoever gives it."""
+    """Location of the bytes; the version takes the piece over if it is stored in the host tier."""
+    on_taken: Callable[[StoredObject], None] | None = None
+    """Called under the catalog's lock when the version has taken the piece over."""
+    stored_object: StoredObject | None = None
+    """A stored object that already holds the bytes; the donor keeps a reference to it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A version as far as it has come."""
+    """A version that is being saved."""
 
     manifest: Manifest
     placed: list[Placed]
     objects: list[StoredObject]
-    """One for each section: its own, or another rank's."""
+    """One per section: the version's own, or another rank's."""
     own: set[StoredObject] = field(default_factory=set)
-    """To be written."""
+    """Objects to write."""
     others: set[StoredObject] = field(default_factory=set)
-    """Another rank's, held in place in `held`."""
+    """Objects of other ranks, referenced in `held`."""
     held: list[tuple[StoredObject, TierName]] = field(default_factory=list)
-
-    given: dict[StoredObject, Piece] = field(default_factory=dict)
-    """Own objects that are in host already."""
+    """References to release when the save ends."""
+    donated: dict[StoredObject, Piece] = field(default_factory=dict)
+    """Own objects whose bytes already are in the host tier."""
     manifest_bytes: int = 0
-    """Of the manifest as text."""
+    """Size of the encoded manifest."""
 
     def version(self) -> Version:
-        """What it will be."""
+        """The version to store."""
         ordinal = self.manifest.ordinal
         return Version(self.manifest, tuple(self.objects), last_use=ordinal, last_use_s=0.0)
 
     def header_bytes(self, tier: TierName) -> int:
-        """Of its header in a tier, as far as it is known where the objects lie."""
+        """Size of the header in a tier; a lower bound until all objects have a location."""
         records = [found.record(tier) for found in self.objects]
         return header_bytes(self.manifest_bytes, records)
 
     def replace(self, index: int) -> StoredObject:
-        """Have an own object for a section instead of another rank's."""
+        """Use an own object for a section instead of another rank's."""
         own = new_object(self.manifest, self.manifest.sections[index])
         self.others.discard(self.objects[index])
         self.own.add(own)
         self.objects[index] = own
         return own
 
-    def lacking(self, tier: TierName) -> set[StoredObject]:
-        """What is to be written to bring it all to a tier."""
+    def missing(self, tier: TierName) -> set[StoredObject]:
+        """Objects that must be written to complete the version in a tier."""
         return self.own | {found for found in self.others if not found.is_in(tier)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaTally:
-    """Sections that another rank was said to have too: how many it had, and which it had not."""
+class ReplicaCounters:
+    """Outcomes of sections that were declared to be replicas."""
 
     shared: int = 0
     shared_bytes: int = 0
-    """Not stored again."""
+    """Bytes that were not stored again."""
     different: int = 0
-    """Stored apart: the ranks are not the replicas they are taken for."""
+    """Sections whose bytes differ from the declared replica; they are stored separately."""
 
 
 class Saver:
@@ -118,17 +118,17 @@ class Saver:
         tiers: dict[TierName, Tier],
         pool: HostPool,
         mover: Mover,
-        rooms: Rooms,
+        allocator: TierAllocator,
         faults: FaultPoints,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
         self._pool = pool
         self._mover = mover
-        self._rooms = rooms
+        self._allocator = allocator
         self._faults = faults
-        self.replicas = ReplicaTally()
-        """Replaced under the catalog's lock."""
+        self.replicas = ReplicaCounters()
+        """Updated under the catalog's lock."""
 
     def save(
         self,
@@ -139,46 +139,48 @@ class Saver:
         *,
         host_allowed: bool,
         digest_wanted: str | None = None,
-        given: Given | None = None,
+        donated: DonatedSection | None = None,
     ) -> Version:
-        """Store a version whose data lies in `memory` where `extents` say.
+        """Store a version whose data lies in `memory` at `extents`.
 
         Raises:
-            StateTierFullError: no tier has room, whatever is moved.
-            CorruptStateError: the data is not that of `digest_wanted`.
+            StateTierFullError: no tier has space, even after eviction.
+            CorruptStateError: the data does not match `digest_wanted`.
         """
-        draft = self._claim(manifest, memory, extents, given)
+        draft = self._claim(manifest, memory, extents, donated)
         self._faults.reach("put.claimed")
         try:
             for index, found in enumerate(draft.objects):
-                if found in draft.others and (given is None or found is not given.found):
+                if found in draft.others and (
+                    donated is None or found is not donated.stored_object
+                ):
                     self._share_or_copy(draft, index)
-            tier, header = self._write_somewhere(draft, superseded, host_allowed=host_allowed)
+            tier, header = self._write_to_a_tier(draft, superseded, host_allowed=host_allowed)
             self._faults.reach("put.copied")
             try:
                 self._check_digest(draft, digest_wanted)
                 version = draft.version()
-                self._tiers[tier].name_version(version.record(tier), "put")
+                self._tiers[tier].write_header(version.record(tier), "put")
             except BaseException:
                 with self._catalog.lock:
-                    self._give_header_back(tier, header)
+                    self._unreserve_header(tier, header)
                 raise
             with self._catalog.lock:
-                self._catalog.install(version)
-                self._catalog.named(version, tier, header)
-                version.last_use_s = self._rooms.now()
-                if tier == HOST and given is not None and given.taken is not None:
-                    given.taken(draft.objects[given.section])
+                self._catalog.set_current(version)
+                self._catalog.add_header(version, tier, header)
+                version.last_use_s = self._allocator.now()
+                if tier == HOST and donated is not None and donated.on_taken is not None:
+                    donated.on_taken(draft.objects[donated.section])
             self._faults.reach("put.dropped")
             return version
         except BaseException:
             with self._catalog.lock:
-                for found in draft.given:
-                    # It is its giver's again.
+                for found in draft.donated:
+                    # The piece belongs to the donor again.
                     found.pieces = None
                 for found in draft.own:
                     if found.state == ObjectState.PENDING:
-                        self._catalog.settle(found, ObjectState.FAILED)
+                        self._catalog.finish_object(found, ObjectState.FAILED)
             raise
         finally:
             with self._catalog.lock:
@@ -190,7 +192,7 @@ class Saver:
         manifest: Manifest,
         memory: DeviceMemory,
         extents: Sequence[Extent],
-        given: Given | None,
+        donated: DonatedSection | None,
     ) -> _Draft:
         catalog = self._catalog
         places = ExtentMap(extents)
@@ -200,12 +202,12 @@ class Saver:
             keys = share_keys(manifest)
             for index, (section, key) in enumerate(zip(manifest.sections, keys, strict=True)):
                 draft.placed.append(Placed(memory, places, section.start))
-                if given is not None and given.section == index:
-                    draft.objects.append(self._take(draft, given, section))
+                if donated is not None and donated.section == index:
+                    draft.objects.append(self._add_donated(draft, donated, section))
                     continue
                 found = catalog.shared.get(key) if key is not None else None
                 if found is not None and found in draft.own:
-                    # One version says twice that it has it; it must not wait for itself.
+                    # The version names the key twice; it must not wait for itself.
                     found, key = None, None
                 if found is not None:
                     draft.others.add(found)
@@ -218,26 +220,30 @@ class Saver:
                 draft.objects.append(found)
         return draft
 
-    def _take(self, draft: _Draft, given: Given, section: Section) -> StoredObject:
-        """The object of a given section; the catalog's lock is held."""
-        if given.found is not None:
-            self._catalog.acquire([given.found], HOST)
-            draft.held.append((given.found, HOST))
-            draft.others.add(given.found)
-            return given.found
+    def _add_donated(
+        self, draft: _Draft, donated: DonatedSection, section: Section
+    ) -> StoredObject:
+        """The object of a donated section. The catalog's lock is held."""
+        if donated.stored_object is not None:
+            self._catalog.acquire([donated.stored_object], HOST)
+            draft.held.append((donated.stored_object, HOST))
+            draft.others.add(donated.stored_object)
+            return donated.stored_object
         found = new_object(draft.manifest, section)
-        assert given.piece is not None
-        assert given.piece.nbytes == padded(section.nbytes), "a loan is as long as its section"
-        draft.given[found] = given.piece
+        assert donated.piece is not None
+        assert donated.piece.nbytes == padded(section.nbytes), (
+            "a donated piece is as long as its section"
+        )
+        draft.donated[found] = donated.piece
         draft.own.add(found)
         return found
 
     def _share_or_copy(self, draft: _Draft, index: int) -> None:
-        """Hold another rank's object in place, or have an own one written where it is not equal."""
+        """Share another rank's object if it equals the arena's bytes; else plan an own object."""
         found = draft.objects[index]
         catalog = self._catalog
         with catalog.lock:
-            catalog.whole.wait_for(lambda: found.state != ObjectState.PENDING)
+            catalog.object_finished.wait_for(lambda: found.state != ObjectState.PENDING)
             tiers = [tier for tier in TierName if found.is_in(tier)]
             for tier in tiers:
                 catalog.acquire([found], tier)
@@ -249,11 +255,13 @@ class Saver:
                 if is_same:
                     return
                 LOG.warning(
-                    "%s differs from what another rank calls its replica; it is stored apart",
+                    "%s differs from its declared replica on another rank; it is stored separately",
                     draft.manifest.description,
                 )
             except CorruptStateError as error:
-                LOG.warning("%s shares nothing: %s", draft.manifest.description, error)
+                LOG.warning(
+                    "%s does not share a damaged object: %s", draft.manifest.description, error
+                )
         draft.replace(index)
 
     def _count_replica(self, found: StoredObject, *, is_same: bool) -> None:
@@ -266,24 +274,24 @@ class Saver:
                 known = replace(known, different=known.different + 1)
             self.replicas = known
 
-    def _write_somewhere(
+    def _write_to_a_tier(
         self, draft: _Draft, superseded: Iterable[str], *, host_allowed: bool
     ) -> tuple[TierName, int]:
-        """Bring what is lacking to a tier that has room; returns it, and the bytes of the header,
-        which stay reserved there."""
+        """Write the missing objects to a tier with space; returns the tier and the size of the
+        header, which stays reserved."""
         extra_bytes = nvme_extra_bytes = 0
         while True:
-            nvme_bytes = self._needed(draft, NVME, nvme_extra_bytes)
+            nvme_bytes = self._needed_bytes(draft, NVME, nvme_extra_bytes)
             if not host_allowed:
                 tier, reserved = NVME, self._reserve_on_nvme(draft, nvme_bytes, superseded)
             else:
-                reserved = self._needed(draft, HOST, extra_bytes)
-                tier = self._rooms.make(draft.manifest, reserved, nvme_bytes, superseded)
+                reserved = self._needed_bytes(draft, HOST, extra_bytes)
+                tier = self._allocator.reserve(draft.manifest, reserved, nvme_bytes, superseded)
                 reserved = reserved if tier == HOST else nvme_bytes
             self._faults.reach("put.reserved")
             try:
                 return tier, self._write(draft, tier, reserved)
-            except _RoomTooSmallError as error:
+            except _ReservationTooSmallError as error:
                 if tier == HOST:
                     extra_bytes += error.by_bytes
                 else:
@@ -291,60 +299,60 @@ class Saver:
             except StateTierFullError:
                 if tier == NVME:
                     raise
-                # The memory file system is fuller than our bound; others may be using it.
+                # The memory file system is fuller than the tier's accounts; others may use it.
                 host_allowed = False
 
     def _reserve_on_nvme(self, draft: _Draft, nbytes: int, superseded: Iterable[str]) -> int:
-        if not self._rooms.take_free(NVME, nbytes):
+        if not self._allocator.try_reserve(NVME, nbytes):
             with self._catalog.lock:
-                self._catalog.drop({*superseded, *self._rooms.only_while_room()})
+                self._catalog.drop({*superseded, *self._allocator.expendable_names()})
                 if not self._catalog.reserve(NVME, nbytes):
-                    raise self._catalog.full(draft.manifest, nbytes)
+                    raise self._catalog.full_error(draft.manifest, nbytes)
         return nbytes
 
-    def _needed(self, draft: _Draft, tier: TierName, extra_bytes: int = 0) -> int:
-        """Bytes of what is lacking in a tier, and of the header there."""
-        # What is not there yet is counted with a few pieces; a scattered one has more.
+    def _needed_bytes(self, draft: _Draft, tier: TierName, extra_bytes: int = 0) -> int:
+        """Bytes of the missing objects and the header in a tier."""
+        # A new object is estimated with two pieces; a fragmented one has more.
         expected = 0 if tier == NVME else 2 * len(draft.objects) * PIECE_TEXT_BYTES
         header = padded(draft.header_bytes(tier) + expected + extra_bytes)
         return header + sum(found.bytes_in(tier) for found in self._to_reserve(draft, tier))
 
     def _to_reserve(self, draft: _Draft, tier: TierName) -> set[StoredObject]:
-        """What takes room in a tier that it has not yet."""
-        return draft.lacking(tier) - (draft.given.keys() if tier == HOST else set())
+        """Missing objects that need new space in a tier."""
+        return draft.missing(tier) - (draft.donated.keys() if tier == HOST else set())
 
     def _write(self, draft: _Draft, tier: TierName, reserved: int) -> int:
-        """Write what is lacking; returns the bytes of the header.
+        """Write the missing objects; returns the size of the header.
 
-        The reservation is kept as far as these take it, and undone where this raises.
+        Unused parts of the reservation are returned; all of it is returned on an error.
         """
         catalog = self._catalog
         written: dict[StoredObject, Placed] = {}
         try:
             with catalog.lock:
-                lacking = draft.lacking(tier)
-                # One that was brought here since it was compared may leave again.
-                brought = draft.others - lacking - {o for o, held in draft.held if held == tier}
+                missing = draft.missing(tier)
+                # An object that reached this tier after the comparison could leave it again.
+                brought = draft.others - missing - {o for o, held in draft.held if held == tier}
                 catalog.acquire(brought, tier)
                 draft.held += [(found, tier) for found in brought]
             for index, found in enumerate(draft.objects):
-                if found not in lacking:
+                if found not in missing:
                     continue
                 if found in draft.others:
-                    # It lies in the other tier only, so this version has one of its own here.
+                    # The shared object is in the other tier, so this version writes its own here.
                     found = draft.replace(index)
                 written[found] = draft.placed[index]
-                if tier == HOST and found in draft.given:
-                    found.pieces = (draft.given[found],)
+                if tier == HOST and found in draft.donated:
+                    found.pieces = (draft.donated[found],)
                 elif tier == HOST:
                     found.pieces = self._pool.alloc(found.bytes_in(HOST), draft.manifest.tenant)
             header = draft.header_bytes(tier)
             copied = {
-                o: placed for o, placed in written.items() if tier != HOST or o not in draft.given
+                o: placed for o, placed in written.items() if tier != HOST or o not in draft.donated
             }
             used = header + sum(found.bytes_in(tier) for found in copied)
             if used > reserved:
-                raise _RoomTooSmallError(used - reserved)
+                raise _ReservationTooSmallError(used - reserved)
             for found, placed in copied.items():
                 if tier == HOST:
                     assert found.pieces is not None
@@ -355,25 +363,25 @@ class Saver:
         except BaseException:
             with catalog.lock:
                 for found in written:
-                    if tier == HOST and found in draft.given:
+                    if tier == HOST and found in draft.donated:
                         found.pieces = None
-                    catalog.abandon(found, tier)
-                catalog.give_back(tier, reserved)
+                    catalog.discard_written(found, tier)
+                catalog.unreserve(tier, reserved)
             raise
         if tier == HOST:
-            self._pool.set_aside(header)
+            self._pool.reserve_other(header)
         with catalog.lock:
-            catalog.give_back(tier, reserved - used)
+            catalog.unreserve(tier, reserved - used)
             catalog.acquire(written, tier)
             draft.held += [(found, tier) for found in written]
             for found in written:
-                catalog.settle(found, ObjectState.WHOLE)
+                catalog.finish_object(found, ObjectState.WHOLE)
         return header
 
-    def _give_header_back(self, tier: TierName, header: int) -> None:
-        self._catalog.give_back(tier, header)
+    def _unreserve_header(self, tier: TierName, header: int) -> None:
+        self._catalog.unreserve(tier, header)
         if tier == HOST:
-            self._pool.set_aside(-header)
+            self._pool.reserve_other(-header)
 
     def _check_digest(self, draft: _Draft, wanted: str | None) -> None:
         if wanted is None:
@@ -391,9 +399,9 @@ class Saver:
             )
 
 
-class _RoomTooSmallError(Exception):
-    """The room that was reserved does not do, as the version lies more scattered than expected, or
-    has a copy of what it was to share."""
+class _ReservationTooSmallError(Exception):
+    """The reservation is too small: the version is more fragmented than estimated, or could not
+    share an object."""
 
     def __init__(self, by_bytes: int) -> None:
         super().__init__(f"{by_bytes} bytes more are needed")
@@ -401,7 +409,7 @@ class _RoomTooSmallError(Exception):
 
 
 def new_object(manifest: Manifest, section: Section) -> StoredObject:
-    """One that is to be written."""
-    # Unique also beside an object of a version that no longer is, whose file is still read.
+    """A pending object for a section."""
+    # Unique, because the file of a dropped version of the same name may still be read.
     name = f"{manifest.file_name}.{uuid.uuid4().hex[:12]}"
     return StoredObject(id=name, nbytes=section.nbytes, file_bytes=file_bytes(name, section.nbytes))

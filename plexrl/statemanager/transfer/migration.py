@@ -1,15 +1,14 @@
-"""A version moves to another node's StateManager, rank by rank, while its deployment is idle.
+"""Migration of an idle deployment's version to another node's StateManager, rank by rank.
 
-The sources keep what they have until they are told to release it. A rank is there whole or not at
-all, so a migration that was cut is simply made again: what has arrived is recognised by its stamp.
+The sources keep the version until they are released. Each rank arrives completely or not at all, so
+a migration that was interrupted is repeated: ranks that have arrived are recognised by their stamp.
 
-Laws:
+Invariants:
 
-- A rank's version comes from the first source that has it. One that no source has any more may lie
-  at the target already: the sources were released, and the command came once more.
-- On one machine descriptors are passed from daemon to daemon. Between machines the target fetches
-  over TCP, and keeps what has arrived of a rank when that is cut
-  (`plexrl.statemanager.transfer.resumable_receive`).
+- A rank's version comes from the first source that has it. If no source has it any more, it may be
+  at the target: the sources were released, and the command was repeated.
+- On one machine, the daemons pass descriptors. Between machines the target fetches over TCP and can
+  resume an interrupted rank (`plexrl.statemanager.transfer.resumable_receive`).
 """
 
 import time
@@ -22,7 +21,7 @@ import msgspec
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.client.client import MoveReport, StateManagerClient
-from plexrl.statemanager.client.connection import connect, exchange, until_reached
+from plexrl.statemanager.client.connection import connect, exchange, retry_connect
 from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.protocol.address import host_and_port, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
@@ -31,18 +30,18 @@ from plexrl.statemanager.store.versions.versions import VersionKind
 from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState
 
 SOURCE_TIMEOUT_S = 10.0
-"""A source that cannot be reached for so long is passed over: the others may have all there is."""
+"""Timeout of an unreachable source; the others may hold every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A rank's version where it lies now."""
+    """A rank's version at its present StateManager."""
 
     address: str
-    """Of the StateManager: its socket's path, or `tcp://host:port`."""
+    """Address of the StateManager: its socket path, or `tcp://host:port`."""
     stamp: str
     tier: TierName | None
-    """Absent: another node does not say."""
+    """Absent: another node does not report it."""
     world_size: int
 
 
@@ -56,17 +55,17 @@ def migrate(
     ranks: Collection[int] | None = None,
     timeout_s: float = 600.0,
 ) -> MoveReport:
-    """Bring version `seq` of a deployment from the StateManagers at `sources` (`address`) to the
-    one at `target`, which is on this machine.
+    """Migrate version `seq` of a deployment from the StateManagers at `sources` to the one at
+    `target`, which is on this machine.
 
-    `ticket` is an agent's, which all of them take. `ranks` absent: all of them. `timeout_s` bounds
-    each request, a restart of the target included.
+    `ticket` is an agent's, valid at all of them. `ranks` absent: all ranks. `timeout_s` bounds each
+    request, including a restart of the target.
 
     Raises:
-        StateLostError: a rank's version is nowhere.
-        StateTierFullError: the target has no room; ranks that arrived stay there.
-        CorruptStateError: what a source has is damaged.
-        UnavailableError: the target, or a source that may have what is missing, cannot be reached.
+        StateLostError: a rank's version was not found.
+        StateTierFullError: the target has no free space; ranks that have arrived stay there.
+        CorruptStateError: a source's version is damaged.
+        UnavailableError: the target, or a source that may hold a missing rank, cannot be reached.
     """
     started = time.perf_counter()
     there = _held(target, deployment, seq, timeout_s, ticket)
@@ -111,8 +110,8 @@ def migrate(
 def _move(
     source: str, target: str, request: OpenState, timeout_s: float, ticket: bytes
 ) -> MoveReport:
-    """Have the target adopt what the source opens, which stays in place meanwhile."""
-    opened = until_reached(
+    """Have the target adopt a version that the source holds open meanwhile."""
+    opened = retry_connect(
         source, timeout_s, partial(_open_state, source, timeout_s, ticket, request)
     )
     connection, shard, fds = opened
@@ -126,7 +125,7 @@ def _move(
 def _open_state(
     path: str, timeout_s: float, ticket: bytes, request: OpenState
 ) -> tuple[Channel, StoredShard, list[int]]:
-    """One rank's version, its descriptors, and the connection that keeps it in place."""
+    """One rank's version, its descriptors, and the connection that holds it open."""
     connection = connect(path, timeout_s, ticket)
     try:
         answer, fds = exchange(connection, request)
@@ -140,7 +139,7 @@ def _open_state(
 def _found(
     sources: Sequence[str], deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> tuple[dict[int, _Held], UnavailableError | None]:
-    """Every rank's version at the first source that has it, and why a source was passed over."""
+    """Every rank's version at the first source that has it, and the error of a skipped source."""
     found: dict[int, _Held] = {}
     unreached = None
     for address in dict.fromkeys(nearest(source) for source in sources):
@@ -156,7 +155,7 @@ def _found(
 def _held(
     path: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> dict[int, _Held]:
-    """What one StateManager has of the version, by rank; of two saves of it, the later one's."""
+    """The version at one StateManager, by rank; the later of two saves."""
     remote = host_and_port(path)
     if remote is not None:
         return _held_far(path, remote, deployment, seq, timeout_s, ticket)
@@ -183,7 +182,7 @@ def _held_far(
         with closing(RemoteState(remote, ticket, timeout_s)) as state:
             return state.open(deployment, seq)
 
-    manifests = [shard.manifest for shard in until_reached(address, timeout_s, ask)]
+    manifests = [shard.manifest for shard in retry_connect(address, timeout_s, ask)]
     return {
         manifest.rank: _Held(
             address=address, stamp=manifest.stamp, tier=None, world_size=manifest.world_size

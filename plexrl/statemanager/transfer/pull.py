@@ -1,13 +1,12 @@
-"""Bringing a published version into a target's memory, from wherever it is held.
+"""Pull of a published version into a target's memory, from all its sources at once.
 
-Laws:
+Invariants:
 
-- What has arrived counts only once every source has confirmed that it held the version all the
-  time; until then the target holds nothing that may be used. A source that is lost is done without:
-  what it was to bring is planned again from the others, and what the others brought stays.
-- A version is of one seq and, from one source, of one stamp; never a mix.
-- Readers share a version, and whoever publishes the next one never waits for them: versions do
-  not change, and a lease keeps the one that is read (where StaleFlow §5.1 takes a lock).
+- Received bytes are valid only after each source has confirmed that it held the version throughout.
+  If a source is lost, the others send its part, and the parts of the others are kept.
+- A pull is of one seq and, from one source, of one stamp (ETag); versions never mix.
+- Publishing never waits for readers: versions are immutable, and a lease keeps the one that is read
+  (StaleFlow §5.1 takes a lock instead).
 """
 
 import threading
@@ -20,77 +19,68 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
-from plexrl.statemanager.client.connection import until_reached
+from plexrl.statemanager.client.connection import retry_connect
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
-from plexrl.statemanager.layout.scales import Scales, Wants
-from plexrl.statemanager.layout.strided_copies import UNSCALED, Runs, concatenated, without
+from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated, without
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.pace import DeltaPace
-from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, ShardCopies
 
 
-class PullWay(StrEnum):
-    """What was brought."""
+class PullMode(StrEnum):
+    """What a pull transferred."""
 
     FULL = "full"
     DELTA = "delta"
-    """Less than all: what differs from the version that the target held."""
+    """Only the differences from the version that the target held."""
 
 
 ATTEMPTS_MAX = 4
-"""Times that sources may be lost in one pull."""
+"""Maximum attempts of one pull; each lost source costs one."""
 LAYOUTS_MAX = 1024
 
 Opener = Callable[[str, str, int, Collection[str]], OpenSource]
-"""Opens (address, deployment, seq, digests of known layouts); the address says which way."""
+"""Opens a source: (address, deployment, seq, digests of cached layouts)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
-    """What a pull did."""
+    """Result of a pull."""
 
     bytes_wanted: int
-    """Of the target's own slices."""
+    """Size of the target's slices."""
     bytes_moved: int
-    """That were brought; `bytes_wanted` where no source was lost on the way."""
+    """Bytes transferred; equal to `bytes_wanted` if no source was lost and no delta was used."""
     bytes_by_source: dict[str, int]
-    """Address → bytes that it brought."""
-    way: PullWay
+    """Address → bytes from that source."""
+    mode: PullMode
     attempts: int
-
-    @property
-    def redundancy(self) -> float:
-        """Bytes moved for every byte wanted."""
-        return self.bytes_moved / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 class KnownLayouts:
-    """Layouts by digest, the most recently used. Thread-safe."""
+    """Cache of layouts by digest. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
 
     def find(self, digest: str) -> Layout | None:
-        """The layout of that digest, if it was seen."""
+        """The layout with that digest, if cached."""
         with self._lock:
             return self._layouts.get(digest)
 
     def digests(self) -> list[str]:
-        """Of all that are known."""
+        """The digests of all cached layouts."""
         with self._lock:
             return list(self._layouts)
 
     def add(self, layout: Layout) -> None:
-        """Remember one."""
+        """Cache a layout."""
         with self._lock:
             self._layouts[layout.digest] = layout
             self._layouts.move_to_end(layout.digest)
@@ -100,16 +90,14 @@ class KnownLayouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bases:
-    """What the target holds."""
+    """Versions that the target holds, the bases of a delta."""
 
     deployment: str
     layout: str
-    """Digest of the slices that hold it."""
+    """Digest of the target's layout."""
     stamps: Mapping[tuple[str, int], str]
-    """(address, rank) → stamp of its version. Shards that were passed over count as well: of one
-    seq, replicas have the same bytes."""
-    scales: Scales | None = None
-    """What its F8 slices were divided by."""
+    """(address, rank) → stamp of every offered shard. Unread replicas are included: with equal seq
+    they have equal bytes."""
 
     def fit(self, deployment: str, wants: Layout) -> bool:
         return (deployment, wants.digest) == (self.deployment, self.layout)
@@ -119,79 +107,58 @@ _NO_BASES = _Bases(deployment="", layout="", stamps={})
 
 
 class Puller:
-    """Pulls into one target; keeps plans, layouts and open ways between pulls."""
+    """Pulls into one target; caches plans and layouts between pulls."""
 
     def __init__(self, opener: Opener, layouts: KnownLayouts, timeout_s: float) -> None:
-        """`timeout_s` bounds the wait for a source that is restarting."""
+        """`timeout_s` bounds the wait for a restarting source."""
         self._opener = opener
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._plans = PlanCache()
         self.is_torn = False
-        """A pull was cut after it had begun, so the target is of no version."""
+        """Whether a pull failed after its start, so that the target holds no complete version."""
         self._bases = _NO_BASES
         self._pace = DeltaPace()
 
     def forget(self) -> None:
-        """The target has been changed by others: it is of no version that was pulled."""
+        """Record that the target now holds other state than a pulled version."""
         self.is_torn = False
         self._bases = _NO_BASES
 
     def forget_bases(self) -> None:
-        """Others have written to the target, so the next pull brings all bytes."""
+        """Record that the target was written to, so that the next pull is a full one."""
         self._bases = _NO_BASES
-
-    def offered(
-        self, addresses: Sequence[str], deployment: str, seq: int
-    ) -> tuple[tuple[str, int, str], ...]:
-        """(address, rank, stamp) of every shard of a version at sources that can be reached."""
-        found: list[tuple[str, int, str]] = []
-        for address in dict.fromkeys(addresses):
-            try:
-                with closing(self._open(address, (deployment, seq))) as source:
-                    found += [(source.address, s.rank, s.stamp) for s in source.shards]
-            except (ConnectionLostError, OSError):
-                continue
-        return tuple(sorted(found))
-
-    def stamps(self) -> tuple[tuple[str, int, str], ...]:
-        """(address, rank, stamp) of the shards that the last pull was from."""
-        return tuple(sorted((*place, stamp) for place, stamp in self._bases.stamps.items()))
 
     def pull(
         self,
         addresses: Sequence[str],
         deployment: str,
         seq: int,
-        wants: Wants,
+        wants: Layout,
         target: Bytes,
         delta: DeltaPolicy | None = None,
     ) -> PullResult:
-        """Fill the slices of `wants`, which lie in `target`.
+        """Fill the slices of `wants` in `target`.
 
-        With `delta`, and where the last pull filled the same slices from the same deployment and
-        `target` was not changed since, only what differs from that version is brought.
+        With `delta`, only the differences are transferred if the last pull filled the same slices
+        from the same deployment and `target` has not changed since.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
-            InvalidRequestError: a tensor has another shape there, or a dtype that no rule casts.
-            UnavailableError: sources are lost again and again.
+            InvalidRequestError: a tensor has another shape there, or a dtype without a cast.
+            UnavailableError: sources were lost in every attempt.
         """
-        arrived: list[Runs] = []
+        arrived: list[StridedCopies] = []
         moved_bytes = 0
         arrived_bytes = 0
         by_source: dict[str, int] = {}
         suspects: dict[str, Exception] = {}
         stamps: dict[tuple[str, int], str] = {}
         version = (deployment, seq)
-        scales: Scales | None = None
         for attempt in range(1, ATTEMPTS_MAX + 1):
             with ExitStack() as held:
-                found = self._prepared(held, addresses, suspects, version, wants, arrived)
-                jobs = list(found.jobs)
-                _check_same_scales(scales, found.scales, version)
-                scales = found.scales
-                fits = self._bases.fit(deployment, found.layout)
+                jobs = self._prepared(held, addresses, suspects, version, wants, arrived)
+                fits = self._bases.fit(deployment, wants)
                 bases = self._bases if fits else _NO_BASES
                 self._bases = _NO_BASES
                 if delta is not None and bases is not _NO_BASES and self._pays(delta):
@@ -205,31 +172,26 @@ class Puller:
             for job, result in zip(jobs, fetched, strict=True):
                 address = job.source.address
                 moved_bytes += result.nbytes
-                arrived_bytes += result.runs.nbytes
+                arrived_bytes += result.copies.nbytes
                 if result.lost is not None:
                     suspects[address] = result.lost
                 if result.lost is None or job.source.arrives_whole:
-                    arrived.append(result.runs)
+                    arrived.append(result.copies)
                     by_source[address] = by_source.get(address, 0) + result.nbytes
             if not suspects:
                 if attempt == 1:
                     has_bases = any(part.base is not None for job in jobs for part in job.parts)
-                    self._pace.took(found.layout.nbytes, took_s, is_delta=has_bases)
-                if scales is not None:
-                    scales.write(target)
+                    self._pace.took(wants.nbytes, took_s, is_delta=has_bases)
                 self.is_torn = False
                 self._bases = _Bases(
-                    deployment=deployment,
-                    layout=found.layout.digest,
-                    stamps=dict(stamps),
-                    scales=scales,
+                    deployment=deployment, layout=wants.digest, stamps=dict(stamps)
                 )
                 return PullResult(
-                    bytes_wanted=found.layout.nbytes,
+                    bytes_wanted=wants.nbytes,
                     bytes_moved=moved_bytes,
                     bytes_by_source={name: size for name, size in by_source.items() if size},
                     attempts=attempt,
-                    way=PullWay.DELTA if moved_bytes < arrived_bytes else PullWay.FULL,
+                    mode=PullMode.DELTA if moved_bytes < arrived_bytes else PullMode.FULL,
                 )
         lost = next(iter(suspects.values()))
         raise UnavailableError(
@@ -246,13 +208,13 @@ class Puller:
         addresses: Sequence[str],
         suspects: Mapping[str, Exception],
         version: tuple[str, int],
-        wants: Wants,
-        arrived: Sequence[Runs],
-    ) -> "_Prepared":
-        """What each source is to bring, without what has arrived already.
+        wants: Layout,
+        arrived: Sequence[StridedCopies],
+    ) -> list["_Job"]:
+        """The copies for each source, without those that are done.
 
-        Sources that are gone, or that were lost in the last attempt, are waited for only if the
-        others do not have everything.
+        Sources that are gone, or were lost in the last attempt, are awaited only if the others do
+        not hold everything.
         """
         opened: list[OpenSource] = []
         awaited: list[str] = list(suspects)
@@ -263,7 +225,7 @@ class Puller:
                 opened.append(held.enter_context(closing(self._open(address, version))))
             except (ConnectionLostError, OSError):
                 awaited.append(address)
-        done = concatenated([runs for runs in arrived if len(runs)])
+        done = concatenated([copies for copies in arrived if len(copies)])
         while True:
             try:
                 return self._jobs(opened, version, wants, done)
@@ -272,7 +234,7 @@ class Puller:
                     raise
                 address = awaited.pop(0)
                 attempt = partial(self._open, address, version)
-                found = until_reached(address, self._timeout_s, attempt)
+                found = retry_connect(address, self._timeout_s, attempt)
                 opened.append(held.enter_context(closing(found)))
 
     def _open(self, address: str, version: tuple[str, int]) -> OpenSource:
@@ -282,8 +244,12 @@ class Puller:
         return source
 
     def _jobs(
-        self, opened: Sequence[OpenSource], version: tuple[str, int], wants: Wants, done: Runs
-    ) -> "_Prepared":
+        self,
+        opened: Sequence[OpenSource],
+        version: tuple[str, int],
+        wants: Layout,
+        done: StridedCopies,
+    ) -> list["_Job"]:
         held = [
             (source, index, shard) for source in opened for index, shard in enumerate(source.shards)
         ]
@@ -293,97 +259,39 @@ class Puller:
                 f"no StateManager of {sorted(source.address for source in opened)} has version "
                 f"{seq} of {deployment!r} published: publish the weights again"
             )
-        layout, scales = wants.all, None
-        if wants.scaled and not _has_scales(held, wants):
-            layout = wants.unscaled
-            scales = Scales.of(wants.scaled, self._amaxes(held, wants))
-        plan = self._plans.plan([_as_source(source, shard) for source, _, shard in held], [layout])
-        jobs = _by_source(held, plan, done, scales)
-        return _Prepared(jobs=tuple(jobs), layout=layout, scales=scales)
-
-    def _amaxes(self, held: Sequence["_Held"], wants: Wants) -> dict[str, float]:
-        """Of each scaled tensor, from shards that hold all of it between them.
-
-        Raises:
-            StateLostError: they do not, or those that do are gone.
-        """
-        needed = [each.token for each in wants.scaled]
-        found = dict.fromkeys(needed, 0.0)
-        answered: list[Source] = []
-        for source, index, shard in held:
-            mine = set(shard.layout.tokens)
-            asked = [token for token in found if token in mine]
-            if not asked:
-                continue
-            try:
-                largest = source.amaxes(index, asked)
-            except (ConnectionLostError, OSError):
-                continue
-            answered.append(_as_source(source, shard))
-            for token, value in zip(asked, largest, strict=True):
-                found[token] = max(found[token], value)
-        whole = {each.token: each.whole for each in wants.scaled}
-        self._plans.plan(answered, [Layout.of(tuple(whole.values()))])
-        return found
+        plan = self._plans.plan([_as_source(source, shard) for source, _, shard in held], [wants])
+        return _by_source(held, plan, done)
 
 
 _Held = tuple[OpenSource, int, Shard]
-"""A source, and one of its shards with its index."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    jobs: tuple["_Job", ...]
-    layout: Layout
-    """What they bring."""
-    scales: Scales | None
-    """What is divided on the way; absent: nothing is."""
+"""A source, and the index of one of its shards with the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     source: OpenSource
-    parts: tuple[ShardRuns, ...]
+    parts: tuple[ShardCopies, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    runs: Runs
-    """That have arrived."""
+    copies: StridedCopies
+    """The copies that are done."""
     nbytes: int
-    """That it took."""
+    """Bytes transferred for them."""
     lost: Exception | None
-    """Why the source is to be done without."""
+    """Why the source was lost; absent: it was not."""
 
 
-def _has_scales(held: Sequence[_Held], wants: Wants) -> bool:
-    """Whether what is wanted lies there scaled, as it does where a node has it relayed."""
-    wanted = {each.scale_token for each in wants.scaled}
-    return any(not wanted.isdisjoint(shard.layout.tokens) for _, _, shard in held)
-
-
-def _check_same_scales(
-    former: Scales | None, scales: Scales | None, version: tuple[str, int]
-) -> None:
-    """Raises StateLostError: what has arrived was divided by others."""
-    if former is not None and (scales is None or former.values != scales.values):
-        raise StateLostError(
-            f"version {version[1]} of {version[0]!r} was published again with other values while "
-            "it was pulled: pull again"
-        )
-
-
-def _by_source(held: Sequence[_Held], plan: Plan, done: Runs, scales: Scales | None) -> list[_Job]:
-    parts: dict[int, list[ShardRuns]] = {}
+def _by_source(held: Sequence[_Held], plan: Plan, done: StridedCopies) -> list[_Job]:
+    parts: dict[int, list[ShardCopies]] = {}
     sources: dict[int, OpenSource] = {}
-    for number, runs in plan.targets[0].runs.items():
+    for number, copies in plan.targets[0].copies.items():
         source, index, _ = held[number]
-        rest = without(runs, done) if len(done) else runs
-        if scales is not None:
-            rest = scales.applied(rest)
+        rest = without(copies, done) if len(done) else copies
         if len(rest):
             sources[id(source)] = source
-            parts.setdefault(id(source), []).append(ShardRuns(shard=index, runs=rest))
+            parts.setdefault(id(source), []).append(ShardCopies(shard=index, copies=rest))
     return [_Job(source=sources[key], parts=tuple(found)) for key, found in parts.items()]
 
 
@@ -399,25 +307,11 @@ def _as_source(source: OpenSource, shard: Shard) -> Source:
 
 def _with_bases(job: _Job, bases: _Bases) -> _Job:
     source = job.source
-    parts: list[ShardRuns] = []
-    for part in job.parts:
-        base = bases.stamps.get((source.address, source.shards[part.shard].rank))
-        # Where the scale is another now, the target does not hold what a base would make of it.
-        same = _scaled_as_before(part.runs, bases.scales)
-        if base is None or same.all():
-            parts.append(replace(part, base=base))
-            continue
-        parts.append(replace(part, runs=part.runs.chosen(same), base=base))
-        parts.append(replace(part, runs=part.runs.chosen(~same)))
-    return _Job(source=source, parts=tuple(part for part in parts if len(part.runs)))
-
-
-def _scaled_as_before(runs: Runs, before: Scales | None) -> npt.NDArray[np.bool_]:
-    plain = replace(runs, scales=np.full(len(runs), UNSCALED))
-    same: npt.NDArray[np.bool_] = (plain if before is None else before.applied(plain)).scales == (
-        runs.scales
+    parts = tuple(
+        replace(part, base=bases.stamps.get((source.address, source.shards[part.shard].rank)))
+        for part in job.parts
     )
-    return same
+    return _Job(source=source, parts=parts)
 
 
 def _stamps(jobs: Sequence[_Job]) -> dict[tuple[str, int], str]:
@@ -427,7 +321,7 @@ def _stamps(jobs: Sequence[_Job]) -> dict[tuple[str, int], str]:
 
 
 def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -> list[_Fetched]:
-    """All sources at once, the first on this thread."""
+    """Fetch from all sources concurrently, from the first one on this thread."""
     if len(jobs) < 2:
         return [_fetch(job, target, delta) for job in jobs]
     with ThreadPoolExecutor(len(jobs) - 1, thread_name_prefix="plexrl-pull") as pool:
@@ -437,17 +331,17 @@ def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -
 
 
 def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
-    arrived: list[Runs] = []
+    arrived: list[StridedCopies] = []
     moved: list[int] = []
 
-    def tell(runs: Runs, nbytes: int) -> None:
-        arrived.append(runs)
+    def report(copies: StridedCopies, nbytes: int) -> None:
+        arrived.append(copies)
         moved.append(nbytes)
 
     lost: Exception | None = None
     try:
-        job.source.read(job.parts, target, tell, delta)
+        job.source.read(job.parts, target, report, delta)
         job.source.confirm()
     except (ConnectionLostError, CorruptStateError, OSError) as error:
         lost = error
-    return _Fetched(runs=concatenated(arrived), nbytes=sum(moved), lost=lost)
+    return _Fetched(copies=concatenated(arrived), nbytes=sum(moved), lost=lost)

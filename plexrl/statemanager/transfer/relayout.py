@@ -1,12 +1,11 @@
-"""A rank's state out of versions that ranks of another layout left behind. Pure.
+"""Choice of the versions from which a rank's state is loaded under another layout. Pure.
 
-Laws:
+Invariants:
 
-- What is loaded is of one save: one seq, one number of ranks, one group lock's token, the same
-  parts. Pieces of two saves are never put together, though they may have the same seq.
-- Every element is brought once, whoever holds replicas of it
-  (`plexrl.statemanager.layout.plan.plan`).
-- Elements keep their dtype, unless a cast is asked for.
+- All loaded versions are of one save: one seq, world size, token of the group lock, and set of
+  parts. Versions of two saves never mix, even with equal seq.
+- Every element is read once, even if it has replicas (`plexrl.statemanager.layout.plan.plan`).
+- Elements keep their dtype, unless a cast is requested.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,13 +19,15 @@ _Save = tuple[int, int, tuple[str, ...]]
 
 
 def saves(found: Sequence[Manifest]) -> list[list[int]]:
-    """Indices of manifests of one deployment and seq that are of one save each, a rank once; saves
-    of which every rank is there come first, and of these the one of the latest token."""
+    """Indices of manifests of one deployment and seq, grouped by save, each rank once.
+
+    Complete saves come first, then later tokens.
+    """
     by_save: dict[_Save, dict[int, int]] = {}
     for index, manifest in enumerate(found):
         parts = tuple(part.value for part in manifest.parts)
         ranks = by_save.setdefault((manifest.world_size, manifest.token, parts), {})
-        # What comes first in the input is nearest.
+        # The first version in the input is the nearest one.
         ranks.setdefault(manifest.rank, index)
 
     def order(save: _Save) -> tuple[bool, int, int, tuple[str, ...]]:
@@ -39,17 +40,17 @@ def saves(found: Sequence[Manifest]) -> list[list[int]]:
     ]
 
 
-def wanted(slices: Iterable[StateSlice], save: Manifest) -> tuple[StateSlice, ...]:
-    """What of an arena's slices a version of this save brings."""
+def wanted_slices(slices: Iterable[StateSlice], save: Manifest) -> tuple[StateSlice, ...]:
+    """The slices of an arena that a version of this save contains."""
     parts = frozenset(save.parts)
     return tuple(piece for piece in slices if piece.key.part in parts and piece.nbytes)
 
 
 def check_dtypes(wants: Iterable[StateSlice], held: Iterable[StateSlice]) -> None:
-    """Refuse to load what was saved in another dtype.
+    """Check that wanted slices have the dtypes that were saved.
 
     Raises:
-        InvalidRequestError: it was.
+        InvalidRequestError: one does not.
     """
     dtypes: dict[StateKey, str] = {piece.key: piece.dtype for piece in held}
     for want in wants:
@@ -57,35 +58,37 @@ def check_dtypes(wants: Iterable[StateSlice], held: Iterable[StateSlice]) -> Non
         if dtype != want.dtype:
             raise InvalidRequestError(
                 f"{want.key.name} was saved as {dtype} and the arena has it as {want.dtype}: load "
-                "it into a model of the same dtypes, or ask for a cast",
+                "it into a model with the same dtypes, or request a cast",
                 key=want.key.name,
             )
 
 
-def lost(deployment: str, seq: int, found: Sequence[Manifest], why: str = "") -> StateLostError:
-    """For a version whose pieces that are there do not make a whole."""
+def lost_error(
+    deployment: str, seq: int, found: Sequence[Manifest], why: str = ""
+) -> StateLostError:
+    """The error for a version of which not every part was found."""
     what = f"version {seq} of {deployment!r}"
     if not found:
         return StateLostError(
-            f"{what} is not on this node, nor on one that was named: restore a checkpoint",
+            f"{what} is neither on this node nor at the named sources: restore a checkpoint",
             deployment=deployment,
             seq=seq,
         )
-    told = [_told([found[index] for index in save]) for save in saves(found)]
+    descriptions = [_describe([found[index] for index in save]) for save in saves(found)]
     return StateLostError(
-        f"{what} is not whole ({'; '.join(told)}{f'; {why}' if why else ''}): name the "
+        f"{what} is incomplete ({'; '.join(descriptions)}{f'; {why}' if why else ''}): name the "
         "StateManagers that have the rest, or restore a checkpoint",
         deployment=deployment,
         seq=seq,
     )
 
 
-def _told(save: Sequence[Manifest]) -> str:
+def _describe(save: Sequence[Manifest]) -> str:
     world_size = save[0].world_size
     missing = sorted(set(range(world_size)) - {manifest.rank for manifest in save})
     return (
         f"of the save by {world_size} ranks with token {save[0].token} "
-        f"{f'ranks {_listed(missing)} are missing' if missing else 'every rank is there'}"
+        f"{f'ranks {_listed(missing)} are missing' if missing else 'every rank is present'}"
     )
 
 

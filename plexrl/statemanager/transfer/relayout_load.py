@@ -1,11 +1,10 @@
-"""A rank's arena filled from versions that ranks of another layout saved.
+"""Load of a rank's arena from versions that ranks of another layout saved.
 
-What is long and lies in this process's memory goes to the arena directly. Everything else is
-brought together in pieces of the arena, so that a device is written to in a few long copies
+Long ranges in this process's memory are copied to the arena directly. All others are gathered in
+staging buffers, one per block of the arena, so that a device is written in a few long copies
 whatever the layouts are.
 """
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,46 +21,46 @@ from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
-from plexrl.statemanager.layout.staging import TargetWindows, covered
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs
+from plexrl.statemanager.layout.staging import StagingBlocks, covered
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
-from plexrl.statemanager.transfer.relayout import check_dtypes, lost, saves, wanted
-from plexrl.statemanager.transfer.state_readers import StateReader, open_elsewhere, open_here
+from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
+from plexrl.statemanager.transfer.relayout import check_dtypes, lost_error, saves, wanted_slices
 
 DIRECT_BYTES_MIN = 64 << 10
-"""A run of this many bytes is worth a copy of its own."""
+"""A range of this many bytes is copied without staging."""
 HERE_BYTES_PER_S = 10e9
 NEIGHBOUR_BYTES_PER_S = 8e9
 REMOTE_BYTES_PER_S = 3e9
-"""About what the ways carry; plans balance replicas by it."""
+"""Approximate bandwidths; plans balance replicas by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaid:
-    """What was loaded."""
+    """Result of a load."""
 
     manifest: Manifest
-    """Of one of the ranks that saved it."""
+    """Manifest of one of the ranks that saved the version."""
     nbytes: int
-    """That were brought: those of the arena's own slices, each once."""
+    """Bytes loaded: those of the arena's slices, each once."""
     ranges: tuple[tuple[int, int], ...]
-    """(offset, bytes) of the arena that were written."""
+    """(offset, bytes) of the written parts of the arena."""
     tier: TierName
-    """NVMe where any of it came from there."""
+    """NVMe if any bytes came from there."""
     bytes_by_source: dict[str, int]
-    """Address, this daemon's own empty → bytes that came from there."""
+    """Address → bytes from there; this daemon's own address is empty."""
 
 
 class _Opened(NamedTuple):
     address: str
-    reader: StateReader
+    reader: VersionReader
 
 
 class Relayouter:
-    """Loads across layouts; keeps plans. Thread-safe."""
+    """Loads across layouts; caches plans. Thread-safe."""
 
     def __init__(self, store: Store, key: TicketKey) -> None:
         self._store = store
@@ -80,16 +79,17 @@ class Relayouter:
         sources: Sequence[str] = (),
         cast: bool = False,
     ) -> Relaid:
-        """Fill the slices of an arena from what this daemon, and those at `sources`, have of a
-        version. With `cast` elements may change their dtype as `plan.CAST_RULES` allow.
+        """Fill the slices of an arena from a version held by this daemon and those at `sources`.
+
+        With `cast`, elements may change their dtype as `casts.CAST_RULES` allow.
 
         Raises:
-            StateLostError: the pieces of no one save make a whole; nothing was written.
+            StateLostError: no save is complete; nothing was written.
             InvalidRequestError: a tensor was saved with another shape or dtype; nothing was
                 written.
-            UnavailableError: a source that may have what is missing cannot be reached, or went
-                while it was read; then the arena may hold some of it.
-            CorruptStateError: a version is damaged; the arena may hold some of it.
+            UnavailableError: a source that may hold missing parts cannot be reached, or ended
+                while it was read; then the arena may be partly written.
+            CorruptStateError: a version is damaged; the arena may be partly written.
         """
         with ExitStack() as held:
             opened = [_Opened("", r) for r in open_here(held, self._store, deployment, seq)]
@@ -97,7 +97,7 @@ class Relayouter:
             ticket = self._key.mint(AGENT)
             for address in dict.fromkeys(sources):
                 try:
-                    readers = open_elsewhere(held, address, ticket, os.getuid(), deployment, seq)
+                    readers = open_elsewhere(held, address, ticket, deployment, seq)
                 except UnavailableError as error:
                     unreached = error
                     continue
@@ -109,18 +109,20 @@ class Relayouter:
                     raise unreached from error
                 raise
             [target] = plan.targets
-            used = {save[index]: runs for index, runs in target.runs.items()}
-            _fill(self._plane, memory, {at.reader: runs for at, runs in used.items()})
+            used = {save[index]: copies for index, copies in target.copies.items()}
+            _fill(self._plane, memory, {at.reader: copies for at, copies in used.items()})
             for at in used:
                 at.reader.confirm()
             by_source: dict[str, int] = {}
-            for at, runs in used.items():
-                by_source[at.address] = by_source.get(at.address, 0) + runs.nbytes
+            for at, copies in used.items():
+                by_source[at.address] = by_source.get(at.address, 0) + copies.nbytes
             return Relaid(
                 manifest=save[0].reader.manifest,
                 nbytes=target.nbytes,
                 ranges=tuple((piece.arena_offset, piece.nbytes) for piece in wants),
-                tier=TierName.HOST if all(at.reader.is_fast for at in used) else TierName.NVME,
+                tier=TierName.HOST
+                if all(at.reader.tier == TierName.HOST for at in used)
+                else TierName.NVME,
                 bytes_by_source=by_source,
             )
 
@@ -133,15 +135,15 @@ class Relayouter:
         *,
         cast: bool,
     ) -> tuple[list[_Opened], tuple[StateSlice, ...], Plan]:
-        """The first save of which the pieces that are there are all that is wanted, and the plan.
+        """The first save that covers all wanted slices, those slices, and the plan.
 
-        A rank that is missing is missed only if nobody has a replica of what it held.
+        A missing rank matters only if no other rank has replicas of its slices.
         """
         manifests = [at.reader.manifest for at in opened]
         why = ""
         for indices in saves(manifests):
             save = [opened[index] for index in indices]
-            wants = wanted(slices, save[0].reader.manifest)
+            wants = wanted_slices(slices, save[0].reader.manifest)
             if not cast:
                 for at in save:
                     check_dtypes(wants, at.reader.slices)
@@ -149,7 +151,7 @@ class Relayouter:
                 return save, wants, self._plan(save, wants)
             except StateLostError as error:
                 why = why or error.message.partition(";")[0]
-        raise lost(deployment, seq, manifests, why)
+        raise lost_error(deployment, seq, manifests, why)
 
     def _plan(self, save: Sequence[_Opened], wants: Sequence[StateSlice]) -> Plan:
         sources = [
@@ -171,49 +173,52 @@ def _bytes_per_s(at: _Opened) -> float:
     return REMOTE_BYTES_PER_S if at.reader.mapped is None else NEIGHBOUR_BYTES_PER_S
 
 
-def _fill(plane: DataPlane, memory: DeviceMemory, runs_of: dict[StateReader, Runs]) -> None:
-    """Bring runs from their readers to the arena."""
+def _fill(
+    plane: DataPlane, memory: DeviceMemory, copies_of: dict[VersionReader, StridedCopies]
+) -> None:
+    """Copy from the readers to the arena."""
     direct: list[Run] = []
-    windows: list[tuple[StateReader, TargetWindows]] = []
-    for reader, runs in runs_of.items():
-        rest = runs
+    staged: list[tuple[VersionReader, StagingBlocks]] = []
+    for reader, copies in copies_of.items():
+        rest = copies
         if reader.mapped is not None:
-            is_long = (runs.counts == 1) & (runs.casts == BYTES_CAST)
-            is_long &= runs.items >= DIRECT_BYTES_MIN
-            for source, job in reader.mapped.jobs(runs.chosen(is_long)):
+            is_long = (copies.counts == 1) & (copies.casts == BYTES_CAST)
+            is_long &= copies.items >= DIRECT_BYTES_MIN
+            for source, job in reader.mapped.jobs(copies.chosen(is_long)):
                 address = source.ctypes.data
-                columns = (job.targets.tolist(), job.places.tolist(), job.items.tolist())
+                columns = (job.dst_offsets.tolist(), job.src_offsets.tolist(), job.items.tolist())
                 for to, place, nbytes in zip(*columns, strict=True):
                     assert 0 <= place <= len(source) - nbytes
                     direct.append(Run(to, address + place, nbytes))
-            rest = runs.chosen(~is_long)
+            rest = copies.chosen(~is_long)
         if len(rest):
-            windows.append((reader, TargetWindows(rest, BLOCK_BYTES)))
+            staged.append((reader, StagingBlocks(rest, BLOCK_BYTES)))
     plane.copy(direct, memory.write)
 
-    def fill_window(start: int) -> None:
+    def fill_block(start: int) -> None:
         with plane.buffer() as buffer:
-            # The last piece of the arena may end before the buffer does.
+            # The last block of the arena may be shorter than the buffer.
             block = np.frombuffer(buffer.view, dtype=np.uint8)
             filled: list[Run] = []
-            for reader, there in windows:
-                runs = there.runs(start)
-                if len(runs):
-                    reader.read(runs, block)
+            for reader, blocks in staged:
+                copies = blocks.copies(start)
+                if len(copies):
+                    reader.read(copies, block)
                     filled += [
-                        Run(start + at, buffer.address + at, nbytes) for at, nbytes in covered(runs)
+                        Run(start + at, buffer.address + at, nbytes)
+                        for at, nbytes in covered(copies)
                     ]
             memory.write(_joined(filled))
 
-    starts = sorted({at for _, there in windows for at in there.windows()})
-    for _ in plane.spread(fill_window, starts):
+    starts = sorted({at for _, blocks in staged for at in blocks.starts()})
+    for _ in plane.spread(fill_block, starts):
         pass
 
 
-def _joined(runs: list[Run]) -> list[Run]:
-    """The same copies, as few as may be: what several readers brought side by side is one."""
+def _joined(copies: list[Run]) -> list[Run]:
+    """The same copies, with adjacent ones joined."""
     found: list[Run] = []
-    for run in sorted(runs, key=lambda run: run.offset):
+    for run in sorted(copies, key=lambda run: run.offset):
         if found and found[-1].offset + found[-1].nbytes == run.offset:
             found[-1] = Run(found[-1].offset, found[-1].address, found[-1].nbytes + run.nbytes)
         else:

@@ -1,14 +1,13 @@
-"""Versions on their way here from another node: straight into host segments, block by block.
+"""Resumable receive of versions from another node, directly into host segments, block by block.
 
-Laws:
+Invariants:
 
-- A block counts as arrived once its bytes are in place and match the digest that the source gave;
-  then a byte of the arrival's record says so. So whatever is cut or killed, only blocks that are
-  missing are asked for again.
-- A record names the version that it is of by its stamp, and is of no other. It is removed when the
-  version is stored, when another version of its name comes, or the deployment is released; one that
-  nobody carries on with gives way to whoever needs the room.
-- What another rank has here already, by key and digests, is shared and not sent.
+- A block has arrived when its bytes are in place and match the source's checksum; then a byte in
+  the version's record marks it. After a lost connection or a crash, only missing blocks are sent.
+- A record belongs to the version with its stamp. It is removed when the version is stored, when
+  another version of the name comes, when the deployment is released, or when its space is needed
+  while no transfer uses it.
+- Sections that another rank already has here, by key and checksums, are shared and not sent.
 
     magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest and pieces | zeros | a byte a block
 """
@@ -25,15 +24,15 @@ import msgspec
 
 from plexrl.errors import CorruptStateError, OperationCancelledError
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.eviction.tier_allocator import Rooms
 from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.free_ranges import cut
+from plexrl.statemanager.host.free_ranges import subrange
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.store.catalog import Catalog
-from plexrl.statemanager.store.nvme import DIGEST_BYTES, digest, file_bytes
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
 from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES, new_object
-from plexrl.statemanager.store.tier import Tier
+from plexrl.statemanager.store.tiers.nvme import DIGEST_BYTES, digest, file_bytes
+from plexrl.statemanager.store.tiers.tier import Tier
+from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
 from plexrl.statemanager.store.versions.versions import (
     Manifest,
     VersionRecord,
@@ -50,55 +49,55 @@ HOST = TierName.HOST
 MAGIC = b"PLEXRLA1"
 SUFFIX = ".arriving"
 TRIES = 3
-"""Times that a block may arrive damaged."""
+"""Attempts for a block that arrives damaged."""
 
 Fetch = Callable[[int, Sequence[memoryview]], None]
-"""Fills memory with the version's data from a place on."""
+"""Callback: fills memory with the version's data from an offset on."""
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
-    """One version, as far as it has come."""
+class PartialVersion:
+    """A version of which some blocks have arrived."""
 
     manifest: Manifest
     objects: tuple[StoredObject, ...]
-    """One for each section."""
+    """One object for each section."""
     own: tuple[StoredObject, ...]
-    """Those that are to be filled."""
+    """The objects to be filled; the others are shared."""
     reserved: int
     """Bytes of the bound for the header and the record; what objects take is theirs."""
     path: Path
     marks_at: int
-    """Where in the record the marks begin."""
+    """Offset of the marks in the record."""
     marks: bytearray = field(default_factory=bytearray)
-    """A byte for each block of `own`, one object after the other."""
+    """One byte for each block of `own`, in order."""
 
 
-class Arrivals:
-    """Thread-safe; one version of a name arrives at a time."""
+class ResumableReceive:
+    """Receives versions, one at a time for each name. Thread-safe."""
 
     def __init__(
         self,
         catalog: Catalog,
         tier: Tier,
         pool: HostPool,
-        rooms: Rooms,
+        allocator: TierAllocator,
         faults: FaultPoints,
     ) -> None:
         self._catalog = catalog
         self._tier = tier
         self._pool = pool
-        self._rooms = rooms
+        self._allocator = allocator
         self._faults = faults
         self._changed = threading.Condition(catalog.lock)
-        self._idle: dict[str, Arrival] = {}
+        self._idle: dict[str, PartialVersion] = {}
         self._busy: dict[str, tuple[str, threading.Event]] = {}
-        """Names of what is under way: whose it is, and what ends it."""
-        rooms.make_way = self.drop_idle
+        """Running receives: name → deployment, and the event that cancels it."""
+        allocator.on_shortage = self.drop_idle
 
     @contextmanager
     def turn(self, manifest: Manifest) -> Iterator[threading.Event]:
-        """One at a time for each name; the event is set when it is to end."""
+        """Serialise receives of one name; the event is set when the receive is cancelled."""
         cancelled = threading.Event()
         with self._catalog.lock:
             self._changed.wait_for(lambda: manifest.name not in self._busy)
@@ -113,15 +112,15 @@ class Arrivals:
     def receive(
         self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, cancelled: threading.Event
     ) -> tuple[Version, int]:
-        """Store a version, within its `turn`; returns it, and the bytes that were fetched.
+        """Receive and store a version, within its `turn`; returns it and the bytes fetched.
 
-        `digests`: of the blocks of each section.
+        `digests` are the checksums of the blocks of each section.
 
         Raises:
-            StateTierFullError: the host tier has no room; nothing is left behind.
-            CorruptStateError: a block arrives damaged again and again; the others are kept.
-            OperationCancelledError: its deployment was released; nothing is left behind.
-            PlexRLError: what `fetch` raises; what has arrived is kept.
+            StateTierFullError: the host tier has no free space; nothing is kept.
+            CorruptStateError: a block arrives damaged in every attempt; the others are kept.
+            OperationCancelledError: its deployment was released; nothing is kept.
+            PlexRLError: `fetch` raised it; received blocks are kept.
         """
         arrival = self._begun(manifest, digests)
         moved = 0
@@ -145,7 +144,7 @@ class Arrivals:
         return version, moved
 
     def release(self, deployment: str) -> None:
-        """Give up what is arriving of a deployment; returns when nothing of it does any more."""
+        """Cancel a deployment's receives, wait for their end, and drop its partial versions."""
         with self._catalog.lock:
             self._changed.wait_for(lambda: not self._end_busy(deployment))
             for name, arrival in list(self._idle.items()):
@@ -153,17 +152,17 @@ class Arrivals:
                     self._drop(self._idle.pop(name))
 
     def drop_idle(self) -> None:
-        """Give up what nobody carries on with."""
+        """Drop the partial versions that no transfer uses."""
         with self._catalog.lock:
             for name in list(self._idle):
                 self._drop(self._idle.pop(name))
 
     def reserved_bytes(self) -> int:
-        """For the records of what is not under way. The catalog's lock is held."""
+        """Bytes of the records of idle partial versions. The caller holds the catalog's lock."""
         return sum(arrival.reserved for arrival in self._idle.values())
 
     def recover(self) -> None:
-        """Take in what a daemon before this one had received; the versions are there already."""
+        """Restore partial versions of an earlier daemon; stored versions are restored before."""
         for path in sorted(self._tier.directory.glob(f"*{SUFFIX}")):
             with self._catalog.lock:
                 arrival = self._recovered(path)
@@ -174,7 +173,7 @@ class Arrivals:
                 else:
                     self._idle[arrival.manifest.name] = arrival
 
-    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+    def _begun(self, manifest: Manifest, digests: Sequence[bytes]) -> PartialVersion:
         with self._catalog.lock:
             arrival = self._idle.pop(manifest.name, None)
             if arrival is not None and arrival.manifest.stamp != manifest.stamp:
@@ -186,10 +185,10 @@ class Arrivals:
             found.digests = made
         return arrival
 
-    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> Arrival:
+    def _begin(self, manifest: Manifest, digests: Sequence[bytes]) -> PartialVersion:
         catalog = self._catalog
         with catalog.lock:
-            manifest = replace(manifest, ordinal=catalog.tick())
+            manifest = replace(manifest, ordinal=catalog.next_ordinal())
             objects = [
                 self._shared(manifest, index, made) or new_object(manifest, section)
                 for index, (section, made) in enumerate(
@@ -204,7 +203,7 @@ class Arrivals:
         blocks = sum(-(-found.nbytes // BLOCK_BYTES) for found in own)
         reserved = 2 * header_bytes(text, ()) + padded(blocks)
         try:
-            self._rooms.make(manifest, needed + reserved, needed + reserved, host_only=True)
+            self._allocator.reserve(manifest, needed + reserved, needed + reserved, host_only=True)
         except BaseException:
             with catalog.lock:
                 catalog.release(held, HOST)
@@ -216,17 +215,17 @@ class Arrivals:
         except BaseException:
             with catalog.lock:
                 for found in own:
-                    catalog.abandon(found, HOST)
+                    catalog.discard_written(found, HOST)
                 catalog.release(held, HOST)
-                catalog.give_back(HOST, needed + reserved)
+                catalog.unreserve(HOST, needed + reserved)
             raise
         with catalog.lock:
             catalog.acquire(own, HOST)
-        self._pool.set_aside(reserved)
+        self._pool.reserve_other(reserved)
         return arrival
 
     def _shared(self, manifest: Manifest, index: int, digests: bytes) -> StoredObject | None:
-        """Another rank's object in host that is this section, if there is one."""
+        """Another rank's object in the host tier with the same section, if any."""
         key = share_keys(manifest)[index]
         found = None if key is None else self._catalog.shared.get(key)
         if found is None or found.state != ObjectState.WHOLE or found.pieces is None:
@@ -240,7 +239,7 @@ class Arrivals:
         own: Sequence[StoredObject],
         reserved: int,
         blocks: int,
-    ) -> Arrival:
+    ) -> PartialVersion:
         record = VersionRecord(manifest, tuple(found.record(HOST) for found in objects))
         page = encode_page(MAGIC, msgspec.json.encode((record, [found.id for found in own])))
         path = self._tier.directory / f"{manifest.file_name}{SUFFIX}"
@@ -250,8 +249,8 @@ class Arrivals:
             part.rename(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self._tier.refused(error) from error
-        return Arrival(
+            raise self._tier.write_error(error) from error
+        return PartialVersion(
             manifest=manifest,
             objects=tuple(objects),
             own=tuple(own),
@@ -261,14 +260,14 @@ class Arrivals:
             marks=bytearray(blocks),
         )
 
-    def _recovered(self, path: Path) -> Arrival | None:
-        """What a record says, its memory claimed; None where that is another's by now."""
+    def _recovered(self, path: Path) -> PartialVersion | None:
+        """The partial version of a record, its memory claimed; None if the memory is in use."""
         try:
             contents = path.read_bytes()
             text = decode_page(MAGIC, contents)
             record, own_ids = msgspec.json.decode(text, type=tuple[VersionRecord, list[str]])
         except (OSError, CorruptStateError, msgspec.MsgspecError) as error:
-            LOG.warning("%s cannot be carried on with (%s); removed", path, error)
+            LOG.warning("%s cannot be resumed (%s); removed", path, error)
             return None
         known = {found.id: found for v in self._catalog.current.values() for found in v.objects}
         objects: list[StoredObject] = []
@@ -289,7 +288,7 @@ class Arrivals:
                 )
                 claimed.append(found)
             elif one.id in own_ids or found is None or found.pieces is None:
-                # It is stored, or a replica that was shared has gone: there is nothing to go on.
+                # The version is stored, or a shared replica is gone: the receive cannot resume.
                 for each in claimed:
                     self._pool.free(each.pieces or ())
                 return None
@@ -297,9 +296,9 @@ class Arrivals:
         reserved = padded(len(contents))
         self._catalog.used_bytes[HOST] += reserved + sum(f.bytes_in(HOST) for f in claimed)
         self._catalog.acquire(objects, HOST)
-        self._pool.set_aside(reserved)
-        self._catalog.clock = max(self._catalog.clock, record.manifest.ordinal)
-        return Arrival(
+        self._pool.reserve_other(reserved)
+        self._catalog.last_ordinal = max(self._catalog.last_ordinal, record.manifest.ordinal)
+        return PartialVersion(
             manifest=record.manifest,
             objects=tuple(objects),
             own=tuple(claimed),
@@ -309,10 +308,10 @@ class Arrivals:
             marks=bytearray(contents[marks_at:]),
         )
 
-    def _bring(self, arrival: Arrival, found: StoredObject, start: int, fetch: Fetch) -> int:
+    def _bring(self, arrival: PartialVersion, found: StoredObject, start: int, fetch: Fetch) -> int:
         section = arrival.manifest.sections[arrival.objects.index(found)]
         count = min(BLOCK_BYTES, found.nbytes - start)
-        pieces = cut(found.pieces or (), start, padded(count))
+        pieces = subrange(found.pieces or (), start, padded(count))
         views = [self._pool.view(piece) for piece in pieces]
         at = start // BLOCK_BYTES * DIGEST_BYTES
         tail = padded(count) - count
@@ -320,7 +319,7 @@ class Arrivals:
             fetch(section.start + start, _first(views, count))
             if digest(views, count) == found.digests[at : at + DIGEST_BYTES]:
                 if tail:
-                    # Segments are recycled: what another left behind the data goes.
+                    # Segments are recycled: clear the bytes after the data.
                     views[-1][len(views[-1]) - tail :] = bytes(tail)
                 return count
         raise CorruptStateError(
@@ -328,50 +327,50 @@ class Arrivals:
             f"object {found.id}): check the network and the source's memory"
         )
 
-    def _mark(self, arrival: Arrival, at: int) -> None:
+    def _mark(self, arrival: PartialVersion, at: int) -> None:
         fd = os.open(arrival.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.pwrite(fd, b"\1", arrival.marks_at + at)
         finally:
             os.close(fd)
 
-    def _finish(self, arrival: Arrival) -> Version:
+    def _finish(self, arrival: PartialVersion) -> Version:
         catalog = self._catalog
         with catalog.lock:
-            # Versions of its name may have come and gone while it arrived.
-            manifest = replace(arrival.manifest, ordinal=catalog.tick())
+            # Other versions of the name may have been stored and dropped meanwhile.
+            manifest = replace(arrival.manifest, ordinal=catalog.next_ordinal())
             for found, key in zip(arrival.objects, share_keys(manifest), strict=True):
                 if found in arrival.own and key is not None and key not in catalog.shared:
                     found.share_key = key
                     catalog.shared[key] = found
         version = Version(
-            manifest, arrival.objects, last_use=manifest.ordinal, last_use_s=self._rooms.now()
+            manifest, arrival.objects, last_use=manifest.ordinal, last_use_s=self._allocator.now()
         )
         records = [found.record(HOST) for found in arrival.objects]
         header = header_bytes(len(msgspec.json.encode(manifest)), records)
-        self._tier.name_version(version.record(HOST), "put")
+        self._tier.write_header(version.record(HOST), "put")
         with catalog.lock:
             for found in arrival.own:
-                catalog.settle(found, ObjectState.WHOLE)
-            catalog.install(version)
-            catalog.named(version, HOST, header)
-            # The header takes its room from the record's.
+                catalog.finish_object(found, ObjectState.WHOLE)
+            catalog.set_current(version)
+            catalog.add_header(version, HOST, header)
+            # The header takes its space from the record's reservation.
             catalog.used_bytes[HOST] += header
             self._let_go(arrival)
-        self._pool.set_aside(header)
+        self._pool.reserve_other(header)
         return version
 
-    def _drop(self, arrival: Arrival) -> None:
+    def _drop(self, arrival: PartialVersion) -> None:
         for found in arrival.own:
-            self._catalog.settle(found, ObjectState.FAILED)
+            self._catalog.finish_object(found, ObjectState.FAILED)
         self._let_go(arrival)
 
-    def _let_go(self, arrival: Arrival) -> None:
-        """Remove the record; objects that no version has go with it. The lock is held."""
+    def _let_go(self, arrival: PartialVersion) -> None:
+        """Remove the record and the objects without a version. The caller holds the lock."""
         arrival.path.unlink(missing_ok=True)
         self._catalog.release(arrival.objects, HOST)
-        self._catalog.give_back(HOST, arrival.reserved)
-        self._pool.set_aside(-arrival.reserved)
+        self._catalog.unreserve(HOST, arrival.reserved)
+        self._pool.reserve_other(-arrival.reserved)
 
     def _end_busy(self, deployment: str) -> bool:
         found = [event for whose, event in self._busy.values() if whose == deployment]
@@ -380,8 +379,8 @@ class Arrivals:
         return bool(found)
 
 
-def _missing(arrival: Arrival) -> Iterator[tuple[StoredObject, int, int]]:
-    """(object, place in it, number of its mark) of each block that is still to come."""
+def _missing(arrival: PartialVersion) -> Iterator[tuple[StoredObject, int, int]]:
+    """(object, offset, index of its mark) of each missing block."""
     at = 0
     for found in arrival.own:
         for start in range(0, found.nbytes, BLOCK_BYTES):
@@ -391,7 +390,7 @@ def _missing(arrival: Arrival) -> Iterator[tuple[StoredObject, int, int]]:
 
 
 def _first(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first bytes of some memory."""
+    """The first `nbytes` bytes of `views`."""
     found = []
     for view in views:
         if nbytes > 0:

@@ -1,1 +1,1 @@
-"""The node agent: starts, watches and stops worker processes."""
+"""The node agent, which starts, watches and stops worker processes."""

@@ -1,7 +1,7 @@
-"""The node agent: starts, watches and stops the workers of its node, as the scheduler says.
+"""The node agent: starts, watches and stops the workers of its node on the scheduler's commands.
 
-It decides nothing. Workers outlive a lost connection to the scheduler; on the next one the agent
-says which it has. What it has to report is repeated until it is acknowledged.
+The agent makes no decisions. Workers outlive a lost connection to the scheduler; when the agent
+connects again, it lists its workers. It repeats each report until the scheduler acknowledges it.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ class _Running:
     process: WorkerProcess
     is_ready: bool = False
     is_wanted: bool = True
-    """False: it is being stopped, so its end is no news."""
+    """False: the agent is stopping the worker, so its end is not reported."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: PlexRLError | None = None
-    """What kept it from starting, where it could tell."""
+    """Why the worker could not start, if it reported that."""
 
 
 class Agent:
-    """One node."""
+    """The agent of one node."""
 
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
         self._config = config
@@ -60,13 +60,14 @@ class Agent:
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._rendezvous: dict[str, int] = {}
-        """Of each deployment the newest incarnation whose meeting place is free of former ranks."""
+        """Newest incarnation of each deployment whose rendezvous file has been cleared."""
         self._reports: deque[tuple[str, Plain]] = deque()
         self._has_reports = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event, connected: asyncio.Event) -> None:
-        """Serve until `stop`, then end all workers; sets `connected` after the first greeting."""
+        """Serve until `stop`, then end all workers. Sets `connected` when the scheduler has
+        accepted the node for the first time."""
         self._remove_stale_sockets()
         self._launcher.warm_up()
         serving = asyncio.create_task(self._serve(connected))
@@ -85,7 +86,7 @@ class Agent:
             await self._state.close()
 
     def _remove_stale_sockets(self) -> None:
-        """Of workers that died with a former agent: nobody else unlinks them."""
+        """Remove the sockets of workers that died with an earlier agent."""
         for stale in Path(self._config.run_dir).glob("w-*.sock"):
             stale.unlink()
 
@@ -113,13 +114,13 @@ class Agent:
             reporting: asyncio.Task[None] | None = None
             watching: asyncio.Task[None] | None = None
             try:
-                await peer.call("hello", await self._greeting())
+                await peer.call("hello", await self._node_description())
                 connected.set()
                 reporting = asyncio.create_task(self._send_reports(peer))
                 watching = asyncio.create_task(self._state.watch(self._report_states))
                 await running
             except (ConnectionLostError, UnavailableError, StorageError) as error:
-                LOG.info("the scheduler is gone (%s); connecting again", error)
+                LOG.info("lost the connection to the scheduler (%s); connecting again", error)
             finally:
                 for task in (running, reporting, watching):
                     if task is not None:
@@ -128,7 +129,7 @@ class Agent:
                 await asyncio.gather(*ended, return_exceptions=True)
             await asyncio.sleep(RECONNECT_S)
 
-    async def _greeting(self) -> Plain:
+    async def _node_description(self) -> Plain:
         config = self._config
         return {
             "role": "agent",
@@ -153,7 +154,7 @@ class Agent:
             "states": await self._state.deployments(),
         }
 
-    # What the scheduler says
+    # Commands of the scheduler
 
     async def _launch(self, peer: Peer, params: Plain) -> Plain:
         del peer
@@ -167,8 +168,9 @@ class Agent:
         return {}
 
     def _clear_rendezvous(self, config: WorkerConfig) -> None:
-        """Before this agent's first launch of an incarnation: ranks that an agent before this one
-        launched under the same number died with it, and the new ones must not wait for them."""
+        """Remove the rendezvous file before this agent's first launch of an incarnation. An earlier
+        agent may have launched the same incarnation; its ranks died with it, and the new ranks must
+        not wait for them."""
         if self._rendezvous.get(config.deployment, -1) < config.incarnation:
             self._rendezvous[config.deployment] = config.incarnation
             Path(config.rendezvous).unlink(missing_ok=True)
@@ -213,7 +215,7 @@ class Agent:
         rank = int(placement["rank"])
         deployment, incarnation = command["deployment"], command["incarnation"]
         job, _, name = deployment.rpartition("/")
-        # Unix socket paths are short, so the deployment is named by a hash of its own.
+        # Unix socket paths must be short, so they contain a hash of the deployment's id.
         short = hashlib.sha256(deployment.encode()).hexdigest()[:12]
         return WorkerConfig(
             deployment=deployment,
@@ -263,7 +265,7 @@ class Agent:
                         "deployment": config.deployment,
                         "rank": config.rank,
                         "incarnation": config.incarnation,
-                        "reason": f"it could not be started: {error}",
+                        "reason": f"the worker could not be started: {error}",
                         "code": _code_of(error),
                     },
                 )
@@ -285,13 +287,13 @@ class Agent:
     def _became_ready(self, key: Key, worker: _Running) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.ready.fileno())
         try:
-            told = worker.process.ready.recv()
+            message = worker.process.ready.recv()
         except (EOFError, OSError):
-            # The process ended before it was ready; its sentinel tells of it.
+            # The process ended before it was ready; `_ended` reports that.
             return
-        if told is not True:
-            # Likewise.
-            worker.error = from_wire(told)
+        if message is not True:
+            # The process ends after this error; `_ended` reports it.
+            worker.error = from_wire(message)
             return
         worker.is_ready = True
         self._report(
@@ -308,7 +310,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.process.sentinel)
         if not worker.is_ready and worker.error is None and worker.process.ready.poll():
-            # What it said last may have come together with its end.
+            # Its last message may have arrived together with its end.
             self._became_ready(key, worker)
         loop.remove_reader(worker.process.ready.fileno())
         worker.ended.set()
@@ -352,8 +354,8 @@ class Agent:
                 except ConnectionLostError:
                     return
                 except (UnavailableError, StorageError) as error:
-                    # It is silent, stopping, or its journal takes nothing now: say it again.
-                    LOG.info("the scheduler takes no reports now (%s)", error)
+                    # The scheduler is slow or stopping, or its journal is unavailable: retry.
+                    LOG.info("the scheduler does not accept reports now (%s); retrying", error)
                     await asyncio.sleep(RECONNECT_S)
                     continue
                 except PlexRLError as error:
@@ -371,5 +373,5 @@ class Agent:
 
 
 def _code_of(error: Exception) -> str:
-    """Of the error of ours that a failed start amounts to; empty: of none."""
+    """Code of the `PlexRLError` for a failed start; empty: none."""
     return StorageFullError.code if isinstance(error, OSError) and is_full(error) else ""

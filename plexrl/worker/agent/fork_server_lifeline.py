@@ -1,5 +1,7 @@
-"""What the fork server imports first: it is the agent's child, and dies with it even while it is
-still loading torch; its workers die with it."""
+"""Imported first by the fork server, so that it dies with the agent, even while it loads torch.
+
+The fork server is the agent's child. Its workers die with it.
+"""
 
 import os
 
@@ -8,4 +10,4 @@ from plexrl.process.lifeline import die_with_named_parent
 die_with_named_parent(os.environ)
 
 FORK_SERVER = os.getpid()
-"""The process that imported this first; its forks find its number here."""
+"""Process id of the fork server, for its forks: the process that imported this module first."""

@@ -1,4 +1,4 @@
-"""How worker processes come to be: here, forked from a server that has torch loaded."""
+"""Launches worker processes: forks them from a server process that has torch loaded."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -20,7 +20,7 @@ PRELOAD = ["plexrl.worker.agent.fork_server_lifeline", "plexrl.worker.agent.prel
 
 
 class WorkerProcess(Protocol):
-    """One running worker."""
+    """One worker process."""
 
     @property
     def sentinel(self) -> int:
@@ -29,16 +29,16 @@ class WorkerProcess(Protocol):
 
     @property
     def ready(self) -> Connection:
-        """Brings `True` when the worker takes requests, or an error as plain values where a full
-        file system kept it from starting; ends with the process."""
+        """Receives `True` when the worker serves requests, or an error as plain values if a full
+        file system prevented the start. Closed when the process ends."""
         ...
 
     def exit_reason(self) -> str:
-        """Why it ended, in words."""
+        """Why the process ended, as text."""
         ...
 
     def stop(self) -> None:
-        """End it and wait until it has."""
+        """End the process and wait for its end."""
         ...
 
 
@@ -46,11 +46,11 @@ class Launcher(Protocol):
     """Starts workers on this node."""
 
     def warm_up(self) -> None:
-        """Have the first start be quick."""
+        """Prepare, so that the first start is fast."""
         ...
 
     def start(self, config: WorkerConfig) -> WorkerProcess:
-        """Start a worker; blocks until its process exists."""
+        """Start a worker. Blocks until its process exists."""
         ...
 
 
@@ -58,27 +58,27 @@ class LocalLauncher:
     """Forks workers on this machine."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder` is for the fork server's socket, which goes with what is there; without one it
-        lies in the system's temporary directory."""
+        """`folder` gets the fork server's socket, and is removed by its owner. Without it the
+        socket is in the system's temporary directory."""
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
 
     def warm_up(self) -> None:
-        """Start the fork server, which then loads torch on its own time."""
+        """Start the fork server, which loads torch in the background."""
         os.environ[PARENT] = str(os.getpid())
-        usual = tempfile.tempdir
+        default = tempfile.tempdir
         if self._folder is not None:
             tempfile.tempdir = str(self._folder)
         try:
-            # Which makes a folder for its socket that nobody removes when this process is killed.
+            # This creates a folder for the socket, which is not removed if this process is killed.
             multiprocessing.forkserver.ensure_running()
         finally:
-            tempfile.tempdir = usual
+            tempfile.tempdir = default
             del os.environ[PARENT]
 
     def start(self, config: WorkerConfig) -> "LocalWorker":
-        """Fork a worker; the first one waits for the fork server to have loaded torch."""
+        """Fork a worker. The first one waits until the fork server has loaded torch."""
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_main, args=(config, sender), daemon=True)
         process.start()
@@ -87,7 +87,7 @@ class LocalLauncher:
 
 
 class LocalWorker:
-    """A forked worker."""
+    """A forked worker process."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
     tie_to_fork_server()
     agent = multiprocessing.parent_process()
     if agent is not None and not agent.is_alive():
-        # It died between asking for this process and the fork; nobody wants it.
+        # The agent died after it requested this process, so nobody needs it.
         os._exit(EXIT_ORPHANED)
     from plexrl.worker.process.start import full_at_start, run_worker
 
@@ -149,17 +149,17 @@ def _main(config: WorkerConfig, ready: Connection) -> None:
 
 
 def tie_to_fork_server() -> None:
-    """Die with the fork server, which tells who it is by what it imported first.
+    """Die with the fork server, whose process id is in the first module that it imported.
 
-    It could not where PlexRL is found only on the path that is handed to its forks: then nothing
-    says whose fork this is.
+    The id is unknown if only the forks' import path contains PlexRL, so that the fork server could
+    not import the module.
     """
     lifeline = sys.modules.get(PRELOAD[0])
     die_with_parent(parent=None if lifeline is None else lifeline.FORK_SERVER)
 
 
 def last_line(path: Path, reach_bytes: int = 4096) -> str:
-    """The last line of a log that is not empty; nothing where there is none."""
+    """The last line of a log that is not blank, or a text that says there is none."""
     if not path.exists():
         return "no log"
     with path.open("rb") as file:

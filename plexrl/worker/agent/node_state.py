@@ -1,7 +1,7 @@
-"""What the node agent has its StateManager do, as the scheduler says.
+"""Handlers of the scheduler's commands about state, which the node's StateManager carries out.
 
-A call that is repeated while it is still being carried out joins what is under way, so a scheduler
-that lost its connection or its patience just asks again.
+If a call is repeated while it runs, it joins the running one. So the scheduler can simply retry
+after a timeout or a lost connection.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ LOG = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 MIGRATIONS_MAX = 2
-"""Under way at once; one alone comes near the memory's bandwidth."""
+"""Most concurrent migrations; a single one nearly uses the memory bandwidth."""
 HINTS_MAX = 16
-"""Being passed on at once; more are passed over."""
+"""Most concurrent prefetch hints; more are dropped."""
 
 WATCH_S = 1.0
-"""Between two looks at where state lies: a question and an answer on a socket."""
+"""Interval of queries for the locations of state."""
 
 Plain = dict[str, Any]
 _Move = tuple[str, int, tuple[int, ...] | None]
@@ -41,10 +41,10 @@ _Move = tuple[str, int, tuple[int, ...] | None]
 
 
 class NodeState:
-    """The handlers of calls that concern state, for one node."""
+    """Handles calls about state, for one node."""
 
     def __init__(self, statemanager: str, ticket_key_file: Path) -> None:
-        """Both are the StateManager's: the path of its socket, and of the key it made."""
+        """Paths of the StateManager's socket and of its key."""
         self._path = statemanager
         self._key_file = ticket_key_file
         self._migrations: dict[_Move, asyncio.Task[MoveReport]] = {}
@@ -53,16 +53,16 @@ class NodeState:
         self._hints: set[asyncio.Task[None]] = set()
 
     async def deployments(self) -> list[str]:
-        """Those of which the node has anything."""
+        """The deployments of which the node holds some state."""
 
-        def ask() -> list[str]:
+        def request() -> list[str]:
             with closing(self._client()) as client:
                 return sorted(client.usage()["deployments"])
 
-        return await asyncio.to_thread(ask)
+        return await asyncio.to_thread(request)
 
     async def release(self, peer: Peer, params: Plain) -> Plain:
-        """Drop a deployment's versions, those that are on their way here too."""
+        """Drop a deployment's versions, including those that are migrating to this node."""
         del peer
         deployment = params["command"]["deployment"]
 
@@ -70,28 +70,28 @@ class NodeState:
             with closing(self._client()) as client:
                 client.release(deployment)
 
-        coming = [task for move, task in self._migrations.items() if move[0] == deployment]
-        if coming:
-            await asyncio.wait(coming)
+        arriving = [task for move, task in self._migrations.items() if move[0] == deployment]
+        if arriving:
+            await asyncio.wait(arriving)
         await asyncio.to_thread(release)
         return {}
 
     async def watch(self, report: Callable[[list[Plain]], None]) -> None:
-        """Tell `report` where state lies whenever that has changed, all of it at first; until it is
-        cancelled."""
-        await asyncio.to_thread(self._watch.tell_all)
+        """Call `report` with all locations of state, then with every change, until cancelled."""
+        await asyncio.to_thread(self._watch.reset)
         while True:
             try:
                 changes = await asyncio.to_thread(self._watch.changes)
             except PlexRLError as error:
-                LOG.info("where state lies is not known for now: %s", error)
+                LOG.info("cannot query the locations of state now: %s", error)
             else:
                 if changes:
                     report(changes)
             await asyncio.sleep(WATCH_S)
 
     async def migrate(self, peer: Peer, params: Plain) -> Plain:
-        """Bring a version here from the StateManagers at `sources`; `ranks` absent: all of it.
+        """Copy a version to this node from the StateManagers at `sources`. Without `ranks`: all
+        ranks.
 
         Raises:
             PlexRLError: as `plexrl.statemanager.transfer.migration.migrate`.
@@ -113,14 +113,14 @@ class NodeState:
             task = asyncio.create_task(self._migrate(move, sources))
             self._migrations[move] = task
             task.add_done_callback(lambda done: self._end(move, done))
-        # The connection may end and cancel this handler; what is under way goes on.
+        # The connection may end and cancel this handler, but not the migration.
         return asdict(await asyncio.shield(task))
 
     async def prefetch(self, peer: Peer, params: Plain) -> Plain:
-        """Hint that a version will be loaded soon; answers at once and never fails."""
+        """Pass on the hint that a version will be loaded soon. Returns at once and never fails."""
         del peer
         if len(self._hints) >= HINTS_MAX:
-            LOG.info("too many hints at once; one is passed over")
+            LOG.info("too many prefetch hints at once: one is dropped")
             return {}
         task = asyncio.create_task(self._hint(params))
         self._hints.add(task)
@@ -128,26 +128,26 @@ class NodeState:
         return {}
 
     async def list_checkpoints(self, peer: Peer, params: Plain) -> Plain:
-        """A job's checkpoints, those under way and those on the disk."""
+        """A job's checkpoints: those on disk, and those that are being written."""
         del peer
-        request = CheckpointStatus(deployment=f"{params['job']}/")
 
-        def ask() -> Plain:
+        def request() -> Plain:
             with closing(self._client()) as client:
-                return client.request(request)
+                return client.request(CheckpointStatus(deployment=f"{params['job']}/"))
 
-        return await asyncio.to_thread(ask)
+        return await asyncio.to_thread(request)
 
     def ticket(self, claims: Claims) -> bytes:
-        """A ticket of this node. The key is read anew, for a StateManager may have made another.
+        """A ticket of this node. The key is read each time, because a restarted StateManager may
+        have created another one.
 
         Raises:
-            UnavailableError: the StateManager has made no key yet.
+            UnavailableError: the StateManager has created no key yet.
         """
         return read_ticket_key(self._key_file).mint(claims)
 
     async def close(self) -> None:
-        """Give up waiting; a migration under way ends with the process, and can be made again."""
+        """Stop waiting. A running migration ends with the process, and can be repeated."""
         tasks = [*self._migrations.values(), *self._hints]
         for task in tasks:
             task.cancel()
@@ -167,16 +167,16 @@ class NodeState:
         async with self._may_migrate:
             report = await asyncio.wrap_future(_on_own_thread(work))
         LOG.info(
-            "version %d of %s: %d bytes moved here in %.3f s",
+            "migrated version %d of %s to this node: %d bytes in %.3f s",
             *(seq, deployment, report.bytes_moved, report.seconds),
         )
         return report
 
     def _end(self, move: _Move, task: asyncio.Task[MoveReport]) -> None:
         del self._migrations[move]
-        # Whoever asked may have gone, and will ask again; so this is the only place that knows.
+        # The caller may be gone, so the error is logged here.
         if not task.cancelled() and (error := task.exception()) is not None:
-            LOG.warning("version %d of %s was not moved here: %s", move[1], move[0], error)
+            LOG.warning("could not migrate version %d of %s: %s", move[1], move[0], error)
 
     async def _hint(self, params: Plain) -> None:
         def hint() -> None:
@@ -192,7 +192,7 @@ class NodeState:
         try:
             await asyncio.to_thread(hint)
         except (PlexRLError, KeyError, TypeError, ValueError) as error:
-            LOG.info("a hint was not passed on: %r", error)
+            LOG.info("could not pass on a prefetch hint: %r", error)
 
     def _client(self) -> StateManagerClient:
         return StateManagerClient(
@@ -206,7 +206,7 @@ class NodeState:
 
 
 def _on_own_thread(work: Callable[[], MoveReport]) -> Future[MoveReport]:
-    """Run `work` on a thread that holds up neither the pool's other users nor the process's end."""
+    """Run `work` on a daemon thread, which blocks neither a thread pool nor the process's exit."""
     future: Future[MoveReport] = Future()
     future.set_running_or_notify_cancel()
 

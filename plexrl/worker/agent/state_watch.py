@@ -1,4 +1,4 @@
-"""What the scheduler is told of where state lies on a node: what has changed, and no more."""
+"""Computes the changes of the locations of state on a node, for reports to the scheduler."""
 
 import threading
 from collections.abc import Callable
@@ -12,17 +12,17 @@ Plain = dict[str, Any]
 
 
 class StateWatch:
-    """Asks a node's StateManager. Thread-safe."""
+    """Queries a node's StateManager. Thread-safe."""
 
     def __init__(self, connect: Callable[[], StateManagerClient]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         self._life, self._serial = "", 0
         self._on_nvme: set[str] = set()
-        """What was said to lie there."""
+        """Deployments that were reported to have state on NVMe."""
 
     def changes(self) -> list[Plain]:
-        """What lies elsewhere than when this was last asked.
+        """The deployments whose state has moved since the last call.
 
         Raises:
             UnavailableError: the StateManager cannot be reached.
@@ -33,14 +33,14 @@ class StateWatch:
             is_all = answer["life"] != self._life
             self._life, self._serial = answer["life"], answer["serial"]
             if is_all:
-                # One that was told of before and is not named any more has nothing here.
+                # A deployment that was reported before and is missing now has no state here.
                 gone = self._on_nvme - {state["deployment"] for state in states}
                 states += [
                     {"deployment": name, "host_bytes": 0, "nvme_bytes": 0} for name in sorted(gone)
                 ]
-            # The scheduler takes all of a new version to lie in one tier: it is told of what is on
-            # NVMe whenever something moved, and once that nothing is there any more.
-            told = [
+            # The scheduler assumes that a new version is in one tier. So deployments on NVMe are
+            # reported at every change, and once more when they have left NVMe.
+            reported = [
                 {name: state[name] for name in ("deployment", "host_bytes", "nvme_bytes")}
                 for state in states
                 if is_all or state["nvme_bytes"] or state["deployment"] in self._on_nvme
@@ -50,9 +50,9 @@ class StateWatch:
                     self._on_nvme.add(state["deployment"])
                 else:
                     self._on_nvme.discard(state["deployment"])
-            return told
+            return reported
 
-    def tell_all(self) -> None:
-        """Have the next answer be of everything: whoever was told may be gone."""
+    def reset(self) -> None:
+        """Make the next call of `changes` return everything, for a new scheduler connection."""
         with self._lock:
             self._life, self._serial = "", 0

@@ -1,1 +1,1 @@
-"""Batches in a worker: packing, losses, log-probabilities."""
+"""Batches in a worker: packing, losses, logprobs."""

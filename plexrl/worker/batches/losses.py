@@ -1,8 +1,8 @@
-"""The losses that `forward_backward` knows, as functions of per-token logprobs.
+"""The losses of `forward_backward`, as functions of per-token logprobs.
 
-Shapes: B rows, L tokens of the longest row. Entry t speaks of token t given those before it, so
-column 0 never counts. Every loss is Σ weight·term / denominator; the denominator is that of the
-whole batch over all ranks, so summing ranks and micro-batches gives the batch's loss.
+Shapes: B rows, L tokens of the longest row. Entry t is for token t given the tokens before it, so
+column 0 never counts. Every loss is Σ weight·term / denominator. The denominator is that of the
+whole batch over all ranks, so the sum over ranks and micro-batches is the batch's loss.
 
     cross_entropy         term = -logprob
     importance_sampling   term = -ratio·A                        ratio = exp(logprob - old)
@@ -21,12 +21,12 @@ from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
-    """Loss of a micro-batch and what is worth reporting of it."""
+    """Loss of a micro-batch, and statistics to report."""
 
     loss: torch.Tensor
     """Scalar, already divided by the batch's denominator."""
     sums: dict[str, torch.Tensor]
-    """Scalars: sums over tokens, each weighted by its mask; `tokens` is the sum of the mask."""
+    """Sums over tokens, weighted by the mask, as scalars; `tokens` is the sum of the mask."""
 
 
 def compute_loss(
@@ -37,8 +37,8 @@ def compute_loss(
 ) -> LossResult:
     """The loss of `spec` on one micro-batch.
 
-    `inputs` holds float32 `[B, L]` tensors by the names that `LOSS_INPUTS` lists; where several
-    ranks share rows, also `row_mask` `[B]`, the mask's sum over each row on all of them.
+    `inputs` holds float32 `[B, L]` tensors by the names in `LOSS_INPUTS`. If several ranks share
+    rows, it also holds `row_mask` `[B]`: the sum of the mask over each row, over those ranks.
     """
     if spec.name == "custom":
         weights_BL = _without_first(inputs["weights"])
@@ -53,8 +53,8 @@ def compute_loss(
         terms_BL = _policy_terms(spec, logprobs_BL, inputs, mask_BL, sums)
     weights_BL = mask_BL
     if (spec.reduction or DEFAULT_REDUCTION[spec.name]) == "sequence_mean":
-        of_row_B = inputs.get("row_mask", mask_BL.sum(dim=1))
-        weights_BL = mask_BL / of_row_B[:, None].clamp(min=1e-9)
+        row_mask_B = inputs.get("row_mask", mask_BL.sum(dim=1))
+        weights_BL = mask_BL / row_mask_B[:, None].clamp(min=1e-9)
     return LossResult(loss=(weights_BL * terms_BL).sum() / denominator, sums=sums)
 
 
@@ -65,7 +65,7 @@ def _policy_terms(
     mask_BL: torch.Tensor,
     sums: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    # Dropped tokens may hold anything; exp of it must not reach the sum as 0 times infinity.
+    # Masked tokens may have any value; its exp must not enter the sum as 0 times infinity.
     change_BL = torch.where(mask_BL > 0, logprobs_BL - inputs["logprobs"], 0.0)
     ratio_BL = torch.exp(change_BL)
     advantages_BL = inputs["advantages"]
@@ -93,7 +93,7 @@ def _common_sums(mask_BL: torch.Tensor, logprobs_BL: torch.Tensor) -> dict[str, 
 
 
 def _without_first(values_BL: torch.Tensor) -> torch.Tensor:
-    """Nothing precedes a row's first token, so nothing can be learnt of it."""
+    """The values with column 0 set to zero: a row's first token is not predicted."""
     kept_BL = values_BL.clone()
     kept_BL[:, 0] = 0.0
     return kept_BL

@@ -1,12 +1,12 @@
-"""Micro-batches of the rows that the router says, for frameworks that lay rows end to end.
+"""Micro-batches as the router's dispatch plan groups them, for frameworks that pack rows.
 
-With context parallelism a rank has two chunks of every row, and the results of its places are those
-of the tokens after them (`plexrl.router.dispatch.plan`). A micro-batch then holds results, and what
-the loss needs, one column further than the places they come from: column 0 never counts, as
-without.
+With context parallelism a rank has two chunks of every row, and the result at a position is that of
+the next token (`plexrl.router.dispatch.plan`). A micro-batch then holds results and loss inputs one
+column after the position that they are computed from. As without context parallelism, column 0
+never counts.
 
-Shapes: R rows of the rank, B rows of a micro-batch, L places of its longest row here, and one more
-with context parallelism.
+Shapes: R rows of the rank, B rows of a micro-batch, L tokens of its longest row on this rank, plus
+one with context parallelism.
 """
 
 from dataclasses import replace
@@ -19,20 +19,21 @@ from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.batches.packing import MicroBatch, padded_rows
 
 PER_ROW = frozenset({"lengths", "micro_batch_rows", "row_mask"})
-OF_PLACES = frozenset({"tokens", "positions", "targets"})
+PER_POSITION = frozenset({"tokens", "positions", "targets"})
 
 
-def told_micro_batches(arrays: Arrays, context_ranks: int) -> list[MicroBatch]:
-    """One for each entry of `micro_batch_rows`; an empty one has one row of padding.
+def packed_micro_batches(arrays: Arrays, context_ranks: int) -> list[MicroBatch]:
+    """One micro-batch for each entry of `micro_batch_rows`; an empty one has one row of padding.
 
-    `arrays` is what the dispatch plan sends a rank of a backend that packs.
+    `arrays` are those that the dispatch plan sends to a rank of a backend that packs.
     """
     lengths = arrays["lengths"].astype(np.int64)
     if context_ranks > 1:
         lengths = -(-lengths // (2 * context_ranks)) * 2
     starts = np.cumsum(lengths) - lengths
     ends = np.cumsum(arrays["micro_batch_rows"].astype(np.int64))
-    per_token = {name: array for name, array in arrays.items() if name not in PER_ROW | OF_PLACES}
+    others = PER_ROW | PER_POSITION
+    per_token = {name: array for name, array in arrays.items() if name not in others}
     found = []
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
         rows = slice(int(first), int(end))
@@ -42,21 +43,21 @@ def told_micro_batches(arrays: Arrays, context_ranks: int) -> list[MicroBatch]:
 
 
 def _shifted(batch: MicroBatch, arrays: Arrays, rows: slice) -> MicroBatch:
-    real = batch.places_BL >= 0
-    targets_BL = np.full(batch.places_BL.shape, -1, dtype=np.int64)
-    targets_BL[real] = arrays["targets"][batch.places_BL[real]]
+    real = batch.index_BL >= 0
+    targets_BL = np.full(batch.index_BL.shape, -1, dtype=np.int64)
+    targets_BL[real] = arrays["targets"][batch.index_BL[real]]
     whole_B = arrays.get("row_mask", np.empty(0, dtype=np.float32))[rows]
     return replace(
         batch,
         tokens_BL=pad(batch.tokens_BL, (0, 1)),
         valid_BL=pad(batch.valid_BL, (0, 1)),
         per_token_BL={name: pad(value, (1, 0)) for name, value in batch.per_token_BL.items()},
-        places_BL=_after_a_column(batch.places_BL),
+        index_BL=_shift_right(batch.index_BL),
         targets_BL=pad(torch.from_numpy(targets_BL), (0, 1), value=-1),
         row_mask_B=torch.from_numpy(whole_B.copy()) if len(whole_B) else None,
     )
 
 
-def _after_a_column(places_BL: Array) -> Array:
-    shifted: Array = np.pad(places_BL, ((0, 0), (1, 0)), constant_values=-1)
+def _shift_right(index_BL: Array) -> Array:
+    shifted: Array = np.pad(index_BL, ((0, 0), (1, 0)), constant_values=-1)
     return shifted

@@ -1,15 +1,14 @@
 """The `torch` backend of forward deployments: a reference, a teacher, a reward model.
 
-Weights are all the state there is. Every rank has all of them and computes the rows that the
-dispatch plan gives it, so ranks never wait for one another; the StateManager stores what they hold
-alike once. Weights that nobody has changed since they were stored are not stored again: a context
-switch away from such a model copies nothing.
+The state is the weights alone. Every rank has all weights and computes the rows that the dispatch
+plan gives it, so ranks never wait for each other. The StateManager stores equal replicas once. It
+does not store unchanged weights again, so an offload of such a model copies nothing.
 
 Shapes: B rows of a micro-batch, L its longest row, V vocabulary, H hidden size.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +21,17 @@ from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.process.backend import BackendCall, BackendResult
+from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.arena_tensors import ArenaLayout, view
-from plexrl.worker.state.checkpoint import agree, load_hf_parameters, recorded_trainer_step
-
-if TYPE_CHECKING:
-    from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.worker.state.checkpoint_files import load_hf_parameters, recorded_trainer_step
+from plexrl.worker.state.rank_agreement import on_all_ranks
 
 ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-"""A deployment's dtype, as slices spell it."""
+"""A deployment's dtype, in the spelling of `StateSlice`."""
 
 
-class ForwardBackend:
-    """One rank. With several, the default process group must exist before `gather`."""
+class ForwardBackend(Backend):
+    """One rank. With several ranks, the default process group must exist before `gather`."""
 
     def __init__(
         self, spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
@@ -43,7 +40,6 @@ class ForwardBackend:
         self._rank = rank
         self._world_size = world_size
         self._checkpoint_dir = checkpoint_dir
-        self.host_arena: HostArena | None = None
 
     def build(self) -> None:
         """Make the model with its weights in the arena."""
@@ -74,20 +70,20 @@ class ForwardBackend:
         return self._slices
 
     def live_parts(self) -> frozenset[StatePart]:
-        """Weights are all there is."""
+        """Only parameters."""
         return frozenset({StatePart.PARAMETER})
 
     def before_offload(self) -> None:
-        """Nothing is derived from the arena."""
+        """Nothing: no state is derived from the arena."""
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """Nothing is derived from the arena."""
+        """Nothing: no state is derived from the arena."""
 
     def after_pull(self, *, seq: int, trainer_step: int) -> None:
-        """Nothing is derived from the arena."""
+        """Nothing: no state is derived from the arena."""
 
     def gather(self, value: str) -> list[str]:
-        """Over the process group."""
+        """All-gather over the process group."""
         if self._world_size == 1:
             return [value]
         found = [""] * self._world_size
@@ -95,7 +91,7 @@ class ForwardBackend:
         return found
 
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """No checkpoint is made of a forward deployment."""
+        """None: a forward deployment saves no checkpoints."""
         del dtype
         return {}
 
@@ -128,8 +124,8 @@ class ForwardBackend:
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """The score of every row's last hidden state, float32 `[B]`.
 
-        `transformers` takes the last token that is not the configuration's padding token; a row's
-        end is known here, so a row that ends with such a token is scored at its end.
+        `transformers` scores the last token that is not the padding token. Here the row's length is
+        known, so a row that ends with the padding token is scored at its true end.
         """
         model: Any = self._model
         decoder = getattr(model, model.base_model_prefix)
@@ -151,11 +147,11 @@ class ForwardBackend:
                 if name not in read or tuple(read[name].shape) != shape:
                     raise BatchShapeError(
                         f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                        f"{list(shape)}: it is of another model"
+                        f"{list(shape)}: load a checkpoint of this deployment's model"
                     )
             return ""
 
-        agree(self.gather, read_all)
+        on_all_ranks(self.gather, read_all)
         for name, home in self._weights.items():
             home.copy_(read[name])
         return BackendResult(result={"trainer_step": recorded_trainer_step(path)})

@@ -1,1 +1,1 @@
-"""One worker process: one rank's operations, in the order of admission."""
+"""A worker process: runs one rank's operations in the order of admission."""

@@ -1,10 +1,11 @@
-"""What a worker process asks of the runtime it wraps.
+"""The interface between a worker process and the runtime that computes for it.
 
-A backend owns one rank's model in one arena. The worker process calls it from a single thread,
-in the order the scheduler admitted, and moves the arena through the StateManager between calls;
-the backend never talks to anyone itself (PlexRL §5.1: a Worker is a thin adapter).
+A backend owns one rank's model, in one arena. The worker process calls the backend from a single
+thread, in the order that the scheduler admitted, and moves the arena through the StateManager
+between calls. The backend itself has no connections (PlexRL §5.1: a Worker is a thin adapter).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from plexrl.worker.rollout.protocol import EngineStats
 
 Emit = Callable[[int, list[int], list[float]], None]
-"""Takes (sample row, new tokens, their logprobs) while a generation is under way."""
+"""Callback for (sample row, new tokens, their logprobs) during a generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendResult:
-    """One rank's answer: small values for the router's gather rule, and arrays."""
+    """One rank's result: small values that the router gathers over ranks, and arrays."""
 
     result: dict[str, Any] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=dict)
@@ -32,14 +33,14 @@ class BackendResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCall:
-    """One operation as a rank sees it."""
+    """One operation, as one rank receives it."""
 
     operation: str
     kind: OperationKind
     params: Any
     """An instance of `PARAMS_BY_KIND[kind]`."""
     rank_params: Mapping[str, Any]
-    """The router's part of the parameters for this rank (dispatch plan)."""
+    """Parameters that the router's dispatch plan adds for this rank."""
     arrays: Arrays
     seq: int
     """Version of the state after this call."""
@@ -47,105 +48,141 @@ class BackendCall:
     """Optimizer steps in the weights before this call."""
 
 
-class Backend(Protocol):
-    """One rank of a deployment."""
+class SharedWeights(Protocol):
+    """Frozen weights, in device memory that several deployments share."""
 
     @property
     def arena(self) -> Arena:
-        """Holds every tensor of `slices()` but what is in `host_arena`; allocated by `build`."""
+        """Memory of the weights."""
         ...
 
     @property
-    def host_arena(self) -> HostArena | None:
-        """Holds what stays in host memory; absent where nothing does."""
+    def content(self) -> str:
+        """Digest; equal for two objects whose bytes are equal."""
         ...
 
+    def fill(self) -> None:
+        """Write all weights to the arena."""
+        ...
+
+    def forget_built(self) -> None:
+        """Free the weights that `build` made; the arena holds them."""
+        ...
+
+
+class Backend(ABC):
+    """One rank of a deployment."""
+
+    arena: Arena
+    """Holds every tensor of `slices()` except those in `host_arena`; allocated by `build`."""
+    host_arena: HostArena | None = None
+    """Holds the state that stays in host memory; absent: there is none."""
+
+    @property
+    def trainer_step(self) -> int:
+        """Optimizer steps in the weights, for a backend that trains."""
+        return 0
+
+    @property
+    def frozen_base(self) -> SharedWeights | None:
+        """Weights that are not trained and are shared with other deployments; absent: there are
+        none."""
+        return None
+
+    @abstractmethod
     def build(self) -> None:
         """Make the model with its initial weights and move all its state into the arena.
 
-        Called once per process, before anything else. Same spec, same bits on every start.
+        Called once per process, before any other method. The same spec gives the same bits.
         """
-        ...
 
+    @abstractmethod
     def slices(self) -> tuple[StateSlice, ...]:
-        """Everything in the arenas, in their order; places in host memory count on from
-        `host_start`."""
-        ...
+        """All state in the arenas, in arena order. Offsets in host memory begin at `host_start`."""
 
+    def pulled_slices(self) -> tuple[StateSlice, ...]:
+        """The slices that a weight sync replaces."""
+        return self.slices()
+
+    @abstractmethod
     def live_parts(self) -> frozenset[StatePart]:
-        """The parts that hold information now; gradients do only between backward and step."""
-        ...
+        """The parts that hold information: gradients do so only between backward and step."""
 
+    def check_weights(self) -> None:
+        """Raises `NonFiniteWeightsError`, on every rank alike, if the backend finds weights that
+        are not finite."""
+        return
+
+    @abstractmethod
     def before_offload(self) -> None:
-        """Drop whatever is derived from the arena (gathered parameters, KV cache)."""
-        ...
+        """Free everything derived from the arena (gathered parameters, KV cache)."""
 
+    @abstractmethod
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """The arena holds a loaded version made of `parts`; reset the others and derived state."""
-        ...
+        """Reset the other parts and derived state: the arena holds a loaded version of `parts`."""
 
+    @abstractmethod
     def after_pull(self, *, seq: int, trainer_step: int) -> None:
-        """The arena's parameters were replaced by a weight sync: they are version `seq` of the
-        deployment, with so many steps of the trainer's optimizer in them."""
-        ...
+        """Use the parameters that a weight sync wrote to the arena: version `seq` of the
+        deployment, after `trainer_step` steps of the trainer's optimizer."""
 
+    @abstractmethod
     def gather(self, value: str) -> list[str]:
-        """Every rank's value, by rank, once every rank has come to this."""
-        ...
+        """All-gather of one string per rank, in rank order."""
 
+    @abstractmethod
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """The small files that make the tensors of a checkpoint a model for others, by name.
+        """Small files that complete a checkpoint for other tools (configuration, tokenizer), by
+        name. `dtype` is the one that floats are cast to, in the spelling of `transformers`."""
 
-        `dtype` is the one that floats are cast to, as `transformers` names it.
-        """
-        ...
-
+    @abstractmethod
     def run(self, call: BackendCall) -> BackendResult:
-        """Carry out forward, forward_backward, optim_step or load_checkpoint.
+        """Run a forward, forward_backward, optim_step, zero_grad or load_checkpoint.
 
         Raises:
-            NonFiniteWeightsError: it made weights that are not finite, on every rank alike.
-            PlexRLError: refused with the state as it was, on every rank alike.
+            NonFiniteWeightsError: the operation made weights that are not finite; on every rank.
+            PlexRLError: refused, and the state is unchanged; on every rank.
         """
-        ...
 
 
-class RolloutBackend(Backend, Protocol):
+class RolloutBackend(Backend):
     """A backend that also generates, many calls at a time."""
 
+    @abstractmethod
     def submit(self, call: BackendCall, emit: Emit | None) -> None:
-        """Queue a `generate`; its samples join the running batch as slots come free."""
-        ...
+        """Queue a `generate`. Its samples join the running batch when slots are free."""
 
+    @abstractmethod
     def abort(self, operation: str) -> None:
-        """End an operation's samples now; it finishes with what they have. Unknown: no effect."""
-        ...
+        """End an operation's samples; it finishes with the tokens drawn so far. No effect for an
+        unknown operation."""
 
+    @abstractmethod
     def step(self) -> list[tuple[str, BackendResult]]:
-        """Draw one token for every running sample; returns the operations that this finished."""
-        ...
+        """Draw one token for every running sample; returns the operations that finished."""
 
     @property
+    @abstractmethod
     def has_work(self) -> bool:
-        """Some submitted operation is unfinished, and not because generation is paused."""
-        ...
+        """True if an operation is unfinished and generation is not paused."""
 
+    @abstractmethod
     def pause(self, *, recompute_kv: bool = True) -> None:
-        """Draw nothing until `resume`; between the two, weights may be pulled or the state moved.
+        """Draw no tokens until `resume`. Weights may be pulled and the state moved meanwhile.
 
-        `recompute_kv` says whether samples under way are computed anew with pulled weights, or go
-        on with what they cached under the former ones.
+        With `recompute_kv`, the KV cache of running samples is recomputed after a pull; without it,
+        they continue with the cache of the previous weights.
         """
-        ...
 
+    @abstractmethod
     def resume(self) -> None:
-        """Go on where `pause` stopped, with the weights that are there."""
-        ...
+        """Continue generation with the weights that are in the arena."""
 
+    @abstractmethod
     def interrupt(self, operation: str) -> BackendResult | None:
-        """Take an operation out now, with what it has; `step` will not return it. None: unknown."""
-        ...
+        """Remove an operation and return its result so far; `step` does not return it. None: the
+        operation is unknown."""
 
+    @abstractmethod
     def stats(self) -> "EngineStats":
-        """How the engine stands."""
-        ...
+        """Counters and queue lengths of the engine."""

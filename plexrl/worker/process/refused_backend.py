@@ -1,78 +1,63 @@
-"""What stands for a backend that this node cannot run.
+"""A placeholder for a backend that this node cannot run.
 
-The worker starts all the same, so that the first load is refused with the reason: a process that
-ends before it is ready would only be started again.
+The worker starts with this placeholder, so that the first load fails with the reason. The scheduler
+would restart a process that ends before it is ready.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.worker.process.backend import Backend, BackendCall
-from plexrl.worker.process.backend_choice import make_backend
-
-if TYPE_CHECKING:
-    from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.worker.process.backend_factory import make_backend
 
 
-def made_or_refused(
+def make_or_refuse(
     spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
 ) -> Backend:
-    """As `make_backend`; what that raises is raised by the backend's `build` instead."""
+    """As `make_backend`, but an error of that function is raised by the backend's `build`."""
     try:
         return make_backend(spec, rank, world_size, checkpoint_dir)
     except InvalidRequestError as error:
         return RefusedBackend(error)
 
 
-class RefusedBackend:
-    """Every call raises the refusal; before a build that succeeds only `build` is called."""
+class RefusedBackend(Backend):
+    """Every method raises the reason. A worker calls no other method before `build` succeeds."""
 
-    def __init__(self, refusal: InvalidRequestError) -> None:
-        self._refusal = refusal
-
-    @property
-    def arena(self) -> Arena:
-        self._refuse()
-
-    @property
-    def host_arena(self) -> "HostArena | None":
-        self._refuse()
+    def __init__(self, reason: InvalidRequestError) -> None:
+        self._reason = reason
 
     def build(self) -> NoReturn:
-        self._refuse()
+        raise self._reason
 
     def slices(self) -> tuple[StateSlice, ...]:
-        self._refuse()
+        raise self._reason
 
     def live_parts(self) -> frozenset[StatePart]:
-        self._refuse()
+        raise self._reason
 
     def before_offload(self) -> NoReturn:
-        self._refuse()
+        raise self._reason
 
     def after_load(self, parts: frozenset[StatePart]) -> NoReturn:
         del parts
-        self._refuse()
+        raise self._reason
 
     def after_pull(self, *, seq: int, trainer_step: int) -> NoReturn:
         del seq, trainer_step
-        self._refuse()
+        raise self._reason
 
     def gather(self, value: str) -> list[str]:
         del value
-        self._refuse()
+        raise self._reason
 
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
         del dtype
-        self._refuse()
+        raise self._reason
 
     def run(self, call: BackendCall) -> NoReturn:
         del call
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise self._refusal
+        raise self._reason

@@ -1,4 +1,4 @@
-"""A worker's socket: a thread a connection reads frames; one queue feeds the main thread."""
+"""A worker's socket: one thread per connection reads frames into a queue for the main thread."""
 
 import logging
 import queue
@@ -17,7 +17,7 @@ REQUESTS_MAX = 1024
 
 
 class Connection:
-    """One router. Sending to a router that has gone is no error: the next one asks again."""
+    """The connection of one router. A router that is gone is no error: another one retries."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -29,12 +29,12 @@ class Connection:
             try:
                 send_frame(self._socket, header, payload)
             except OSError as error:
-                LOG.info("an answer found no router: %s", error)
+                LOG.info("could not send a reply, the router is gone: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One frame and who sent it."""
+    """One frame and the connection that it came from."""
 
     connection: Connection
     header: dict[str, Any]
@@ -42,7 +42,7 @@ class Request:
 
 
 class Server:
-    """Listens until the process ends."""
+    """Listens on a Unix socket until the process ends."""
 
     def __init__(self, address: str) -> None:
         self.requests: queue.Queue[Request] = queue.Queue(REQUESTS_MAX)
@@ -64,6 +64,6 @@ class Server:
                 header, payload = recv_frame(sock)
                 self.requests.put(Request(connection, header, payload))
         except (PlexRLError, OSError) as error:
-            LOG.info("a router left: %s", error)
+            LOG.info("a router's connection ended: %s", error)
         finally:
             sock.close()

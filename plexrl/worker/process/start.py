@@ -1,4 +1,4 @@
-"""The start of a worker process."""
+"""Starts a worker process."""
 
 import errno
 import logging
@@ -11,10 +11,10 @@ from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.worker.config import WorkerConfig
-from plexrl.worker.process.refused_backend import made_or_refused
+from plexrl.worker.process.leader_follower import make_worker
+from plexrl.worker.process.refused_backend import make_or_refuse
 from plexrl.worker.process.server import Server
-from plexrl.worker.process.team import make_worker
-from plexrl.worker.state.residency import StateMover
+from plexrl.worker.state.state_mover import StateMover
 
 LOG = logging.getLogger(__name__)
 
@@ -22,24 +22,24 @@ NICENESS = 10
 
 
 def full_at_start(error: BaseException) -> StorageFullError | None:
-    """What to tell the node agent of an error that ended a worker before it was ready, where the
-    cause is a full file system; None: it is not."""
-    # What torch writes itself fails with an error of its own, which only says so in words.
-    says_so = isinstance(error, RuntimeError) and os.strerror(errno.ENOSPC) in str(error)
-    if says_so or (isinstance(error, OSError) and is_full(error)):
-        return StorageFullError(f"there is no room to start: {error}")
+    """The error to report to the node agent if a full file system ended a worker before it was
+    ready; None: another cause."""
+    # A failed write inside torch raises RuntimeError; only its text names the cause.
+    full_in_torch = isinstance(error, RuntimeError) and os.strerror(errno.ENOSPC) in str(error)
+    if full_in_torch or (isinstance(error, OSError) and is_full(error)):
+        return StorageFullError(f"a file system is full, so the worker cannot start: {error}")
     return None
 
 
 def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
-    """Be a worker until killed; `ready` is called once requests can come."""
+    """Run as a worker until the process is killed. Calls `ready` when requests can be served."""
     _redirect_output(config.log_path)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
         force=True,
     )
-    # On a node whose cores are also the control plane's, a computation must not hold up a message.
+    # The control plane may share these cores: a computation must not delay its messages.
     os.nice(NICENESS)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
@@ -50,7 +50,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     if config.kind in ("train", "forward") or spec.layout.tp > 1:
         _join_process_group(config)
 
-    backend = made_or_refused(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
+    backend = make_or_refuse(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,
@@ -77,6 +77,6 @@ def _redirect_output(log_path: str) -> None:
 def _join_process_group(config: WorkerConfig) -> None:
     import torch.distributed as dist
 
-    # The ranks of an incarnation meet at a file of their own; gloo needs no more on one machine.
+    # The ranks of an incarnation rendezvous at one file, which is enough on one machine.
     store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size)

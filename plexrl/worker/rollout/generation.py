@@ -1,4 +1,4 @@
-"""One `generate` call on its way, and what becomes of it."""
+"""One `generate` call in an engine, and its results."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,21 +10,22 @@ from plexrl.wire.tensors import Arrays
 from plexrl.worker.process.backend import Emit
 
 STOP, LENGTH, ABORT = range(3)
-"""Why a row ended, as the wire numbers it."""
+"""Why a row ended; the numbers are part of the wire format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive tokens of a row that one version of the weights drew."""
+    """Consecutive tokens of a row, drawn by one version of the weights."""
 
     start: int
-    """Index of the first, from 0 at the row's first drawn token; the next segment ends it."""
+    """Index of the first token; 0 is the row's first drawn token. The next segment ends this
+    one."""
     weights_seq: int
 
 
 @dataclass(slots=True)
 class Generation:
-    """One `generate` call. Lists have one entry for each row, prompt-major."""
+    """One `generate` call. Lists have one entry per row, prompt-major."""
 
     name: str
     prompts: list[list[int]]
@@ -41,11 +42,11 @@ class Generation:
     segments: list[list[Segment]] = field(default_factory=list)
     unfinished: int = 0
     first_row: int = 0
-    """Number of its first row in the call that it is a part of: random streams go by it."""
+    """Index of this part's first row in the whole call; random streams depend on it."""
     preemptions: int = 0
-    """Times that one of its samples gave its blocks up."""
+    """Times that one of its samples lost its blocks."""
     blocks_max: int = 0
-    """Most blocks that samples held at a time while it ran, others' included."""
+    """Most blocks held at a time while it ran, by samples of all generations."""
 
     def __post_init__(self) -> None:
         rows = len(self.prompts) * self.samples_per_prompt
@@ -66,8 +67,8 @@ class Generation:
         }
 
     def mixed_segments(self) -> list[list[int]]:
-        """`[row, start, weights_seq]` of every segment, of rows that another version than that of
-        the generation drew, or several did."""
+        """`[row, start, weights_seq]` of every segment, for rows that another version than the
+        generation's drew, or several versions."""
         return [
             [row, segment.start, segment.weights_seq]
             for row, segments in enumerate(self.segments)
@@ -83,30 +84,31 @@ class Sample:
     generation: Generation
     row: int
     order: int
-    """Age: smaller is older. Older samples are served first and lose their blocks last."""
+    """Order of submission. Older samples are served first and preempted last."""
     prompt: Any
     """int32 `[prompt tokens]`, shared by the samples of a prompt."""
     names: list[bytes] = field(default_factory=list)
-    """Names of its first full blocks, as far as they were computed."""
+    """Names of its first full blocks, as far as they are computed."""
     segments: list[Segment] = field(default_factory=list)
     stream: int = 0
-    """Names its random numbers; set when it first takes a slot."""
+    """Id of its random stream; set when the sample first gets a slot."""
     tokens: Any = None
-    """int32 `[drawn]` and float32 `[drawn]` while it waits again; None before its first run."""
+    """int32 `[drawn]`, and `logprobs` float32 `[drawn]`, while a preempted sample waits; None
+    before its first run."""
     logprobs: Any = None
 
     @property
     def group(self) -> tuple[str, int]:
-        """Samples of one prompt share it."""
+        """Identifies the prompt: its samples have the same value."""
         return self.generation.name, self.row // self.generation.samples_per_prompt
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing was drawn for it yet."""
+        """Whether no token was drawn yet."""
         return self.tokens is None or len(self.tokens) == 0
 
     def drawn_with(self, start: int, weights_seq: int) -> None:
-        """Tokens from `start` on are drawn with `weights_seq`."""
+        """Record that version `weights_seq` draws the tokens from `start` on."""
         if self.segments and self.segments[-1].start == start:
             self.segments.pop()
         if not self.segments or self.segments[-1].weights_seq != weights_seq:

@@ -1,8 +1,7 @@
-"""A rollout's weights as adapters make them of a frozen model: merged anew at every sync.
+"""Merges low-rank adapters into a rollout's weights after every weight sync.
 
-The engine computes from whole weights. Beside them lie, in the same arena, the adapters as they
-were pulled and what they are added to. A merge begins from that each time, so that no number of
-syncs adds up rounding.
+The engine computes from merged weights. The same arena also holds the pulled adapters and the base
+weights. Every merge starts from the base weights, so rounding errors do not accumulate.
 
 Shapes: X inputs, Y outputs of a layer, K the adapters' rank.
 """
@@ -18,12 +17,12 @@ from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.worker.state.arena_tensors import ArenaLayout, view
 
 BASE_SUFFIX = "/base"
-"""Behind a weight's name: the weight without adapters. A buffer, which no trainer publishes."""
+"""Suffix of the name of a weight without adapters. It is a buffer: no trainer publishes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer with an adapter."""
+    """One layer that has an adapter."""
 
     weight: str
     base: StateSlice
@@ -37,8 +36,8 @@ class MergedAdapters:
     def __init__(
         self, lora: LoraSpec, layout: ArenaLayout, shapes: Mapping[str, tuple[int, ...]], dtype: str
     ) -> None:
-        """Takes places in `layout` for adapters on those of the weights (by name, with their
-        shapes) that `lora` targets; `dtype` is the weights', as slices spell it."""
+        """Add slices to `layout` for adapters on the weights that `lora` targets. `shapes` has all
+        weights, by name; `dtype` is the weights' dtype in the spelling of `StateSlice`."""
         self._scale = lora.scale
         self._layers: list[_Layer] = []
         for name, shape in shapes.items():
@@ -50,27 +49,26 @@ class MergedAdapters:
             self._layers.append(
                 _Layer(
                     name,
-                    _place(layout, StatePart.BUFFER, name + BASE_SUFFIX, (outputs, inputs), dtype),
-                    _place(layout, StatePart.PARAMETER, down, (lora.rank, inputs)),
-                    _place(layout, StatePart.PARAMETER, up, (outputs, lora.rank)),
+                    _add(layout, StatePart.BUFFER, name + BASE_SUFFIX, (outputs, inputs), dtype),
+                    _add(layout, StatePart.PARAMETER, down, (lora.rank, inputs)),
+                    _add(layout, StatePart.PARAMETER, up, (outputs, lora.rank)),
                 )
             )
 
     @property
     def slices(self) -> tuple[StateSlice, ...]:
-        """The adapters: what is pulled, and what a checkpoint has."""
+        """The adapters: a sync pulls them, and checkpoints contain them."""
         return tuple(piece for layer in self._layers for piece in (layer.down, layer.up))
 
     def move_in(self, arena: Arena, weights: Mapping[str, torch.Tensor]) -> None:
-        """Keep `weights` as they are now as what adapters are added to; adapters are zero."""
+        """Copy `weights` as the base weights. The adapters are zero at first."""
         self._arena = arena
         self._weights = weights
         for layer in self._layers:
             view(arena, layer.base).copy_(weights[layer.weight])
 
     def merge(self) -> None:
-        """Make the weights what the adapters in the arena make of them: base + scale · B A, worked
-        out in float32."""
+        """Set the weights to base + scale · B A, computed in float32."""
         for layer in self._layers:
             down_KX = view(self._arena, layer.down)
             up_YK = view(self._arena, layer.up)
@@ -78,7 +76,7 @@ class MergedAdapters:
             self._weights[layer.weight].copy_(base_YX + self._scale * (up_YK @ down_KX))
 
 
-def _place(
+def _add(
     layout: ArenaLayout, part: StatePart, name: str, shape: tuple[int, int], dtype: str = "F32"
 ) -> StateSlice:
     key = StateKey(part=part, name=name)

@@ -1,7 +1,7 @@
-"""What a rollout engine does, whoever made it.
+"""The interface of a rollout engine.
 
-An engine is driven from one thread. Between two calls of `step` every sample stands at a token
-boundary; all other calls take effect there.
+One thread calls an engine. Between two calls of `step` every sample is at a token boundary, and all
+other calls take effect there.
 """
 
 from dataclasses import dataclass
@@ -12,33 +12,33 @@ from plexrl.worker.rollout.generation import Generation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts since the engine was made, unless said otherwise."""
+    """An engine's current state, and counters since the engine was created."""
 
     running: int
-    """Samples that hold a slot now."""
+    """Samples that hold a slot."""
     waiting: int
-    """Samples that do not, preempted ones among them."""
+    """Samples without a slot, including preempted ones."""
     paused: bool
     weights_seq: int
-    """Version of the weights now."""
+    """Version of the weights."""
     steps: int
     tokens_drawn: int
     tokens_computed: int
     """Tokens run through the model."""
     tokens_recomputed: int
-    """Of these, tokens whose cache was given up before: the price of preemptions and updates."""
+    """Computed tokens whose cache had been dropped: the cost of preemptions and weight updates."""
     prefix_tokens_reused: int
-    """Prompt tokens that were found in the cache instead."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int
-    """Times that a sample gave its blocks up for an older one."""
+    """Times that a sample lost its blocks to an older one."""
     kv_bytes_max: int
-    """Budget of the cache."""
+    """Budget of the KV cache."""
     block_bytes: int
     blocks: int
     blocks_held: int
-    """Blocks of samples now."""
+    """Blocks that samples hold."""
     blocks_kept: int
-    """Blocks of nobody now, kept for what they hold."""
+    """Blocks that no sample holds, kept in the prefix cache."""
 
 
 class RolloutEngine(Protocol):
@@ -46,50 +46,51 @@ class RolloutEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """`step` has something to do or to hand over. False while paused, if nothing ended."""
+        """Whether `step` would draw a token or return a generation. A paused engine draws none."""
         ...
 
     def submit(self, generation: Generation) -> None:
         """Queue a generation; also while paused.
 
         Raises:
-            BatchShapeError: a prompt is empty or leaves no room for a token.
+            BatchShapeError: a prompt is empty or as long as the longest sequence.
         """
         ...
 
     def step(self) -> list[Generation]:
-        """Draw at most one token for every sample; returns what ended since the last step."""
+        """Draw at most one token for every sample; returns generations that ended since then."""
         ...
 
     def abort(self, name: str) -> None:
-        """End a generation with what it has; the next step returns it. Unknown: no effect."""
+        """End a generation with the tokens drawn so far; the next step returns it. No effect for an
+        unknown name."""
         ...
 
     def interrupt(self, name: str) -> Generation | None:
-        """Take a generation out now, with what it has; no step returns it. None: unknown."""
+        """Remove and return a generation with the tokens drawn so far. None: unknown name."""
         ...
 
     def pause(self) -> None:
-        """Draw nothing until `resume`. What runs keeps its place and its cache."""
+        """Draw no tokens until `resume`. Running samples keep their slots and their cache."""
         ...
 
     def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         ...
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
-        """The weights that the engine reads were replaced, in place; go on with these.
+        """Continue with version `weights_seq`: the caller has replaced the weights in place.
 
-        `recompute_kv`: what the running samples cached is computed anew, so that they continue as
-        the new weights would have it. Otherwise they keep the cache of the former weights, which
-        is quicker and off-policy; new samples never see it.
+        With `recompute_kv`, the cache of running samples is recomputed with the new weights.
+        Without it, they keep the cache of the previous weights, which is faster and further
+        off-policy. New samples never reuse that cache.
         """
         ...
 
     def drop_cache(self) -> None:
-        """Give the cache's memory back. Running samples wait and are computed anew later."""
+        """Free the cache's memory. Running samples wait and are recomputed later."""
         ...
 
     def stats(self) -> EngineStats:
-        """How it stands."""
+        """Current state and counters."""
         ...

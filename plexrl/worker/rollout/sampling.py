@@ -1,10 +1,10 @@
-"""Drawing tokens for a whole batch at once, reproducibly.
+"""Reproducible sampling of tokens for a whole batch.
+
+Randomness is a hash of (seed, sample, position, token). So the tokens of a sample depend only on
+its own logits, not on the other samples of the batch, its slot or the time it joined. The token
+with the largest sum of logit and Gumbel noise is drawn, which samples from the softmax.
 
 Shapes: N rows, V vocabulary.
-
-Randomness is a hash of (seed, sample, position, token), so what a sample draws depends on its own
-logits alone: not on who else is in the batch, when it joined or which slot it got. A draw is the
-largest of logit plus Gumbel noise, which is a sample of the softmax.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ class RowSampling:
     temperature: torch.Tensor
     """float32; 0 is greedy."""
     top_p: torch.Tensor
-    """float32; 1 keeps everything."""
+    """float32; 1 keeps the whole vocabulary."""
     top_k: torch.Tensor
-    """int64; 0 keeps everything."""
+    """int64; 0 keeps the whole vocabulary."""
     stream: torch.Tensor
-    """int64: a hash of seed and sample, naming the row's random numbers."""
+    """int64: a hash of seed and sample that identifies the row's random stream."""
 
 
 def stream_of(seed: int, sample: int) -> int:
-    """The number that names a sample's random stream, an int64."""
+    """The id of a sample's random stream, an int64."""
     mixed = _mix_int((_mix_int(seed) + sample * _ODD_1 % (1 << 63)) & _ALL_BITS)
     return mixed - (1 << 64) if mixed >> 63 else mixed
 
@@ -53,8 +53,8 @@ def draw(logprobs_NV: torch.Tensor, rows: RowSampling, position_N: torch.Tensor)
 
 
 def allowed(scores_NV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Which tokens may be drawn, bool `[N, V]`: the k likeliest, and of these the fewest likeliest
-    whose probability reaches p. The likeliest token always may; among equals the lower id first."""
+    """Mask of tokens that may be drawn, bool `[N, V]`: among the k likeliest, the fewest whose
+    total probability reaches p. The likeliest token is always included; ties go to the lower id."""
     size = scores_NV.shape[1]
     ordered_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
     k_N1 = torch.where(top_k > 0, top_k.clamp(max=size), size)[:, None]
@@ -71,14 +71,14 @@ def gumbel(stream_N: torch.Tensor, position_N: torch.Tensor, size: int) -> torch
     token_1V = torch.arange(1, size + 1, device=stream_N.device)[None, :]
     row_N = _mix(stream_N + position_N * _ODD_2)
     bits_NV = _mix(row_N[:, None] + token_1V * _ODD_3)
-    # An arithmetic shift would copy the sign down; the mask keeps the upper bits only.
+    # An arithmetic shift copies the sign bit; the mask keeps the upper bits only.
     upper_NV = (bits_NV >> (64 - _MANTISSA_BITS)) & ((1 << _MANTISSA_BITS) - 1)
     uniform_NV = (upper_NV.double() + 0.5) / (1 << _MANTISSA_BITS)
     return (-(-uniform_NV.log()).log()).float()
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser on int64, whose products wrap as unsigned ones do."""
+    """splitmix64's finaliser on int64, whose products wrap like unsigned ones."""
     values = (values ^ _shift(values, 30)) * _ODD_2
     values = (values ^ _shift(values, 27)) * _ODD_3
     return values ^ _shift(values, 31)
@@ -89,7 +89,7 @@ def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix_int(value: int) -> int:
-    """`_mix` of one number, given and returned unsigned: a tensor operation costs far more."""
+    """`_mix` of one unsigned number; much cheaper than a tensor operation."""
     value &= _ALL_BITS
     value = (value ^ (value >> 30)) * _ODD_2 & _ALL_BITS
     value = (value ^ (value >> 27)) * _ODD_3 & _ALL_BITS

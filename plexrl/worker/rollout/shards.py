@@ -1,7 +1,8 @@
-"""Which box of each parameter a tensor-parallel rank holds, by the parameter's canonical name.
+"""The part of each parameter that a tensor-parallel rank holds, by the parameter's canonical name.
 
-Megatron's split: projections into heads and into the MLP by rows, those back by columns, so that a
-block needs one sum over ranks after each; the vocabulary by rows; norms whole on every rank.
+Megatron's split: projections into heads and into the MLP are split by rows, projections back by
+columns, so that a block needs one all-reduce after attention and one after the MLP. The vocabulary
+is split by rows. Every rank has all norms.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ VOCABULARY = ("embed_tokens", "lm_head")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Part of a tensor."""
+    """A box of a tensor's indices."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """For indexing the whole tensor."""
+        """Slices that index the whole tensor."""
         return tuple(
             slice(first, first + extent)
             for first, extent in zip(self.offset, self.shape, strict=True)
@@ -30,8 +31,8 @@ class Box:
 
 
 def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
-    """The box of `name` that `rank` of `ranks` holds; over all ranks they make up the tensor, or
-    each is the whole of it.
+    """The box of parameter `name` that `rank` of `ranks` holds. The boxes of all ranks partition
+    the tensor, or each is the whole tensor.
 
     Raises:
         InvalidRequestError: a projection cannot be divided into `ranks` equal parts.
@@ -55,7 +56,7 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
     if shape[axis] % ranks:
         raise InvalidRequestError(
             f"{name} has {shape[axis]} {'columns' if axis else 'rows'}, which {ranks} tensor-"
-            "parallel ranks cannot share equally: choose another number of workers"
+            "parallel ranks cannot divide equally: choose another number of workers"
         )
     part = shape[axis] // ranks
     offset, extents = [0] * len(shape), list(shape)

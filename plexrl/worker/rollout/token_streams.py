@@ -1,8 +1,8 @@
-"""Tokens of streamed generations, for whoever wants to read along.
+"""Logs of streamed generations' tokens, and the readers that wait for new tokens.
 
-Readers ask, and are answered when there is something behind what they have read. So nobody is sent
-more than was asked for: a slow reader holds up nothing and finds more at once, and what is kept of
-a generation is what its result holds anyway, however many read it.
+A reader requests the tokens after an offset, and gets a reply when there are some (long polling).
+So a slow reader delays nothing, and the memory used is that of the result, for any number of
+readers.
 """
 
 import uuid
@@ -17,11 +17,11 @@ from plexrl.wire.tensors import Array
 from plexrl.worker.process.server import Connection
 
 TOKENS_MAX = 4096
-"""In one answer."""
+"""Most tokens in one reply."""
 READERS_MAX = 1024
-"""That wait; the oldest are told that there is nothing yet, and ask again."""
+"""Most waiting readers. Beyond it the oldest get an empty reply, and request again."""
 ENDED_MAX = 1024
-"""Generations that are remembered to have ended, for readers that ask a moment later."""
+"""Ended generations that are remembered, for readers whose requests arrive late."""
 
 Plain = dict[str, Any]
 
@@ -31,7 +31,7 @@ class TokenLog:
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex[:12]
-        """Nobody else's: a generation that is begun anew after a fault has another."""
+        """Unique: a generation that is restarted after a fault gets another name."""
         self._rows = array("i")
         self._tokens = array("i")
         self._logprobs = array("f")
@@ -40,45 +40,45 @@ class TokenLog:
         return len(self._rows)
 
     def append(self, row: int, tokens: list[int], logprobs: list[float]) -> None:
-        """Take in tokens of one row."""
+        """Append tokens of one row."""
         self._rows.extend([row] * len(tokens))
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
 
     def read(self, after: int) -> Plain:
-        """At most `TOKENS_MAX` tokens behind position `after`, by row; `next` is the position
-        behind them."""
+        """At most `TOKENS_MAX` tokens from offset `after` on, by row; `next` is the offset behind
+        them."""
         end = min(len(self), after + TOKENS_MAX)
         found: dict[int, tuple[list[int], list[float]]] = {}
-        for place in range(after, end):
-            tokens, logprobs = found.setdefault(self._rows[place], ([], []))
-            tokens.append(self._tokens[place])
-            logprobs.append(self._logprobs[place])
+        for offset in range(after, end):
+            tokens, logprobs = found.setdefault(self._rows[offset], ([], []))
+            tokens.append(self._tokens[offset])
+            logprobs.append(self._logprobs[offset])
         rows = [[row, tokens, logprobs] for row, (tokens, logprobs) in found.items()]
         return {"stream": self.name, "next": end, "rows": rows}
 
     def order(self) -> Array:
-        """The row of every token, int32 `[drawn]`: with the result it tells the stream again."""
+        """The row of every token, int32 `[drawn]`. With the result it reproduces the stream."""
         return np.array(self._rows, dtype=np.int32)
 
 
 class TokenStreams:
-    """Logs of the generations under way, and the readers that wait for them."""
+    """Logs of the running generations, and their waiting readers."""
 
     def __init__(self) -> None:
         self._logs: dict[str, TokenLog | None] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        # By the reader's own name: one that asks again takes back what it asked before.
+        # By the reader's name: a new request replaces the reader's earlier one.
         self._waiting: OrderedDict[str, tuple[Connection, Plain]] = OrderedDict()
 
     def begin(self, operation: str, *, streamed: bool) -> TokenLog | None:
-        """A generation begins; its log, if it keeps one."""
+        """Register a generation; returns its log if it is streamed."""
         log = self._logs[operation] = TokenLog() if streamed else None
         self._ended.pop(operation, None)
         return log
 
     def end(self, operation: str) -> TokenLog | None:
-        """A generation is over: its readers are told to look at the result."""
+        """Unregister a generation, and reply to its readers that it has ended."""
         log = self._logs.pop(operation, None)
         self._ended[operation] = None
         if len(self._ended) > ENDED_MAX:
@@ -90,16 +90,15 @@ class TokenStreams:
         return log
 
     def read(self, connection: Connection, header: Plain) -> None:
-        """Answer a reader now, or once there is something for it; also of a generation that is yet
-        to begin.
+        """Reply to a reader now or when there are new tokens. The generation may begin later.
 
         Raises:
             InvalidRequestError: the generation is not streamed.
         """
         if self._logs.get(header["operation"], header) is None:
             raise InvalidRequestError(
-                f"operation {header['operation']!r} was not submitted with `stream`, so its tokens "
-                "come with its result only"
+                f"operation {header['operation']!r} was not submitted with `stream`: its tokens "
+                "are in its result only"
             )
         self._waiting.pop(header["reader"], None)
         if header["operation"] in self._ended:
@@ -107,12 +106,12 @@ class TokenStreams:
             return
         self._waiting[header["reader"]] = connection, header
         if len(self._waiting) > READERS_MAX:
-            _, (oldest, asked) = self._waiting.popitem(last=False)
-            _answer(oldest, asked, {"nothing": True})
+            _, (oldest, oldest_header) = self._waiting.popitem(last=False)
+            _answer(oldest, oldest_header, {"nothing": True})
         self.serve()
 
     def serve(self) -> None:
-        """Answer all readers that there is something for."""
+        """Reply to all readers for which there are new tokens."""
         for reader, (connection, header) in list(self._waiting.items()):
             log = self._logs.get(header["operation"])
             if log is None:

@@ -1,1 +1,1 @@
-"""A worker's tensors: where they lie, how they move, how they are saved."""
+"""A worker's tensors: their layout in the arena, moves, weight syncs and checkpoints."""

@@ -1,4 +1,4 @@
-"""Tensors that live in an arena: where each lies, and views of them."""
+"""Tensors in an arena: their offsets, and views of them."""
 
 import math
 
@@ -24,13 +24,13 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 class ArenaLayout:
-    """Hands out places in an arena that is yet to be made, one after the other."""
+    """Assigns consecutive offsets in an arena that is allocated later."""
 
     def __init__(self, start: int = 0) -> None:
-        """Places count on from `start`."""
+        """Offsets begin at `start`."""
         self.slices: list[StateSlice] = []
         self.nbytes = start
-        """Up to the end of what was handed out, `start` included."""
+        """End of the assigned memory, including `start`."""
 
     def add(
         self,
@@ -42,7 +42,7 @@ class ArenaLayout:
         dtype: str = "F32",
         reserve: int | None = None,
     ) -> StateSlice:
-        """The place of one slice; `reserve` elements are kept free for it where that is more."""
+        """Add a slice. At least `reserve` elements are reserved for it."""
         piece = StateSlice(
             key=key,
             dtype=dtype,
@@ -51,35 +51,35 @@ class ArenaLayout:
             shape=shape,
             arena_offset=self.nbytes,
         )
-        self.leave(max(math.prod(shape), reserve or 0), dtype)
+        self.skip(max(math.prod(shape), reserve or 0), dtype)
         self.slices.append(piece)
         return piece
 
-    def leave(self, elements: int, dtype: str = "F32") -> None:
-        """Have nothing lie in so many elements."""
+    def skip(self, elements: int, dtype: str = "F32") -> None:
+        """Reserve `elements` without a slice, rounded up to the arena's alignment."""
         nbytes = elements * DTYPE_BYTES[dtype]
         self.nbytes += -(-nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
 
 
 def view(arena: WorkerArena, piece: StateSlice) -> torch.Tensor:
-    """The slice as a tensor that shares the arena's memory."""
+    """A slice as a tensor that shares the arena's memory."""
     elements = math.prod(piece.shape)
     return span(arena, piece.arena_offset, elements, piece.dtype).view(piece.shape)
 
 
 def span(arena: WorkerArena, arena_offset: int, elements: int, dtype: str = "F32") -> torch.Tensor:
-    """`elements` in a row from `arena_offset` (bytes) on, as a flat tensor on the arena."""
+    """`elements` consecutive elements from `arena_offset` (bytes) on, as a flat tensor."""
     nbytes = elements * DTYPE_BYTES[dtype]
     return whole(arena)[arena_offset : arena_offset + nbytes].view(TORCH_DTYPES[dtype])
 
 
 def whole(arena: WorkerArena) -> torch.Tensor:
-    """The arena as bytes, on its device, and keeping its addresses alive. [nbytes] uint8.
+    """The whole arena as bytes, on its device. [nbytes] uint8. Keeps its addresses alive.
 
-    On a GPU memory must be attached when this is called, because torch asks the driver whose it is;
-    the tensor stays valid over an offload and the next load.
+    On a GPU, memory must be attached when this is called, because torch queries the driver for its
+    device. The tensor stays valid after an offload and the next load.
     """
     if isinstance(arena, CudaArena):
         return torch.as_tensor(ArenaBytes(arena), device=f"cuda:{arena.device}")
-    assert isinstance(arena, Arena), "there are two kinds"
+    assert isinstance(arena, Arena), "there are two kinds of arenas"
     return torch.frombuffer(arena.buffer, dtype=torch.uint8)

@@ -1,12 +1,12 @@
 """AdamW on the CPU, with its moments in the host tier (ZeRO-Offload).
 
-The kernel is torch's fused one, unless another is given. It is elementwise, so stepping chunk by
-chunk gives the bits of a step over everything at once. Against the fused kernel of a GPU each
-step's change of a parameter differs by rounding only: a relative 1e-6 of it.
+The default kernel is torch's fused AdamW. It is elementwise, so stepping chunk by chunk gives the
+same bits as one step over everything. Compared with the fused kernel of a GPU, each step's change
+of a parameter differs by rounding only, by a relative 1e-6.
 
-The first step after a version was made or loaded copies: it reads the moments from the version,
-which stays as it is, and writes them to memory newly borrowed, a chunk that stays in cache at a
-time. The steps after it are in place.
+The first step after a version was saved or loaded copies the moments: it reads them from the
+version, which stays unchanged, and writes them to newly allocated memory, one cache-sized chunk at
+a time. Later steps are in place.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ from plexrl.worker.state.host_transfer import Chunk, Run, chunks_on_cpu
 FLOAT_BYTES = 4
 
 AdamKernel = Callable[[AdamParams, torch.Tensor, Chunk, torch.Tensor, torch.Tensor], None]
-"""Steps a chunk and its first and second moments, all in place; the second argument is the count of
-steps, this one among them, float32 `[]`."""
+"""Updates a chunk and its first and second moments, in place. The second argument is the number of
+steps including this one, float32 `[]`."""
 
 
 def adam_of_torch(
@@ -51,7 +51,7 @@ def adam_of_torch(
 
 
 class HostAdamW:
-    """Steps one rank's parameters."""
+    """The optimizer of one rank's parameters."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class HostAdamW:
         step: int,
         kernel: AdamKernel = adam_of_torch,
     ) -> None:
-        """`moments` and `step` are where in the arena, in elements, the first and second moments
-        and the count of steps lie; all float32."""
+        """`moments` and `step` are the offsets of the first and second moments and of the step
+        count in the arena, in elements; all float32."""
         self._arena = arena
         self._runs = runs
         self._moments = moments
@@ -71,10 +71,10 @@ class HostAdamW:
         self._kernel = kernel
 
     def step(self, params: AdamParams, gradient_factor: float = 1.0) -> None:
-        """One step of every parameter, by the gradients times a factor; they are not kept.
+        """One step of every parameter, with the gradients times a factor. Overwrites gradients.
 
         Raises:
-            StateTierFullError: the host tier has no room for a copy of the moments; nothing has
+            StateTierFullError: the host tier has no space for a copy of the moments; nothing is
                 changed.
         """
         with self._arena.writing() as at:
@@ -85,19 +85,19 @@ class HostAdamW:
             for chunk in chunks_on_cpu(self._runs):
                 kept = []
                 for moment in self._moments:
-                    first = moment + chunk.place
+                    first = moment + chunk.offset
                     end = first + len(chunk.parameter)
                     kept.append(target[first:end])
                     if at.copies:
                         kept[-1].copy_(source[first:end])
                 if gradient_factor != 1.0:
-                    # Only now that there is room for the step: a refused one changes nothing.
+                    # Only after the memory is allocated: a refused step changes nothing.
                     chunk.gradient.mul_(gradient_factor)
                 self._kernel(params, count.view(()), chunk, *kept)
 
 
 def floats(address: int, nbytes: int) -> torch.Tensor:
-    """Memory as float32, [nbytes / 4]; the caller sees to it that it stays mapped."""
+    """Memory as float32, [nbytes / 4]. The caller keeps the memory mapped."""
     elements = nbytes // FLOAT_BYTES
     return torch.frombuffer(
         (ctypes.c_float * elements).from_address(address), dtype=torch.float32, count=elements

@@ -1,7 +1,7 @@
-"""Parameters and gradients where a CPU can step them, a chunk at a time.
+"""Brings parameters and gradients to the CPU for an optimizer step, one chunk at a time.
 
-On a CPU node they are there. From a GPU they come over pinned memory while the chunk before is
-stepped, and the parameters go back while the next one is.
+On a CPU node they are already there. From a GPU each chunk is copied through pinned memory while
+the previous chunk is stepped, and copied back while the next one is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,22 @@ from typing import NamedTuple
 import torch
 
 CHUNK_ELEMENTS = 512 << 10
-"""Of a chunk: four arrays of this many floats stay in a core's cache from copy to step."""
+"""Elements of a chunk: four arrays of this many floats stay in a core's cache from copy to step."""
 
 
 class Run(NamedTuple):
-    """Elements in a row, alike in the arena and in host memory; a multiple of 16 but for the last,
-    so that cutting them up changes no bit of a vectorised step."""
+    """Elements that are contiguous both in the arena and in host memory.
+
+    Their number is a multiple of 16, except in the last run, so that chunks change no bit of a
+    vectorised step.
+    """
 
     parameter: torch.Tensor
     """[elements] float32, on the arena."""
     gradient: torch.Tensor
     """[elements] float32, on the arena."""
-    place: int
-    """Of the first element among the elements of each moment."""
+    offset: int
+    """Offset of the first element in each moment, in elements."""
 
 
 class Chunk(NamedTuple):
@@ -31,14 +34,14 @@ class Chunk(NamedTuple):
 
     parameter: torch.Tensor
     gradient: torch.Tensor
-    place: int
+    offset: int
 
 
 def chunks_on_cpu(runs: Sequence[Run]) -> Iterator[Chunk]:
-    """Every chunk in turn, to be stepped before the next is asked for; what is done to parameters
-    is done on the arena when the caller's stream gets there."""
+    """Every chunk in turn. The caller steps a chunk before it requests the next one. Changes of the
+    parameters reach the arena in the order of the caller's stream."""
     parts = [
-        Chunk(run.parameter[first:end], run.gradient[first:end], run.place + first)
+        Chunk(run.parameter[first:end], run.gradient[first:end], run.offset + first)
         for run in runs
         for first in range(0, len(run.parameter), CHUNK_ELEMENTS)
         for end in (min(first + CHUNK_ELEMENTS, len(run.parameter)),)
@@ -55,8 +58,8 @@ class _Slot:
 
     parameter: torch.Tensor
     gradient: torch.Tensor
-    came: torch.cuda.Event
-    left: torch.cuda.Event
+    fetched: torch.cuda.Event
+    written_back: torch.cuda.Event
 
 
 def _over_pinned_memory(parts: Sequence[Chunk]) -> Iterator[Chunk]:
@@ -78,24 +81,24 @@ def _over_pinned_memory(parts: Sequence[Chunk]) -> Iterator[Chunk]:
         part, slot = parts[index], slots[index % 2]
         count = len(part.parameter)
         with torch.cuda.stream(down):
-            # What the slot held before must have gone back.
-            down.wait_event(slot.left)
+            # The slot's previous chunk must have been written back.
+            down.wait_event(slot.written_back)
             slot.parameter[:count].copy_(part.parameter, non_blocking=True)
             slot.gradient[:count].copy_(part.gradient, non_blocking=True)
-            slot.came.record(down)
+            slot.fetched.record(down)
 
-    # Gradients are the caller's stream's work.
+    # The caller's stream computes the gradients.
     down.wait_stream(used)
     fetch(0)
     for index, part in enumerate(parts):
         if index + 1 < len(parts):
             fetch(index + 1)
         slot, count = slots[index % 2], len(part.parameter)
-        slot.came.synchronize()
-        yield Chunk(slot.parameter[:count], slot.gradient[:count], part.place)
+        slot.fetched.synchronize()
+        yield Chunk(slot.parameter[:count], slot.gradient[:count], part.offset)
         with torch.cuda.stream(up):
             part.parameter.copy_(slot.parameter[:count], non_blocking=True)
-            slot.left.record(up)
+            slot.written_back.record(up)
     used.wait_stream(up)
-    # The pinned memory is given back when this returns, so nothing may be on its way any more.
+    # The pinned memory is freed on return, so all copies must have ended.
     up.synchronize()

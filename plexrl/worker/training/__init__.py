@@ -1,4 +1,4 @@
-"""Training backends: one rank of a model under one framework, behind one Protocol."""
+"""Training backends: one rank of a model under one framework, behind one interface."""
 
 from plexrl.worker.training.backend import TrainingBackend
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank

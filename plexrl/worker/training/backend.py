@@ -1,6 +1,6 @@
 """The backend of every training framework: operations, losses, clipping, checkpoints.
 
-What differs between frameworks is in their `TrainingModel`.
+A framework's own part is its `TrainingModel`.
 """
 
 import copy
@@ -13,19 +13,16 @@ import torch.distributed as dist
 
 from plexrl.errors import InvalidRequestError, NoGradientsError, NonFiniteGradientError
 from plexrl.model.lora import adapter_config
-from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
 from plexrl.worker.batches.losses import compute_loss
-from plexrl.worker.batches.packed_batches import told_micro_batches
+from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
-from plexrl.worker.process.backend import BackendCall, BackendResult
+from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.arena_tensors import view
-from plexrl.worker.state.checkpoint import model_files, tokenizer_files
+from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
 from plexrl.worker.state.finite_weights import check_finite_weights
-from plexrl.worker.training.fsdp.frozen_base import FrozenBase
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 
@@ -33,8 +30,8 @@ STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
 LOSS_ARRAYS = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
 
 
-class TrainingBackend:
-    """One rank. The default process group must exist before `build`."""
+class TrainingBackend(Backend):
+    """One rank of a train deployment. The default process group must exist before `build`."""
 
     def __init__(self, rank: TrainingRank, model: TrainingModel, checkpoint_dir: Path) -> None:
         self._rank = rank
@@ -42,29 +39,17 @@ class TrainingBackend:
         self._checkpoint_dir = checkpoint_dir
         self._gradients_pending = False
         self._weights_are_finite = False
-        """As far as is known."""
+        """A check found so, and nothing has changed the weights since."""
 
     @property
-    def arena(self) -> Arena:
-        """The model's."""
-        return self.model.arena
-
-    @property
-    def host_arena(self) -> HostArena | None:
-        """The model's."""
-        return self.model.host_arena
-
-    @property
-    def frozen_base(self) -> FrozenBase | None:
-        """Weights that are not trained, and shared; absent where all are trained."""
-        found = getattr(self.model, "frozen_base", None)
-        assert found is None or isinstance(found, FrozenBase)
-        return found
+    def frozen_base(self) -> SharedWeights | None:
+        """As `TrainingModel.frozen_base`."""
+        return self.model.frozen_base
 
     @property
     def trainer_step(self) -> int:
-        """Optimizer steps in the parameters. It is part of the state, so it is the same after a
-        recovery, and that of a checkpoint after a load."""
+        """Optimizer steps in the parameters. The count is part of the state, so a recovery or a
+        load of a checkpoint restores it."""
         piece = next(each for each in self.model.slices() if each.key == STEP)
         if self.host_arena is None:
             return int(view(self.arena, piece).item())
@@ -76,13 +61,14 @@ class TrainingBackend:
     def build(self) -> None:
         """As `TrainingModel.build`."""
         self.model.build()
+        self.arena, self.host_arena = self.model.arena, self.model.host_arena
 
     def slices(self) -> tuple[StateSlice, ...]:
         """As `TrainingModel.slices`."""
         return self.model.slices()
 
     def live_parts(self) -> frozenset[StatePart]:
-        """Gradients count only while they wait for a step."""
+        """All parts; gradients only while they wait for a step."""
         parts = {piece.key.part for piece in self.model.slices()}
         if not self._gradients_pending:
             parts.discard(StatePart.GRADIENT)
@@ -93,30 +79,30 @@ class TrainingBackend:
         self.model.before_offload()
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """Gradients that were not stored are zero, as given-back memory is."""
+        """Reset derived state. Gradients that the version does not contain are zero."""
         self._weights_are_finite = False
         self._gradients_pending = StatePart.GRADIENT in parts
         self.model.after_load(gradients_loaded=self._gradients_pending)
 
     def after_pull(self, *, seq: int, trainer_step: int) -> None:
-        """Training parameters are never pulled."""
+        """Refused: a trainer never pulls weights."""
         del seq, trainer_step
         raise InvalidRequestError("a train deployment publishes weights; it does not pull them")
 
     def check_weights(self) -> None:
-        """Raises `NonFiniteWeightsError`, on every rank alike, where a parameter is not finite."""
+        """Raises `NonFiniteWeightsError`, on every rank, if a parameter is not finite."""
         if not self._weights_are_finite:
             check_finite_weights(self.arena, self.slices(), self.gather)
             self._weights_are_finite = True
 
     def gather(self, value: str) -> list[str]:
-        """Over the process group."""
+        """All-gather over the process group."""
         found = [""] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
 
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """Configuration and tokenizer; of adapters, what PEFT loads them by."""
+        """Configuration and tokenizer; for adapters, PEFT's configuration and the tokenizer."""
         spec = self._rank.spec
         if spec.lora is not None:
             files = tokenizer_files(spec.model)
@@ -168,29 +154,29 @@ class TrainingBackend:
 
     def _micro_batches(self, call: BackendCall) -> list[MicroBatch]:
         if "micro_batch_rows" in call.arrays:
-            return told_micro_batches(call.arrays, self._rank.layout.cp)
+            return packed_micro_batches(call.arrays, self._rank.layout.cp)
         return micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
 
     def _optim_step(self, params: AdamParams) -> BackendResult:
         if not self._gradients_pending:
-            # AdamW would step by what is left of former gradients. The answer is the error, as
-            # below: replayed, a step that changed nothing changes nothing.
-            nothing = NoGradientsError(
-                "no gradients wait for a step, so none was made and nothing has changed: submit a "
-                "forward_backward before each optim_step; a step, zero_grad, load_checkpoint and "
-                "attach_job drop those that were there"
+            # AdamW would step by the moments alone. The operation finishes with the error as its
+            # result, as below: a replay changes nothing either.
+            refusal = NoGradientsError(
+                "there are no gradients for this step, and nothing was changed: submit a "
+                "forward_backward before each optim_step; optim_step, zero_grad, load_checkpoint "
+                "and attach_job drop gradients"
             )
-            return BackendResult(result={"error": nothing.to_wire()})
+            return BackendResult(result={"error": refusal.to_wire()})
         norm = self.model.gradient_norm()
         if not math.isfinite(norm):
             self._drop_gradients()
-            # Dropping gradients is a mutation like any other: it must be replayed in its place, so
-            # the operation finishes, and its answer is the error.
-            refusal = NonFiniteGradientError(
+            # Dropping gradients is a mutation that a recovery must replay in order, so the
+            # operation finishes with the error as its result.
+            dropped = NonFiniteGradientError(
                 f"the gradient norm is {norm}: the gradients were dropped and the parameters are "
-                "as before; look for extreme advantages, logprobs or learning rates"
+                "unchanged; look for extreme advantages, logprobs or learning rates"
             )
-            return BackendResult(result={"error": refusal.to_wire()})
+            return BackendResult(result={"error": dropped.to_wire()})
         clips = params.grad_clip_norm > 0 and norm > params.grad_clip_norm
         self._weights_are_finite = False
         self.model.step(params, gradient_factor=params.grad_clip_norm / norm if clips else 1.0)

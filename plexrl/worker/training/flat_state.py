@@ -1,10 +1,10 @@
-"""A rank's training state as flat float32 regions, with an AdamW that steps them.
+"""A rank's training state as flat float32 regions, and the AdamW optimizer on them.
 
-The arena has a region for each kind of state (parameters, gradients, first and second moments),
-laid out alike, and the optimizer's step count behind them. With a host optimizer the moments and
-the count are in host memory instead (`plexrl.worker.state.host_optimizer`). AdamW is elementwise,
-so each rank steps its own region as one flat tensor, whatever parameter a byte belongs to; the
-padding between parameters stays zero under it.
+The arena has one region for each kind of state (parameters, gradients, first and second moments),
+all with the same layout, followed by the optimizer's step count. With a host optimizer the moments
+and the count are in host memory instead (`plexrl.worker.state.host_optimizer`). AdamW is
+elementwise, so each rank steps its region as one flat tensor. The padding between parameters stays
+zero.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardBox:
-    """What this rank holds of one parameter."""
+    """This rank's part of one parameter."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Empty where it holds nothing."""
+    """With a 0 if this rank holds no part."""
     reserve: int
-    """Elements that its framework keeps for it on the device, padding included."""
+    """Elements that the framework keeps for it on the device, including padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ class _Region:
     """One kind of state of all parameters, in parameter order."""
 
     start: int
-    """Bytes into the arena."""
+    """Offset in the arena, in bytes."""
     elements: int
     slices: dict[str, StateSlice]
 
 
 class FlatState:
-    """The arenas of one rank, and its optimizer. Parameters are as zero until they are moved in."""
+    """The arenas of one rank, and its optimizer. Parameters are zero until the caller fills
+    them."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class FlatState:
         lead: int = 0,
         kernel: AdamKernel = adam_of_torch,
     ) -> None:
-        """`optimizer` is where its state lies: `device`, or `host`, where `kernel` steps it; `lead`
-        elements before the first parameter are its framework's padding too."""
+        """`optimizer` is the location of the optimizer's state: `device`, or `host`, where `kernel`
+        steps it. `lead` elements before the first parameter are the framework's padding."""
         self._lead = lead
         self._kernel = kernel
         self._layout = ArenaLayout()
@@ -99,11 +100,11 @@ class FlatState:
 
     @property
     def gradients(self) -> torch.Tensor:
-        """Of all parameters, end to end with their padding. Float32."""
+        """All gradients, end to end with their padding. Float32."""
         return self._flat["grad"]
 
     def parameter(self, name: str, elements: int) -> torch.Tensor:
-        """The memory of a parameter's shard, flat, padding included where `elements` are more."""
+        """The first `elements` of a parameter's shard and its padding, flat."""
         return span(self.arena, self._regions["param"].slices[name].arena_offset, elements)
 
     def gradient(self, name: str) -> torch.Tensor:
@@ -129,7 +130,7 @@ class FlatState:
     ) -> None:
         start = layout.nbytes
         if layout is self._layout:
-            layout.leave(self._lead)
+            layout.skip(self._lead)
         suffix = f"/{region}" if part == StatePart.OPTIMIZER else ""
         placed = {
             name: layout.add(
@@ -137,7 +138,7 @@ class FlatState:
                 global_shape=box.global_shape,
                 offset=box.offset,
                 shape=box.shape,
-                # Padding has no moments, so that host memory is one extent of a version.
+                # Host memory has no padding, so that it is one extent of a version.
                 reserve=box.reserve if layout is self._layout else None,
             )
             for name, box in boxes.items()
@@ -163,29 +164,29 @@ class FlatState:
         )
 
     def _runs(self, moment: _Region) -> list[Run]:
-        """What of the parameters lies in a row among the moments too."""
+        """The runs of parameters that are contiguous among the moments too."""
         found: list[tuple[int, int, int]] = []
         for name, piece in self._regions["param"].slices.items():
             first = (piece.arena_offset - self._regions["param"].start) // 4
             kept = moment.slices[name]
-            place = (kept.arena_offset - moment.start) // 4
+            offset = (kept.arena_offset - moment.start) // 4
             count = -(-kept.nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT // 4
             if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (
                 first,
-                place,
+                offset,
             ):
-                first, place, count = (*found[-1][:2], found.pop()[2] + count)
+                first, offset, count = (*found[-1][:2], found.pop()[2] + count)
             if count:
-                found.append((first, place, count))
+                found.append((first, offset, count))
         return [
             Run(
                 self._flat["param"][first : first + count],
                 self._flat["grad"][first : first + count],
-                place,
+                offset,
             )
-            for first, place, count in found
+            for first, offset, count in found
         ]
 
-    def _in_host(self, place: int) -> int:
-        """In elements of host memory."""
-        return (place - self._host_start) // 4
+    def _in_host(self, offset: int) -> int:
+        """An arena offset as an offset in host memory, in elements."""
+        return (offset - self._host_start) // 4

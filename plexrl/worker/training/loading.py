@@ -1,4 +1,4 @@
-"""A checkpoint into a training model's arenas, whatever layout wrote it."""
+"""Loads a checkpoint, written under any layout, into a training model's arenas."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.worker.state.arena_tensors import view
-from plexrl.worker.state.checkpoint import fill_from_checkpoint
+from plexrl.worker.state.checkpoint_files import fill_from_checkpoint
 from plexrl.worker.state.host_optimizer import floats
 from plexrl.worker.training.model import TrainingModel
 
@@ -17,10 +17,10 @@ from plexrl.worker.training.model import TrainingModel
 def fill_state(
     model: TrainingModel, path: Path, *, optimizer: bool, gather: Callable[[str], list[str]]
 ) -> None:
-    """Replace parameters, and optimizer state if `optimizer`; otherwise that begins anew, at zero.
+    """Replace the parameters. Replace the optimizer state too if `optimizer`, else set it to zero.
 
-    Gradients and what is derived from the arenas are left to `TrainingModel.after_load`. Raises as
-    `fill_from_checkpoint`, with everything as it was.
+    `TrainingModel.after_load` handles gradients and everything derived from the arenas. Raises as
+    `fill_from_checkpoint`; the state is then unchanged.
     """
     held = [piece for piece in model.slices() if piece.key.part != StatePart.GRADIENT]
     wants = [piece for piece in held if optimizer or piece.key.part != StatePart.OPTIMIZER]
@@ -48,7 +48,7 @@ def _fill_with_host(
     with host.writing() as at:
         whole = floats(at.target, host.nbytes).view(torch.uint8).numpy()
         if at.copies:
-            # What lies between slices is zero too, and stays so under every step.
+            # The padding between slices is zero too, and every step keeps it zero.
             whole.fill(0)
 
         def memory(piece: StateSlice) -> memoryview:

@@ -1,12 +1,14 @@
-"""What a training framework has to do for PlexRL; everything else all of them share.
+"""The interface that a training framework implements for PlexRL.
 
-`plexrl.worker.training.backend` turns operations into these calls. Shapes: B rows, L tokens of the
-longest row of a micro-batch.
+`plexrl.worker.training.backend` turns operations into these calls.
+
+Shapes: B rows, L tokens of the longest row of a micro-batch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,110 +21,117 @@ from plexrl.worker.batches.packing import MicroBatch
 if TYPE_CHECKING:
     from plexrl.model.deployment_spec import DeploymentSpec
     from plexrl.statemanager.client.arena import Arena
+    from plexrl.worker.process.backend import SharedWeights
 
 LossOfBatch = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""Logprobs float32 `[B, L]` of a micro-batch to its part of the batch's loss, a scalar. Called once
-for each micro-batch, in order, on the ranks that have the logprobs."""
+"""Maps logprobs float32 `[B, L]` of a micro-batch to its share of the batch's loss, a scalar.
+Called once for each micro-batch, in order, on the ranks that have the logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRank:
-    """Which rank of which deployment a model is."""
+    """One rank of a deployment."""
 
     spec: "DeploymentSpec"
     rank: int
-    """In the default process group, numbered as `plexrl.model.parallelism` says."""
+    """Rank in the default process group, numbered as in `plexrl.model.parallelism`."""
 
     @property
     def layout(self) -> Parallelism:
-        """How the model lies over the ranks."""
+        """The deployment's parallel layout."""
         return self.spec.layout
 
     @property
-    def place(self) -> Coordinates:
-        """This rank's place on every axis of it."""
+    def coordinates(self) -> Coordinates:
+        """This rank's coordinate on every axis of the layout."""
         return self.layout.coordinates(self.rank)
 
 
-class TrainingModel(Protocol):
-    """One rank of a model, all of whose state lies in its arenas.
+class TrainingModel(ABC):
+    """One rank of a model, with all its state in arenas.
 
-    Its slices are those of the Hugging Face model: names as there, boxes of the whole tensors,
-    whatever the framework fuses or shards. So checkpoints, weight sync and loads under another
-    layout need nothing of the framework. Every call is made by all ranks together, in the same
-    order, with the default process group there.
+    Its slices are those of the Hugging Face model (same names, boxes of whole tensors), even if the
+    framework fuses or shards parameters. So checkpoints, weight sync and loads under another layout
+    do not depend on the framework. All ranks make every call together, in the same order, after the
+    default process group exists.
     """
 
     @property
+    @abstractmethod
     def arena(self) -> "Arena":
-        """Holds every slice but what is in `host_arena`; there once `build` has returned."""
-        ...
+        """Holds every slice except those in `host_arena`; exists once `build` has returned."""
 
     @property
     def host_arena(self) -> HostArena | None:
-        """Holds what stays in host memory; absent where nothing does."""
-        ...
+        """Holds the state that stays in host memory; absent: there is none."""
+        return None
 
     @property
+    def frozen_base(self) -> "SharedWeights | None":
+        """Weights that are not trained, shared with other deployments; absent: all are trained."""
+        return None
+
+    @property
+    @abstractmethod
     def config(self) -> Any:
         """The model's `transformers` configuration."""
-        ...
 
     @property
+    @abstractmethod
     def generation_config(self) -> Any:
-        """What `transformers` generates by, for checkpoints; None where there is none."""
-        ...
+        """The model's `transformers` generation configuration, for checkpoints; None: it has
+        none."""
 
+    @abstractmethod
     def build(self) -> None:
         """Make the model with its initial weights and move all its state into the arenas.
 
-        Same spec, same bits on every start, and on every layout.
+        The same spec gives the same bits on every start and every layout.
         """
-        ...
 
+    @abstractmethod
     def slices(self) -> tuple[StateSlice, ...]:
-        """Everything in the arenas, in their order; places in host memory count on from
+        """All state in the arenas, in arena order. Offsets in host memory begin at
         `host_start(arena.nbytes)`."""
-        ...
 
+    @abstractmethod
     def before_offload(self) -> None:
-        """Drop whatever is derived from the arenas (gathered parameters, casts)."""
-        ...
+        """Free everything derived from the arenas (gathered parameters, casts)."""
 
+    @abstractmethod
     def after_load(self, *, gradients_loaded: bool) -> None:
-        """The arenas' contents were replaced, gradients among them or not: gradients that were not
-        are to be zero, and what is derived from the arenas is to be made anew."""
-        ...
+        """Recompute everything derived from the arenas, whose contents were replaced. Unless
+        `gradients_loaded`, set the gradients to zero."""
 
+    @abstractmethod
     def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Logprob of every token given those before it, float32 `[B, L]` for each micro-batch on
-        the CPU, without a graph; column 0 and padding are 0. Ranks without outputs return zeros."""
-        ...
+        """Logprob of every token given the tokens before it: float32 `[B, L]` for each micro-batch,
+        on the CPU, without a graph. Column 0 and padding are 0. Ranks without outputs return
+        zeros."""
 
+    @abstractmethod
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch
     ) -> list[torch.Tensor]:
-        """As `forward`, and add the gradients of the sum of all losses, over the micro-batches and
-        the data ranks, to those that are there.
+        """As `forward`, and add the gradients of the sum of all losses, over micro-batches and data
+        ranks, to the present gradients.
 
-        All micro-batches come at once because a pipeline runs them interleaved.
+        All micro-batches are passed at once, because a pipeline interleaves them.
         """
-        ...
 
+    @abstractmethod
     def gradient_norm(self) -> float:
-        """Of all gradients of the whole model, each element counted once however many ranks hold
-        it; the same on every rank."""
-        ...
+        """Norm of all gradients of the whole model, each element counted once even if several ranks
+        hold it; the same on every rank."""
 
+    @abstractmethod
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        """One AdamW step by the gradients times `gradient_factor`; what they are then is no matter.
+        """One AdamW step with the gradients times `gradient_factor`. It may overwrite gradients.
 
         Raises:
-            StateTierFullError: host memory has no room for it; nothing has changed, gradients
-                neither.
+            StateTierFullError: host memory has no space for the step; nothing has changed.
         """
-        ...
 
+    @abstractmethod
     def zero_gradients(self) -> None:
-        """Set them all to zero."""
-        ...
+        """Set all gradients to zero."""

@@ -26,7 +26,7 @@ from plexrl.errors import (
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
 from plexrl.statemanager.checkpoint.write.progress import Progress
-from plexrl.statemanager.checkpoint.write.writer import Wanted, write_checkpoint
+from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from tests.statemanager.checkpoint import versions as v
@@ -55,7 +55,7 @@ def write(target: Path, readers: list[v.MemoryReader], **changes: Any) -> Progre
         "overwrite": False,
         "keep": False,
     }
-    wanted = Wanted(target=target, **{**fields, **changes})
+    wanted = CheckpointSpec(target=target, **{**fields, **changes})
     write_checkpoint(wanted, readers, extras_fd, progress)
     return progress
 
@@ -273,7 +273,7 @@ def flip_head(path: Path) -> None:
     ("damage", "why"),
     [
         (truncate, "bytes were written|bytes, "),
-        (flip, "does not match its digest"),
+        (flip, "does not match its checksum"),
         (flip_head, "another size"),
         (Path.unlink, "missing"),
     ],

@@ -7,9 +7,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, padded
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 
 Tensors = dict[StateKey, tuple[str, npt.NDArray[np.generic]]]
 """Dtype and values, as unsigned integers of the dtype's size."""
@@ -18,13 +21,20 @@ Cut = dict[StateKey, Box]
 
 
 class MemoryReader:
-    """A rank's version as bytes."""
+    """A rank's version as bytes, as a `VersionReader`."""
+
+    tier = TierName.HOST
+    mapped = None
 
     def __init__(self, manifest: Manifest, slices: Sequence[StateSlice], data: bytearray) -> None:
         self.manifest = manifest
         self.slices = slices
         self.data = data
         self.closed = False
+
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
+        assert not self.closed
+        copy_strided(np.frombuffer(self.data, dtype=np.uint8), target, copies)
 
     def read_data(self, start: int, buffer: memoryview) -> None:
         assert not self.closed

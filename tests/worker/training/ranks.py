@@ -33,9 +33,9 @@ from plexrl.wire.operations import (
 )
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.process.backend_choice import make_backend
+from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES
-from plexrl.worker.state.checkpointing import save_checkpoint
+from plexrl.worker.state.save_checkpoint import save_checkpoint
 from tests.worker.training.cases import WRITER, Case
 
 LOSS = plexrl.losses.grpo(kl_coef=0.1)
@@ -220,7 +220,7 @@ class _Run:
         """The errors of a step to weights that are not finite, and of a look at them after it."""
         self._forward_backward(batch(5), LOSS)
         found = []
-        check_weights: Callable[[], None] = self.backend.check_weights  # type: ignore[attr-defined]
+        check_weights: Callable[[], None] = self.backend.check_weights
         for attempt in (
             lambda: self._run(OperationKind.OPTIM_STEP, AdamParams(learning_rate=1e39), {}),
             check_weights,

@@ -1,4 +1,4 @@
-"""Routes about operations: submit, wait, cancel, look back."""
+"""Routes about operations: submit, wait, acknowledge, cancel, list."""
 
 import asyncio
 import hashlib
@@ -25,9 +25,16 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.router.blobs.store import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
 from plexrl.router.http.authentication import Caller
 from plexrl.router.http.error_responses import final_response
-from plexrl.router.http.gateway import FINAL, Gateway
-from plexrl.router.http.validation import Checked, check_operation, check_source
-from plexrl.wire.operations import CheckpointParams, GenerateParams, SyncWeightsParams
+from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
+from plexrl.router.http.services import RouterServices, Services
+from plexrl.wire.operations import (
+    CheckpointParams,
+    GenerateParams,
+    OperationParams,
+    OperationState,
+    SyncWeightsParams,
+    params_to_json,
+)
 from plexrl.wire.parameter_checks import check_identifier
 from plexrl.wire.tensors import (
     MEDIA_TYPE,
@@ -42,142 +49,149 @@ Plain = dict[str, Any]
 
 WAIT_S_MAX = 60.0
 HELD: Plain = {"rule": "held", "holder": None, "eta_s": None, "position": 0}
-"""Explanation of an operation whose result cannot be stored now; the reason comes with it."""
+"""Explanation of an operation whose result cannot be stored yet; `reason` is added."""
 SLICE_BYTES = 256 << 10
-"""Of a large result, handed to the server at a time."""
+"""Bytes of a large result that are passed to the server at a time."""
 REFUSALS = (
     *(ConflictError, InvalidRequestError, NotFoundError, OverloadedError, QuotaExceededError),
 )
-"""After which an operation was surely not accepted."""
+"""Errors after which an operation was certainly not accepted."""
 BINARY = {
     "description": "safetensors; `params` are JSON in its metadata",
     "content": {MEDIA_TYPE: {}},
 }
+SUBMIT_BODY = {
+    "requestBody": {
+        "content": {
+            MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {"schema": {"type": "object"}},
+        }
+    }
+}
+
+ROUTES = APIRouter(prefix="/v1", tags=["operations"])
 
 
-def operation_routes(gateway: Gateway) -> APIRouter:
-    """All routes about operations, but for streams."""
-    routes = APIRouter(prefix="/v1", tags=["operations"])
+@ROUTES.post(
+    "/jobs/{job}/deployments/{name}/operations/{kind}",
+    status_code=202,
+    summary="Submit an operation",
+    openapi_extra=SUBMIT_BODY,
+)
+async def submit(
+    request: Request,
+    services: Services,
+    job: str,
+    name: str,
+    kind: str,
+    operation: str,
+    deadline_s: float | None = None,
+) -> Plain:
+    """The body is a safetensors file: its tensors are the batch, and its metadata key `plexrl`
+    holds the parameters as JSON. Without a batch the body may be JSON.
 
-    @routes.post(
-        "/jobs/{job}/deployments/{name}/operations/{kind}",
-        status_code=202,
-        summary="Submit an operation",
-        description="The body is a safetensors file whose metadata key `plexrl` holds the "
-        "parameters as JSON and whose tensors are the batch, or JSON where there is no batch. "
-        "`operation` is the idempotency key: the same request again is the same operation. One "
-        "that has not begun `deadline_s` seconds after it was accepted ends with 504 "
-        "`deadline_exceeded` and never runs. 429 says in `Retry-After` when there should be room.",
-        openapi_extra={
-            "requestBody": {
-                "content": {
-                    MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-                    "application/json": {"schema": {"type": "object"}},
-                }
-            }
-        },
-    )
-    async def submit(
-        request: Request,
-        job: str,
-        name: str,
-        kind: str,
-        operation: str,
-        deadline_s: float | None = None,
-    ) -> Plain:
-        caller = await gateway.caller(request)
-        check_identifier("operation", operation)
-        spec = await gateway.spec(f"{job}/{name}", caller)
-        async with gateway.body(request, caller) as upload:
-            checked = await _checked(request, spec, kind, upload)
-            if isinstance(checked.params, SyncWeightsParams):
-                source = await gateway.spec(checked.params.source, caller)
-                check_source(spec, source)
-            if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
-                job_named = checked.params.job
-                await gateway.checkpoint_owners.check_job(job_named, caller.rights)
-            named = {"operation": operation, "deployment": f"{job}/{name}"}
-            fields = {**named, "deadline_s": deadline_s, **caller.claim}
-            return await _submit(gateway, fields, checked, upload)
-
-    @routes.get(
-        "/operations/{operation:path}",
-        summary="Wait for an operation's result",
-        description="200 with the result; 202 while it is not there, with the reason; the "
-        "operation's own error otherwise. That has no `Retry-After`: an answer with one says "
-        "nothing about the operation, and asks for the same request again.",
-        responses={200: BINARY},
-        response_class=Response,
-    )
-    async def wait(request: Request, operation: str, wait_s: float = 25.0) -> Response:
-        caller = await gateway.caller(request)
-        view = await gateway.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
-        if view["state"] not in FINAL:
-            if (held := gateway.executor.held(operation)) is not None:
-                reason = held_reason(held, caller)
-                view["explanation"] = {**(view["explanation"] or {}), **HELD, "reason": reason}
-            return JSONResponse(view, status_code=202)
-        if view["state"] != "finished":
-            return final_response(from_wire(view["error"]))
-        params = {"operation": view, "result": json.loads(view["result_json"])}
-        if view["result"] is None:
-            return Response(encode_body(params), media_type=MEDIA_TYPE)
-        body = await gateway.blobs.read(BlobRef(view["result"]))
-        return _in_slices(with_params(body, params))
-
-    @routes.post(
-        "/operations/{operation:path}/acknowledge",
-        summary="Take note of an operation's failure",
-        description="After a failed `forward_backward`, `optim_step`, `zero_grad`, "
-        "`load_checkpoint` or `sync_weights` such operations of its deployment, checkpoints and "
-        "syncs from it get 409 `earlier_failure` until this is called for the operation, or for "
-        "one that failed of it. Of an operation that has not failed it changes nothing. `failure` "
-        "is what is left to acknowledge of the job.",
-    )
-    async def acknowledge(request: Request, operation: str) -> Plain:
-        caller = await gateway.caller(request)
-        return await gateway.scheduler.call("acknowledge", {"operation": operation, **caller.claim})
-
-    @routes.delete(
-        "/operations/{operation:path}",
-        summary="Cancel a waiting operation, or end a running generation with what it has",
-    )
-    async def cancel(request: Request, operation: str) -> Plain:
-        caller = await gateway.caller(request)
-        fields = {"operation": operation, **caller.claim}
-        return await gateway.scheduler.call("cancel_operation", fields)
-
-    @routes.get(
-        "/operations",
-        summary="Finished operations behind index `after`",
-        description="Oldest first, the scheduler's own moves of state included, with where their "
-        "time went: `queue_s`, `switch_s`, `transfer_s`, `compute_s`. As many are remembered as "
-        "the scheduler's `history` says.",
-    )
-    async def log(
-        request: Request,
-        job: str | None = None,
-        deployment: str | None = None,
-        kind: str | None = None,
-        after: int = 0,
-        limit: int = 1000,
-    ) -> Plain:
-        caller = await gateway.caller(request)
-        fields = {**caller.claim, "job": job, "deployment": deployment, "kind": kind}
-        fields |= {"after": after, "limit": limit}
-        return await gateway.scheduler.call("list_operations", fields)
-
-    return routes
+    `operation` is the idempotency key: the same request again is the same operation. An operation
+    that has not begun `deadline_s` seconds after it was accepted ends with 504 `deadline_exceeded`
+    and never runs. A 429 estimates in `Retry-After` when there is capacity.
+    """
+    caller = await services.caller(request)
+    check_identifier("operation", operation)
+    deployment = f"{job}/{name}"
+    spec = await services.spec(deployment, caller)
+    async with services.upload(request, caller) as upload:
+        checked = await _check(request, spec, kind, upload)
+        if isinstance(checked.params, SyncWeightsParams):
+            check_source(spec, await services.spec(checked.params.source, caller))
+        if isinstance(checked.params, CheckpointParams) and checked.params.job is not None:
+            await services.checkpoint_access.check_job(checked.params.job, caller.rights)
+        named = {"operation": operation, "deployment": deployment, "deadline_s": deadline_s}
+        return await _submit(services, {**named, **caller.claim}, checked, upload)
 
 
-def held_reason(held: str, caller: Caller) -> str:
-    """Why a result is not there yet; where it is to be stored is the operator's business."""
-    reason = "it was carried out, and its result waits for room"
-    return f"{reason}: {held}" if caller.is_operator else f"{reason} on the cluster's disk"
+@ROUTES.get(
+    "/operations/{operation:path}",
+    summary="Wait for an operation's result",
+    responses={200: BINARY},
+    response_class=Response,
+)
+async def wait(
+    request: Request, services: Services, operation: str, wait_s: float = 25.0
+) -> Response:
+    """200 with the result; 202 with the reason while the operation is unfinished; else the
+    operation's own error, without `Retry-After`.
+
+    A response with `Retry-After` does not describe the operation: send the same request again.
+    """
+    caller = await services.caller(request)
+    view = await services.operation(caller, operation, max(0.0, min(wait_s, WAIT_S_MAX)))
+    if not OperationState(view["state"]).is_final:
+        if (unstored := services.executor.unstored_reason(operation)) is not None:
+            reason = held_reason(unstored, caller)
+            view["explanation"] = {**(view["explanation"] or {}), **HELD, "reason": reason}
+        return JSONResponse(view, status_code=202)
+    if view["state"] != OperationState.FINISHED:
+        return final_response(from_wire(view["error"]))
+    params = {"operation": view, "result": json.loads(view["result_json"])}
+    if view["result"] is None:
+        return Response(encode_body(params), media_type=MEDIA_TYPE)
+    body = await services.blobs.read(BlobRef(view["result"]))
+    return _in_slices(with_params(body, params))
+
+
+@ROUTES.post(
+    "/operations/{operation:path}/acknowledge",
+    summary="Acknowledge an operation's failure",
+)
+async def acknowledge(request: Request, services: Services, operation: str) -> Plain:
+    """A failed `forward_backward`, `optim_step`, `zero_grad`, `load_checkpoint` or `sync_weights`
+    halts its deployment: further operations of these kinds, checkpoints and syncs from the
+    deployment get 409 `earlier_failure`. Acknowledging that operation, or one that failed because
+    of it, ends the halt.
+
+    Acknowledging an operation that has not failed changes nothing. `failure` is the job's next
+    failure to acknowledge.
+    """
+    caller = await services.caller(request)
+    return await services.scheduler.call("acknowledge", {"operation": operation, **caller.claim})
+
+
+@ROUTES.delete("/operations/{operation:path}", summary="Cancel an operation")
+async def cancel(request: Request, services: Services, operation: str) -> Plain:
+    """A pending operation never runs. A running generation ends with the tokens drawn so far."""
+    caller = await services.caller(request)
+    fields = {"operation": operation, **caller.claim}
+    return await services.scheduler.call("cancel_operation", fields)
+
+
+@ROUTES.get("/operations", summary="Finished operations after index `after`")
+async def log(
+    request: Request,
+    services: Services,
+    job: str | None = None,
+    deployment: str | None = None,
+    kind: str | None = None,
+    after: int = 0,
+    limit: int = 1000,
+) -> Plain:
+    """Oldest first, the scheduler's own moves of state included, with the time each phase took:
+    `queue_s`, `switch_s`, `transfer_s`, `compute_s`.
+
+    The scheduler keeps as many as its `history` setting allows.
+    """
+    caller = await services.caller(request)
+    fields = {**caller.claim, "job": job, "deployment": deployment, "kind": kind}
+    fields |= {"after": after, "limit": limit}
+    return await services.scheduler.call("list_operations", fields)
+
+
+def held_reason(unstored: str, caller: Caller) -> str:
+    """Why a result is not available yet. Only the operator sees where it is stored."""
+    reason = "the operation has run; its result waits for free space"
+    return f"{reason}: {unstored}" if caller.is_operator else f"{reason} on the cluster's disk"
 
 
 def _in_slices(parts: Sequence[Body]) -> Response:
-    """A response that copies no more than a slice of a large body at a time."""
+    """A response that copies at most one slice of a large body at a time."""
     views = [memoryview(part).cast("B") for part in parts]
     size = sum(view.nbytes for view in views)
     if size <= INLINE_BYTES_MAX:
@@ -192,11 +206,13 @@ def _in_slices(parts: Sequence[Body]) -> Response:
     return StreamingResponse(slices(), headers=headers, media_type=MEDIA_TYPE)
 
 
-async def _checked(request: Request, spec: DeploymentSpec, kind: str, upload: Upload) -> Checked:
-    """The request, if it can be carried out. Looking over a large batch is a thread's work."""
+async def _check(
+    request: Request, spec: DeploymentSpec, kind: str, upload: Upload
+) -> CheckedOperation:
+    """Check the request; a large batch is checked in a thread."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
 
-    def check() -> Checked:
+    def check() -> CheckedOperation:
         params, arrays = _decode(media_type, upload.body)
         return check_operation(spec, kind, params, arrays)
 
@@ -212,45 +228,56 @@ def _decode(media_type: str, body: Body) -> tuple[Plain, Arrays]:
         try:
             return msgspec.json.decode(body or b"{}", type=dict[str, Any]), {}
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the body is no JSON object: {error}") from error
+            raise InvalidRequestError(
+                f"the body is not a JSON object: {error}: send the parameters as one"
+            ) from error
     raise InvalidRequestError(f"content type {media_type!r}: send {MEDIA_TYPE} or application/json")
 
 
-async def _submit(gateway: Gateway, fields: Plain, checked: Checked, upload: Upload) -> Plain:
+async def _submit(
+    services: RouterServices, fields: Plain, checked: CheckedOperation, upload: Upload
+) -> Plain:
     operation: str = fields["operation"]
-    params = checked.params
-    if isinstance(params, GenerateParams) and params.sampling.seed is None:
-        # Drawn once and journalled, so that a repeated dispatch draws the same tokens. It follows
-        # from the operation's id, so that a repeated request is the same request.
-        drawn = hashlib.sha256(operation.encode()).digest()
-        seed = int.from_bytes(drawn[:7], "little")
-        params = replace(params, sampling=replace(params.sampling, seed=seed))
-    source = params.source if isinstance(params, SyncWeightsParams) else None
+    params = _with_seed(checked.params, operation)
+    sync = params if isinstance(params, SyncWeightsParams) else None
     payload: BlobRef | None = None
     if checked.has_batch:
-        # A name of this request's own, so that no other one, refused or repeated, can discard it.
+        # A unique name, so that no other request, refused or repeated, can discard this payload.
         payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}{PAYLOAD_SUFFIX}")
-        await gateway.blobs.publish(upload, payload)
+        await services.blobs.publish(upload, payload)
     try:
-        view = await gateway.scheduler.call(
+        view = await services.scheduler.call(
             "submit_operation",
             {
                 **fields,
                 "kind": checked.kind.value,
-                "params_json": msgspec.json.encode(params).decode(),
+                "params_json": params_to_json(params),
                 "payload": payload,
                 "payload_bytes": 0 if payload is None else memoryview(upload.body).nbytes,
                 "payload_digest": "" if payload is None else upload.digest,
                 "tokens": checked.tokens,
-                "source": source,
-                "in_flight": isinstance(params, SyncWeightsParams) and params.in_flight,
+                "source": None if sync is None else sync.source,
+                "in_flight": sync is not None and sync.in_flight,
             },
         )
     except REFUSALS:
         if payload is not None:
-            gateway.blobs.discard(payload)
+            services.blobs.discard(payload)
         raise
     if payload is not None and view["payload"] != payload:
-        # Accepted before, under the name that the payload had then.
-        gateway.blobs.discard(payload)
+        # The operation was accepted before, with an earlier copy of the payload.
+        services.blobs.discard(payload)
     return view
+
+
+def _with_seed(params: OperationParams, operation: str) -> OperationParams:
+    """Give a generation without a seed one that follows from the operation's id.
+
+    The seed is journalled, so a repeated dispatch draws the same tokens. Since it follows from the
+    id, a repeated request is equal to the first.
+    """
+    if not isinstance(params, GenerateParams) or params.sampling.seed is not None:
+        return params
+    digest = hashlib.sha256(operation.encode()).digest()
+    seed = int.from_bytes(digest[:7], "little")
+    return replace(params, sampling=replace(params.sampling, seed=seed))

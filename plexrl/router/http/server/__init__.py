@@ -1,1 +1,1 @@
-"""The HTTP server's connections and their limits."""
+"""HTTP connections: their limits, request limits and shutdown."""

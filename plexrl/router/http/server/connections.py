@@ -1,9 +1,9 @@
-"""Which connections a router keeps: a bound on all, and one on those of an address.
+"""Which connections a router keeps, within a bound on all and a bound on each client address.
 
-A connection is *anonymous* until one of its requests has carried a valid key, and *idle* while no
-request of it is under way. At a bound a new connection takes the place of the oldest anonymous one,
-else of the one that has been idle longest; where there is neither, the new one is closed. So
-strangers who hold connections open cannot keep callers with a key out.
+A connection is *anonymous* until one of its requests has carried a valid key, and *idle* while it
+has no request in progress. At a bound a new connection replaces the oldest anonymous one, or else
+the one that has been idle longest; if there is neither, the new connection is closed. So anonymous
+clients that hold connections open cannot lock out clients with a key.
 """
 
 import ipaddress
@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 CONNECTIONS_MAX = 16_384
-"""Of one router where nothing else is said: some hundred kilobytes of memory each at the worst."""
+"""Default bound of one router. A connection takes some hundred kilobytes of memory at worst."""
 DESCRIPTORS_KEPT = 256
-"""Least number of descriptors left for files, the scheduler and the workers."""
+"""Least number of descriptors kept free for files, the scheduler and the workers."""
 
 
 class Connection(Protocol):
-    """What is kept count of."""
+    """A connection that can be closed."""
 
     def drop(self) -> None:
-        """End it at once; `Connections.lost` is told by and by."""
+        """Close the connection at once; `Connections.lost` is called a little later."""
         ...
 
 
 @dataclass(slots=True)
 class _Held:
-    """The connections of one address, or of all."""
+    """The connections of one address, or of all addresses."""
 
     count: int = 0
     anonymous: "OrderedDict[Connection, None]" = field(default_factory=OrderedDict)
-    """The oldest first."""
+    """Oldest first."""
     idle: "OrderedDict[Connection, None]" = field(default_factory=OrderedDict)
-    """Those with a key, the one that has been idle longest first."""
+    """Connections with a key, longest idle first."""
 
     def forget(self, connection: Connection) -> None:
         self.anonymous.pop(connection, None)
@@ -44,7 +44,7 @@ class _Held:
 
 
 class Connections:
-    """Those of one router."""
+    """All connections of one router."""
 
     def __init__(self, connections_max: int, address_connections_max: int) -> None:
         self._connections_max = connections_max
@@ -55,11 +55,11 @@ class Connections:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of open connections."""
         return self._all.count
 
     def admit(self, connection: Connection, address: str) -> bool:
-        """Keep a new connection, if need be in the place of another; false where there is no place.
+        """Keep a new connection, if needed in place of another; False if it must be closed.
 
         `address` is the client's.
         """
@@ -77,22 +77,22 @@ class Connections:
         return True
 
     def authenticated(self, connection: Connection) -> None:
-        """A request with a valid key is under way on it."""
+        """Record that a request with a valid key is in progress on the connection."""
         for held in self._held(connection):
             held.forget(connection)
 
     def became_idle(self, connection: Connection) -> None:
-        """Its request, which had a valid key, has been answered."""
+        """Record that a request with a valid key has been answered on the connection."""
         for held in self._held(connection):
             held.idle[connection] = None
 
     def became_busy(self, connection: Connection) -> None:
-        """A request has begun on it; one that is anonymous stays so."""
+        """Record that a request has begun on the connection; an anonymous one stays anonymous."""
         for held in self._held(connection):
             held.idle.pop(connection, None)
 
     def lost(self, connection: Connection) -> None:
-        """It has ended."""
+        """Forget a connection that has ended."""
         for held in self._held(connection):
             held.forget(connection)
             held.count -= 1
@@ -101,7 +101,7 @@ class Connections:
             del self._by_address[network]
 
     def shed(self, count: int) -> int:
-        """End up to `count` connections that no caller waits on; returns how many were ended."""
+        """Close up to `count` anonymous or idle connections; return how many were closed."""
         return sum(self._shed(self._all) for _ in range(count))
 
     def _shed(self, held: _Held) -> bool:
@@ -118,12 +118,12 @@ class Connections:
 
 
 def connections_possible(descriptors: int) -> int:
-    """How many connections a process may have with so many descriptors."""
+    """How many connections a process may have with this many descriptors."""
     return max(1, descriptors - max(DESCRIPTORS_KEPT, descriptors // 4))
 
 
 def _network(address: str) -> str:
-    """Of an IPv4 address itself; of an IPv6 address the /64, all of which one client may use."""
+    """An IPv4 address itself; an IPv6 address's /64, since one client may use all of it."""
     if ":" not in address:
         return address
     parsed = ipaddress.IPv6Address(address.partition("%")[0])

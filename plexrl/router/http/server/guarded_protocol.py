@@ -1,10 +1,10 @@
-"""uvicorn's HTTP/1.1 connection with the deadlines that uvicorn has not.
+"""uvicorn's HTTP/1.1 connection with further deadlines.
 
-A request's head must be there `header_timeout_s` after its first byte, and what is left of a body
-that the application did not read as long after the answer. An anonymous connection, of which no
-request has carried a valid key, has no more time than that between requests either, nor for reading
-an answer. A request that the application works on has no deadline here: a long poll may take as
-long as it likes, and its body has one in `plexrl.router.http.admission`.
+The head of a request must arrive within `header_timeout_s` of its first byte. The rest of a body
+that the application did not read must arrive within the same time after the response. A connection
+is anonymous until one of its requests has carried a valid key. An anonymous connection has no more
+than this time between requests and to read a response. A request that the application handles has
+no deadline here: long polls take as long as they need, and `request_limits` limits the body.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from uvicorn.server import ServerState
 from plexrl.router.http.server.connections import Connections
 
 STATE_KEY = "connection"
-"""Of a request's connection in its `scope["state"]`."""
+"""Key of a request's connection in `scope["state"]`."""
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection."""
+    """One connection with deadlines."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class GuardedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, if there is a place for it."""
+        """Register the connection; close it if it is over the limit."""
         super().connection_made(transport)
         if not self._connections.admit(self, self.client[0] if self.client else ""):
             self.drop()
@@ -48,15 +48,15 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give its place up."""
+        """Unregister the connection."""
         self._cancel_deadline()
         self._connections.lost(self)
-        # It refers to itself by it.
+        # The state refers to this object; removing the entry breaks the cycle.
         self.app_state.pop(STATE_KEY, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
+        """Handle received bytes."""
         if self.transport.is_closing():
             return
         was_busy = self._is_busy
@@ -66,39 +66,39 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """The application has answered."""
+        """Handle the end of a response."""
         answered = self.cycle
         super().on_response_complete()
-        # A request that was sent ahead may have begun already.
+        # A pipelined request may have begun already.
         if self.cycle is answered and not self._is_anonymous:
             self._connections.became_idle(self)
         self._watch()
 
     def pause_writing(self) -> None:
-        """The client does not read: a stranger's connection is not kept for that."""
+        """Set a deadline if an anonymous client does not read its response."""
         super().pause_writing()
         if self._is_anonymous:
             self._start_deadline()
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Cancel that deadline once the client reads again."""
         super().resume_writing()
         if self._is_busy:
             self._cancel_deadline()
 
     def timeout_keep_alive_handler(self) -> None:
-        """It was idle for too long; what the client did not read till now it will not."""
+        """Close a connection that was idle for too long."""
         self.drop()
 
     def authenticated(self) -> None:
-        """The request under way carries a valid key."""
+        """Record that the request in progress carries a valid key."""
         if self._is_anonymous:
             self._is_anonymous = False
             self._connections.authenticated(self)
             self._cancel_deadline()
 
     def drop(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         self.transport.abort()
 
     @property
@@ -106,7 +106,7 @@ class GuardedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Start or end the deadline; one that runs is not put off by what drips in."""
+        """Start or cancel the deadline; slowly arriving bytes do not extend a running one."""
         if self._is_busy:
             self._cancel_deadline()
         elif self._is_anonymous or self._is_half_sent:
@@ -129,7 +129,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def guarded(connections: Connections, header_timeout_s: float) -> type[GuardedProtocol]:
-    """What uvicorn makes a connection with."""
+    """The protocol class with which uvicorn makes connections."""
 
     class Guarded(GuardedProtocol):
         def __init__(self, **arguments: Any) -> None:

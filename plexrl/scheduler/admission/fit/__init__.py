@@ -1,1 +1,1 @@
-"""Whether a deployment can fit at all. Pure."""
+"""Checks whether deployments can fit. Pure."""

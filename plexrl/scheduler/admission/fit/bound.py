@@ -1,14 +1,13 @@
-"""What room there is for deployments of one size: free GPUs, and groups that take members."""
+"""An upper bound on what fits for deployments of one size: free GPUs, and groups with capacity."""
 
 from collections.abc import Sequence
 
-NOTHING = -1
-"""Bytes of state that not even the smallest deployment makes do with."""
+NO_FIT = -1
+"""A number of bytes that is too small for every deployment."""
 
 
-class Room:
-    """A question's answer errs on one side only: where it is no, every search would end without a
-    place; where it is yes, one may."""
+class FitBound:
+    """May report a false positive, never a false negative: on "no" every search would fail."""
 
     __slots__ = ("_load_max", "_loads", "_states", "free_state_bytes")
 
@@ -21,26 +20,26 @@ class Room:
         load_max: float = 0.0,
     ) -> None:
         self.free_state_bytes = free_state_bytes
-        """The largest state for which free GPUs suffice; `NOTHING` where they do for none."""
+        """The largest state for which free GPUs suffice; `NO_FIT` if they suffice for none."""
         self._loads = loads
-        """Of groups that take members, ascending."""
+        """Loads of the groups that accept members, ascending."""
         self._states = states
-        """The largest state that one of the groups up to this load has room for, ascending."""
+        """The largest state that fits a group with this load or less, ascending."""
         self._load_max = load_max
 
     @property
-    def is_nothing(self) -> bool:
-        """There is room for nobody."""
-        return self.free_state_bytes == NOTHING and not self._loads
+    def is_empty(self) -> bool:
+        """Whether nothing fits."""
+        return self.free_state_bytes == NO_FIT and not self._loads
 
-    def holds(self, duty: float, state_bytes: int) -> bool:
-        """Whether there may be room for one of that duty with so large a state."""
+    def may_fit(self, duty: float, state_bytes: int) -> bool:
+        """Whether a deployment with this duty and state may fit."""
         if state_bytes <= self.free_state_bytes:
             return True
         loads, low, high = self._loads, 0, len(self._loads)
         while low < high:
             middle = (low + high) // 2
-            # Compared as `placement.has_room` does it.
+            # The same comparison as `placement.can_take`.
             if loads[middle] + duty <= self._load_max:
                 low = middle + 1
             else:

@@ -1,79 +1,76 @@
-"""For whom there cannot be room: a look at the groups of one size, before any is searched."""
+"""Computes fit bounds from the groups of one size, before any group is searched."""
 
 import numpy as np
 
-from plexrl.scheduler.admission.fit.bound import NOTHING, Room
+from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
 from plexrl.scheduler.admission.queues.waiting import Size, Sizes
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
 
 
-class Rooms:
-    """Of each size, looked up once and kept until somebody is placed."""
+class FitBoundCache:
+    """The fit bound of each size, kept until a deployment is placed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        kept_apart = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
-        self.anybody_shares = kept_apart != (Way.DEDICATED,)
-        """By the policy: a new group has room for others."""
-        self._known: dict[tuple[Size, bool, bool], Room] = {}
-        self._gangs: dict[tuple[Sizes, tuple[bool, ...]], Room] = {}
-        self._free: int | None = None
-        """GPUs in no group."""
+        modes = context.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+        self.policy_shares = modes != (PlacementMode.DEDICATED,)
+        """Whether the policy ever puts two deployments on one group."""
+        self._bounds: dict[tuple[Size, bool, bool], FitBound] = {}
+        self._gang_bounds: dict[tuple[Sizes, tuple[bool, ...]], FitBound] = {}
+        self._free_gpus: int | None = None
         self._refused: dict[Size, int] = {}
-        """The smallest state for which no free GPUs were found where there seemed to be some. What
-        is free becomes less only."""
+        """The smallest state for which a search for free GPUs failed. Free GPUs only get fewer."""
 
-    def forget(self) -> None:
-        """Somebody was placed."""
-        self._free = None
-        self._known.clear()
-        self._gangs.clear()
+    def invalidate(self) -> None:
+        """Drop the bounds, because a deployment was placed."""
+        self._free_gpus = None
+        self._bounds.clear()
+        self._gang_bounds.clear()
 
-    def refused(self, size: Size, state_bytes: int) -> None:
-        """No free GPUs were found for a deployment of that size, and there are none for larger
-        ones."""
+    def note_refusal(self, size: Size, state_bytes: int) -> None:
+        """A search for free GPUs failed for this size and state: it fails for larger states too."""
         least = self._refused.get(size)
         self._refused[size] = state_bytes if least is None else min(least, state_bytes)
-        self.forget()
+        self.invalidate()
 
-    def of(self, size: Size, *, takes_free: bool = True, joins: bool = True) -> Room:
-        """What there is for deployments of a size: among free GPUs if they may take them, and in
-        groups if they may join any."""
+    def of(self, size: Size, *, takes_free: bool = True, joins: bool = True) -> FitBound:
+        """The bound for deployments of a size that may take free GPUs (`takes_free`) and join
+        groups (`joins`)."""
         key = size, takes_free, joins
-        found = self._known.get(key)
+        found = self._bounds.get(key)
         if found is None:
-            found = self._known[key] = self._look(size, takes_free, joins)
+            found = self._bounds[key] = self._compute(size, takes_free, joins)
         return found
 
-    def of_all(self, sizes: Sizes) -> Room:
-        """What there is for units of these sizes, if nobody is ahead of them."""
+    def of_unit(self, sizes: Sizes) -> FitBound:
+        """The bound for units of these sizes that no other deployment blocks."""
         return self.of(sizes[0]) if len(sizes) == 1 else self.of_gang(sizes, (True,) * len(sizes))
 
-    def of_gang(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> Room:
-        """What there is for gangs of these sizes; `takes_free` says which of them may take free
-        GPUs. Duties and states are not looked at, so units of a gang count as asking for none."""
+    def of_gang(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> FitBound:
+        """The bound for gangs of these sizes; `takes_free` says which may take free GPUs. Ignores
+        duties and states."""
         key = sizes, takes_free
-        found = self._gangs.get(key)
+        found = self._gang_bounds.get(key)
         if found is None:
-            free_state_bytes = 0 if self._may_hold(sizes, takes_free) else NOTHING
-            found = self._gangs[key] = Room(free_state_bytes=free_state_bytes)
+            free_state_bytes = 0 if self._gang_may_fit(sizes, takes_free) else NO_FIT
+            found = self._gang_bounds[key] = FitBound(free_state_bytes=free_state_bytes)
         return found
 
-    def _may_hold(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> bool:
-        if self._free is None:
-            self._free = self._context.inventory.pool.free_gpus()
-        free = self._free
+    def _gang_may_fit(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> bool:
+        if self._free_gpus is None:
+            self._free_gpus = self._context.inventory.pool.free_gpus()
+        free = self._free_gpus
         if free < sum([size.workers for size in sizes if not size.shares]):
             return False
         new: set[int] = set()
-        """GPUs of the gang's own groups that others of it may join."""
-        # Those that may take free GPUs first, for they make the groups.
+        """Sizes of new groups that other deployments of the gang may join."""
+        # Deployments that may take free GPUs first, because they create the groups.
         for may_take, size in sorted(zip(takes_free, sizes, strict=True), reverse=True):
-            is_sharing = size.shares and self.anybody_shares
+            is_sharing = size.shares and self.policy_shares
             if is_sharing and (size.workers in new or self._is_any_group_open(size)):
                 continue
-            if not may_take or self.of(size, joins=False).is_nothing:
+            if not may_take or self.of(size, joins=False).is_empty:
                 return False
             free -= size.workers
             if free < 0:
@@ -83,12 +80,12 @@ class Rooms:
         return True
 
     def _is_any_group_open(self, size: Size) -> bool:
-        return not self.of(size, takes_free=False).is_nothing
+        return not self.of(size, takes_free=False).is_empty
 
-    def _look(self, size: Size, takes_free: bool, joins: bool) -> Room:
-        free_state_bytes = self._free_state_bytes(size) if takes_free else NOTHING
-        if not (joins and size.shares and self.anybody_shares):
-            return Room(free_state_bytes=free_state_bytes)
+    def _compute(self, size: Size, takes_free: bool, joins: bool) -> FitBound:
+        free_state_bytes = self._free_state_bytes(size) if takes_free else NO_FIT
+        if not (joins and size.shares and self.policy_shares):
+            return FitBound(free_state_bytes=free_state_bytes)
         config, index = self._context.config, self._context.inventory.index
         loads, states = [], []
         for shape in index.shapes(size.workers, size.node_type):
@@ -99,14 +96,14 @@ class Rooms:
                 on_gpus = shape.gpu_memory_bytes * shape.gpus
                 states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
         if not loads:
-            return Room(free_state_bytes=free_state_bytes)
+            return FitBound(free_state_bytes=free_state_bytes)
         load = loads[0] if len(loads) == 1 else np.concatenate(loads)
         state = states[0] if len(states) == 1 else np.concatenate(states)
         order = load.argsort(kind="stable")
         load, state = load[order], np.maximum.accumulate(state[order])
-        # Of those that have room for no more than a less loaded one, nothing needs to be known.
+        # Drop groups that fit no larger state than a less loaded group.
         steps = [0, *(np.flatnonzero(state[1:] > state[:-1]) + 1).tolist()]
-        return Room(
+        return FitBound(
             free_state_bytes=free_state_bytes,
             loads=load[steps].tolist(),
             states=state[steps].tolist(),
@@ -114,9 +111,9 @@ class Rooms:
         )
 
     def _free_state_bytes(self, size: Size) -> int:
-        most = NOTHING
+        most = NO_FIT
         for kind, gpus in self._context.inventory.pool.free_by_kind(size.node_type):
             if gpus >= size.workers:
                 most = max(most, kind.gpu_memory_bytes * size.workers)
         refused = self._refused.get(size)
-        return most if refused is None else max(NOTHING, min(most, refused - 1))
+        return most if refused is None else max(NO_FIT, min(most, refused - 1))

@@ -1,40 +1,40 @@
-"""Whether deployments can have GPUs at the same time: on the whole cluster, or on the nodes that
-are in service now.
+"""Whether deployments can have GPUs at the same time: on the whole cluster, or on the nodes in
+service.
 
-Two questions are answered with the same search. Before a deployment is accepted: could the cluster,
-empty and whole, hold it together with the other deployments of its job? The answer errs towards
-yes, for a refusal is final. While a deployment waits: would it get its GPUs if all other jobs ended
-now? Only then may it keep others from free GPUs, so the answer errs towards no.
+One search answers two questions. Before a deployment is accepted: could the empty cluster hold it
+together with the other deployments of its job? A refusal is final, so the answer may be a false
+yes. While a deployment waits: would it get its GPUs if all other jobs ended now? Only then it may
+block others from free GPUs, so the answer may be a false no.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from plexrl.scheduler.capacity.node_pool import NodeKind
+from plexrl.scheduler.capacity.node_pool import NodeKind, is_in_service
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job
 
 if TYPE_CHECKING:
     from plexrl.ids import NodeId, TenantId
 
 SEARCH_STEPS_MAX = 2000
-"""Choices looked at before needs count as fitting: kinds of nodes are few, and so are needs."""
+"""Search steps after which needs count as fitting. Kinds of nodes and needs are few."""
 
 
 class Need(NamedTuple):
-    """GPUs of one kind that are wanted at the same time as others."""
+    """GPUs of one kind that a deployment needs."""
 
     workers: int
     node_type: str
     gpu_memory_bytes: int
-    """Of each GPU at least."""
+    """Minimum for each GPU."""
 
 
 def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
-    """Whether the free GPUs of each kind hold all `needs` at once; also true where that takes too
-    long to find out."""
+    """Whether the free GPUs of each kind hold all `needs` at once; also true if the search takes
+    more than `SEARCH_STEPS_MAX` steps."""
     left = dict(free)
     order = sorted(needs, reverse=True)
     wanted = [0] * (len(order) + 1)
@@ -66,7 +66,7 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
 
 
 def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
-    """Whether `needs` find GPUs one after the other, each of the kind that the pool chooses."""
+    """Whether `needs` get GPUs one after the other, each of the kind that the pool chooses."""
     left = dict(free)
     for need in needs:
         kinds = [kind for kind in left if left[kind] >= need.workers and _suits(kind, need)]
@@ -77,7 +77,7 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
 
 
 def least_needs(context: Context, deployments: Sequence[Deployment]) -> list[Need]:
-    """What `deployments` take at least, if all that may share do so wherever they can."""
+    """A lower bound of the GPUs for `deployments`: all that may share a group do."""
     alone = [each for each in deployments if not (each.shares and _anybody_shares(context))]
     found = [need_of(each) for each in alone]
     sharing: dict[int, list[Deployment]] = {}
@@ -86,22 +86,22 @@ def least_needs(context: Context, deployments: Sequence[Deployment]) -> list[Nee
             sharing.setdefault(each.workers, []).append(each)
     most = context.config.residents_max
     for workers, members in sorted(sharing.items()):
-        places = 0
+        spare = 0
         counts: dict[str, int] = {}
         for each in members:
             counts[each.node_type] = counts.get(each.node_type, 0) + 1
         untyped = counts.pop("", 0)
         for node_type, count in sorted(counts.items()):
             groups = -(-count // most)
-            places += groups * most - count
+            spare += groups * most - count
             found += [Need(workers, node_type, 0)] * groups
-        found += [Need(workers, "", 0)] * -(-max(0, untyped - places) // most)
+        found += [Need(workers, "", 0)] * -(-max(0, untyped - spare) // most)
     return found
 
 
 def is_possible(context: Context, deployment: Deployment) -> bool:
-    """Whether the nodes in service would give GPUs to a waiting deployment, and to its gang, if all
-    other jobs ended now."""
+    """Whether a waiting deployment and its gang would get GPUs on the nodes in service if all other
+    jobs ended now."""
     job, inventory = context.job(deployment.job), context.inventory
     gang = gang_of(context, deployment)
     if len(job.deployments) == 1:
@@ -120,29 +120,29 @@ def is_possible(context: Context, deployment: Deployment) -> bool:
 
 
 def why_impossible(context: Context, deployment: Deployment) -> str | None:
-    """Why `is_possible` says no; None where it says yes."""
+    """Why `is_possible` is False; None if it is True."""
     if is_possible(context, deployment):
         return None
     return _why(context, context.job(deployment.job), gang_of(context, deployment))
 
 
 def count_impossible(context: Context, tenant: "TenantId | None") -> int:
-    """How many waiting deployments of a tenant, or of all, `is_possible` says no of. It is asked
-    once for all that need the same."""
+    """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False.
+    Checked once for equal needs."""
     waiting = context.waiting
     known: dict[object, bool] = {}
     count = 0
-    for sizes, likeness, line in waiting.lines():
-        if tenant is not None and likeness.owner.tenant != tenant:
+    for sizes, equivalence, queue in waiting.queues():
+        if tenant is not None and equivalence.owner.tenant != tenant:
             continue
-        # A backlog may hold as many traces as jobs. Of a single deployment its size alone counts.
-        demand = likeness.demand
+        # Traces differ from job to job. For a single deployment only the size matters.
+        demand = equivalence.demand
         key = sizes, (demand[0][0] if len(demand) == 1 else demand)
         is_held = known.get(key)
         if is_held is None:
-            is_held = known[key] = is_possible(context, context.deployment(line[0][1]))
+            is_held = known[key] = is_possible(context, context.deployment(queue[0][1]))
         if not is_held:
-            count += len(line) * len(sizes)
+            count += len(queue) * len(sizes)
     for name in waiting.in_no_queue():
         deployment = context.deployment(name)
         is_asked = tenant in (None, context.job(deployment.job).tenant)
@@ -153,8 +153,8 @@ def count_impossible(context: Context, tenant: "TenantId | None") -> int:
 def fit_as_placed(
     context: Context, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
 ) -> bool:
-    """Whether `deployments` find GPUs one after the other: GPUs of its own for each, but for those
-    that are sure to be put on one group."""
+    """Whether `deployments` get GPUs one after the other, each GPUs of its own, except those that
+    are certain to share one group."""
     order = sorted(deployments, key=lambda d: (-d.workers, d.created_at, d.deployment))
     if fits_as_placed(free, [need_of(each) for each in order]):
         return True
@@ -172,7 +172,7 @@ def fit_as_placed(
 
 
 def gang_of(context: Context, deployment: Deployment) -> list[Deployment]:
-    """The waiting deployments that get GPUs together with `deployment`, itself among them."""
+    """The waiting deployments that get GPUs at the same time as `deployment`, including itself."""
     job = context.job(deployment.job)
     if not job.gang:
         return [deployment]
@@ -184,27 +184,27 @@ def _suits(kind: NodeKind, need: Need) -> bool:
 
 
 def need_of(deployment: Deployment) -> Need:
-    """What a deployment that gets GPUs needs of them."""
+    """The GPUs that a deployment needs."""
     per_rank = -(-deployment.state_bytes // deployment.workers)
     return Need(deployment.workers, deployment.node_type, per_rank)
 
 
 def _anybody_shares(context: Context) -> bool:
-    ways = context.policy.ways(has_profile=True, is_patience_over=True, is_scarce=False)
-    return ways != (Way.DEDICATED,)
+    modes = context.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+    return modes != (PlacementMode.DEDICATED,)
 
 
 def _may_pack(context: Context, deployments: Sequence[Deployment]) -> bool:
-    """Whether those of the same size among `deployments` are sure to be put on one group each."""
+    """Whether deployments of equal size are certain to share one group."""
     if len(deployments) < 2:
         return False
-    ways = context.policy.ways(has_profile=False, is_patience_over=False, is_scarce=False)
-    if Way.PACKED not in ways:
+    modes = context.policy.modes(has_profile=False, is_patience_over=False, is_scarce=False)
+    if PlacementMode.PACKED not in modes:
         return False
     sharing = [each for each in deployments if each.shares]
     config, nodes = context.config, context.state.nodes.values()
     duties = [context.inventory.duty_when_placed(each) for each in sharing]
-    usable = [node for node in nodes if node.alive and not node.is_draining]
+    usable = [node for node in nodes if is_in_service(node)]
     tiers = min((node.host_memory_bytes + node.nvme_bytes for node in usable), default=0)
     memory = min((node.gpu_memory_bytes for node in usable), default=0)
     return (
@@ -221,19 +221,19 @@ def _why(context: Context, job: Job, gang: Sequence[Deployment]) -> str:
     of_type = f" of type {' and '.join(map(repr, types))}" if types else ""
     together = " at once" if len(gang) > 1 else ""
     others = len(job.deployments) - len(gang)
-    beside = ", beside those its job holds," if others else ""
+    more = ", in addition to those its job holds," if others else ""
     free = context.inventory.in_service()
     there = sum(gpus for kind, gpus in free.items() if not types or kind.node_type in types)
     away = _away(context)
     ending = f": {'; '.join(away)}" if away else ""
     return (
-        f"{wanted} GPUs{of_type}{together}{beside} are more than the {there} GPUs{of_type} of the "
-        f"nodes in service can give{ending}; it waits until they can, and holds nobody up meanwhile"
+        f"{wanted} GPUs{of_type}{together}{more} are more than the {there} GPUs{of_type} of the "
+        f"nodes in service can give{ending}; it waits until they can, and blocks no other job"
     )
 
 
 def _away(context: Context) -> list[str]:
-    """The nodes that are not in service, a few of them by name."""
+    """The nodes that are not in service; at most three of each kind by name."""
     lost: list[NodeId] = []
     drained: list[NodeId] = []
     for node in context.state.nodes.values():

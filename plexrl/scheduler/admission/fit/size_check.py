@@ -1,4 +1,4 @@
-"""What not even an empty cluster could hold is refused as it is asked for."""
+"""Refuses deployments that not even the empty cluster could hold."""
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
@@ -7,14 +7,14 @@ from plexrl.scheduler.state.records import Deployment, Job
 
 
 def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None:
-    """Refuse a new deployment that not even the empty cluster could hold, by itself or beside the
+    """Refuse a new deployment that the empty cluster could not hold, alone or together with the
     other deployments of its job.
 
     Raises:
-        UnavailableError: no node is known yet.
-        CapacityError: more GPUs than nodes of the wanted type have together, or there are none.
-        ModelDoesNotFitError: a rank's state is larger than a GPU's memory, or the whole state than
-            the tiers it is offloaded to.
+        UnavailableError: no node has joined yet.
+        CapacityError: no node has the requested type, or they have too few GPUs in all.
+        ModelDoesNotFitError: the state of a rank is larger than the memory of a GPU, or the whole
+            state is larger than the host and NVMe tiers.
     """
     sizes = context.inventory.sizes()
     if not sizes:
@@ -62,7 +62,7 @@ def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None
 
 
 def _check_together(context: Context, job: Job, deployment: Deployment) -> None:
-    """All deployments of a job keep their GPUs until it ends, in a gang or not."""
+    """Check all deployments of the job at once, because each keeps its GPUs until the job ends."""
     if not job.deployments:
         return
     everything = [*map(context.deployment, job.deployments), deployment]

@@ -1,20 +1,21 @@
-"""Deployments that get GPUs at once: all of a gang, or a single one."""
+"""Deployments that get GPUs at once: all deployments of a gang, or a single one."""
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import is_partial
-from plexrl.scheduler.admission.scarcity import alike, over_quota
+from plexrl.scheduler.admission.quotas import over_quota
+from plexrl.scheduler.admission.scarcity import node_types_compatible
 from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.placement.placement import leave, place, ways
-from plexrl.scheduler.placement.policies import Way
+from plexrl.scheduler.placement.placement import leave, modes, place
+from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
 
-Wish = tuple[str, int]
-"""(node type, workers) of a deployment that nobody may pass."""
+BlockingRequest = tuple[str, int]
+"""(node type, workers) of a deployment that blocks the deployments behind it."""
 
 
 def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
-    """(reason, rule) for which `deployment` may not have GPUs even where some are free."""
+    """(reason, rule) why `deployment` may not get GPUs even if some are free; None if it may."""
     job = context.job(deployment.job)
     if job.is_set_aside:
         return "its job has no controller: it gets GPUs again when one attaches the job", "detached"
@@ -27,13 +28,16 @@ def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | N
 
 
 def place_all(
-    context: Context, gang: list[Deployment], only: dict[DeploymentId, tuple[Way, ...]], now: float
+    context: Context,
+    gang: list[Deployment],
+    allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
+    now: float,
 ) -> bool:
-    """Put all of them on groups, or none; `only` names the ways that each may get there."""
+    """Put all deployments on groups by their allowed modes, or none."""
     done: list[Deployment] = []
-    # The largest first: it has the fewest places to go.
+    # The largest first, because it has the fewest choices.
     for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
-        if place(context, deployment, now, only=only[deployment.deployment]) is None:
+        if place(context, deployment, now, only=allowed[deployment.deployment]) is None:
             for each in reversed(done):
                 leave(context, each, now)
                 each.ranks = ()
@@ -47,31 +51,35 @@ def place_all(
     return True
 
 
-def ways_left(
-    context: Context, gang: list[Deployment], ahead: set[Wish], now: float
-) -> dict[DeploymentId, tuple[Way, ...]]:
-    """How each of `gang` may get GPUs behind those `ahead`, whom nobody may pass: none that they
-    may be waiting for, free or in a group of the size they want."""
-    found = {each.deployment: ways(context, each, now) for each in gang}
+def allowed_modes(
+    context: Context, gang: list[Deployment], blocking: set[BlockingRequest], now: float
+) -> dict[DeploymentId, tuple[PlacementMode, ...]]:
+    """The placement modes of each deployment that take nothing a blocking request may need: neither
+    free GPUs nor a group of the requested size."""
+    found = {each.deployment: modes(context, each, now) for each in gang}
     if is_partial(context, context.job(gang[0].job)):
         return found
     for each in gang:
-        rivals = [workers for kind, workers in ahead if alike(kind, each.node_type)]
+        rivals = [
+            workers for kind, workers in blocking if node_types_compatible(kind, each.node_type)
+        ]
         if each.workers in rivals:
             found[each.deployment] = ()
         elif rivals:
-            left = [way for way in found[each.deployment] if way != Way.DEDICATED]
+            left = [mode for mode in found[each.deployment] if mode != PlacementMode.DEDICATED]
             found[each.deployment] = tuple(left)
     return found
 
 
-def likeness_of(deployment: Deployment, only: tuple[Way, ...]) -> tuple[object, ...]:
-    """What two deployments share that both fit or both do not."""
+def equivalence_key(
+    deployment: Deployment, allowed: tuple[PlacementMode, ...]
+) -> tuple[object, ...]:
+    """Two deployments with equal keys both fit, or both do not."""
     return (
         deployment.workers,
         deployment.node_type,
         deployment.shares,
         deployment.state_bytes,
         deployment.trace,
-        only,
+        allowed,
     )

@@ -1,8 +1,8 @@
-"""How many deployments wait for GPUs, and how many of them precede a given one.
+"""Counts the deployments that wait for GPUs, and how many of them precede a given one.
 
-The answer costs O(log n) with n deployments waiting. "Precede" means a higher priority, or the same
-priority and an earlier creation. The admission also weighs tenants' shares, which change all the
-time, so this is no promise of the order of turns.
+A query costs O(log n) with n waiting deployments. "Precede" means a higher priority, or the same
+priority and an earlier creation. Admission also weighs the tenants' shares, which change all the
+time, so the count does not promise an order of admission.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
 
 
-class Place(NamedTuple):
-    """Sort key of a waiting deployment: what comes first sorts first."""
+class Position(NamedTuple):
+    """Sort key of a waiting deployment, ascending."""
 
     priority_negated: int
     created_at: float
@@ -22,44 +22,44 @@ class Place(NamedTuple):
 
 
 if TYPE_CHECKING:
-    _Places = SortedList[Place]
+    _Positions = SortedList[Position]
 
 
 class QueueCounts:
-    """Places of all waiting deployments, one sorted list for each node type."""
+    """Positions of all waiting deployments, one sorted list for each node type."""
 
     def __init__(self) -> None:
-        self._lists: dict[str, _Places] = {}
-        """By the node type that is asked for; empty: any."""
-        self._filed: dict[DeploymentId, tuple[str, Place]] = {}
+        self._lists: dict[str, _Positions] = {}
+        """By requested node type; empty: any."""
+        self._entries: dict[DeploymentId, tuple[str, Position]] = {}
 
     def __len__(self) -> int:
-        return len(self._filed)
+        return len(self._entries)
 
-    def add(self, node_type: str, place: Place) -> None:
-        """Count a deployment, which is not counted yet."""
-        self._filed[place.name] = node_type, place
-        self._lists.setdefault(node_type, SortedList()).add(place)
+    def add(self, node_type: str, position: Position) -> None:
+        """Add a deployment that is not counted yet."""
+        self._entries[position.name] = node_type, position
+        self._lists.setdefault(node_type, SortedList()).add(position)
 
     def remove(self, name: "DeploymentId") -> None:
-        """Stop counting a deployment."""
-        node_type, place = self._filed.pop(name)
-        places = self._lists[node_type]
-        places.remove(place)
-        if not places:
+        """Remove a deployment."""
+        node_type, position = self._entries.pop(name)
+        positions = self._lists[node_type]
+        positions.remove(position)
+        if not positions:
             del self._lists[node_type]
 
     def clear(self) -> None:
-        """Count nobody."""
+        """Remove all deployments."""
         self._lists.clear()
-        self._filed.clear()
+        self._entries.clear()
 
     def standing(self, name: "DeploymentId") -> tuple[int, int]:
-        """(deployments that precede `name`, all others) of those that could want the same nodes."""
-        node_type, place = self._filed[name]
+        """(deployments that precede `name`, all others), of those that could use the same nodes."""
+        node_type, position = self._entries[name]
         ahead = total = 0
-        for other, places in self._lists.items():
+        for other, positions in self._lists.items():
             if "" in (node_type, other) or node_type == other:
-                ahead += places.bisect_left(place)
-                total += len(places)
+                ahead += positions.bisect_left(position)
+                total += len(positions)
         return ahead, total - 1

@@ -1,8 +1,8 @@
-"""Those who are first of their lines, in the order of their turns, found by what they need.
+"""An index of queue heads by creation time that finds the first head that may fit.
 
-A backlog may have as many lines as deployments: no two jobs measure the same trace. So whoever
-there may be room for is found without a look at the others: the heads lie in blocks, and of each
-block the least that any of it needs is known.
+No two jobs measure the same trace, so a backlog may have as many queues as deployments. The heads
+are stored in sorted blocks with the smallest demand of each block, so a search skips blocks in
+which nothing fits.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.admission.fit.bound import Room
+from plexrl.scheduler.admission.fit.bound import FitBound
 
 BLOCK: Final = 128
-"""Heads of a block when it is cut in two."""
+"""A block with twice as many heads is split in two."""
 
 
 class Head(NamedTuple):
-    """Who is first of a line, and what all of the line need."""
+    """The first unit of a queue, and what each unit of the queue needs."""
 
     created_at: float
     name: DeploymentId
@@ -26,7 +26,7 @@ class Head(NamedTuple):
 
 
 class _Block:
-    """Neighbours, ascending."""
+    """Neighbouring heads, ascending."""
 
     __slots__ = ("heads", "least_duty", "least_state_bytes")
 
@@ -37,19 +37,19 @@ class _Block:
         self.measure()
 
     def measure(self) -> None:
-        """What its heads need at least."""
+        """Compute the smallest duty and state of the block."""
         self.least_duty = min([head.duty for head in self.heads])
         self.least_state_bytes = min([head.state_bytes for head in self.heads])
 
 
-class LineHeads:
-    """Heads by the time of their creation, then by name."""
+class QueueHeadIndex:
+    """Heads sorted by creation time, then by name."""
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
-        """None is empty."""
+        """Never empty blocks."""
         self._lasts: list[Head] = []
-        """Of each block."""
+        """The last head of each block."""
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
@@ -60,12 +60,12 @@ class LineHeads:
 
     @property
     def least(self) -> tuple[float, DeploymentId]:
-        """(time of creation, name) of the first of all."""
+        """(creation time, name) of the first head."""
         head = self._blocks[0].heads[0]
         return head.created_at, head.name
 
     def add(self, head: Head) -> None:
-        """It is the first of its line from now on."""
+        """Insert a head. O(log n)."""
         blocks, lasts = self._blocks, self._lasts
         if not blocks:
             blocks.append(_Block([head]))
@@ -85,11 +85,11 @@ class LineHeads:
         lasts[at] = blocks[at].heads[-1]
 
     def remove(self, head: Head) -> None:
-        """It is first of a line no more."""
+        """Remove a head of the index."""
         at = bisect_left(self._lasts, head)
         block = self._blocks[at]
         index = bisect_left(block.heads, head)
-        assert block.heads[index] == head, f"{head.name} is first of no line"
+        assert block.heads[index] == head, f"{head.name} is not in the index"
         del block.heads[index]
         if not block.heads:
             del self._blocks[at], self._lasts[at]
@@ -98,27 +98,27 @@ class LineHeads:
         if head.duty <= block.least_duty or head.state_bytes <= block.least_state_bytes:
             block.measure()
 
-    def first(self, room: Room, after: Head | None = None) -> Head | None:
-        """The first, or the first behind `after`, that there may be room for."""
+    def first(self, bound: FitBound, after: Head | None = None) -> Head | None:
+        """The first head, or the first one behind `after`, that may fit; None if there is none."""
         begin = 0 if after is None else bisect_right(self._lasts, after)
         for at in range(begin, len(self._blocks)):
             block = self._blocks[at]
-            if not room.holds(block.least_duty, block.least_state_bytes):
+            if not bound.may_fit(block.least_duty, block.least_state_bytes):
                 continue
             heads = block.heads
             inside = bisect_right(heads, after) if after is not None and at == begin else 0
             for index in range(inside, len(heads)):
                 head = heads[index]
-                if room.holds(head.duty, head.state_bytes):
+                if bound.may_fit(head.duty, head.state_bytes):
                     return head
         return None
 
     def check(self) -> None:
-        """Assert that what is known of the blocks is so."""
+        """Assert that the blocks are sorted and their summaries correct."""
         assert self._lasts == [block.heads[-1] for block in self._blocks]
-        every = list(self)
-        assert every == sorted(every), "heads are out of order"
+        heads = list(self)
+        assert heads == sorted(heads), "heads are out of order"
         for block in self._blocks:
-            known = block.least_duty, block.least_state_bytes
+            summary = block.least_duty, block.least_state_bytes
             block.measure()
-            assert known == (block.least_duty, block.least_state_bytes)
+            assert summary == (block.least_duty, block.least_state_bytes)

@@ -1,23 +1,22 @@
-"""Who waits for GPUs, in queues: of those alike, only the first needs to be looked at.
+"""The queues of deployments that wait for GPUs. One admission pass looks at the heads only.
 
-A backlog holds many deployments and few kinds. Where there is no room for the first of a kind there
-is none for the others, so a pass of the admission costs what the kinds cost, not what the backlog
-does. A *unit* is a deployment, or all deployments of a gang, which get GPUs at once. A unit's
-*sizes* are what its deployments want. Units stand in these queues:
+A backlog holds many deployments of few kinds. If the first of a kind does not fit, no other of the
+kind fits, so the cost of a pass grows with the number of kinds instead of the backlog. A *unit* is
+a single deployment, or all deployments of a gang, which get GPUs at once. Its *sizes* are the sizes
+of its deployments. A unit is in three structures:
 
-* a *line*: units that all fit or all do not: same tenant, class, expected length, sizes and demand.
-  In it, who came first has the better turn for as long as they wait;
-* a *file*: the first of all lines of one tenant, class and length that want the same sizes, with a
-  profile all of them or none. Of them, too, who came first has the better turn, and the first for
-  whom there is room is found without a look at the others;
-* a *wish*: all of one tenant, class and length that want the same sizes. The first of them stands
-  for all in keeping others from passing.
+* a *queue* of interchangeable units: same tenant, priority, expected length, sizes and demand. All
+  of them fit, or none. Earlier creation goes first;
+* `heads`: queue heads, grouped by sizes, tenant, priority, expected length and whether profiled.
+  Within such a group too earlier creation goes first; an index finds the first head that may fit;
+* `blocking_requests`: all units of one tenant, priority and length with the same sizes. The first
+  one stands for all when it blocks deployments behind it.
 
-Besides, *askers* are all deployments of one tenant that want the same size: the same quotas hold
-them. In no queue are the *singles*, whose job has GPUs for another deployment already, and the
-deployments of gangs that are not complete yet.
+`pending_by_tenant` holds all deployments of one tenant and size, to which the same quotas apply.
+Two kinds of deployments are in no queue: deployments of partial jobs (`of_partial_jobs`: another
+deployment of the job has GPUs already), and deployments of incomplete gangs.
 
-All of it follows from the state; `Context.reconfigure` makes it anew.
+The state determines everything here; `Context.reconfigure` rebuilds it.
 """
 
 import math
@@ -27,44 +26,44 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from sortedcontainers import SortedList
 
 from plexrl.ids import DeploymentId, TenantId
-from plexrl.scheduler.admission.queues.queue_counts import Place, QueueCounts
-from plexrl.scheduler.admission.queues.queue_heads import Head, LineHeads
+from plexrl.scheduler.admission.queues.queue_counts import Position, QueueCounts
+from plexrl.scheduler.admission.queues.queue_heads import Head, QueueHeadIndex
 from plexrl.scheduler.state.demand import DemandTrace
 from plexrl.scheduler.state.records import Deployment, Job
 
 
 class Size(NamedTuple):
-    """GPUs that are asked for."""
+    """The GPUs that a deployment requests."""
 
     node_type: str
     workers: int
     shares: bool
-    """On a group that others may be on too."""
+    """Whether others may be on the same group."""
 
 
 Sizes = tuple[Size, ...]
-"""Of a unit, ascending."""
+"""The sizes of a unit, ascending."""
 
 
 class Owner(NamedTuple):
-    """Whose turn depends on the same share and class."""
+    """Tenant and priority class, which together determine the first criteria of the order."""
 
     tenant: TenantId
     priority: int
 
 
-class Likeness(NamedTuple):
-    """What a line has in common, beside its sizes."""
+class EquivalenceClass(NamedTuple):
+    """What the units of one queue have in common, in addition to their sizes."""
 
     owner: Owner
     expected_s: float
-    """A step of expected lengths."""
+    """Expected length, rounded by `expected_step`."""
     demand: tuple[tuple[int, DemandTrace | None], ...]
-    """State bytes and trace of each deployment, in the order of the sizes."""
+    """(state bytes, trace) of each deployment, in the order of the sizes."""
 
 
-class File(NamedTuple):
-    """What lines have in common whose first are kept together, beside sizes and owner."""
+class QueueKey(NamedTuple):
+    """What the heads of one index have in common, in addition to sizes and owner."""
 
     expected_s: float
     has_profile: bool
@@ -79,46 +78,46 @@ class Member(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where a unit stands."""
+    """A unit and its position in the queues."""
 
     head: Head
     sizes: Sizes
-    likeness: Likeness
+    equivalence: EquivalenceClass
     members: tuple["Member", ...]
-    """The unit has the turn of the one that was created first."""
+    """The oldest member decides the unit's position."""
 
     @property
     def owner(self) -> Owner:
-        return self.likeness.owner
+        return self.equivalence.owner
 
     @property
-    def file(self) -> File:
-        has_profile = any(trace is not None for _, trace in self.likeness.demand)
-        return File(self.likeness.expected_s, has_profile)
+    def queue_key(self) -> QueueKey:
+        has_profile = any(trace is not None for _, trace in self.equivalence.demand)
+        return QueueKey(self.equivalence.expected_s, has_profile)
 
 
 if TYPE_CHECKING:
     Queue = SortedList[tuple[float, DeploymentId]]
-    """(time of creation, name), in the order of turns."""
+    """(creation time, name), ascending."""
 
-KeyT = TypeVar("KeyT", File, float)
+KeyT = TypeVar("KeyT", QueueKey, float)
 ValueT = TypeVar("ValueT")
 
 JOB_S = 3600.0
-"""Length of a job that its user said nothing about."""
+"""Expected length of a job without a declared length."""
 
 _STEPS: Final = (4, 22)
-"""Powers of two between which expected lengths are told apart: 16 s and 48 days."""
+"""Smallest and largest power of two of an expected length: 16 s and 48 days."""
 
 
 def expected_step(expected_s: float) -> float:
-    """The expected length, down to a power of two: so there are few files, however many jobs."""
+    """The expected length rounded down to a power of two, which keeps the indexes of heads few."""
     _, exponent = math.frexp(expected_s or JOB_S)
     return 2.0 ** min(max(exponent - 1, _STEPS[0]), _STEPS[1])
 
 
 def size_of(deployment: Deployment) -> Size:
-    """The GPUs that one deployment asks for."""
+    """The GPUs that one deployment requests."""
     return Size(deployment.node_type, deployment.workers, deployment.shares)
 
 
@@ -127,19 +126,19 @@ class Waiting:
 
     def __init__(self) -> None:
         self._units: dict[DeploymentId, Unit | None] = {}
-        """Of each that waits; None: in no queue."""
-        self._lines: dict[Sizes, dict[Likeness, Queue]] = {}
-        self.files: dict[Sizes, dict[Owner, dict[File, LineHeads]]] = {}
-        self.least: dict[Sizes, tuple[float, int]] = {}
-        """Duty and state bytes that nobody of `files` has less of."""
-        self.wishes: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
-        self.askers: dict[Size, dict[TenantId, Queue]] = {}
-        self.singles: dict[DeploymentId, None] = {}
+        """The unit of each waiting deployment; None: in no queue."""
+        self._queues: dict[Sizes, dict[EquivalenceClass, Queue]] = {}
+        self.heads: dict[Sizes, dict[Owner, dict[QueueKey, QueueHeadIndex]]] = {}
+        self.smallest_demand: dict[Sizes, tuple[float, int]] = {}
+        """A lower bound of the (duty, state bytes) of the heads of these sizes."""
+        self.blocking_requests: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
+        self.pending_by_tenant: dict[Size, dict[TenantId, Queue]] = {}
+        self.of_partial_jobs: dict[DeploymentId, None] = {}
         self.displaced: dict[DeploymentId, None] = {}
-        """Those that had GPUs before, and may have state on nodes."""
+        """Deployments that had GPUs before and may have state on nodes."""
         self.counts = QueueCounts()
         self.by_tenant: dict[TenantId, int] = {}
-        """How many of each tenant wait."""
+        """Number of waiting deployments of each tenant."""
         self._tenants: dict[DeploymentId, TenantId] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -152,30 +151,32 @@ class Waiting:
         return len(self._units)
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Remove all deployments."""
         for part in (
-            *(self._units, self._lines, self.files, self.least, self.wishes, self.askers),
-            *(self.singles, self.displaced),
+            *(self._units, self._queues, self.heads, self.smallest_demand),
+            *(self.blocking_requests, self.pending_by_tenant),
+            *(self.of_partial_jobs, self.displaced),
             *(self.counts, self.by_tenant, self._tenants),
         ):
             part.clear()
 
     def enter(self, deployment: Deployment, job: Job) -> None:
-        """The deployment waits from now on, in no queue yet; one that waits leaves its queues."""
+        """Register a waiting deployment, in no queue yet. If it waits already, it leaves its
+        queues."""
         name = deployment.deployment
         if name in self._units:
             self._take_out(name)
             return
         self._units[name] = None
-        if deployment.incarnation:
+        if deployment.processes.incarnation:
             self.displaced[name] = None
         self._tenants[name] = job.tenant
         self.by_tenant[job.tenant] = self.by_tenant.get(job.tenant, 0) + 1
-        self.counts.add(deployment.node_type, Place(-job.priority, deployment.created_at, name))
+        self.counts.add(deployment.node_type, Position(-job.priority, deployment.created_at, name))
 
-    def line_up(self, deployments: Sequence[Deployment], job: Job, duty: float) -> None:
-        """Those that wait get GPUs at once, and stand in the queues from now on; `duty` is what a
-        single one would count for in a group."""
+    def enqueue_unit(self, deployments: Sequence[Deployment], job: Job, duty: float) -> None:
+        """Enqueue waiting deployments as one unit. `duty`: what a single deployment would add to
+        the load of a group."""
         for each in deployments:
             self._take_out(each.deployment)
         ordered = sorted(deployments, key=lambda each: (size_of(each), each.created_at))
@@ -184,33 +185,33 @@ class Waiting:
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.name, *needs)
         owner = Owner(job.tenant, job.priority)
-        likeness = Likeness(owner, expected_step(job.expected_s), demand)
-        unit = Unit(head, tuple(each.size for each in members), likeness, tuple(members))
+        equivalence = EquivalenceClass(owner, expected_step(job.expected_s), demand)
+        unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit
-            queue = self.askers.setdefault(member.size, {}).setdefault(job.tenant, SortedList())
-            queue.add((member.created_at, member.name))
-        duty, state_bytes = self.least.get(unit.sizes, (head.duty, head.state_bytes))
-        self.least[unit.sizes] = min(duty, head.duty), min(state_bytes, head.state_bytes)
+            tenants = self.pending_by_tenant.setdefault(member.size, {})
+            tenants.setdefault(job.tenant, SortedList()).add((member.created_at, member.name))
+        duty, state_bytes = self.smallest_demand.get(unit.sizes, (head.duty, head.state_bytes))
+        self.smallest_demand[unit.sizes] = min(duty, head.duty), min(state_bytes, head.state_bytes)
         entry = head.created_at, head.name
-        line = self._lines.setdefault(unit.sizes, {}).setdefault(unit.likeness, SortedList())
-        before = line[0][1] if line else None
-        line.add(entry)
-        if line[0][1] == head.name:
+        queue = self._queues.setdefault(unit.sizes, {}).setdefault(unit.equivalence, SortedList())
+        before = queue[0][1] if queue else None
+        queue.add(entry)
+        if queue[0][1] == head.name:
             heads = self._heads(unit)
             if before is not None:
                 heads.remove(self._unit(before).head)
             heads.add(head)
-        wishes = self.wishes.setdefault(unit.sizes, {}).setdefault(owner, {})
-        wishes.setdefault(unit.likeness.expected_s, SortedList()).add(entry)
+        requests = self.blocking_requests.setdefault(unit.sizes, {}).setdefault(owner, {})
+        requests.setdefault(unit.equivalence.expected_s, SortedList()).add(entry)
 
-    def single_out(self, name: DeploymentId) -> None:
-        """Its job has GPUs now: it stands in no queue any more, and keeps its place among all."""
+    def mark_partial(self, name: DeploymentId) -> None:
+        """Take a deployment out of the queues, because its job has got GPUs; it still waits."""
         self._take_out(name)
-        self.singles[name] = None
+        self.of_partial_jobs[name] = None
 
     def remove(self, name: DeploymentId) -> None:
-        """It has GPUs, or its job has ended."""
+        """Remove a deployment that has got GPUs or whose job has ended."""
         if name in self._units:
             self._take_out(name)
             del self._units[name]
@@ -221,78 +222,80 @@ class Waiting:
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
 
-    def lines(self) -> "Iterator[tuple[Sizes, Likeness, Queue]]":
-        """All lines, with the first deployments of their units."""
-        for sizes, lines in self._lines.items():
-            for likeness, line in lines.items():
-                yield sizes, likeness, line
+    def queues(self) -> "Iterator[tuple[Sizes, EquivalenceClass, Queue]]":
+        """All queues, with the first deployments of their units."""
+        for sizes, queues in self._queues.items():
+            for equivalence, queue in queues.items():
+                yield sizes, equivalence, queue
 
     def in_no_queue(self) -> list[DeploymentId]:
-        """Singles, and the deployments of gangs that are not complete yet."""
+        """The deployments of partial jobs and of incomplete gangs."""
         return [name for name, unit in self._units.items() if unit is None]
 
     def unit_of(self, name: DeploymentId) -> Unit | None:
-        """The unit that one of those who wait belongs to; None: it stands in no queue."""
+        """The unit of a waiting deployment; None: it is in no queue."""
         return self._units[name]
 
     def check(self) -> None:
-        """Assert that each file has the first of its lines, and those only."""
+        """Assert that `heads` has exactly the head of each queue."""
         heads = [
-            self._unit(line[0][1]).head for lines in self._lines.values() for line in lines.values()
+            self._unit(queue[0][1]).head
+            for queues in self._queues.values()
+            for queue in queues.values()
         ]
-        filed = []
-        for sizes, owners in self.files.items():
-            for owner, files in owners.items():
-                for file, line_heads in files.items():
-                    line_heads.check()
-                    for head in line_heads:
-                        filed.append(head)
+        indexed = []
+        for sizes, owners in self.heads.items():
+            for owner, indexes in owners.items():
+                for key, index in indexes.items():
+                    index.check()
+                    for head in index:
+                        indexed.append(head)
                         unit = self._unit(head.name)
-                        assert (unit.sizes, unit.owner, unit.file) == (sizes, owner, file)
-        assert sorted(filed) == sorted(heads), "a file has not the first of its lines"
-        assert len(self.counts) == len(self._units), "some who wait are not counted"
+                        assert (unit.sizes, unit.owner, unit.queue_key) == (sizes, owner, key)
+        assert sorted(indexed) == sorted(heads), "the indexes do not hold the queue heads"
+        assert len(self.counts) == len(self._units), "some waiting deployments are not counted"
 
     def _take_out(self, name: DeploymentId) -> None:
-        """Out of all queues, with the rest of its gang."""
-        self.singles.pop(name, None)
+        """Remove a deployment and the rest of its gang from all queues."""
+        self.of_partial_jobs.pop(name, None)
         unit = self._units[name]
         if unit is None:
             return
         entry = unit.head.created_at, unit.head.name
-        line = self._lines[unit.sizes][unit.likeness]
-        if line[0][1] == unit.head.name:
+        queue = self._queues[unit.sizes][unit.equivalence]
+        if queue[0][1] == unit.head.name:
             heads = self._heads(unit)
             heads.remove(unit.head)
-            if len(line) > 1:
-                heads.add(self._unit(line[1][1]).head)
+            if len(queue) > 1:
+                heads.add(self._unit(queue[1][1]).head)
             elif not heads:
-                _drop(self.files, unit.sizes, unit.owner, unit.file)
-                if unit.sizes not in self.files:
-                    del self.least[unit.sizes]
-        line.remove(entry)
-        if not line:
-            del self._lines[unit.sizes][unit.likeness]
-            if not self._lines[unit.sizes]:
-                del self._lines[unit.sizes]
-        wish = self.wishes[unit.sizes][unit.owner][unit.likeness.expected_s]
-        wish.remove(entry)
-        if not wish:
-            _drop(self.wishes, unit.sizes, unit.owner, unit.likeness.expected_s)
+                _drop(self.heads, unit.sizes, unit.owner, unit.queue_key)
+                if unit.sizes not in self.heads:
+                    del self.smallest_demand[unit.sizes]
+        queue.remove(entry)
+        if not queue:
+            del self._queues[unit.sizes][unit.equivalence]
+            if not self._queues[unit.sizes]:
+                del self._queues[unit.sizes]
+        requests = self.blocking_requests[unit.sizes][unit.owner][unit.equivalence.expected_s]
+        requests.remove(entry)
+        if not requests:
+            _drop(self.blocking_requests, unit.sizes, unit.owner, unit.equivalence.expected_s)
         for member in unit.members:
             self._units[member.name] = None
-            askers = self.askers[member.size]
-            queue = askers[unit.owner.tenant]
-            queue.remove((member.created_at, member.name))
-            if not queue:
-                del askers[unit.owner.tenant]
-                if not askers:
-                    del self.askers[member.size]
+            tenants = self.pending_by_tenant[member.size]
+            pending = tenants[unit.owner.tenant]
+            pending.remove((member.created_at, member.name))
+            if not pending:
+                del tenants[unit.owner.tenant]
+                if not tenants:
+                    del self.pending_by_tenant[member.size]
 
-    def _heads(self, unit: Unit) -> LineHeads:
-        files = self.files.setdefault(unit.sizes, {}).setdefault(unit.owner, {})
-        found = files.get(unit.file)
+    def _heads(self, unit: Unit) -> QueueHeadIndex:
+        indexes = self.heads.setdefault(unit.sizes, {}).setdefault(unit.owner, {})
+        found = indexes.get(unit.queue_key)
         if found is None:
-            found = files[unit.file] = LineHeads()
+            found = indexes[unit.queue_key] = QueueHeadIndex()
         return found
 
     def _unit(self, name: DeploymentId) -> Unit:
@@ -304,7 +307,7 @@ class Waiting:
 def _drop(
     queues: dict[Sizes, dict[Owner, dict[KeyT, ValueT]]], sizes: Sizes, owner: Owner, key: KeyT
 ) -> None:
-    """Forget an empty queue, and what was kept for it alone."""
+    """Delete an empty entry and the empty tables around it."""
     owners = queues[sizes]
     del owners[owner][key]
     if not owners[owner]:

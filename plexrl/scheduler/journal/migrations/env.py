@@ -1,5 +1,5 @@
-"""Alembic's entry: runs the revisions on the connection that `plexrl.scheduler.journal.schema`
-hands in."""
+"""Alembic's entry point: runs the revisions on the connection of
+`plexrl.scheduler.journal.schema`."""
 
 from alembic import context
 

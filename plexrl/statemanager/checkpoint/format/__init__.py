@@ -1,1 +1,1 @@
-"""What a checkpoint's files hold. Pure."""
+"""Contents of a checkpoint's files. Pure."""

@@ -1,14 +1,13 @@
-"""Which files a checkpoint has and which tensors they hold, before a byte is read. Pure.
+"""Plan of a checkpoint's files and the tensors in them. Pure.
 
-    config.json, tokenizer.json, …                      given by whoever asks
-    model.safetensors                                    or shards of it, and their index;
+    config.json, tokenizer.json, …                      given by the caller
+    model.safetensors                                    or shards with an index;
                                                          adapters: adapter_model.safetensors
     training/optimizer.safetensors                       likewise
-    training/parameter.safetensors                       only where the model's are of another dtype
+    training/parameter.safetensors                       only if the model files have another dtype
     checkpoint.json                                      the manifest (`record.py`)
 
-The parameters that `transformers` loads are those that training resumes from, so they are written
-once.
+Training resumes from the same parameters that `transformers` loads, so they are written once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,33 +23,33 @@ from plexrl.statemanager.checkpoint.format.tensors import WholeTensor
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart
 
 SHARD_BYTES_MAX = 5_000_000_000
-"""What `transformers` cuts its own checkpoints into."""
+"""Shard size of `transformers`' own checkpoints."""
 TRAINING_DIR = "training"
 INDEX = "model.safetensors.index.json"
 CASTS = frozenset({("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")})
-"""Dtypes that can be turned into each other on the way."""
+"""Supported (stored dtype, file dtype) casts."""
 
 _MODEL_PARTS = (StatePart.PARAMETER, StatePart.BUFFER)
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class CheckpointFormat(StrEnum):
-    """What a checkpoint is for."""
+    """Purpose of a checkpoint."""
 
     HF = "hf"
-    """To be loaded by `transformers`."""
+    """For `transformers`."""
     TRAINING = "training"
-    """To be resumed from, by any number of ranks."""
+    """For resuming training, on any number of ranks."""
     BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """A tensor on its way into a file."""
+    """A tensor and its dtype in a file."""
 
     source: WholeTensor
     dtype: str
-    """In the file."""
+    """Dtype in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -62,13 +61,13 @@ class PlannedFile:
     """A safetensors file."""
 
     path: str
-    """Below the checkpoint."""
+    """Path relative to the checkpoint."""
     tensors: tuple[PlannedTensor, ...]
-    """In file order."""
+    """Tensors in file order."""
 
     @property
     def head(self) -> bytes:
-        """What stands in front of the tensors."""
+        """The header, which precedes the tensors."""
         named = [(t.source.key.name, t.dtype, t.source.shape) for t in self.tensors]
         return encode_head(named, {"format": "pt"})
 
@@ -83,11 +82,11 @@ class Plan:
 
     files: tuple[PlannedFile, ...]
     texts: tuple[tuple[str, str], ...]
-    """Small files with their contents: the index."""
+    """(path, contents) of small files: the index."""
 
     @property
     def nbytes(self) -> int:
-        """Of all safetensors files."""
+        """Size of all safetensors files."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -98,9 +97,9 @@ def plan_checkpoint(
     model_dtype: str | None = None,
     shard_bytes_max: int = SHARD_BYTES_MAX,
 ) -> Plan:
-    """The files of a checkpoint. `model_dtype` absent: the model's floats are stored as they are.
+    """Plan a checkpoint's files. `model_dtype` absent: the model's floats keep their dtype.
 
-    Gradients that wait for a step are in no checkpoint.
+    Checkpoints do not contain gradients.
 
     Raises:
         InvalidRequestError: there are no parameters, or a dtype cannot be cast to `model_dtype`.
@@ -112,11 +111,13 @@ def plan_checkpoint(
         if tensor.key.part in _MODEL_PARTS
     ]
     if not model:
-        raise InvalidRequestError("there are no parameters to make a checkpoint of")
+        raise InvalidRequestError(
+            "the version has no parameters, so there is nothing to checkpoint"
+        )
     files: list[PlannedFile] = []
     texts: tuple[tuple[str, str], ...] = ()
     if checkpoint_format != CheckpointFormat.TRAINING:
-        # By these names `transformers` and PEFT find them.
+        # `transformers` and PEFT expect these names.
         stem = "adapter_model" if are_adapters(t.source.key.name for t in model) else "model"
         files = _cut(stem, model, shard_bytes_max)
         texts = _index(files)
@@ -145,7 +146,7 @@ def _model_dtype(tensor: WholeTensor, wanted: str | None) -> str:
 
 
 def _cut(stem: str, tensors: Sequence[PlannedTensor], shard_bytes_max: int) -> list[PlannedFile]:
-    """Files of at most `shard_bytes_max` bytes of tensors, a larger tensor in one of its own."""
+    """Split tensors into files of at most `shard_bytes_max` bytes, or of one larger tensor."""
     shards: list[list[PlannedTensor]] = [[]]
     filled = 0
     for tensor in tensors:

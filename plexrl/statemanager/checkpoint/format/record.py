@@ -1,6 +1,6 @@
-"""A checkpoint's manifest, `checkpoint.json`: which tensor lies where, and digests of its blocks.
+"""A checkpoint's manifest, `checkpoint.json`: tensors, their positions, and block checksums. Pure.
 
-A directory that has one is a whole checkpoint: it is written last, under the temporary name. Pure.
+It is written last, before the directory gets its name, so a directory with a manifest is complete.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """One tensor, whole, in one file."""
+    """One whole tensor in one file."""
 
     key: StateKey
     dtype: str
     shape: tuple[int, ...]
     file: str
-    """Below the checkpoint."""
+    """Path relative to the checkpoint."""
     start: int
-    """Bytes from the start of the file."""
+    """Offset in the file, in bytes."""
     digests: tuple[str, ...]
     """Hex xxh3-128 of each of `blocks(shape, …, block_bytes)`."""
 
@@ -40,34 +40,34 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """All of a checkpoint but the small files beside the tensors."""
+    """Manifest of a checkpoint, without the small extra files."""
 
     version: int
     deployment: str
     seq: int
     world_size: int
-    """Of the ranks that it was taken from."""
+    """World size of the saved ranks."""
     stamps: tuple[str, ...]
-    """Of their versions, by rank: the same ones make the same checkpoint."""
+    """Stamps of the ranks' versions, by rank; equal stamps mean an equal checkpoint."""
     format: str
     model_dtype: str | None
     meta_json: tuple[str, ...]
-    """What each rank's version was saved with."""
+    """Metadata of each rank's version."""
     block_bytes: int
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     step: int
     """Orders the checkpoints of a job for its retention policy."""
     keep: bool
-    """No retention policy deletes it."""
+    """Whether retention policies keep it."""
     asked_by: str
-    """By what it was asked for: the same request again finds it done."""
+    """Id of the request; a repeated request returns this checkpoint."""
     node: str
-    """Whose StateManager wrote it."""
+    """Node whose StateManager wrote it."""
     upload: bool
-    """That StateManager uploads it."""
+    """Whether that StateManager uploads it."""
     trainer_step: int = 0
-    """Optimizer steps in the parameters; 0 too where the one that wrote it did not say."""
+    """Optimizer steps in the parameters; 0 also if unknown."""
 
 
 class _Sealed(msgspec.Struct):
@@ -76,29 +76,29 @@ class _Sealed(msgspec.Struct):
 
 
 def encode_record(record: CheckpointRecord) -> bytes:
-    """The manifest's text, under a digest of its own."""
+    """Encode the manifest, with its own checksum."""
     body = msgspec.json.encode(record)
     sealed = _Sealed(xxh3_128=xxhash.xxh3_128_hexdigest(body), checkpoint=msgspec.Raw(body))
     return msgspec.json.encode(sealed) + b"\n"
 
 
 def decode_record(text: bytes) -> CheckpointRecord:
-    """What `encode_record` made.
+    """Decode a manifest from `encode_record`.
 
     Raises:
-        CorruptStateError: it did not make this, or a later version of it did.
+        CorruptStateError: the text is damaged, or of another format version.
     """
     try:
         sealed = msgspec.json.decode(text, type=_Sealed)
         body = bytes(sealed.checkpoint)
         if xxhash.xxh3_128_hexdigest(body) != sealed.xxh3_128:
-            raise CorruptStateError(f"{RECORD} is damaged (its digest does not match)")
+            raise CorruptStateError(f"{RECORD} is damaged (its checksum does not match)")
         found = msgspec.json.decode(body, type=CheckpointRecord)
     except msgspec.MsgspecError as error:
         raise CorruptStateError(f"{RECORD} is damaged ({error})") from error
     if found.version != VERSION:
         raise CorruptStateError(
-            f"{RECORD} is of format {found.version}, and this PlexRL reads {VERSION}: use the one "
-            "that wrote it"
+            f"{RECORD} has format {found.version}, and this release of PlexRL reads {VERSION}: use "
+            "the release that wrote it"
         )
     return found

@@ -1,4 +1,4 @@
-"""Which checkpoints of a job may go. Pure."""
+"""Retention policy of a job's checkpoints. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from plexrl.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """What is kept; whatever no field keeps is deleted. Both absent: everything is kept."""
+    """Checkpoints to keep; all others are deleted. Both fields absent: all are kept."""
 
     keep_last: int | None = None
-    """The newest so many."""
+    """Number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """Those at a multiple of so many steps."""
+    """Keep the checkpoints at multiples of this number of steps."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
@@ -24,20 +24,20 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class CheckpointAge:
-    """A complete checkpoint, as the policy sees it."""
+    """Properties of a complete checkpoint that the policy uses."""
 
     step: int
     written_ns: int
-    """When it was published; of two of one step the later is the newer."""
+    """Time of publication; orders checkpoints of one step."""
     name: str
     is_pinned: bool = False
-    """To be kept by the user's word, or in use."""
+    """Whether the user keeps it, or it is in use."""
 
 
 def deletable(
     checkpoints: Iterable[CheckpointAge], policy: RetentionPolicy
 ) -> tuple[CheckpointAge, ...]:
-    """Those that the policy lets go, the oldest first; never the newest one."""
+    """The checkpoints that the policy deletes, the oldest first; never the newest one."""
     if policy.keep_last is None and policy.keep_every is None:
         return ()
     by_age = sorted(checkpoints)

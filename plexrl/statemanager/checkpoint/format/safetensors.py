@@ -1,8 +1,8 @@
-"""The head of a safetensors file, which can be made before any tensor is at hand. Pure.
+"""Header of a safetensors file, encoded before any tensor is available. Pure.
 
     u64 bytes of JSON | JSON, padded with spaces | tensors, end to end
 
-The library's own writer takes whole tensors, so it would need a file's bytes in memory at once.
+The safetensors library writes whole tensors, so it would need all of a file in memory.
 """
 
 import math
@@ -16,7 +16,7 @@ from plexrl.errors import CorruptStateError
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 
 HEADER_BYTES_MAX = 100_000_000
-"""What the library takes."""
+"""The library's limit."""
 ALIGNMENT = 8
 
 _LENGTH = struct.Struct("<Q")
@@ -30,7 +30,7 @@ class FileTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Bytes from the start of the file."""
+    """Offset in the file, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class FileTensor:
 def encode_head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Everything in front of the tensors `(name, dtype, shape)`, which follow in that order."""
+    """The header of a file with these `(name, dtype, shape)` tensors, in that order."""
     head: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in tensors:
@@ -52,27 +52,27 @@ def encode_head(
 
 
 def head_bytes(start: bytes) -> int:
-    """Length of the head of a file that begins with `start` (8 bytes are enough).
+    """Size of the header of a file that begins with `start` (8 bytes suffice).
 
     Raises:
-        CorruptStateError: no safetensors file begins so.
+        CorruptStateError: it is not the start of a safetensors file.
     """
     if len(start) < _LENGTH.size:
-        raise CorruptStateError(f"it has {len(start)} bytes: no safetensors file is so short")
+        raise CorruptStateError(f"it has {len(start)} bytes, too few for a safetensors file")
     length: int = _LENGTH.unpack_from(start)[0]
     if length > HEADER_BYTES_MAX:
-        raise CorruptStateError(f"its header claims {length} bytes: it is no safetensors file")
+        raise CorruptStateError(f"its header claims {length} bytes: it is not a safetensors file")
     return _LENGTH.size + length
 
 
 def decode_head(head: bytes) -> tuple[FileTensor, ...]:
-    """The tensors that a file with this head has.
+    """The tensors of a file with this header.
 
     Raises:
-        CorruptStateError: it is no head of a safetensors file.
+        CorruptStateError: the header is malformed.
     """
     if len(head) < head_bytes(head):
-        raise CorruptStateError("its header is cut short")
+        raise CorruptStateError("its header is truncated")
     try:
         plain = msgspec.json.decode(head[_LENGTH.size :], type=dict[str, dict[str, object]])
         plain.pop("__metadata__", None)
@@ -86,7 +86,7 @@ def decode_head(head: bytes) -> tuple[FileTensor, ...]:
                 start=len(head) + record.data_offsets[0],
             )
             if tensor.nbytes != record.data_offsets[1] - record.data_offsets[0]:
-                raise CorruptStateError(f"the header gives {name!r} another size than its shape's")
+                raise CorruptStateError(f"the header's size of {name!r} does not match its shape")
             found.append(tensor)
         return tuple(found)
     except KeyError as error:

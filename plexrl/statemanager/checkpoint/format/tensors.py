@@ -1,8 +1,8 @@
-"""Whole tensors made of the slices that ranks hold, and the blocks they are read in. Pure.
+"""Whole tensors assembled from ranks' slices, and the blocks in which they are read. Pure.
 
-A block is a box of a tensor that lies in one piece in the row-major tensor. The part of a block
-that a rank's slice has then lies in one piece in that slice too: a block is one index in each of
-the first dimensions, a range in the next, and everything behind it.
+A block is a box that is contiguous in the row-major tensor: one index in each of the first
+dimensions, a range in the next, and all of the rest. So its part in a rank's slice is contiguous in
+that slice.
 """
 
 import math
@@ -14,28 +14,28 @@ from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StateSlice
 
 BLOCK_BYTES = 1 << 20
-"""Of a checkpoint's digests, and of its reads: a slice of another layout reads this much too much
-at either end."""
+"""Size of a checksummed block. A slice of another layout reads up to this much too much at either
+end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A box of a tensor, and where its bytes begin in the data of one version."""
+class HeldBox:
+    """A box of a tensor, and its offset in the data of one version."""
 
     reader: int
-    """Index of the version."""
+    """Index of the version's reader."""
     box: Box
     data_offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTensor:
-    """A tensor that the pieces cover, some of it perhaps more than once."""
+    """A tensor, covered by the boxes of its replicas and shards, which may overlap."""
 
     key: StateKey
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HeldBox, ...]
 
     @property
     def nbytes(self) -> int:
@@ -43,23 +43,23 @@ class WholeTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Bytes that lie in one piece in a block's own part of a slice."""
+class SliceRange:
+    """The contiguous part of a slice that lies in a block."""
 
     box: Box
-    """What of the tensor they are."""
+    """The box of the part, in the tensor's coordinates."""
     start: int
-    """Bytes into the slice."""
+    """Offset in the slice, in bytes."""
 
 
 def merge(shards: Sequence[Sequence[StateSlice]]) -> tuple[WholeTensor, ...]:
-    """Every tensor of a deployment, in the order of the first shard that has a part of it.
+    """Every tensor of a deployment, in the order of their first slices.
 
-    `arena_offset` of the slices counts in the data of their version. A slice that another one has
-    already (a replica) becomes a piece too, to be compared with it.
+    `arena_offset` of a slice is the offset in its version's data. Replicas are kept, so that the
+    reader can compare them.
 
     Raises:
-        StateLostError: two shards differ about a tensor, or together do not have all of it.
+        StateLostError: shards disagree about a tensor's shape or dtype, or do not cover it.
     """
     slices: dict[StateKey, list[tuple[int, StateSlice]]] = {}
     for index, shard in enumerate(shards):
@@ -69,11 +69,11 @@ def merge(shards: Sequence[Sequence[StateSlice]]) -> tuple[WholeTensor, ...]:
 
 
 def blocks(shape: Sequence[int], itemsize: int, block_bytes: int = BLOCK_BYTES) -> Iterator[Box]:
-    """The tensor as blocks of at most `block_bytes`, in row-major order; none if it is empty."""
+    """Split a tensor into blocks of at most `block_bytes`, in row-major order."""
     if 0 in shape:
         return
     fitting = max(1, block_bytes // itemsize)
-    # The first dimension whose rows fit a block is cut into ranges; those before it, into indices.
+    # The first dimension whose rows fit a block is split into ranges, earlier ones into indices.
     cut = 0
     while cut < len(shape) - 1 and math.prod(shape[cut + 1 :]) > fitting:
         cut += 1
@@ -91,15 +91,15 @@ def blocks(shape: Sequence[int], itemsize: int, block_bytes: int = BLOCK_BYTES) 
 
 
 def block_start(block: Box, shape: Sequence[int]) -> int:
-    """Elements of the tensor in front of the block."""
+    """Number of elements before the block."""
     start = 0
     for index, extent in zip(block.offset, shape, strict=True):
         start = start * extent + index
     return start
 
 
-def run_of(block: Box, held: Box, itemsize: int) -> Run | None:
-    """The part of a block that a slice with the box `held` has; None where it has nothing."""
+def range_in_slice(block: Box, held: Box, itemsize: int) -> SliceRange | None:
+    """The part of a slice with the box `held` that lies in `block`; None if there is none."""
     common = intersection(block, held)
     if common is None:
         return None
@@ -107,7 +107,7 @@ def run_of(block: Box, held: Box, itemsize: int) -> Run | None:
         offset=tuple(a - b for a, b in zip(common.offset, held.offset, strict=True)),
         shape=common.shape,
     )
-    return Run(box=common, start=block_start(inside, held.shape) * itemsize)
+    return SliceRange(box=common, start=block_start(inside, held.shape) * itemsize)
 
 
 def _whole(key: StateKey, found: Sequence[tuple[int, StateSlice]]) -> WholeTensor:
@@ -125,7 +125,7 @@ def _whole(key: StateKey, found: Sequence[tuple[int, StateSlice]]) -> WholeTenso
         box = Box(offset=piece.offset, shape=piece.shape)
         if 0 in piece.shape:
             continue
-        pieces.append(Piece(reader=index, box=box, data_offset=piece.arena_offset))
+        pieces.append(HeldBox(reader=index, box=box, data_offset=piece.arena_offset))
         left: list[Box] = []
         for part in missing:
             common = intersection(part, box)
@@ -133,8 +133,8 @@ def _whole(key: StateKey, found: Sequence[tuple[int, StateSlice]]) -> WholeTenso
         missing = left
     if missing:
         raise StateLostError(
-            f"no version has all of {key.name}: {sum(box.size for box in missing)} elements are "
-            "missing; save every rank's version",
+            f"the versions do not cover {key.name}: {sum(box.size for box in missing)} elements "
+            "are missing; save every rank's version",
             key=key.name,
         )
     return WholeTensor(key=key, dtype=first.dtype, shape=first.global_shape, pieces=tuple(pieces))

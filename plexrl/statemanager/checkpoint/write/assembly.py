@@ -1,4 +1,4 @@
-"""Blocks of whole tensors, put together from the slices of ranks' versions."""
+"""Blocks of whole tensors, assembled from the slices of ranks' versions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,32 +7,32 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.errors import CorruptStateError
-from plexrl.statemanager.checkpoint.format.tensors import WholeTensor, run_of
-from plexrl.statemanager.checkpoint.write.source import VersionReader
+from plexrl.statemanager.checkpoint.format.tensors import WholeTensor, range_in_slice
 from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateSlice
+from plexrl.statemanager.transfer.reader import VersionReader
 
 _BF16_NAN = np.uint16(0x7FC0)
 
 
 class Assembler:
-    """Reads blocks of up to `block_bytes` bytes; holds two of them, whatever the tensors' size."""
+    """Reads blocks of up to `block_bytes` bytes, in memory of two blocks."""
 
     def __init__(self, readers: Sequence[VersionReader], block_bytes: int) -> None:
         self._readers = readers
         self._scratch = memoryview(bytearray(block_bytes))
 
     def read(self, tensor: WholeTensor, block: Box, target: memoryview) -> None:
-        """Fill `target` with a block; replicas must agree bit for bit.
+        """Fill `target` with a block; replicas must be equal bit for bit.
 
         Raises:
-            CorruptStateError: bytes are missing, or two ranks differ.
+            CorruptStateError: bytes are missing, or two replicas differ.
         """
         itemsize = DTYPE_BYTES[tensor.dtype]
         whole = _array(target, itemsize, block.shape)
         missing = [block]
         for piece in tensor.pieces:
-            run = run_of(block, piece.box, itemsize)
+            run = range_in_slice(block, piece.box, itemsize)
             if run is None:
                 continue
             reader = self._readers[piece.reader]
@@ -54,7 +54,7 @@ class Assembler:
         values: npt.NDArray[Any],
         missing: Sequence[Box],
     ) -> list[Box]:
-        """Copy what is missing from `values`, which are those of `box`; compare the rest."""
+        """Copy the missing part from `values`, the elements of `box`, and compare the rest."""
         left: list[Box] = []
         fresh: list[Box] = []
         for hole in missing:
@@ -72,14 +72,14 @@ class Assembler:
             if not np.array_equal(_window(whole, block, common), _window(values, box, common)):
                 raise CorruptStateError(
                     f"two ranks hold different values of {tensor.key.name} at {list(common.offset)}"
-                    ": the deployment's state is not one; load an earlier checkpoint",
+                    ": the deployment's state is inconsistent; load an earlier checkpoint",
                     key=tensor.key.name,
                 )
         return left
 
 
 def copy_common(want: StateSlice, memory: memoryview, block: Box, data: memoryview) -> None:
-    """Copy what a block, with the bytes `data`, has of a wanted slice into the slice's memory."""
+    """Copy the part of a wanted slice that lies in a block with the bytes `data` into `memory`."""
     held = Box(offset=want.offset, shape=want.shape)
     common = intersection(block, held)
     if common is None:
@@ -90,7 +90,7 @@ def copy_common(want: StateSlice, memory: memoryview, block: Box, data: memoryvi
 
 
 def cast(source: memoryview, source_dtype: str, target: memoryview, dtype: str) -> None:
-    """The values of `source` in another float dtype (`plan.CASTS`), rounded to nearest even."""
+    """Cast `source` to another float dtype (`plan.CASTS`), rounded to nearest even."""
     if source_dtype == "BF16":
         wide = np.frombuffer(source, dtype="<u2").astype("<u4") << np.uint32(16)
         np.frombuffer(target, dtype="<u4")[...] = wide
@@ -117,7 +117,7 @@ def _window(array: npt.NDArray[Any], origin: Box, box: Box) -> npt.NDArray[Any]:
         slice(start - base, start - base + extent)
         for start, base, extent in zip(box.offset, origin.offset, box.shape, strict=True)
     ]
-    # Without the ellipsis an array of no dimensions would become a value, not a view.
+    # Without the ellipsis, an array of no dimensions would give a value, not a view.
     return array[(..., *window)]
 
 

@@ -1,4 +1,4 @@
-"""How far a checkpoint is, how fast it may go, and whether it goes on."""
+"""Progress, rate limit and cancellation of a checkpoint."""
 
 import threading
 import time
@@ -6,14 +6,14 @@ import time
 from plexrl.errors import OperationCancelledError
 
 BURST_S = 0.05
-"""A throttled writer may be this much ahead of its rate."""
+"""Time by which a throttled writer may be ahead of its rate."""
 
 
 class Progress:
-    """One checkpoint's. Written by its writer, read by anyone."""
+    """Progress of one checkpoint. Its writer updates it; any thread may read it."""
 
     def __init__(self, *, bytes_per_s: int | None = None) -> None:
-        """`bytes_per_s` absent: as fast as the disk."""
+        """`bytes_per_s` is the rate limit; absent: none."""
         self.bytes_done = 0
         self.bytes_total = 0
         self._bytes_per_s = bytes_per_s
@@ -23,25 +23,25 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the start, or to the end where there was one."""
+        """Duration from the start to now, or to the end."""
         if self._started is None:
             return 0.0
         return (self._ended or time.monotonic()) - self._started
 
     def start(self, bytes_total: int) -> None:
-        """Writing begins, or begins anew."""
+        """Record that writing starts or restarts."""
         self.bytes_done, self.bytes_total = 0, bytes_total
         self._started, self._ended = time.monotonic(), None
 
     def end(self) -> None:
-        """Writing is over, one way or another."""
+        """Record that writing has ended."""
         self._ended = time.monotonic()
 
     def add(self, nbytes: int) -> None:
-        """So much more is written; returns when the next bytes may be.
+        """Record written bytes; returns when the rate limit allows more.
 
         Raises:
-            OperationCancelledError: somebody cancelled it.
+            OperationCancelledError: the checkpoint was cancelled.
         """
         self.bytes_done += nbytes
         ahead_s = 0.0
@@ -51,5 +51,5 @@ class Progress:
             raise OperationCancelledError("the checkpoint was cancelled: nothing of it remains")
 
     def cancel(self) -> None:
-        """Have the writer end at its next step."""
+        """Make the writer stop at its next `add`."""
         self._cancelled.set()

@@ -1,8 +1,8 @@
-"""Directories that are whole or absent, whatever ends the process that writes them.
+"""Atomic publication of directories: after a crash each is complete or absent.
 
-A checkpoint `name` is written as `.name.<node>.part` and exchanged with the former one in one step
-where the file system can do that. Where it cannot (network file systems), the former one is
-`.name.<node>.old` for a moment, and `sweep` puts it back if that moment was the last.
+A checkpoint `name` is written as `.name.<node>.part` and atomically exchanged with the previous one
+if the file system supports that. If not (network file systems), the previous one is briefly renamed
+to `.name.<node>.old`, and `sweep` restores it after a crash at that moment.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from plexrl.errors import CheckpointExistsError
-from plexrl.statemanager.store.disk_space import checkpoint_refused
+from plexrl.statemanager.store.disk_space import checkpoint_write_error
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -21,29 +21,29 @@ _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def part_of(target: Path, node: str) -> Path:
-    """Where the checkpoint that becomes `target` is written."""
+    """The temporary directory of the checkpoint `target`."""
     return target.with_name(f".{target.name}.{node}.part")
 
 
 def announce(target: Path, node: str) -> None:
-    """Let every node see that a checkpoint of that name is coming.
+    """Create the temporary directory, which shows all nodes that the checkpoint is being written.
 
     Raises:
-        StorageFullError: the file system has no room for the directory.
+        StorageFullError: the file system has no space for the directory.
         StorageError: the directory cannot be written.
     """
     part = part_of(target, node)
     try:
         part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise checkpoint_refused(f"the folder {target.parent}", error, str(part)) from error
+        raise checkpoint_write_error(f"the folder {target.parent}", error, str(part)) from error
 
 
 def begin(part: Path) -> None:
-    """Have the directory there and empty. It stays throughout, because a load waits by it.
+    """Create or empty the temporary directory. It is never removed here, because loads poll it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     part.mkdir(parents=True, exist_ok=True)
     for left in part.iterdir():
@@ -54,21 +54,21 @@ def begin(part: Path) -> None:
 
 
 def announce_end(target: Path, node: str) -> None:
-    """Let every node see that none is coming any more; a published one stays."""
+    """Remove the temporary directory; a published checkpoint stays."""
     shutil.rmtree(part_of(target, node), ignore_errors=True)
 
 
 def is_coming(target: Path) -> bool:
-    """Whether some node writes, or will write, a checkpoint of that name."""
+    """Whether some node is writing, or will write, a checkpoint of that name."""
     return any(target.parent.glob(f".{glob.escape(target.name)}.*.part"))
 
 
 def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
-    """Give a whole directory its name; a reader finds the former one, this one, or neither yet.
+    """Give a complete directory its name. A reader finds the previous one, this one, or none yet.
 
     Raises:
-        CheckpointExistsError: there is one of that name, and `overwrite` is not set.
-        OSError: the file system refused; what was there is there.
+        CheckpointExistsError: the name exists, and `overwrite` is not set.
+        OSError: the file system failed; the previous checkpoint is unchanged.
     """
     sync_tree(part)
     while True:
@@ -83,7 +83,7 @@ def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
                 _rename(part, target, _NOREPLACE)
             break
         except (FileExistsError, FileNotFoundError):
-            # Somebody else made or removed it meanwhile.
+            # Another process created or removed it meanwhile.
             if not part.exists():
                 raise
         except OSError as error:
@@ -92,12 +92,12 @@ def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
             _replace(part, target, node)
             break
     sync_directory(target.parent)
-    # After an exchange this is the former checkpoint.
+    # After an exchange this is the previous checkpoint.
     shutil.rmtree(part, ignore_errors=True)
 
 
 def sweep(folder: Path, node: str) -> list[Path]:
-    """Remove what a former process of this node left in `folder`; returns what that was."""
+    """Remove temporary directories of an earlier process of this node; returns their paths."""
     removed = []
     for old in sorted(folder.glob(f".*.{glob.escape(node)}.old")):
         target = old.with_name(old.name.removeprefix(".").removesuffix(f".{node}.old"))
@@ -114,7 +114,7 @@ def sweep(folder: Path, node: str) -> list[Path]:
 
 
 def delete(target: Path, node: str) -> None:
-    """Remove a checkpoint: its name first, so that no reader meets half of it."""
+    """Remove a checkpoint. It loses its name first, so that no reader finds a part of it."""
     gone = target.with_name(f".{target.name}.{node}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     target.rename(gone)
@@ -122,14 +122,14 @@ def delete(target: Path, node: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have every file and directory below `folder` on the disk."""
+    """Flush every file and directory below `folder` to the disk."""
     for path in folder.rglob("*"):
         sync_directory(path)
     sync_directory(folder)
 
 
 def sync_directory(path: Path) -> None:
-    """Have a file's contents, or a directory's names, on the disk."""
+    """Flush a file's contents, or a directory's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

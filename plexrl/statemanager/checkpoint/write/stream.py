@@ -1,7 +1,7 @@
-"""A file that is written from its start to its end, past the page cache.
+"""Sequential direct writes of a file, bypassing the page cache.
 
-Two buffers: one fills while a thread writes the other. Buffered writes would be copied once more,
-push other tenants' pages out of memory, and were measured at a ninth of the bandwidth once synced.
+There are two buffers: the caller fills one while a thread writes the other. Buffered writes would
+cost a copy, evict other tenants' pages, and had a ninth of the bandwidth, including the sync.
 """
 
 import errno
@@ -14,21 +14,21 @@ from types import TracebackType
 
 PAGE_BYTES = mmap.PAGESIZE
 WRITE_BYTES = 8 << 20
-"""Of one write, whatever the pieces that it is filled from."""
+"""Size of one write."""
 
 
 class StreamFile:
-    """Make room, fill it, commit it; `close` makes the file as long as what was committed."""
+    """Get `space`, fill it, `commit` it; `finish` truncates the file to the committed length."""
 
     def __init__(self, path: Path, nbytes: int, *, space_bytes_max: int) -> None:
-        """`nbytes` is set aside on the file system at once.
+        """Reserves `nbytes` on the file system at once.
 
         Raises:
-            OSError: it cannot be made, or the file system has no room for it.
+            OSError: the file cannot be created, or does not fit the file system.
         """
         self._fd = _open(path)
         size = WRITE_BYTES + -(-space_bytes_max // PAGE_BYTES) * PAGE_BYTES
-        # Anonymous mappings lie on page boundaries, as writes past the cache want it.
+        # Anonymous mappings are page-aligned, as direct writes require.
         self._buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(2)]
         self._filled = 0
         self._written = 0
@@ -42,17 +42,17 @@ class StreamFile:
             raise
 
     def space(self, nbytes: int) -> memoryview:
-        """Memory for the next `nbytes` of the file. Raises OSError if a write failed."""
+        """Memory for the next `nbytes` of the file. Raises OSError: an earlier write failed."""
         if self._filled >= WRITE_BYTES:
             self._flush()
         return self._buffers[0][self._filled : self._filled + nbytes]
 
     def commit(self, nbytes: int) -> None:
-        """The space is filled."""
+        """Record that `nbytes` of the space are filled."""
         self._filled += nbytes
 
     def append(self, data: bytes) -> None:
-        """Write bytes that are at hand."""
+        """Append bytes."""
         step = len(self._buffers[0]) - WRITE_BYTES
         for start in range(0, len(data), step):
             part = data[start : start + step]
@@ -60,10 +60,10 @@ class StreamFile:
             self.commit(len(part))
 
     def finish(self) -> None:
-        """Write what is left, cut the file to its length and have it on the disk.
+        """Write the rest, truncate the file to its length and flush it to the disk.
 
         Raises:
-            OSError: the file system refused.
+            OSError: the file system failed.
         """
         end = self._written + self._filled
         tail = -self._filled % PAGE_BYTES
@@ -87,7 +87,7 @@ class StreamFile:
         os.close(self._fd)
 
     def _flush(self) -> None:
-        """Begin to write the pages that are full; the rest stays for the next time."""
+        """Start the write of the full pages; the rest stays in the buffer."""
         whole = self._filled // PAGE_BYTES * PAGE_BYTES
         rest = self._filled - whole
         self._wait()
@@ -122,7 +122,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
         try:
             done += os.pwrite(fd, data[done:], offset + done)
         except OSError as error:
-            # Some file systems take O_DIRECT at open and refuse it, or our alignment, later.
+            # Some file systems accept O_DIRECT at open but refuse it, or the alignment, at a write.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise

@@ -1,4 +1,4 @@
-"""A checkpoint from the versions of all ranks, in bounded memory, whole or absent at the end."""
+"""Writes a checkpoint from the versions of all ranks, in bounded memory, atomically."""
 
 import os
 import shutil
@@ -31,59 +31,59 @@ from plexrl.statemanager.checkpoint.format.tensors import BLOCK_BYTES, blocks, m
 from plexrl.statemanager.checkpoint.write.assembly import Assembler, cast
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import begin, part_of, publish
-from plexrl.statemanager.checkpoint.write.source import VersionReader
 from plexrl.statemanager.checkpoint.write.stream import StreamFile
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
-from plexrl.statemanager.store.disk_space import checkpoint_refused
+from plexrl.statemanager.store.disk_space import checkpoint_write_error
+from plexrl.statemanager.transfer.reader import VersionReader
 
 EXTRAS_BYTES_MAX = 256 << 20
-"""Of the small files beside the tensors: tokenizers have tens of megabytes."""
+"""Limit of the small extra files: tokenizers have tens of megabytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to be written."""
+class CheckpointSpec:
+    """What to write."""
 
     target: Path
     """The checkpoint's directory."""
     node: str
-    """Names this node's temporary directories."""
+    """This node's name, part of its temporary directories' names."""
     format: CheckpointFormat
     model_dtype: str | None
     """Absent: as stored."""
     shard_bytes_max: int
     overwrite: bool
     step: int | None = None
-    """Of the training, for the retention policy; absent: the version's seq."""
+    """Training step, for the retention policy; absent: the version's seq."""
     trainer_step: int = 0
     """Optimizer steps in the parameters."""
     keep: bool = False
-    """No retention policy deletes it."""
+    """Whether retention policies keep it."""
     asked_by: str = ""
-    """By what: the same request again finds it done."""
+    """Id of the request; a repeated request returns this checkpoint."""
     upload: bool = False
-    """It is to be uploaded once it is whole."""
+    """Whether to upload it when it is complete."""
 
 
 def write_checkpoint(
-    wanted: Wanted,
+    wanted: CheckpointSpec,
     readers: Sequence[VersionReader],
     extras_fd: int | None,
     progress: Progress,
 ) -> CheckpointRecord:
     """Write all files and publish them as `wanted.target`.
 
-    `extras_fd` is a tar file of what belongs beside the tensors (configuration, tokenizer).
+    `extras_fd` is a tar file of small extra files (configuration, tokenizer). After an error,
+    nothing of the checkpoint remains.
 
     Raises:
-        StateLostError: the versions together do not have all of some tensor; nothing remains of
-            the checkpoint.
-        InvalidRequestError: they cannot be written in the wanted dtype; likewise.
-        StorageFullError: the file system has no room; likewise.
-        StorageError: a file cannot be written; likewise.
-        CorruptStateError: a version cannot be read, or two ranks differ; likewise.
-        OperationCancelledError: likewise.
-        CheckpointExistsError: there is one of that name by now; likewise.
+        StateLostError: the versions do not cover some tensor.
+        InvalidRequestError: a tensor cannot be cast to the wanted dtype.
+        StorageFullError: the file system is full.
+        StorageError: a file cannot be written.
+        CorruptStateError: a version cannot be read, or two replicas differ.
+        OperationCancelledError: it was cancelled.
+        CheckpointExistsError: the name exists.
     """
     part = part_of(wanted.target, wanted.node)
     try:
@@ -107,9 +107,9 @@ def write_checkpoint(
             publish(part, wanted.target, wanted.node, overwrite=wanted.overwrite)
         except OSError as error:
             file = str(error.filename or wanted.target)
-            raise checkpoint_refused(f"the checkpoint {wanted.target}", error, file) from error
+            raise checkpoint_write_error(f"the checkpoint {wanted.target}", error, file) from error
     except StorageFullError:
-        # It is tried again. What says that it is coming stays.
+        # The write is retried, so the directory that announces it stays.
         with suppress(OSError):
             begin(part)
         raise
@@ -122,7 +122,10 @@ def write_checkpoint(
 
 
 def describe(
-    wanted: Wanted, readers: Sequence[VersionReader], tensors: Sequence[TensorRecord], plan: Plan
+    wanted: CheckpointSpec,
+    readers: Sequence[VersionReader],
+    tensors: Sequence[TensorRecord],
+    plan: Plan,
 ) -> CheckpointRecord:
     """The manifest of a checkpoint of these versions."""
     ranked = sorted((reader.manifest for reader in readers), key=lambda m: m.rank)
@@ -148,7 +151,11 @@ def describe(
 
 
 def _write_files(
-    wanted: Wanted, plan: Plan, readers: Sequence[VersionReader], part: Path, progress: Progress
+    wanted: CheckpointSpec,
+    plan: Plan,
+    readers: Sequence[VersionReader],
+    part: Path,
+    progress: Progress,
 ) -> CheckpointRecord:
     assembler = Assembler(readers, _block_bytes_max(plan))
     tensors: list[TensorRecord] = []
@@ -188,7 +195,7 @@ def _write_file(
             return records
     except OSError as error:
         what = f"{at} of the checkpoint {path.parent}"
-        raise checkpoint_refused(what, error, file.path) from error
+        raise checkpoint_write_error(what, error, file.path) from error
 
 
 def _write_tensor(
@@ -198,7 +205,7 @@ def _write_tensor(
     block_bytes: int,
     progress: Progress,
 ) -> list[str]:
-    """Append one tensor; returns its blocks' digests."""
+    """Append one tensor; returns its blocks' checksums."""
     source = tensor.source
     itemsize = DTYPE_BYTES[tensor.dtype]
     stored = memoryview(bytearray(block_bytes if tensor.dtype != source.dtype else 0))
@@ -218,7 +225,7 @@ def _write_tensor(
 
 
 def _block_bytes_max(plan: Plan) -> int:
-    """A block counts in the file's dtype, and may be of wider elements where it comes from."""
+    """Largest block in bytes. Blocks are sized in the file's dtype; the stored one may be wider."""
     widest = max(
         (
             DTYPE_BYTES[tensor.source.dtype] / DTYPE_BYTES[tensor.dtype]
@@ -231,7 +238,7 @@ def _block_bytes_max(plan: Plan) -> int:
 
 
 def _take_extras(fd: int, folder: Path) -> None:
-    """Unpack the small files, which a worker gave: plain ones, by plain names, and not too much."""
+    """Unpack a worker's small files: only regular files with plain names, within a size limit."""
     size = 0
     os.lseek(fd, 0, os.SEEK_SET)
     with os.fdopen(os.dup(fd), "rb") as file, _open_tar(file) as tar:
@@ -240,11 +247,12 @@ def _take_extras(fd: int, folder: Path) -> None:
             content = tar.extractfile(member) if member.isreg() else None
             if content is None or "/" in member.name or member.name.startswith("."):
                 raise InvalidRequestError(
-                    f"{member.name!r} cannot lie beside a checkpoint's tensors"
+                    f"{member.name!r} cannot be added to a checkpoint: send regular files without "
+                    "a path"
                 )
             if size > EXTRAS_BYTES_MAX:
                 raise InvalidRequestError(
-                    f"the files beside the tensors have more than {EXTRAS_BYTES_MAX} bytes"
+                    f"the extra files have more than {EXTRAS_BYTES_MAX} bytes: send fewer"
                 )
             with (folder / member.name).open("xb") as out:
                 shutil.copyfileobj(content, out)
@@ -254,6 +262,4 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=file, mode="r:")
     except tarfile.TarError as error:
-        raise InvalidRequestError(
-            f"the files beside the tensors are no tar file: {error}"
-        ) from error
+        raise InvalidRequestError(f"the extra files are not a tar file: {error}") from error

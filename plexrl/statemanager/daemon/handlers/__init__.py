@@ -1,7 +1,7 @@
-"""What comes of each request: a handler for each type, grouped by concern.
+"""Request handlers, grouped by concern; `HANDLERS` maps each request type to its handler.
 
-A new request is a `Request` and a handler in the module of its concern, and a row in that module's
-`ENTRIES`.
+A new request needs a `Request` class, a handler in the module of its concern, and a row in that
+module's `ENTRIES`.
 """
 
 from plexrl.statemanager.daemon.handlers.table import HANDLERS

@@ -1,4 +1,4 @@
-"""Who asks, and what of the daemon serves it."""
+"""The client of a connection, the services of the daemon, and the rows of the handler table."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,30 +12,28 @@ from plexrl.statemanager.daemon.fencing import Fencing
 from plexrl.statemanager.daemon.incarnations import Incarnations
 from plexrl.statemanager.daemon.registry import Registration, Registry
 from plexrl.statemanager.device.backend import DeviceBackend
-from plexrl.statemanager.device.shared_bases import SharedBases
+from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.eviction.prefetch import Prefetcher
-from plexrl.statemanager.observe.counters import Tally
+from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.messages import Answer, Request
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
+from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store, StoredVersion
-from plexrl.statemanager.store.versions.earlier_versions import EarlierVersions
-from plexrl.statemanager.transfer.amax import Amaxes
-from plexrl.statemanager.transfer.copy.fair_queue import MoveLine
-from plexrl.statemanager.transfer.relay import Relays
+from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 
 RequestT = TypeVar("RequestT", bound=Request)
 
 OPENED_MAX = 64
-"""Versions held in place for one connection: what is held cannot be dropped."""
+"""Versions leased to one connection: a leased version cannot be dropped."""
 
 _ROLES = {Role.AGENT: "the node agent", Role.WORKER: "workers, for their own state"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """What every connection of a daemon shares; each part is thread-safe."""
+    """The parts of the daemon that all connections share. Each part is thread-safe."""
 
     config: StateManagerConfig
     store: Store
@@ -47,60 +45,58 @@ class Services:
     devices: DeviceBackend
     key: TicketKey
     incarnations: Incarnations
-    line: MoveLine
-    tally: Tally
-    relays: Relays
-    amaxes: Amaxes
-    bases: SharedBases
-    earlier: EarlierVersions
-    life: str
-    """Differs between two runs of a daemon."""
+    move_queue: FairQueue
+    counters: Counters
+    frozen_weights: FrozenWeightsCache
+    earlier_versions: EarlierVersions
+    run_id: str
+    """Unique to this run of the daemon."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Caller:
-    """The client of one connection. Its own thread's only."""
+    """The client of one connection. Only the connection's thread uses it."""
 
     services: Services
     uid: int
-    """Of the process at the other end, by the kernel's word."""
-    said: Claims | None = None
-    """What its ticket says; absent: it has shown none yet."""
-    own: Registration | None = None
-    """The rank that registered on this connection; absent: none did, or not yet."""
+    """User of the client process, as the kernel reports it."""
+    shown_claims: Claims | None = None
+    """Claims of the ticket; absent until the client shows a ticket."""
+    registration: Registration | None = None
+    """The rank that registered on this connection; absent until one registers."""
     opened: int = 0
-    """Versions that it asked to be held in place."""
+    """Versions leased at the client's request."""
     leases: ExitStack = field(default_factory=ExitStack)
-    """Versions held in place for this client, until it goes."""
-    base_user: object = field(default_factory=object)
-    """What this connection is called among the users of a base."""
+    """Leases of the versions that the client reads; they end with the connection."""
+    weights_user: object = field(default_factory=object)
+    """Identity of this connection among the users of frozen weights."""
 
     def registered(self) -> Registration:
         """The rank whose state this client may move.
 
         Raises:
-            PermissionDeniedError: it has registered none.
+            PermissionDeniedError: the client registered no rank.
         """
-        if self.own is None:
+        if self.registration is None:
             raise PermissionDeniedError("register an arena on this connection first")
-        return self.own
+        return self.registration
 
     @property
     def claims(self) -> Claims:
-        """What its ticket says.
+        """Claims of the ticket.
 
         Raises:
-            AuthenticationError: it has shown none.
+            AuthenticationError: the client has shown no ticket.
         """
-        if self.said is None:
+        if self.shown_claims is None:
             raise AuthenticationError("the first request of a connection is Hello, with a ticket")
-        return self.said
+        return self.shown_claims
 
     def count_open(self) -> None:
-        """Note that one more version is to be held in place for it.
+        """Count one more leased version.
 
         Raises:
-            OverloadedError: it has as many as one connection may.
+            OverloadedError: the connection has as many as it may.
         """
         if self.opened >= OPENED_MAX:
             raise OverloadedError(
@@ -111,47 +107,47 @@ class Caller:
         self.opened += 1
 
     def refuse(self, roles: tuple[Role, ...], request: Request) -> NoReturn:
-        """Refuse a request that is for others.
+        """Refuse a request that this client's role may not send.
 
         Raises:
-            AuthenticationError: it has shown no ticket.
-            PermissionDeniedError: its role is not among `roles`.
+            AuthenticationError: the client has shown no ticket.
+            PermissionDeniedError: the role is not among `roles`.
         """
         claims = self.claims
         raise PermissionDeniedError(
-            f"{type(request).__name__} is not for {claims.holder}: it is for {_ROLES[roles[0]]}",
+            f"{claims.holder} may not send {type(request).__name__}: it is for {_ROLES[roles[0]]}",
             role=claims.role.value,
         )
 
     def close(self) -> None:
-        """The client is gone: forget its arena and let go of what it reads."""
+        """End the client's leases and registration."""
         self.leases.close()
-        self.services.bases.forget(self.base_user)
-        if self.own is not None:
-            self.services.registry.remove(self.own)
+        self.services.frozen_weights.forget(self.weights_user)
+        if self.registration is not None:
+            self.services.registry.remove(self.registration)
 
 
 class Reply(NamedTuple):
-    """What comes of a request. Whoever sends it closes the descriptors."""
+    """The answer to a request. The sender of the reply closes the descriptors."""
 
     answer: Answer
     fds: Sequence[int] = ()
 
 
 AnyHandler = Callable[[Caller, Any, Sequence[int]], Reply]
-"""Carries out requests of one type. The descriptors that came with one are the session's: a handler
-duplicates what it keeps."""
+"""Handles requests of one type. The session closes the descriptors that came with a request, so a
+handler duplicates those that it keeps."""
 
 
 class Entry(NamedTuple):
-    """A row of the table of handlers."""
+    """A row of the handler table."""
 
     kind: type[Request]
     handler: AnyHandler
     roles: tuple[Role, ...]
-    """Whose tickets it is for; none: also for those who have shown no ticket yet."""
+    """Roles that may send the request; empty: also clients without a ticket."""
     is_move: bool
-    """Whether it moves state, and so takes its turn in the line."""
+    """Whether the request moves state; such requests wait in the move queue."""
 
 
 WORKERS = (Role.WORKER,)
@@ -166,19 +162,18 @@ def handles(
     *,
     is_move: bool = False,
 ) -> Entry:
-    """A row of the table; request and handler must agree.
+    """A row of the handler table; the types of request and handler must agree.
 
-    A handler for workers must see to it that the request names nothing but what the caller's ticket
-    is for.
+    A handler for workers must check that the request names nothing beyond the caller's ticket.
     """
     return Entry(kind, handler, roles, is_move)
 
 
 def move_report(nbytes: int, seconds: float, tier: TierName) -> Answer:
-    """What a `MoveReport` is made from at the client."""
+    """The fields from which the client builds a `MoveReport`."""
     return {"bytes_moved": nbytes, "seconds": seconds, "tier": tier.value}
 
 
 def names_of(versions: Sequence[StoredVersion]) -> list[str]:
-    """The names that the store knows them by."""
+    """Names of the versions in the store."""
     return [version.manifest.name for version in versions]

@@ -1,4 +1,4 @@
-"""Checkpoints are asked for, looked at and given up."""
+"""Requests to write, list and cancel checkpoints."""
 
 import os
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from plexrl.statemanager.checkpoint.requests import (
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import read_record
-from plexrl.statemanager.checkpoint.write.pinning import pin_elsewhere, pin_for_other, pin_here
-from plexrl.statemanager.checkpoint.write.source import VersionReader
-from plexrl.statemanager.checkpoint.write.writer import Wanted
+from plexrl.statemanager.checkpoint.write.pinning import pin_for_other
+from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.tickets import AGENT, Role, job_of
+from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
 
 
 def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Reply:
@@ -40,22 +40,24 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
     target = _target(caller, request.deployment, request.name)
     if claims.role == Role.WORKER and claims.deployment != request.deployment:
         raise PermissionDeniedError(
-            f"{claims.holder} has no say over versions of {request.deployment!r}"
+            f"{claims.holder} may not checkpoint {request.deployment!r}: its ticket is for "
+            f"{claims.deployment!r}"
         )
     if request.upload and not services.config.checkpoint_upload_url:
         raise InvalidRequestError(
             "this cluster uploads no checkpoints: have its operator set checkpoint_upload_url"
         )
-    # Whatever is held is let go of at the end, unless the writer has taken it over by then.
+    # The leases end with this block, unless the writer has taken them over.
     with ExitStack() as guard:
         held = guard.enter_context(ExitStack())
-        readers = pin_here(held, services.store, request.deployment, request.seq)
+        readers = open_here(held, services.store, request.deployment, request.seq)
         elsewhere = [at for at in request.sources if nearest(at) != services.config.listen]
         ticket = services.key.mint(AGENT)
-        readers += pin_elsewhere(held, elsewhere, ticket, request.deployment, request.seq)
-        ranks = _of_all_ranks(request, readers)
+        for address in dict.fromkeys(elsewhere):
+            readers += open_elsewhere(held, address, ticket, request.deployment, request.seq)
+        ranks = _one_reader_per_rank(request, readers)
         stamps = tuple(reader.manifest.stamp for reader in ranks)
-        found = _already(caller, request, target, stamps)
+        found = _find_same(caller, request, target, stamps)
         if found is not None:
             return Reply(msgspec.to_builtins(found))
         extras_fd = os.dup(fds[0]) if fds else None
@@ -89,14 +91,15 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
         is_gone = (
             report is not None
             and report.state == CheckpointState.DURABLE
-            # By a retention policy, or somebody's hand.
+            # A retention policy or a user may have deleted it.
             and not target.exists()
         )
         if report is None or is_gone:
-            report = _on_disk(caller, target)
+            record = _record(target)
+            report = None if record is None else _complete(caller, target, record)
         if report is None:
             raise CheckpointNotFoundError(
-                f"there is no checkpoint {request.name!r}, and none is under way"
+                f"checkpoint {request.name!r} does not exist and is not being written"
             )
         reports = [report]
     else:
@@ -108,7 +111,7 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
         }
         for report in jobs.reports():
             path = Path(report.path)
-            # One that was deleted since is no checkpoint any more.
+            # A durable checkpoint without a folder was deleted.
             is_gone = report.state == CheckpointState.DURABLE and path not in known
             if path.parent == folder and not is_gone:
                 known[path] = report
@@ -139,14 +142,15 @@ def _check_own_job(caller: Caller, deployment: str) -> None:
     claims = caller.claims
     if claims.role == Role.WORKER and job_of(deployment) != claims.job:
         raise PermissionDeniedError(
-            f"{claims.holder} has no say over checkpoints of job {job_of(deployment)!r}"
+            f"{claims.holder} may not use checkpoints of job {job_of(deployment)!r}: its ticket "
+            f"is for job {claims.job!r}"
         )
 
 
-def _of_all_ranks(
+def _one_reader_per_rank(
     request: WriteCheckpoint, readers: Sequence[VersionReader]
 ) -> list[VersionReader]:
-    """One version of each rank, in order; the first that came."""
+    """The first reader of each rank, in rank order."""
     by_rank: dict[int, VersionReader] = {}
     for reader in readers:
         manifest = reader.manifest
@@ -157,27 +161,27 @@ def _of_all_ranks(
     if missing:
         raise StateLostError(
             f"version {request.seq} of {request.deployment!r} rank {missing[0]} is not on this "
-            "node nor at the sources named: take a snapshot of every rank first",
+            "node nor at the given sources: take a snapshot of every rank first",
             deployment=request.deployment,
             seq=request.seq,
         )
     return [by_rank[rank] for rank in range(world_size)]
 
 
-def _already(
+def _find_same(
     caller: Caller, request: WriteCheckpoint, target: Path, stamps: tuple[str, ...]
 ) -> CheckpointReport | None:
-    """The same checkpoint, where it is under way or done.
+    """The report of the same checkpoint, if it is complete or being written.
 
     Raises:
-        CheckpointExistsError: another one of that name is, and is not to be replaced.
+        CheckpointExistsError: another checkpoint has the name, and `overwrite` is not set.
     """
     jobs = caller.services.checkpoints
     if jobs.is_under_way(target, stamps, request.asked_by):
         return jobs.find(target)
     report = jobs.find(target)
     is_under_way = report is not None and not report.state.is_final
-    # What lies there damaged is in the way too, and may be replaced.
+    # A damaged checkpoint also occupies the name, and may be replaced.
     record = _record(target)
     if (
         not is_under_way
@@ -199,11 +203,6 @@ def _record(target: Path) -> CheckpointRecord | None:
         return None
 
 
-def _on_disk(caller: Caller, target: Path) -> CheckpointReport | None:
-    record = _record(target)
-    return None if record is None else _complete(caller, target, record)
-
-
 def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> CheckpointReport:
     nbytes = sum(file.nbytes for file in record.files)
     upload, upload_error = caller.services.checkpoints.upload_state(target)
@@ -223,8 +222,8 @@ def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> Checkpo
     )
 
 
-def _wanted(request: WriteCheckpoint, target: Path, node: str) -> Wanted:
-    return Wanted(
+def _wanted(request: WriteCheckpoint, target: Path, node: str) -> CheckpointSpec:
+    return CheckpointSpec(
         target=target,
         node=node,
         format=request.format,

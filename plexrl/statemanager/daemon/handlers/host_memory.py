@@ -1,4 +1,4 @@
-"""Memory of the host tier, lent to a rank whose optimizer's state stays there."""
+"""Host-tier memory, allocated to a rank whose optimizer state stays there."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ from plexrl.statemanager.protocol.messages import Register
 from plexrl.statemanager.store.versions.versions import Manifest, padded
 
 
-def check_places(request: Register) -> None:
+def check_slice_offsets(request: Register) -> None:
     """Refuse slices that lie neither in the arena nor in host memory.
 
     Raises:
-        InvalidRequestError: likewise.
+        InvalidRequestError: a slice lies outside both.
     """
     start = host_start(request.arena_bytes)
     if not request.host_bytes:
@@ -32,7 +32,7 @@ def check_places(request: Register) -> None:
 
 
 def host_state(caller: Caller, request: Register) -> HostState | None:
-    """What a rank that registers is to have in host memory."""
+    """The host-memory record of a rank that registers; None if the rank wants no host memory."""
     if not request.host_bytes:
         return None
     return HostState(
@@ -43,76 +43,81 @@ def host_state(caller: Caller, request: Register) -> HostState | None:
     )
 
 
-def adopt_host(own: Registration, fds: Sequence[int], request: Register) -> list[bool]:
-    """Take up what the rank has mapped of a daemon before this one; says what of it is known."""
+def adopt_host(registration: Registration, fds: Sequence[int], request: Register) -> list[bool]:
+    """Adopt host memory that the rank mapped before the daemon restarted; return which of the
+    descriptors are recognised."""
     first = len(request.segment_bytes)
     held = fds[first : first + request.host_held]
-    if own.host is None or own.loans is None:
+    host, allocations = registration.host, registration.host_allocations
+    if host is None or allocations is None:
         return [False] * len(held)
     return [
-        own.loans.adopt(fd, own.host) or own.loans.adopt_base(fd, own.host, own.shard)
+        allocations.adopt(fd, host) or allocations.adopt_snapshot(fd, host, registration.shard)
         for fd in held
     ]
 
 
-def keep_host(former: Registration, registration: Registration) -> None:
-    """Give what the connection's former registration was lent to its next.
+def keep_host(previous: Registration, registration: Registration) -> None:
+    """Move the host memory of the connection's previous registration to the new one.
 
     Raises:
-        InvalidRequestError: it is of another size.
+        InvalidRequestError: the new registration names another size.
     """
-    assert former.host is not None
-    if registration.host is None or registration.host.nbytes != former.host.nbytes:
+    assert previous.host is not None
+    if registration.host is None or registration.host.nbytes != previous.host.nbytes:
         raise InvalidRequestError(
-            f"rank {former.rank} of {former.deployment!r} has {former.host.nbytes} bytes of host "
-            "memory: register the same again"
+            f"{previous.description} has {previous.host.nbytes} bytes of host memory: register the "
+            "same size again"
         )
-    host, former.host = former.host, None
+    host, previous.host = previous.host, None
     host.start = registration.host.start
     registration.host = host
 
 
-def in_host(manifest: Manifest, own: Registration) -> bool:
+def is_in_host(manifest: Manifest, registration: Registration) -> bool:
     """Whether a version's last section is in the rank's host memory."""
-    host = own.host
+    host = registration.host
     return host is not None and any(e.arena_offset >= host.start for e in manifest.extents)
 
 
-def opened_host(own: Registration) -> list[int]:
-    """Descriptors of the rank's host memory after a load: one to read with, and one to write with
-    where it is a copy."""
-    if own.host is None or own.loans is None:
+def open_host(registration: Registration) -> list[int]:
+    """Descriptors of the rank's host memory after a load: one to read, and one to write if the
+    memory is the rank's own allocation."""
+    host, allocations = registration.host, registration.host_allocations
+    if host is None or allocations is None:
         return []
-    return own.loans.open(own.host, writable=own.host.loan is not None)
+    return allocations.open(host, writable=host.allocation is not None)
 
 
 def _borrow(caller: Caller, request: BorrowHost, _: Sequence[int]) -> Reply:
-    own = caller.registered()
+    registration = caller.registered()
     store = caller.services.store
-    with own.in_turn():
-        caller.services.fencing.admit(own.group, request.token)
-        host = _host(own)
-        holds = host.loan is not None
+    with registration.exclusive():
+        caller.services.fencing.admit(registration.group, request.token)
+        host = _host(registration)
+        holds = host.allocation is not None
         if not holds:
-            store.lend(host)
-        return Reply({"holds": holds}, store.loans.open(host, writable=True))
+            store.allocate_host(host)
+        return Reply({"holds": holds}, store.host_allocations.open(host, writable=True))
 
 
 def _return(caller: Caller, request: ReturnHost, _: Sequence[int]) -> Reply:
-    own = caller.registered()
-    with own.in_turn():
-        host, loans = _host(own), caller.services.store.loans
+    registration = caller.registered()
+    with registration.exclusive():
+        host, allocations = _host(registration), caller.services.store.host_allocations
         if request.what != Returned.LOAN:
-            loans.let_go(host)
+            allocations.release_snapshot(host)
         if request.what != Returned.BASE:
-            loans.take_back(host)
+            allocations.release_allocation(host)
         return Reply({})
 
 
-def _host(own: Registration) -> HostState:
-    if own.host is None:
-        raise InvalidRequestError(f"rank {own.rank} of {own.deployment!r} registered no host bytes")
-    return own.host
+def _host(registration: Registration) -> HostState:
+    if registration.host is None:
+        raise InvalidRequestError(
+            f"{registration.description} registered no host memory: register it with host_bytes"
+        )
+    return registration.host
 
 
 ENTRIES = (

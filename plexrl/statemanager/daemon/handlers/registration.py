@@ -1,28 +1,42 @@
-"""Ranks come with their arenas, and deployments go."""
+"""Connections that identify themselves, ranks that register arenas, and deployments that end."""
 
 from collections.abc import Sequence
 
-from plexrl.errors import InvalidRequestError, PermissionDeniedError
+from plexrl.errors import ConflictError, InvalidRequestError, PermissionDeniedError
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, WORKERS, Caller, Reply, handles
 from plexrl.statemanager.daemon.handlers.host_memory import (
     adopt_host,
-    check_places,
+    check_slice_offsets,
     host_state,
     keep_host,
 )
 from plexrl.statemanager.daemon.registry import Registration
-from plexrl.statemanager.protocol.messages import Register, Release
+from plexrl.statemanager.protocol.messages import Hello, Register, Release
+from plexrl.statemanager.protocol.tickets import Claims, Role
+
+
+def _hello(caller: Caller, request: Hello, _: Sequence[int]) -> Reply:
+    claims = caller.services.key.verify(request.ticket)
+    if caller.shown_claims not in (None, claims):
+        raise ConflictError(
+            f"this connection belongs to {caller.claims.holder}: open another for {claims.holder}"
+        )
+    _check_user(caller, claims)
+    if claims.role == Role.WORKER:
+        caller.services.incarnations.admit(claims)
+    caller.shown_claims = claims
+    return Reply({})
 
 
 def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
-    _check_is_own(caller, request)
+    _check_ticket_matches(caller, request)
     services = caller.services
     if request.kind != services.devices.kind:
         raise InvalidRequestError(
-            f"the arena is on {request.kind.value}; this node's StateManager lends "
-            f"{services.devices.kind.value} memory: set `device` of its configuration"
+            f"the arena is on {request.kind.value}; this node's StateManager allocates "
+            f"{services.devices.kind.value} memory: set `device` in its configuration"
         )
-    check_places(request)
+    check_slice_offsets(request)
     services.fencing.admit(request.group, request.token)
     registration = Registration(
         deployment=request.deployment,
@@ -35,67 +49,85 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         uid=caller.uid,
         devices=services.devices,
         host=host_state(caller, request),
-        loans=services.store.loans,
+        host_allocations=services.store.host_allocations,
     )
-    former = caller.own
+    previous = caller.registration
     if request.keeps_memory:
-        _hand_over(former, registration)
+        _hand_over(previous, registration)
     elif request.segment_bytes:
         if sum(request.segment_bytes) < request.arena_bytes:
             raise InvalidRequestError(
                 f"segments of {sum(request.segment_bytes)} bytes do not hold an arena of "
                 f"{request.arena_bytes}"
             )
-        registration.loan = services.devices.adopt(
+        registration.allocation = services.devices.adopt(
             fds[: len(request.segment_bytes)],
             request.segment_bytes,
             device=request.device,
             uid=caller.uid,
         )
     known = [] if request.keeps_memory else adopt_host(registration, fds, request)
-    caller.own = registration
+    caller.registration = registration
     services.registry.add(registration)
-    if former is not None:
-        services.registry.remove(former)
+    if previous is not None:
+        services.registry.remove(previous)
     return Reply({"host_known": known})
 
 
-def _hand_over(former: Registration | None, registration: Registration) -> None:
-    """Give the memory of the connection's former registration to its next.
+def _hand_over(previous: Registration | None, registration: Registration) -> None:
+    """Move the memory of the connection's previous registration to the new one.
 
     Raises:
-        ConflictError: the former one was ended by another process.
-        InvalidRequestError: it has no memory that suits.
+        ConflictError: another process ended the previous registration.
+        InvalidRequestError: the previous registration has no memory that fits.
     """
-    if former is None or former.device != registration.device:
+    if previous is None or previous.device != registration.device:
         raise InvalidRequestError("this connection registered no arena on that device before")
-    with former.moving() as loan:
-        if loan.nbytes < registration.arena_bytes:
+    with previous.exclusive_memory() as allocation:
+        if allocation.nbytes < registration.arena_bytes:
             raise InvalidRequestError(
-                f"an arena of {registration.arena_bytes} bytes has memory of {loan.nbytes} only"
+                f"an arena of {registration.arena_bytes} bytes does not fit into the "
+                f"{allocation.nbytes} bytes that are allocated"
             )
-        registration.loan, former.loan = loan, None
-        if former.host is not None:
-            keep_host(former, registration)
+        registration.allocation, previous.allocation = allocation, None
+        if previous.host is not None:
+            keep_host(previous, registration)
 
 
 def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
     services = caller.services
     services.registry.remove_deployment(request.deployment)
     services.incarnations.forget(request.deployment)
-    services.relays.forget(request.deployment)
     services.store.release(request.deployment)
     return Reply({})
 
 
-ENTRIES = (handles(Register, _register, WORKERS), handles(Release, _release, AGENTS))
+ENTRIES = (
+    handles(Hello, _hello, ()),
+    handles(Register, _register, WORKERS),
+    handles(Release, _release, AGENTS),
+)
 
 
-def _check_is_own(caller: Caller, request: Register) -> None:
-    """A ticket is for one rank of one deployment, in one group."""
+def _check_user(caller: Caller, claims: Claims) -> None:
+    """Refuse a tenant that does not match the client's user, where `tenant_uids` pairs the two."""
+    tenant_uids = caller.services.config.tenant_uids
+    own = tenant_uids.get(claims.tenant)
+    tenants = [tenant for tenant, uid in tenant_uids.items() if uid == caller.uid]
+    if (own is not None and own != caller.uid) or (tenants and claims.tenant not in tenants):
+        raise PermissionDeniedError(
+            f"user {caller.uid} shows a ticket of tenant {claims.tenant!r}, which is not its own: "
+            f"run {claims.holder} as user {own if own is not None else 'of the StateManager'}",
+            uid=caller.uid,
+        )
+
+
+def _check_ticket_matches(caller: Caller, request: Register) -> None:
+    """Refuse a rank other than the one that the ticket names: a ticket is for one rank of one
+    deployment, in one group."""
     claims = caller.claims
-    asked = (request.deployment, request.rank, request.world_size)
-    if asked != (claims.deployment, claims.rank, claims.world_size):
+    named = (request.deployment, request.rank, request.world_size)
+    if named != (claims.deployment, claims.rank, claims.world_size):
         raise PermissionDeniedError(
             f"rank {request.rank} of {request.world_size} of {request.deployment!r} cannot be "
             f"registered here: the ticket is for rank {claims.rank} of {claims.world_size} of "
@@ -103,7 +135,7 @@ def _check_is_own(caller: Caller, request: Register) -> None:
         )
     if claims.group and request.group != claims.group:
         raise PermissionDeniedError(
-            f"{claims.holder} is in group {claims.group!r}, by its ticket, not in "
-            f"{request.group!r}: have the node agent start it anew"
+            f"the ticket of {claims.holder} names group {claims.group!r}, not {request.group!r}: "
+            "have the node agent restart the worker"
         )
     caller.services.incarnations.admit(claims)

@@ -1,4 +1,4 @@
-"""Who holds how much."""
+"""Memory usage, and the tiers in which state lies."""
 
 import time
 from collections.abc import Sequence
@@ -8,20 +8,14 @@ import msgspec
 
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
 from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.protocol.messages import Answer, Ping, Usage, Where
+from plexrl.statemanager.protocol.messages import Answer, Usage, Where
 from plexrl.statemanager.protocol.tickets import Role
-
-_NOTHING = Reply({})
-
-
-def _ping(_: Caller, __: Ping, ___: Sequence[int]) -> Reply:
-    return _NOTHING
 
 
 def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
     config, store = caller.services.config, caller.services.store
     claims = caller.claims
-    # A worker learns nothing of other deployments, nor how full they make the tiers.
+    # A worker may not see other deployments, nor the usage of the tiers.
     own = None if claims.role == Role.AGENT else claims.deployment
     deployments: dict[str, Answer] = {}
     tenants = set[str]()
@@ -69,22 +63,21 @@ def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:
             },
             "moves": [
                 {"kind": move.kind, "who": move.who, "seconds": time.monotonic() - move.began}
-                for move in caller.services.line.running()
+                for move in caller.services.move_queue.running()
             ],
-            "moves_waiting": caller.services.line.waiting(),
+            "moves_waiting": caller.services.move_queue.waiting(),
         }
     )
 
 
 def _where(caller: Caller, request: Where, _: Sequence[int]) -> Reply:
     services = caller.services
-    since = request.since if request.life == services.life else 0
-    serial, states = services.store.whereabouts(since)
-    return Reply({"life": services.life, "serial": serial, "states": msgspec.to_builtins(states)})
+    since = request.since if request.life == services.run_id else 0
+    serial, states = services.store.state_locations(since)
+    return Reply({"life": services.run_id, "serial": serial, "states": msgspec.to_builtins(states)})
 
 
 ENTRIES = (
-    handles(Ping, _ping, TICKETS),
     handles(Usage, _usage, TICKETS),
     handles(Where, _where, AGENTS),
 )

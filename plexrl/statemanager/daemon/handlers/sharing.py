@@ -1,10 +1,10 @@
-"""Versions that others read, or that come from another node."""
+"""Versions that other processes read, or that this node takes from another node."""
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -20,22 +20,24 @@ from plexrl.statemanager.daemon.handlers.caller import (
 )
 from plexrl.statemanager.daemon.registry import check_slices
 from plexrl.statemanager.layout.layout import check_layout
+from plexrl.statemanager.protocol.address import host_and_port
 from plexrl.statemanager.protocol.messages import (
     Adopt,
-    AmaxPublished,
     Confirm,
+    Fetch,
     OpenPublished,
     OpenState,
     Prefetch,
-    PrefetchPublished,
     PublishedShard,
     StoredShard,
     regions_of,
 )
-from plexrl.statemanager.store.versions.published import hold_published, hold_stamp
+from plexrl.statemanager.protocol.tickets import AGENT
+from plexrl.statemanager.store.versions.published import lease_published
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.file_memory import version_memory
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
+from plexrl.statemanager.transfer.transport.tcp.state_blocks import RemoteBlocks
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
@@ -44,23 +46,9 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
     files = _Files()
     shards = [
         PublishedShard(**held.description(request.known), regions=files.add(held.regions))
-        for held in hold_published(caller.services.store, caller.leases, request)
+        for held in lease_published(caller.services.store, caller.leases, request)
     ]
     return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
-
-
-def _amax_published(caller: Caller, request: AmaxPublished, _: Sequence[int]) -> Reply:
-    caller.claims.check_may_pull(request.source)
-    services = caller.services
-    with ExitStack() as leases:
-        shard = (request.source, request.rank)
-        held = hold_stamp(services.store, leases, shard, request.stamp)
-        if held is None:
-            raise StateLostError(
-                f"what rank {request.rank} of {request.source!r} published as {request.stamp!r} "
-                "is gone: pull again"
-            )
-        return Reply({"amax": services.amaxes.of(held, request.tensors)})
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
@@ -93,7 +81,7 @@ def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
 def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
     started = time.perf_counter()
     manifest = request.manifest
-    check_adoptable(manifest)
+    _check_adoptable(manifest)
     store = caller.services.store
     for stored in store.find(lambda m: m.name == manifest.name):
         if stored.manifest.stamp == manifest.stamp:
@@ -103,43 +91,57 @@ def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
     return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
+def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
+    started = time.perf_counter()
+    address = host_and_port(request.source)
+    if address is None:
+        raise InvalidRequestError(
+            f"a version is fetched from tcp://host:port, not from {request.source}"
+        )
+    store = caller.services.store
+    wanted = (request.deployment, request.seq, request.rank, request.stamp)
+    for stored in store.find(lambda m: (m.deployment, m.seq, m.rank, m.stamp) == wanted):
+        return Reply(move_report(0, time.perf_counter() - started, stored.tier))
+    ticket = caller.services.key.mint(AGENT)
+    with closing(RemoteBlocks(address, ticket, *wanted)) as blocks:
+        manifest = blocks.shard.manifest
+        _check_adoptable(manifest)
+        if (manifest.deployment, manifest.seq, manifest.rank) != wanted[:3]:
+            raise InvalidRequestError(f"{request.source} answered with {manifest.description}")
+        version, moved = store.receive(manifest, blocks.shard.blocks, blocks.fetch, blocks)
+    return Reply(move_report(moved, time.perf_counter() - started, version.tier))
+
+
 def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
     return Reply({})
 
 
 def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
     if request.next_use_s is not None:
-        caller.services.store.expect_in(request.deployment, request.next_use_s)
+        caller.services.store.expect_use_in(request.deployment, request.next_use_s)
     caller.services.prefetcher.hint(request.deployment, request.seq)
-    return Reply({})
-
-
-def _prefetch_published(caller: Caller, request: PrefetchPublished, _: Sequence[int]) -> Reply:
-    caller.claims.check_may_pull(request.source)
-    caller.services.prefetcher.hint(request.source, request.seq, VersionKind.PUBLISHED)
     return Reply({})
 
 
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
-    handles(AmaxPublished, _amax_published, TICKETS, is_move=True),
     handles(OpenState, _open_state, AGENTS, is_move=True),
     handles(Confirm, _confirm, TICKETS),
     handles(Adopt, _adopt, AGENTS, is_move=True),
+    handles(Fetch, _fetch, AGENTS, is_move=True),
     handles(Prefetch, _prefetch, AGENTS),
-    handles(PrefetchPublished, _prefetch_published, TICKETS),
 )
 
 
-def check_adoptable(manifest: Manifest) -> None:
-    """Refuse a version that comes from elsewhere and is not laid out as one of ours would be.
+def _check_adoptable(manifest: Manifest) -> None:
+    """Refuse another node's version whose layout this store would not produce.
 
     Raises:
-        InvalidRequestError: it is not.
+        InvalidRequestError: the manifest is not valid.
     """
     what = manifest.description
     if manifest.kind != VersionKind.STATE:
-        raise InvalidRequestError(f"{what} cannot be adopted: publish it again instead")
+        raise InvalidRequestError(f"{what} cannot be adopted: publish it again")
     if not manifest.stamp or not 0 <= manifest.rank < manifest.world_size:
         raise InvalidRequestError(f"{what} has no stamp, or no rank of {manifest.world_size}")
     check_slices(manifest.slices, sys.maxsize)
@@ -147,18 +149,18 @@ def check_adoptable(manifest: Manifest) -> None:
 
 
 class _Files:
-    """Files that a reply speaks of, each once."""
+    """The distinct files of a reply."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}
 
     def add(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """The regions as they go over the wire."""
+        """The regions, with an index instead of a descriptor, as they go over the wire."""
         return tuple(
             replace(region, fd=self._fds.setdefault(region.fd, len(self._fds)))
             for region in regions
         )
 
     def duplicates(self) -> list[int]:
-        """Descriptors in the order of their indices, for whoever sends them to close."""
+        """Duplicates of the descriptors, in index order; the sender closes them."""
         return [os.dup(fd) for fd in self._fds]

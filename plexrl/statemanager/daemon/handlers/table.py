@@ -1,17 +1,13 @@
-"""Request type → handler."""
+"""The handler of each request type."""
 
 from collections.abc import Mapping
 
 from plexrl.statemanager.daemon.handlers import (
-    bases,
     checkpoints,
-    fetching,
-    greeting,
+    device_memory,
     host_memory,
-    lending,
     moves,
     registration,
-    relaying,
     reporting,
     sharing,
 )
@@ -19,18 +15,14 @@ from plexrl.statemanager.daemon.handlers.caller import Entry
 from plexrl.statemanager.protocol.messages import Request
 
 _ENTRIES = (
-    *greeting.ENTRIES,
     *registration.ENTRIES,
-    *lending.ENTRIES,
-    *bases.ENTRIES,
+    *device_memory.ENTRIES,
     *host_memory.ENTRIES,
     *moves.ENTRIES,
     *sharing.ENTRIES,
-    *relaying.ENTRIES,
-    *fetching.ENTRIES,
     *reporting.ENTRIES,
     *checkpoints.ENTRIES,
 )
 
 HANDLERS: Mapping[type[Request], Entry] = {row.kind: row for row in _ENTRIES}
-"""Every request there is. Only these are decoded."""
+"""All requests. The daemon decodes no other message."""

@@ -1,1 +1,1 @@
-"""A device that stands for a GPU on a node that has none."""
+"""The device backend of nodes without GPUs, in host memory."""

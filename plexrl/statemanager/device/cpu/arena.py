@@ -13,35 +13,34 @@ from plexrl.statemanager.device.segments import SEGMENT_BYTES_MIN
 
 
 class CpuArena:
-    """As `WorkerArena`. While nothing is attached it is private memory that reads as zero and costs
-    nothing until it is written to, so a model can be built in it before a daemon is asked."""
+    """Implements `WorkerArena`. While nothing is attached, the range is private zero memory, so a
+    model can be built in it before the daemon allocates memory."""
 
     kind = DeviceKind.CPU
     device = 0
 
     def __init__(self, nbytes: int) -> None:
-        """A range of at least `nbytes`."""
+        """Reserve a range of at least `nbytes`."""
         self.nbytes = max(1, -(-nbytes // PAGE)) * PAGE
-        # Segments come in whole units, the last of which may reach beyond the arena.
+        # Segments are multiples of a unit, so the last one may reach beyond the arena.
         self._reserved_bytes = -(-self.nbytes // SEGMENT_BYTES_MIN) * SEGMENT_BYTES_MIN
         self.address = map_zero(self._reserved_bytes)
         self.segments: tuple[Segment, ...] = ()
         memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
-        # Every view of the buffer holds `memory`, so the range ends with the last of them.
+        # Every view of the buffer references `memory`, so the range is unmapped after the last
+        # view.
         ending = weakref.finalize(memory, unmap, self.address, self._reserved_bytes)
         ending.atexit = False
         self.buffer = memoryview(memory).cast("B")
-        """Writable, of the whole arena; valid for good."""
+        """Writable view of the whole arena; always valid."""
 
     @property
     def is_attached(self) -> bool:
-        """As `WorkerArena.is_attached`."""
         return bool(self.segments)
 
     def attach(
         self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool = False
     ) -> None:
-        """As `WorkerArena.attach`."""
         taken = tuple(segments)
         try:
             if self.segments or sum(s.nbytes for s in taken) != self._reserved_bytes:
@@ -56,22 +55,20 @@ class CpuArena:
         self.segments = taken
 
     def detach(self) -> None:
-        """As `WorkerArena.detach`; the arena reads as zero from then on, whatever was written while
-        nothing was attached."""
+        """See `WorkerArena.detach`; afterwards the arena reads as zero."""
         map_zero(self._reserved_bytes, self.address)
         _close(self.segments)
         self.segments = ()
 
     def resident_bytes(self) -> int:
-        """Memory that is attached; what was written while nothing is attached is not counted."""
+        """Attached memory, without pages written while nothing is attached."""
         return sum(segment.nbytes for segment in self.segments)
 
     def close(self) -> None:
-        """As `WorkerArena.close`."""
         self.detach()
 
     def _map(self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool) -> None:
-        # Mapped a second time meanwhile, so that contents can be carried over, and back.
+        # A second mapping of each segment, to copy the contents there, and back on an error.
         spare: list[int] = []
         protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
         address = self.address
@@ -84,16 +81,18 @@ class CpuArena:
                 address += segment.nbytes
         except OSError as error:
             map_zero(address - self.address, self.address)
-            for place, at in zip(_places(segments, self.address), spare, strict=False):
-                if place[0] < address:
-                    move(place[0], at, place[1])
+            for (start, nbytes), copy in zip(
+                _address_ranges(segments, self.address), spare, strict=False
+            ):
+                if start < address:
+                    move(start, copy, nbytes)
             raise DeviceError(f"a segment cannot be mapped ({error})") from error
         finally:
             for segment, at in zip(segments, spare, strict=False):
                 unmap(at, segment.nbytes)
 
 
-def _places(segments: Sequence[Segment], address: int) -> Iterator[tuple[int, int]]:
+def _address_ranges(segments: Sequence[Segment], address: int) -> Iterator[tuple[int, int]]:
     for segment in segments:
         yield address, segment.nbytes
         address += segment.nbytes

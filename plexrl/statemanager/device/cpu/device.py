@@ -1,12 +1,12 @@
-"""A device that stands for a GPU on a node that has none: a bounded pool of memory files.
+"""The device backend of nodes without GPUs: a bounded pool of memory files.
 
-A segment is a memory file, sealed so that it can never change its size: whoever else holds its
-descriptor cannot take pages from under the daemon's mapping, which would kill it (SIGBUS). It is
-mapped once, with all its pages, and stays so while it goes from borrower to borrower, because pages
-that are touched for the first time cost four to twenty times the copy into them.
+A segment is a memory file, sealed against size changes. Another holder of its descriptor therefore
+cannot truncate it under the daemon's mapping, which would kill the daemon (SIGBUS). A segment is
+mapped once, with all its pages, and stays mapped between allocations, because the first use of a
+page costs four to twenty times as much as a copy into it.
 
-A borrower may have kept a descriptor, so a segment goes only from one to another of the same user,
-who could read each other's memory anyway; and it is cleaned before it is sent.
+A worker may keep a descriptor. So a segment is reused only for workers of the same user, who can
+read each other's memory anyway, and it is cleared before it is sent.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plexrl.errors import DeviceMemoryFullError, InvalidRequestError, StateLostError
-from plexrl.statemanager.device.backend import DeviceKind, DeviceUsage, Loan
+from plexrl.statemanager.device.backend import DeviceAllocation, DeviceKind, DeviceUsage
 from plexrl.statemanager.device.mapping import PAGE, map_file, move, set_zero, unmap
 from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.device.segments import (
@@ -27,7 +27,7 @@ from plexrl.statemanager.device.segments import (
 )
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""The last one so that no borrower can forbid the next one to write."""
+"""F_SEAL_SEAL prevents a worker from sealing the segment against writes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,12 +36,12 @@ class _Segment:
     nbytes: int
     address: int
     uid: int | None
-    """Whose workers have held it; absent: it was never lent."""
+    """User whose workers have held it; absent: none."""
     is_clean: bool
 
 
-class CpuLoan:
-    """As `Loan`. Must not be used by one thread while another ends it."""
+class CpuAllocation:
+    """Implements `DeviceAllocation`. No thread may use it while another ends it."""
 
     def __init__(self, segments: Sequence[_Segment]) -> None:
         self._segments = tuple(segments)
@@ -51,7 +51,6 @@ class CpuLoan:
 
     @property
     def is_clean(self) -> bool:
-        """As `Loan.is_clean`."""
         return all(segment.is_clean for segment in self._segments)
 
     def read(self, runs: Sequence[Run]) -> None:
@@ -74,23 +73,21 @@ class CpuLoan:
                 source += count
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """As `Loan.clear`."""
         self._check()
         for address, count in self._table.split(offset, nbytes):
             set_zero(address, count)
 
     def descriptors(self, *, read_only: bool = False) -> list[int]:
-        """As `Loan.descriptors`."""
         self._check()
         if read_only:
             flags = os.O_RDONLY | os.O_CLOEXEC
             return [os.open(f"/proc/self/fd/{segment.fd}", flags) for segment in self._segments]
-        # Whoever has them may write at any time from now on.
+        # The worker may write from now on.
         self._dirty()
         return [os.dup(segment.fd) for segment in self._segments]
 
     def end(self) -> tuple[_Segment, ...]:
-        """The segments, which are no longer this loan's. For its device."""
+        """Detach and return the segments, for the device."""
         self._check()
         segments, self._segments = self._segments, ()
         return segments
@@ -101,32 +98,31 @@ class CpuLoan:
 
     def _check(self) -> None:
         if not self._segments:
-            raise StateLostError("the worker has given this memory back: load its state first")
+            raise StateLostError("the worker has returned this memory: load its state first")
 
 
 class CpuDevice:
-    """As `DeviceBackend`; a node has one such device. Keeps no more idle memory than there was ever
-    lent beyond what is lent now."""
+    """Implements `DeviceBackend` for the node's single CPU device. Allocated and idle memory
+    together never exceed the peak of allocated memory."""
 
     kind = DeviceKind.CPU
 
     def __init__(self, *, bytes_max: int | None = None, prefault_bytes: int = 0) -> None:
-        """`bytes_max` bounds what is lent and idle together (absent: nothing does);
-        `prefault_bytes` are made ready at once, in segments of the usual size."""
+        """`bytes_max`: capacity, including idle memory; absent: unbounded. `prefault_bytes`: memory
+        to prefault now, in segments of the usual size."""
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._ending_bytes = 0
-        """Of segments that are let go of, and not gone yet."""
+        """Bytes of freed segments that are not destroyed yet."""
         self._lent_bytes = 0
         self._idle: list[_Segment] = []
-        """The longest idle first."""
+        """In the order in which they became idle."""
         count = min(prefault_bytes, bytes_max or prefault_bytes) // SEGMENT_BYTES_MAX
         self._lent_bytes_peak = count * SEGMENT_BYTES_MAX
         self._idle += [_make(SEGMENT_BYTES_MAX) for _ in range(count)]
 
-    def allocate(self, nbytes: int, *, device: int, uid: int) -> CpuLoan:
-        """As `DeviceBackend.allocate`."""
+    def allocate(self, nbytes: int, *, device: int, uid: int) -> CpuAllocation:
         _check_device(device)
         sizes = segment_sizes(nbytes)
         with self._lock:
@@ -147,16 +143,17 @@ class CpuDevice:
             ) from error
         for segment in found:
             segment.uid = uid
-        # The same order for every arena, whatever each segment's history.
-        return CpuLoan(sorted(found, key=lambda s: -s.nbytes))
+        # Every arena has the same order, regardless of the segments' history.
+        return CpuAllocation(sorted(found, key=lambda s: -s.nbytes))
 
     def adopt(
         self, fds: Sequence[int], segment_bytes: Sequence[int], *, device: int, uid: int
-    ) -> CpuLoan:
-        """As `DeviceBackend.adopt`."""
+    ) -> CpuAllocation:
         _check_device(device)
         if not fds or len(fds) != len(segment_bytes):
-            raise InvalidRequestError(f"{len(fds)} segments came; {len(segment_bytes)} are named")
+            raise InvalidRequestError(
+                f"{len(fds)} descriptors came for {len(segment_bytes)} segments"
+            )
         for fd, nbytes in zip(fds, segment_bytes, strict=True):
             _check_segment(fd, nbytes)
         with self._lock:
@@ -172,30 +169,28 @@ class CpuDevice:
             with self._lock:
                 self._lent_bytes -= sum(segment_bytes)
             raise InvalidRequestError(f"a segment cannot be mapped ({error})") from error
-        return CpuLoan(taken)
+        return CpuAllocation(taken)
 
-    def recycle(self, loan: Loan) -> None:
-        """As `DeviceBackend.recycle`."""
-        assert isinstance(loan, CpuLoan)
-        segments = loan.end()
+    def recycle(self, allocation: DeviceAllocation) -> None:
+        assert isinstance(allocation, CpuAllocation)
+        segments = allocation.end()
         with self._lock:
-            self._lent_bytes -= loan.nbytes
+            self._lent_bytes -= allocation.nbytes
             self._idle += segments
             surplus = self._take_surplus()
         _destroy(surplus)
 
-    def free(self, loan: Loan) -> None:
-        """As `DeviceBackend.free`."""
-        assert isinstance(loan, CpuLoan)
-        segments = loan.end()
+    def free(self, allocation: DeviceAllocation) -> None:
+        assert isinstance(allocation, CpuAllocation)
+        segments = allocation.end()
         with self._lock:
-            self._lent_bytes -= loan.nbytes
-            self._ending_bytes += loan.nbytes
-        # Giving up pages takes as long as copying them; nobody needs to wait for it.
+            self._lent_bytes -= allocation.nbytes
+            self._ending_bytes += allocation.nbytes
+        # Unmapping takes as long as a copy, and no caller needs to wait for it.
         threading.Thread(target=self._end, args=(segments,), daemon=True).start()
 
     def _end(self, segments: Sequence[_Segment]) -> None:
-        """Destroy segments one by one, as others may wait for the memory."""
+        """Destroy segments one at a time, because an allocation may wait for the memory."""
         for segment in segments:
             try:
                 _destroy([segment])
@@ -205,7 +200,6 @@ class CpuDevice:
                     self._ended.notify_all()
 
     def usage(self, device: int) -> DeviceUsage:
-        """As `DeviceBackend.usage`."""
         _check_device(device)
         with self._lock:
             idle_bytes = sum(segment.nbytes for segment in self._idle)
@@ -217,16 +211,12 @@ class CpuDevice:
             )
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """As `DeviceBackend.register_host`; host memory needs no preparation here."""
+        """See `DeviceBackend.register_host`; no effect, because CPU copies need no pinning."""
 
     def unregister_host(self, address: int, nbytes: int) -> None:
-        """As `DeviceBackend.unregister_host`."""
-
-    def check_health(self) -> None:
-        """As `DeviceBackend.check_health`; memory does not fail alone."""
+        """See `DeviceBackend.unregister_host`."""
 
     def close(self) -> None:
-        """As `DeviceBackend.close`."""
         with self._lock:
             idle, self._idle = self._idle, []
             self._ended.wait_for(lambda: not self._ending_bytes)
@@ -239,7 +229,7 @@ class CpuDevice:
         if self._bytes_max is not None and self._lent_bytes + nbytes > self._bytes_max:
             raise DeviceMemoryFullError(
                 f"an arena of {nbytes} bytes does not fit: {self._lent_bytes} of "
-                f"{self._bytes_max} are lent: offload another job, or raise device_bytes",
+                f"{self._bytes_max} are allocated: offload another job, or raise device_bytes",
                 needed_bytes=nbytes,
                 lent_bytes=self._lent_bytes,
                 bytes_max=self._bytes_max,
@@ -248,9 +238,9 @@ class CpuDevice:
         self._lent_bytes_peak = max(self._lent_bytes_peak, self._lent_bytes)
 
     def _take_idle(self, sizes: Sequence[int], uid: int) -> tuple[list[_Segment], list[int]]:
-        """Idle segments of these sizes that `uid` may have, and the sizes that there are none of.
+        """Idle segments of these sizes for `uid`, and the sizes without a match.
 
-        The ones that were used last, because their bytes may still be in the processor's cache.
+        The most recently used segments first, because they may still be in the processor's cache.
         """
         found: list[_Segment] = []
         missing = []
@@ -265,7 +255,7 @@ class CpuDevice:
         return found, missing
 
     def _take_surplus(self) -> list[_Segment]:
-        """Idle segments beyond what may be kept, to be destroyed outside the lock."""
+        """Idle segments beyond the peak; the caller destroys them without the lock."""
         excess = self._lent_bytes + sum(s.nbytes for s in self._idle) - self._lent_bytes_peak
         surplus: list[_Segment] = []
         while excess > 0 and self._idle:
@@ -295,27 +285,29 @@ def _take_over(fd: int, nbytes: int, uid: int) -> _Segment:
 
 
 def _check_segment(fd: int, nbytes: int) -> None:
-    """Refuse a file that its owner could cut short, or that is not of the size it should have.
+    """Refuse a file that its owner could truncate, or that has another size.
 
     Raises:
-        InvalidRequestError: it is no segment.
+        InvalidRequestError: the file is not a segment.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise InvalidRequestError(
-            f"a segment must be a sealed memory file; this is none ({error})"
+            f"a segment must be a sealed memory file, and this file is not ({error}): pass back "
+            "what the daemon sent"
         ) from error
     if seals != SEALS:
         raise InvalidRequestError(
-            f"a segment bears the seals {SEALS:#x}; this memory file has {seals:#x}: pass back "
-            "what the daemon sent"
+            f"a segment has the seals {SEALS:#x}, and this file has {seals:#x}: pass back what the "
+            "daemon sent"
         )
     there = os.fstat(fd)
-    # Pages of another size are another kind of memory file, whose pages can be lacking.
+    # Another page size indicates a huge-page file, whose pages may be missing.
     if there.st_size != nbytes or nbytes < SEGMENT_BYTES_MIN or there.st_blksize != PAGE:
         raise InvalidRequestError(
-            f"a segment of {nbytes} bytes is announced; the file has {there.st_size}"
+            f"a segment of {nbytes} bytes is expected; the file has {there.st_size}: pass back "
+            "what the daemon sent"
         )
 
 
@@ -327,4 +319,4 @@ def _destroy(segments: Iterable[_Segment]) -> None:
 
 def _check_device(device: int) -> None:
     if device != 0:
-        raise InvalidRequestError(f"a CPU node has device 0 only; {device} was asked for")
+        raise InvalidRequestError(f"a CPU node has device 0 only, not device {device}")

@@ -12,12 +12,12 @@ from plexrl.statemanager.device.cuda.driver import CudaDriver
 
 
 class CudaArena:
-    """As `WorkerArena`. While nothing is attached, touching it is an error of the device's."""
+    """Implements `WorkerArena`. Any access while nothing is attached is a device error."""
 
     kind = DeviceKind.CUDA
 
     def __init__(self, driver: CudaDriver, nbytes: int, *, device: int = 0) -> None:
-        """A range of at least `nbytes`."""
+        """Reserve a range of at least `nbytes`."""
         driver.enter(device)
         unit = driver.granularity(device)
         self.device = device
@@ -26,13 +26,12 @@ class CudaArena:
         self.segments: tuple[Segment, ...] = ()
         self._driver = driver
         self._mapped = ExitStack()
-        # A view holds the arena, so the range ends with the last of them.
+        # Every view references the arena, so the range is released after the last view.
         ending = weakref.finalize(self, _end, driver, self._mapped, self.address, self.nbytes)
         ending.atexit = False
 
     @property
     def is_attached(self) -> bool:
-        """As `WorkerArena.is_attached`."""
         return bool(self.segments)
 
     def attach(
@@ -42,7 +41,7 @@ class CudaArena:
         keep_contents: bool,  # noqa: ARG002
         read_only: bool = False,  # noqa: ARG002
     ) -> None:
-        """As `WorkerArena.attach`; nothing can have been written before, so nothing is kept."""
+        """See `WorkerArena.attach`; nothing can be written while nothing is attached."""
         taken = tuple(segments)
         try:
             if self.segments or sum(s.nbytes for s in taken) != self.nbytes:
@@ -59,7 +58,7 @@ class CudaArena:
                         self._driver.map(address, segment.nbytes, handle)
                         undo.callback(self._driver.unmap, address, segment.nbytes)
                     finally:
-                        # The mapping keeps the memory.
+                        # The mapping keeps the memory alive.
                         self._driver.release(handle)
                     address += segment.nbytes
                 self._driver.allow_access(self.device, self.address, self.nbytes)
@@ -70,27 +69,24 @@ class CudaArena:
         self.segments = taken
 
     def detach(self) -> None:
-        """As `WorkerArena.detach`."""
         if self.segments:
             self._driver.enter(self.device)
-            # A kernel that still runs would fault on what is taken away.
+            # A running kernel would fault on unmapped memory.
             self._driver.synchronize()
             self._mapped.close()
             _close(self.segments)
             self.segments = ()
 
     def resident_bytes(self) -> int:
-        """As `WorkerArena.resident_bytes`."""
         return sum(segment.nbytes for segment in self.segments)
 
     def close(self) -> None:
-        """As `WorkerArena.close`."""
         self.detach()
 
 
 class ArenaBytes:
-    """The arena's bytes for libraries that take `__cuda_array_interface__` (version 3): torch, CuPy
-    and Numba make views of it that keep it, and so the addresses, alive."""
+    """The arena's bytes as a `__cuda_array_interface__` (version 3) for torch, CuPy and Numba,
+    whose views keep the arena alive."""
 
     def __init__(self, arena: CudaArena) -> None:
         self.arena = arena

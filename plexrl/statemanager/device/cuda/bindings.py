@@ -1,4 +1,4 @@
-"""The CUDA driver, by NVIDIA's `cuda-bindings` (the extra `cuda`)."""
+"""The CUDA driver through NVIDIA's `cuda-bindings` (extra `cuda`)."""
 
 import threading
 from typing import Any
@@ -8,7 +8,7 @@ from plexrl.statemanager.device.cuda.driver import driver_error
 
 
 def load_bindings() -> Any:
-    """The driver's functions.
+    """Import the driver's functions.
 
     Raises:
         DeviceUnavailableError: the extra or the driver is not installed.
@@ -23,7 +23,7 @@ def load_bindings() -> Any:
 
 
 class BoundDriver:
-    """As `CudaDriver`, and documented there. Keeps each entered device's context to the end."""
+    """Implements `CudaDriver`. Keeps the context of each entered device until the process ends."""
 
     def __init__(self) -> None:
         self._api = load_bindings()
@@ -33,10 +33,6 @@ class BoundDriver:
 
     def enter(self, device: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device))
-
-    def device_count(self) -> int:
-        self._initialise()
-        return int(self._call("cuDeviceGetCount"))
 
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")
@@ -125,13 +121,13 @@ class BoundDriver:
         self._initialise()
         with self._lock:
             if device not in self._contexts:
-                # The device's handle is not its index by contract, though it is in practice.
+                # The API does not guarantee that a device's handle equals its index.
                 handle = self._call("cuDeviceGet", device)
                 self._contexts[device] = self._call("cuDevicePrimaryCtxRetain", handle)
             return self._contexts[device]
 
     def _props(self, device: int) -> Any:
-        """Of memory on the device that can be exported as a descriptor."""
+        """Properties of device memory that can be exported as a descriptor."""
         props = self._api.CUmemAllocationProp()
         props.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         props.requestedHandleTypes = self._fd_type
@@ -140,15 +136,15 @@ class BoundDriver:
         return props
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What the driver's function returns: nothing, one value, or a tuple of them.
+        """Call a driver function; returns None, one value or a tuple.
 
         Raises:
-            DeviceError: it returned another code than success.
+            DeviceError: the result code is not success.
         """
         try:
             result, *values = getattr(self._api, name)(*arguments)
         except RuntimeError as error:
-            # The bindings raise where the driver's library, or this function of it, is missing.
+            # The bindings raise this if the driver library or this function is missing.
             raise DeviceUnavailableError(
                 f"{name}: no usable NVIDIA driver ({error}): install or update it", call=name
             ) from error

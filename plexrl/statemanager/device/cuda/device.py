@@ -1,13 +1,13 @@
-"""GPUs, by CUDA's virtual memory management: physical memory is made, exported as descriptors and
-mapped apart from the addresses it has.
+"""The device backend of GPU nodes, with CUDA's virtual memory management.
 
-The daemon owns the memory. A worker imports it, so the worker's death takes a mapping away and
-nothing else; the daemon's death leaves the memory to the worker, whose descriptors a restarted
-daemon imports. The driver has the memory back once the last handle, mapping and descriptor is gone,
-so offloading ends all of them, on both sides, and nothing idle is kept.
+The daemon creates physical memory, exports it as descriptors and maps it. A worker imports the
+descriptors, so the worker's death only removes a mapping. If the daemon dies, the worker keeps the
+memory, and a restarted daemon imports the worker's descriptors. The driver frees the memory with
+the last handle, mapping and descriptor, so an offload closes all of them on both sides, and no idle
+memory is kept.
 
-Copies go over streams of the daemon's own, one for each direction, and have ended when the call
-returns. No kernel runs in the daemon.
+Copies use two streams of the daemon, one per direction, and are complete when a call returns. The
+daemon runs no kernels.
 """
 
 import os
@@ -24,13 +24,13 @@ from plexrl.errors import (
     InvalidRequestError,
     StateLostError,
 )
-from plexrl.statemanager.device.backend import DeviceKind, DeviceUsage, Loan
+from plexrl.statemanager.device.backend import DeviceAllocation, DeviceKind, DeviceUsage
 from plexrl.statemanager.device.cuda.driver import CudaDriver
 from plexrl.statemanager.device.cuda.host_pinning import HostPinning
 from plexrl.statemanager.device.memory import Run
 
 CUDA_SEGMENT_BYTES_MAX = 1 << 30
-"""Of one allocation, so that an arena has few descriptors and no allocation is unusually large."""
+"""Largest segment: few descriptors per arena, and no unusually large driver allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class _Copy(Protocol):
     def __call__(self, run: Run, done: int, host: int, nbytes: int, stream: int) -> None: ...
 
 
-class CudaLoan:
-    """As `Loan`. Must not be used by one thread while another ends it."""
+class CudaAllocation:
+    """Implements `DeviceAllocation`. No thread may use it while another ends it."""
 
     is_clean = False
-    """New memory's contents are undefined."""
+    """The contents of new memory are undefined."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class CudaLoan:
 
     @property
     def device(self) -> int:
-        """Index of the device that it lies on."""
+        """Index of the memory's device."""
         return self._device
 
     def read(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.read`."""
+        """See `DeviceMemory.read`."""
 
         def copy(run: Run, done: int, host: int, nbytes: int, stream: int) -> None:
             source = self._address + run.offset + done
@@ -86,7 +86,7 @@ class CudaLoan:
         self._copy(runs, self._streams.to_host, copy)
 
     def write(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.write`."""
+        """See `DeviceMemory.write`."""
 
         def copy(run: Run, done: int, host: int, nbytes: int, stream: int) -> None:
             target = self._address + run.offset + done
@@ -95,7 +95,6 @@ class CudaLoan:
         self._copy(runs, self._streams.to_device, copy)
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """As `Loan.clear`."""
         self._check(offset, nbytes)
         stream = self._streams.to_device
 
@@ -106,12 +105,12 @@ class CudaLoan:
             self._carry_out(begin, stream)
 
     def descriptors(self, *, read_only: bool = False) -> list[int]:  # noqa: ARG002
-        """As `Loan.descriptors`; to the driver all are alike."""
+        """See `DeviceAllocation.descriptors`; the driver has no read-only descriptors."""
         self._check(0, 0)
         self._driver.enter(self._device)
         found: list[int] = []
         try:
-            # What came before a failure is in the list, and closed below.
+            # `extend` keeps the descriptors before a failure; they are closed below.
             found.extend(self._driver.export_fd(handle) for handle in self._handles)
         except BaseException:
             for fd in found:
@@ -120,7 +119,7 @@ class CudaLoan:
         return found
 
     def end(self) -> None:
-        """Unmap it and give it back to the driver. For its device."""
+        """Unmap the memory and release it to the driver, for the device."""
         self._check(0, 0)
         self._handles = ()
         self._driver.enter(self._device)
@@ -138,8 +137,8 @@ class CudaLoan:
         self._carry_out(begin, stream)
 
     def _carry_out(self, begin: Callable[[], None], stream: int) -> None:
-        """Begin something on a stream and wait for it, also where not all of it could begin: host
-        memory must not be reused under a copy."""
+        """Start work on a stream and wait for it, even if starting failed in between: host memory
+        must not be reused during a copy."""
         try:
             self._driver.enter(self._device)
             try:
@@ -155,7 +154,7 @@ class CudaLoan:
 
     def _check(self, offset: int, nbytes: int) -> None:
         if not self._handles:
-            raise StateLostError("the worker has given this memory back: load its state first")
+            raise StateLostError("the worker has returned this memory: load its state first")
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise InvalidRequestError(
                 f"bytes {offset} to {offset + nbytes} are not in an arena of {self.nbytes}"
@@ -163,12 +162,13 @@ class CudaLoan:
 
 
 class CudaDevices:
-    """As `DeviceBackend`: all GPUs of the node, each begun when it is first named."""
+    """Implements `DeviceBackend` for all GPUs of the node; a GPU is initialised on its first
+    use."""
 
     kind = DeviceKind.CUDA
 
     def __init__(self, driver: CudaDriver, *, bytes_max: int | None = None) -> None:
-        """`bytes_max` bounds what is lent of each device; absent: the driver does."""
+        """`bytes_max`: capacity per device; absent: the device's memory."""
         self._driver = driver
         self._bytes_max = bytes_max
         self._pinning = HostPinning(driver)
@@ -176,8 +176,8 @@ class CudaDevices:
         self._streams: dict[int, _Streams] = {}
         self._lent_bytes: dict[int, int] = {}
 
-    def allocate(self, nbytes: int, *, device: int, uid: int) -> CudaLoan:  # noqa: ARG002
-        """As `DeviceBackend.allocate`; nothing is kept idle, so no user matters."""
+    def allocate(self, nbytes: int, *, device: int, uid: int) -> CudaAllocation:  # noqa: ARG002
+        """See `DeviceBackend.allocate`; no memory is reused, so `uid` is unused."""
         streams = self._enter(device)
         unit = self._driver.granularity(device)
         sizes = cuda_segment_sizes(nbytes, unit)
@@ -200,14 +200,17 @@ class CudaDevices:
         *,
         device: int,
         uid: int,  # noqa: ARG002
-    ) -> CudaLoan:
-        """As `DeviceBackend.adopt`."""
+    ) -> CudaAllocation:
         if not fds or len(fds) != len(segment_bytes):
-            raise InvalidRequestError(f"{len(fds)} segments came; {len(segment_bytes)} are named")
+            raise InvalidRequestError(
+                f"{len(fds)} descriptors came for {len(segment_bytes)} segments"
+            )
         streams = self._enter(device)
         unit = self._driver.granularity(device)
         if any(nbytes <= 0 or nbytes % unit for nbytes in segment_bytes):
-            raise InvalidRequestError(f"segments are multiples of {unit} bytes on this device")
+            raise InvalidRequestError(
+                f"segment sizes must be multiples of {unit} bytes on this device"
+            )
         self._count_lent(device, sum(segment_bytes))
         try:
             with ExitStack() as undo:
@@ -223,22 +226,24 @@ class CudaDevices:
             raise
         except DeviceError as error:
             self._count_returned(device, sum(segment_bytes))
-            raise InvalidRequestError(f"a segment is not what the daemon sent ({error})") from error
+            raise InvalidRequestError(
+                f"a descriptor is not a segment of the daemon ({error}): pass back what the "
+                "daemon sent"
+            ) from error
 
-    def recycle(self, loan: Loan) -> None:
-        """As `DeviceBackend.recycle`; the memory goes back to the driver."""
-        self.free(loan)
+    def recycle(self, allocation: DeviceAllocation) -> None:
+        """See `DeviceBackend.recycle`; the memory is released to the driver."""
+        self.free(allocation)
 
-    def free(self, loan: Loan) -> None:
-        """As `DeviceBackend.free`; the driver has it back once its borrower is gone too."""
-        assert isinstance(loan, CudaLoan)
+    def free(self, allocation: DeviceAllocation) -> None:
+        """See `DeviceBackend.free`; the driver frees the memory after the worker's mapping ends."""
+        assert isinstance(allocation, CudaAllocation)
         try:
-            loan.end()
+            allocation.end()
         finally:
-            self._count_returned(loan.device, loan.nbytes)
+            self._count_returned(allocation.device, allocation.nbytes)
 
     def usage(self, device: int) -> DeviceUsage:
-        """As `DeviceBackend.usage`."""
         self._enter(device)
         free_bytes, _ = self._driver.memory_info()
         with self._lock:
@@ -246,25 +251,15 @@ class CudaDevices:
         return DeviceUsage(lent_bytes=lent_bytes, idle_bytes=0, free_bytes=free_bytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """As `DeviceBackend.register_host`."""
         self._driver.enter(0)
         self._pinning.add(address, nbytes)
 
     def unregister_host(self, address: int, nbytes: int) -> None:  # noqa: ARG002
-        """As `DeviceBackend.unregister_host`."""
+        """See `DeviceBackend.unregister_host`."""
         self._driver.enter(0)
         self._pinning.remove(address)
 
-    def check_health(self) -> None:
-        """As `DeviceBackend.check_health`."""
-        with self._lock:
-            devices = sorted(self._streams)
-        for device in devices:
-            self._driver.enter(device)
-            self._driver.memory_info()
-
     def close(self) -> None:
-        """As `DeviceBackend.close`."""
         with self._lock:
             streams, self._streams = self._streams, {}
         for device, pair in sorted(streams.items()):
@@ -290,7 +285,7 @@ class CudaDevices:
         sizes: Sequence[int],
         streams: _Streams,
         undo: ExitStack,
-    ) -> CudaLoan:
+    ) -> CudaAllocation:
         total = sum(sizes)
         address = self._driver.reserve(total)
         undo.callback(self._driver.unreserve, address, total)
@@ -300,7 +295,7 @@ class CudaDevices:
             undo.callback(self._driver.unmap, at, size)
             at += size
         self._driver.allow_access(device, address, total)
-        return CudaLoan(
+        return CudaAllocation(
             self._driver,
             self._pinning,
             streams,
@@ -317,7 +312,7 @@ class CudaDevices:
             if self._bytes_max is not None and lent_bytes + nbytes > self._bytes_max:
                 raise DeviceMemoryFullError(
                     f"an arena of {nbytes} bytes does not fit on device {device}: {lent_bytes} of "
-                    f"{self._bytes_max} are lent: offload another job, or raise device_bytes",
+                    f"{self._bytes_max} are allocated: offload another job, or raise device_bytes",
                     needed_bytes=nbytes,
                     lent_bytes=lent_bytes,
                     bytes_max=self._bytes_max,
@@ -330,7 +325,7 @@ class CudaDevices:
 
 
 def cuda_segment_sizes(nbytes: int, unit: int) -> tuple[int, ...]:
-    """Multiples of `unit` that come to at least `nbytes`, with less than one unit to spare."""
+    """Multiples of `unit` whose sum exceeds `nbytes` by less than one unit."""
     largest = CUDA_SEGMENT_BYTES_MAX // unit * unit
     whole, rest = divmod(max(1, -(-nbytes // unit)) * unit, largest)
     return (largest,) * whole + ((rest,) if rest else ())

@@ -1,8 +1,7 @@
-"""The few calls of the CUDA driver that the StateManager and its workers make, as a seam.
+"""Interface of the CUDA driver calls that the StateManager and its workers use.
 
-Addresses, handles and streams are plain integers. Every call that fails raises what
-`driver_error` makes of the driver's answer. Calls that need a context say so; `enter` gives the
-calling thread one.
+Addresses, handles and streams are integers. A failed call raises the error that `driver_error`
+builds from the driver's result. `enter` sets the context of the calling thread.
 """
 
 from typing import Protocol
@@ -11,18 +10,14 @@ from plexrl.errors import DeviceError, DeviceMemoryFullError, DeviceUnavailableE
 
 
 class CudaDriver(Protocol):
-    """The driver of this process. Thread-safe; each thread enters a device for itself."""
+    """The driver of this process. Thread-safe; each thread enters a device separately."""
 
     def enter(self, device: int) -> None:
-        """Make the device's primary context the calling thread's, beginning it where need be.
+        """Set the device's primary context on the calling thread; creates it if necessary.
 
         Raises:
             DeviceUnavailableError: there is no driver, or no such device.
         """
-        ...
-
-    def device_count(self) -> int:
-        """Raises DeviceUnavailableError where there is no driver."""
         ...
 
     def memory_info(self) -> tuple[int, int]:
@@ -30,77 +25,77 @@ class CudaDriver(Protocol):
         ...
 
     def granularity(self, device: int) -> int:
-        """What sizes of allocations and ranges of addresses are multiples of."""
+        """Granularity of allocation sizes and address ranges, in bytes."""
         ...
 
     def create(self, device: int, nbytes: int) -> int:
-        """A handle of new physical memory, which can be exported. Its contents are undefined.
+        """Create exportable physical memory with undefined contents; returns a handle.
 
         Raises:
-            DeviceMemoryFullError: the device has not so much left.
+            DeviceMemoryFullError: the device has too little free memory.
         """
         ...
 
     def release(self, handle: int) -> None:
-        """Give a handle up; the memory goes once no process has a handle, mapping or descriptor."""
+        """Release a handle; the memory is freed with the last handle, mapping and descriptor."""
         ...
 
     def device_of(self, handle: int) -> int:
-        """The device that the memory lies on."""
+        """Index of the memory's device."""
         ...
 
     def export_fd(self, handle: int) -> int:
-        """A new descriptor of the memory, which the caller closes."""
+        """Export a descriptor of the memory; the caller closes it."""
         ...
 
     def import_fd(self, fd: int) -> int:
-        """A handle of the memory behind the descriptor, which stays the caller's."""
+        """Import the memory of a descriptor; returns a handle. The caller keeps the descriptor."""
         ...
 
     def reserve(self, nbytes: int) -> int:
-        """The start of a new range of addresses, with nothing behind them."""
+        """Reserve an unmapped address range; returns its start."""
         ...
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Give a range up that nothing is mapped in."""
+        """Release a reserved range without mappings."""
         ...
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Map all of the handle's memory, `nbytes`, into a reserved range."""
+        """Map all of a handle's memory into a reserved range."""
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Undo `map` for one or more whole mappings in a row."""
+        """Unmap one or more adjacent whole mappings."""
         ...
 
     def allow_access(self, device: int, address: int, nbytes: int) -> None:
-        """Let the device read and write what is mapped."""
+        """Allow the device to read and write mapped memory."""
         ...
 
     def create_stream(self) -> int:
-        """A stream of the entered device, which no default stream waits for."""
+        """Create a non-blocking stream on the entered device."""
         ...
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def copy_to_host(self, host: int, address: int, nbytes: int, stream: int) -> None:
-        """Begin a copy; done once the stream is synchronised."""
+        """Start a copy; it is complete after the stream is synchronised."""
         ...
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
-        """Begin a copy; done once the stream is synchronised."""
+        """Start a copy; it is complete after the stream is synchronised."""
         ...
 
     def set_zero(self, address: int, nbytes: int, stream: int) -> None:
-        """Begin to clear; done once the stream is synchronised."""
+        """Start to clear memory; it is complete after the stream is synchronised."""
         ...
 
     def synchronize_stream(self, stream: int) -> None:
-        """Wait for all that was begun on it; raises what any of it failed with."""
+        """Wait for a stream's work; raises the error of any failed operation."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all that this process began on the entered device."""
+        """Wait for all work of this process on the entered device."""
         ...
 
     def register_host(self, address: int, nbytes: int) -> None:
@@ -116,16 +111,16 @@ _HINTS = {
     "CUDA_ERROR_INVALID_VALUE": "the call's arguments do not fit what is allocated or mapped",
     "CUDA_ERROR_INVALID_CONTEXT": "no device is entered on this thread",
     "CUDA_ERROR_DEINITIALIZED": "the process is ending",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "memory was touched that is not mapped: restart this process",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "unmapped memory was accessed: restart this process",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the device's memory failed: take the node out of service",
-    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "the host memory is pinned already",
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "the host memory is already pinned",
     "CUDA_ERROR_NOT_PERMITTED": "raise the limit of locked memory (ulimit -l)",
     "CUDA_ERROR_NOT_SUPPORTED": "the device or its driver cannot export memory as a descriptor",
     "CUDA_ERROR_LAUNCH_FAILED": "a kernel of this process failed: restart it",
 }
 _UNAVAILABLE = {
     "CUDA_ERROR_NO_DEVICE": "no CUDA device is visible: check CUDA_VISIBLE_DEVICES",
-    "CUDA_ERROR_INVALID_DEVICE": "there is no device of that index: check CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_INVALID_DEVICE": "no device has that index: check CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_NOT_INITIALIZED": "the CUDA driver is not initialised",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "driver and kernel module differ: reboot the node",
     "CUDA_ERROR_SYSTEM_NOT_READY": "the fabric manager is not up: start it",
@@ -135,10 +130,10 @@ _UNAVAILABLE = {
 
 
 def driver_error(call: str, result: str) -> DeviceError:
-    """What to raise where the driver's function `call` answered with the code named `result`."""
+    """The error for driver function `call` that returned the code named `result`."""
     if result == "CUDA_ERROR_OUT_OF_MEMORY":
         return DeviceMemoryFullError(
-            f"{call}: {result}: the device has not so much memory left: offload another job",
+            f"{call}: {result}: the device has too little free memory: offload another job",
             call=call,
             result=result,
         )

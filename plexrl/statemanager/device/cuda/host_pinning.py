@@ -1,4 +1,4 @@
-"""Host memory that the CUDA driver copies at full speed."""
+"""Pinned host memory, which the CUDA driver copies at full speed."""
 
 import logging
 import threading
@@ -11,26 +11,27 @@ from plexrl.statemanager.device.cuda.driver import CudaDriver
 LOG = logging.getLogger(__name__)
 
 PIN_BYTES_MAX = 64 << 30
-"""Of one call: larger ones have failed on drivers where several small ones did not."""
+"""Largest range per call: larger calls have failed on drivers where several smaller ones did
+not."""
 PIN_BYTES_MIN = 64 << 20
-"""A range that cannot be pinned in pieces of this size is not pinned at all."""
+"""A range that cannot be pinned in pieces of this size is not pinned."""
 _ALIGNMENT = 4096
 
 
 class HostPinning:
-    """Pins ranges whole or not at all. Thread-safe; calls need an entered device."""
+    """Pins whole ranges or nothing. Thread-safe; calls need an entered device."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
         self._ranges: dict[int, list[tuple[int, int]]] = {}
-        """Of each range that was asked for, by address: (address, bytes) of its pinned pieces."""
+        """(address, bytes) of the pinned pieces of each range, by the range's address."""
         self._starts: tuple[int, ...] = ()
         self._warned = False
 
     def add(self, address: int, nbytes: int) -> None:
-        """Pin the range; where the driver refuses, it stays as it is and the first time a warning
-        is logged."""
+        """Pin a range. If the driver refuses, the range stays unpinned; the first failure is
+        logged."""
         with self._lock:
             if nbytes <= 0 or address in self._ranges:
                 return
@@ -61,8 +62,8 @@ class HostPinning:
             self.remove(address)
 
     def split(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of pieces that a single copy may have: none crosses from one pinned
-        piece to the next, which the driver refuses."""
+        """(address, bytes) of pieces for single copies: the driver refuses a copy across two pinned
+        pieces."""
         starts = self._starts
         index = bisect_right(starts, address)
         while nbytes:
@@ -101,5 +102,5 @@ class HostPinning:
             for start, nbytes in pieces
             for edge in (start, start + nbytes)
         }
-        # Replaced whole: `split` reads it without the lock.
+        # Replaced as a whole, because `split` reads it without the lock.
         self._starts = tuple(sorted(edges))

@@ -1,8 +1,8 @@
-"""Which of several holders gives a piece: the one of the least accumulated latency. Pure.
+"""Balance of a plan over its sources: the source with the least accumulated latency sends. Pure.
 
-Pieces that only one source has are counted first, then the others by size, which a greedy choice
-balances better than the order of tensors does. What is large compared with a source's fair share
-is cut before.
+Pieces with a single source are assigned first, then the others by descending size: a greedy choice
+balances better in that order than in the order of tensors. Pieces that are large compared with a
+source's fair share are split before.
 """
 
 from collections.abc import Sequence
@@ -14,29 +14,27 @@ from plexrl.statemanager.layout.plan.columns import Ints, Layout
 from plexrl.statemanager.layout.plan.match import Matches, ranges
 
 PIECES_PER_LINK = 4
-"""A link's fair share is made of at least so many pieces, so it is met within an eighth or so."""
+"""Minimum number of pieces in a link's fair share; keeps the imbalance at about an eighth."""
 PIECE_BYTES_MIN = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Somebody who holds slices, and what it costs to have them from there."""
+    """A holder of slices, and the cost model of reading from it."""
 
     id: str
     layout: Layout
     bytes_per_s: float = 10e9
     request_s: float = 0.0
-    """Latency that every piece costs on top of its bytes."""
-    accumulated_s: float = 0.0
-    """Work that the source's link has before it begins with this plan."""
+    """Latency of each piece in addition to its bytes."""
     link: str = ""
-    """Sources of one link (a node's, say) are asked over it one after the other: their latency
-    accumulates together. Empty: the source has one of its own."""
+    """Sources with the same link (for example a node) share its bandwidth, so their latencies add
+    up. Empty: a link of its own."""
 
 
 def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
-    """The same elements, in order of wanted slices; what several sources hold is cut along its
-    outermost dimension into pieces small enough to balance."""
+    """The same elements in the order of wanted slices. Matches with several holders are split along
+    their outermost dimension into pieces small enough to balance."""
     order = np.argsort(matches.wants, kind="stable")
     if links < 2 or not (matches.count > 1).any():
         return replace(
@@ -73,12 +71,10 @@ def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
     )
 
 
-def assign(
-    matches: Matches, nbytes: Ints, owner_of: Ints, sources: Sequence[Source]
-) -> tuple[Ints, tuple[float, ...]]:
-    """[match] the held row that gives it, and the accumulated latency of every source's link.
+def assign(matches: Matches, nbytes: Ints, owner_of: Ints, sources: Sequence[Source]) -> Ints:
+    """[match] the held row that sends it.
 
-    `nbytes` are [match]; `owner_of` is the source of every held row.
+    `nbytes` is [match]; `owner_of` is the source of each held row.
     """
     first, count = matches.first, matches.count
     rows = matches.holders[first] if len(first) else first
@@ -88,7 +84,6 @@ def assign(
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     links = np.array([numbers[name] for name in names], dtype=np.int64)
     busy = np.zeros(len(numbers))
-    np.maximum.at(busy, links, np.array([source.accumulated_s for source in sources]))
     forced = np.flatnonzero(count == 1)
     if len(forced):
         owners = owner_of[rows[forced]]
@@ -109,4 +104,4 @@ def assign(
                 best_row, best_owner, best_s = row, owner, done_s
         load[link_of[best_owner]] = best_s
         rows[index] = best_row
-    return rows, tuple(load[link] for link in link_of)
+    return rows

@@ -1,4 +1,4 @@
-"""Plans by the layouts that they join: made once, replayed at every sync. Pure."""
+"""Cache of plans, by the layouts of sources and targets. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan, make_plan
 
-_Key = tuple[tuple[tuple[str, str, str, float, float, float], ...], tuple[str, ...]]
+_Key = tuple[tuple[tuple[str, str, str, float, float], ...], tuple[str, ...]]
 
 
 class PlanCache:
-    """The most recently used plans. Not for use by several threads at once."""
+    """The most recently used plans. Not thread-safe."""
 
     def __init__(self, plans_max: int = 16) -> None:
         """`plans_max`: a plan of 100 000 transfers takes about 20 MB."""
@@ -25,12 +25,9 @@ class PlanCache:
         return len(self._plans)
 
     def plan(self, sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
-        """As `make_plan`; in microseconds where the same layouts were planned lately."""
+        """As `make_plan`; takes microseconds if the plan is cached."""
         key = (
-            tuple(
-                (s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s, s.accumulated_s)
-                for s in sources
-            ),
+            tuple((s.id, s.link, s.layout.digest, s.bytes_per_s, s.request_s) for s in sources),
             tuple(layout.digest for layout in targets),
         )
         found = self._plans.get(key)

@@ -1,4 +1,4 @@
-"""A rank's slices as columns: what planning reads, made once for each layout. Pure."""
+"""A rank's slices as numpy columns, the input of planning. Pure."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -15,25 +15,23 @@ from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, St
 Ints = npt.NDArray[np.int64]
 
 DTYPES = tuple(DTYPE_BYTES)
-"""A dtype's code in a column is its index here."""
+"""A dtype's code in a column is its index in this tuple."""
 ITEM_BYTES: Ints = np.array([DTYPE_BYTES[name] for name in DTYPES], dtype=np.int64)
 
-F8_CODES = tuple(code for code, name in enumerate(DTYPES) if name.startswith("F8_"))
-
-# Enumerations look their members up by a slow road.
+# Looking up an enumeration's member is slow.
 _PARAMETER = StatePart.PARAMETER
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Slices in columns, one row each. Tensors of fewer dimensions than the widest have leading
-    dimensions of extent 1. Not to be changed."""
+    """Slices in columns, one row each. Tensors with fewer dimensions than the widest get leading
+    dimensions of extent 1. Immutable."""
 
     tokens: tuple[str, ...]
-    """Of the keys: equal for equal keys."""
+    """[slice] its key as a string: equal for equal keys."""
     dtypes: Ints
-    """[slice], codes."""
+    """[slice] dtype codes."""
     global_shapes: Ints
     """[slice, dim]"""
     offsets: Ints
@@ -41,40 +39,33 @@ class Layout:
     shapes: Ints
     """[slice, dim]"""
     strides: Ints
-    """[slice, dim], in elements: row-major, unless the layout was made with others."""
-    places: Ints
-    """[slice], bytes from the start of the memory that holds the slices."""
+    """[slice, dim], row-major, in elements."""
+    byte_offsets: Ints
+    """[slice] offset in the memory that holds the slices, in bytes."""
     dims: Ints
-    """[slice], dimensions that the tensor really has."""
+    """[slice] number of dimensions of the tensor."""
     digest: str
-    """Hex xxh3-128 of everything above: two layouts of one digest are interchangeable."""
+    """Hex xxh3-128 of the columns: layouts with equal digests are interchangeable."""
 
     @classmethod
-    def of(
-        cls,
-        slices: Sequence[StateSlice],
-        strides: Sequence[tuple[int, ...]] | None = None,
-    ) -> "Layout":
-        """The layout of `slices`; about 0.5 µs for each. `strides`, in elements, are those of
-        slices whose elements do not lie in a row, as in the middle of a larger tensor."""
+    def of(cls, slices: Sequence[StateSlice]) -> "Layout":
+        """The layout of `slices`; takes about 0.5 µs for each."""
         shapes = [piece.shape for piece in slices]
         dims = _column(map(len, shapes))
         width = max(1, int(dims.max(initial=1)))
         keys = [piece.key for piece in slices]
         tokens = tuple([key.name if key.part is _PARAMETER else _token(key) for key in keys])
         dtypes = _column([_DTYPE_CODES[piece.dtype] for piece in slices])
-        places = _column([piece.arena_offset for piece in slices])
+        byte_offsets = _column([piece.arena_offset for piece in slices])
         grids = [
             _grid([piece.global_shape for piece in slices], dims, width, fill=1),
             _grid([piece.offset for piece in slices], dims, width, fill=0),
             _grid(shapes, dims, width, fill=1),
         ]
-        steps = row_major_strides(grids[2])
-        if strides is not None:
-            steps = _grid(strides, dims, width, fill=1)
-        grids.append(steps)
+        strides = row_major_strides(grids[2])
+        grids.append(strides)
         digest = xxhash.xxh3_128(msgspec.msgpack.encode(tokens))
-        for column in (dtypes, places, dims, *grids):
+        for column in (dtypes, byte_offsets, dims, *grids):
             digest.update(np.ascontiguousarray(column).data)
         return cls(
             tokens=tokens,
@@ -82,8 +73,8 @@ class Layout:
             global_shapes=grids[0],
             offsets=grids[1],
             shapes=grids[2],
-            strides=steps,
-            places=places,
+            strides=strides,
+            byte_offsets=byte_offsets,
             dims=dims,
             digest=digest.hexdigest(),
         )
@@ -93,17 +84,17 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of all slices."""
+        """Bytes of all slices."""
         return int((self.shapes.prod(axis=1) * ITEM_BYTES[self.dtypes]).sum())
 
     def key(self, row: int) -> StateKey:
-        """Of one slice."""
+        """The key of one slice."""
         part, _, name = self.tokens[row].rpartition("\0")
         return StateKey(part=StatePart(part) if part else StatePart.PARAMETER, name=name)
 
 
 def row_major_strides(shapes: Ints) -> Ints:
-    """[slice, dim], in elements, of arrays of these shapes."""
+    """[slice, dim] strides in elements of row-major arrays with these shapes."""
     strides = np.ones_like(shapes)
     np.cumprod(shapes[:, :0:-1], axis=1, out=strides[:, -2::-1])
     return strides
@@ -117,19 +108,14 @@ def widened(grid: Ints, width: int, fill: int) -> Ints:
     return np.pad(grid, ((0, 0), (missing, 0)), constant_values=fill)
 
 
-def token_of(key: StateKey) -> str:
-    """Of `Layout.tokens`, for a key."""
-    return key.name if key.part is _PARAMETER else _token(key)
-
-
 def _token(key: StateKey) -> str:
-    """Of a key that is no parameter's; a parameter's is its name, which needs no copy."""
+    """The token of a key that is not a parameter's. A parameter's token is its name."""
     return f"{key.part.value}\0{key.name}"
 
 
 def _column(values: Iterable[int]) -> Ints:
     numbers = list(values)
-    # Four times as fast as numpy's own ways from Python's integers.
+    # Four times as fast as numpy's own conversion of Python integers.
     return np.frombuffer(struct.pack(f"={len(numbers)}q", *numbers), dtype=np.int64)
 
 

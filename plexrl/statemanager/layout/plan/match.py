@@ -1,9 +1,9 @@
-"""Which box of which held slice can fill which box of a wanted one. Pure, and linear in slices.
+"""Matching of wanted slices with the held slices that contain them. Pure, linear in slices.
 
-Tensors whose held boxes differ in one dimension only (any one) are matched all together, by binary
-search along it, whatever the wanted boxes look like. What is left (grids of expert and tensor
-parallel shards, shards that overlap) is cut at the edges of all held boxes into cells that each
-lie within a box or outside of it, tensor by tensor.
+If the held boxes of a tensor differ in one dimension only, binary search along that dimension
+matches them, for all such tensors at once. The other tensors (grids of expert and tensor parallel
+shards, shards that overlap) are handled one by one: the edges of all held boxes cut a wanted box
+into cells, and each cell lies wholly inside or wholly outside each held box.
 """
 
 from dataclasses import dataclass
@@ -16,42 +16,42 @@ from plexrl.statemanager.layout.plan.columns import Ints, row_major_strides
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """Non-empty boxes, a row each, in order of `keys` where they are held ones."""
+    """Non-empty boxes, one row each. Held boxes are sorted by `keys`."""
 
     keys: Ints
-    """[row] number of the tensor, from 0 on."""
+    """[row] index of the tensor."""
     offsets: Ints
     shapes: Ints
-    """[row, dim], as the offsets."""
+    """[row, dim], as are the offsets."""
     rows: Ints
-    """[row] where the caller has it."""
+    """[row] the caller's row of the box."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """Boxes that together cover every wanted element once, each with those who hold all of it."""
+    """Boxes that cover every wanted element once, each with the slices that contain all of it."""
 
     wants: Ints
-    """[match] row of the wanted slice, as the caller has it."""
+    """[match] the caller's row of the wanted slice."""
     offsets: Ints
     shapes: Ints
     """[match, dim]"""
     first: Ints
     count: Ints
-    """[match] The holders are `holders[first : first + count]`."""
+    """[match] range of `holders`: `holders[first : first + count]`."""
     holders: Ints
-    """Rows of held slices, as the caller has them."""
+    """The caller's rows of held slices."""
     missing: dict[int, int]
-    """Wanted row → elements of it that nobody holds."""
+    """Wanted row → number of its elements that no slice holds."""
 
 
 def match(held: Boxes, wants: Boxes, global_shapes: Ints) -> Matches:
     """Match wanted boxes with held ones; `global_shapes` is [tensor, dim].
 
-    A tensor's held boxes are looked at once each, so the time is linear in boxes and matches.
+    Each held box is read once, so the time is linear in boxes and matches.
     """
     starts = (held.offsets * row_major_strides(global_shapes)[held.keys]).sum(axis=1)
-    # Python's sort of almost sorted runs: every rank lists its tensors in about the same order.
+    # The input is nearly sorted: every rank lists its tensors in about the same order.
     order = np.lexsort((starts, held.keys))
     held = Boxes(
         keys=held.keys[order],
@@ -84,7 +84,7 @@ def match(held: Boxes, wants: Boxes, global_shapes: Ints) -> Matches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """As `Matches`, the holders given by index into the sorted held boxes."""
+    """As `Matches`, with holders as indices into the sorted held boxes."""
 
     wants: Ints
     offsets: Ints
@@ -95,8 +95,8 @@ class _Part:
 
 
 def _cut_dims(distinct: Boxes, global_shapes: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """[tensor] the dimension along which its boxes differ, and whether they differ in no other and
-    do not overlap."""
+    """[tensor] the dimension in which the boxes differ, and whether it is the only one and the
+    boxes do not overlap."""
     is_cut = np.zeros(global_shapes.shape, dtype=np.bool_)
     cut_rows, cut_dims = np.nonzero(distinct.shapes != global_shapes[distinct.keys])
     is_cut[distinct.keys[cut_rows], cut_dims] = True
@@ -118,7 +118,7 @@ def _interval(boxes: Boxes, dims: Ints) -> tuple[Ints, Ints]:
 def _along_one_dim(distinct: Boxes, replicas: Ints, wants: Boxes, cut_dims: Ints) -> _Part:
     held_at, held_end = _interval(distinct, cut_dims)
     want_at, want_end = _interval(wants, cut_dims)
-    # Positions of all tensors on one line, one stretch after the other.
+    # All tensors on one line: each has an interval of `stretch` positions.
     stretch = int(max(held_end.max(initial=0), want_end.max(initial=0))) + 1
     low = np.searchsorted(
         distinct.keys * stretch + held_end, wants.keys * stretch + want_at, "right"
@@ -126,7 +126,7 @@ def _along_one_dim(distinct: Boxes, replicas: Ints, wants: Boxes, cut_dims: Ints
     high = np.searchsorted(
         distinct.keys * stretch + held_at, wants.keys * stretch + want_end, "left"
     )
-    # A stretch ends beyond the last box, so neither bound leaves the tensor's own boxes.
+    # An interval is longer than the last box, so both bounds stay within the tensor's boxes.
     counts = np.maximum(high - low, 0)
     of_want = np.repeat(np.arange(len(counts)), counts)
     found = ranges(low, counts)
@@ -190,8 +190,8 @@ def _by_cells(held: Boxes, wants: Boxes) -> _Part:
 
 
 def _cells(held_at: Ints, held_shape: Ints, at: Ints, extent: Ints) -> tuple[Ints, Ints]:
-    """Lower and upper corners of the cells that a wanted box falls into: the box itself where
-    somebody holds it whole."""
+    """Lower and upper corners of the cells of a wanted box; the box itself if one held box contains
+    all of it."""
     end = at + extent
     held_end = held_at + held_shape
     if ((held_at <= at) & (held_end >= end)).all(axis=1).any():
@@ -237,7 +237,7 @@ def _joined(parts: list[_Part], rows: Ints) -> Matches:
 
 
 def ranges(first: Ints, count: Ints) -> Ints:
-    """`first[i]`, `first[i] + 1`, … `count[i]` of them, for every i."""
+    """For every i, the `count[i]` integers from `first[i]` on."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - count, count) + np.repeat(first, count)

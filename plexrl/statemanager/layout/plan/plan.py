@@ -1,13 +1,13 @@
-"""Who sends which bytes of which tensor to whom: one plan for load, weight sync, migration. Pure.
+"""Transfer plans: which source sends which bytes to which target, for loads and weight sync. Pure.
 
-Laws:
+Invariants:
 
-- Every wanted element is delivered exactly once: bytes received are the bytes of the target's own
-  slices (redundancy 1.0), and nothing is read outside of a source's slices.
-- Where several sources hold a piece, the one of the least accumulated latency gives it (StaleFlow
+- Every wanted element is delivered exactly once: a target receives the bytes of its own slices, and
+  nothing outside a source's slices is read.
+- If several sources hold a piece, the one with the least accumulated latency sends it (StaleFlow
   App. A.2).
-- A plan speaks of places in layouts, not of versions or addresses: it is made once for a set of
-  layouts and replayed at every sync. Equal inputs give equal plans.
+- A plan contains offsets in layouts, not versions or addresses. It is made once for a set of
+  layouts and reused at every sync. Equal inputs give equal plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,145 +16,76 @@ from dataclasses import dataclass
 import numpy as np
 
 from plexrl.errors import InvalidRequestError, StateLostError
-from plexrl.statemanager.layout.boxes import Box
+from plexrl.statemanager.layout.casts import CAST_RULES
 from plexrl.statemanager.layout.keys import StateKey
 from plexrl.statemanager.layout.plan.balance import Source, assign, in_fair_pieces
 from plexrl.statemanager.layout.plan.columns import (
     DTYPES,
-    F8_CODES,
     ITEM_BYTES,
     Ints,
     Layout,
     widened,
 )
 from plexrl.statemanager.layout.plan.match import Boxes, Matches, match
-from plexrl.statemanager.layout.strided_copies import NO_RUNS, Runs, coalesced, runs_of_boxes
-
-CAST_RULES = frozenset(
-    {
-        *((source, target) for source in ("F32", "BF16") for target in ("F8_E4M3", "F8_E5M2")),
-        *(("F32", target) for target in ("BF16", "F16")),
-        *(("BF16", target) for target in ("F32",)),
-    }
+from plexrl.statemanager.layout.strided_copies import (
+    NO_COPIES,
+    StridedCopies,
+    coalesced,
+    copies_of_boxes,
 )
-"""(source dtype, target dtype) that may differ on the way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One box of one tensor, from one source's slice into one target's slice."""
-
-    source: int
-    """Index of the source in the plan's input."""
-    key: StateKey
-    box: Box
-    """In the global tensor's coordinates."""
-    place: int
-    """Of the box's first element in the source's memory, in bytes."""
-    strides: tuple[int, ...]
-    """Bytes from element to element at the source, for every dimension."""
-    target_place: int
-    target_strides: tuple[int, ...]
-    dtype: str
-    """At the source."""
-    target_dtype: str
-    """Differs from `dtype` where elements are cast on the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetPlan:
-    """What one target receives, by source, in the order it is to be asked for."""
+    """The copies that one target receives, by source, in the order of their requests."""
 
-    runs: Mapping[int, Runs]
-    """Source's index → its runs, in order of their places."""
+    copies: Mapping[int, StridedCopies]
+    """Source index → its copies, in order of source offset."""
     nbytes: int
-    """That arrive; those of the target's own slices."""
+    """Bytes received: those of the target's own slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """All transfers between a set of sources and a set of targets."""
+    """All copies between a set of sources and a set of targets."""
 
     targets: tuple[TargetPlan, ...]
-    busy_s: tuple[float, ...]
-    """Accumulated latency of every source's link once it has served this plan."""
-    columns: "Columns"
-
-    @property
-    def nbytes(self) -> int:
-        """That arrive at all targets together."""
-        return sum(target.nbytes for target in self.targets)
-
-    def transfers(self, target: int) -> tuple[Transfer, ...]:
-        """The boxes that one target receives, in the order of its slices; for showing, auditing
-        and for whoever moves boxes, not bytes."""
-        return self.columns.transfers(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    """A plan's transfers, one a row."""
+class _Transfers:
+    """Boxes to move, one row each."""
 
     held: "Pool"
     wanted: "Pool"
     rows: Ints
-    """[transfer] of the pool of held slices."""
+    """[transfer] row in `held`."""
     wants: Ints
-    """[transfer] of the pool of wanted slices."""
+    """[transfer] row in `wanted`."""
     offsets: Ints
     shapes: Ints
-    places: Ints
-    targets: Ints
-
-    def transfers(self, target: int) -> tuple[Transfer, ...]:
-        """As `Plan.transfers`."""
-        mine = np.flatnonzero(self.wanted.owners[self.wants] == target)
-        found = []
-        for at in mine.tolist():
-            row, want = int(self.rows[at]), int(self.wants[at])
-            dims = int(self.wanted.dims[want])
-            cut = slice(self.offsets.shape[1] - dims, None)
-            codes = int(self.held.dtypes[row]), int(self.wanted.dtypes[want])
-            widths = ITEM_BYTES[codes[0]], ITEM_BYTES[codes[1]]
-            found.append(
-                Transfer(
-                    source=int(self.held.owners[row]),
-                    key=self.wanted.key(want),
-                    box=Box(
-                        offset=tuple(self.offsets[at, cut].tolist()),
-                        shape=tuple(self.shapes[at, cut].tolist()),
-                    ),
-                    place=int(self.places[at]),
-                    strides=tuple((self.held.strides[row, cut] * widths[0]).tolist()),
-                    target_place=int(self.targets[at]),
-                    target_strides=tuple((self.wanted.strides[want, cut] * widths[1]).tolist()),
-                    dtype=DTYPES[codes[0]],
-                    target_dtype=DTYPES[codes[1]],
-                )
-            )
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """Slices of several layouts in common columns."""
+    """The slices of several layouts, concatenated."""
 
     layouts: tuple[Layout, ...]
     first: Ints
-    """[layout] its first row."""
+    """[layout] index of its first row."""
     owners: Ints
-    """[row] index of the layout."""
+    """[row] index of its layout."""
     dtypes: Ints
     global_shapes: Ints
     offsets: Ints
     shapes: Ints
     strides: Ints
-    places: Ints
+    byte_offsets: Ints
     dims: Ints
 
     @classmethod
     def of(cls, layouts: Sequence[Layout], width: int) -> "Pool":
-        """One after the other, with `width` dimensions."""
+        """Concatenate layouts, with `width` dimensions."""
         counts = np.array([len(layout) for layout in layouts], dtype=np.int64)
         shapes = np.concatenate([widened(layout.shapes, width, 1) for layout in layouts])
         return cls(
@@ -168,12 +99,12 @@ class Pool:
             offsets=np.concatenate([widened(layout.offsets, width, 0) for layout in layouts]),
             shapes=shapes,
             strides=np.concatenate([widened(layout.strides, width, 1) for layout in layouts]),
-            places=np.concatenate([layout.places for layout in layouts]),
+            byte_offsets=np.concatenate([layout.byte_offsets for layout in layouts]),
             dims=np.concatenate([layout.dims for layout in layouts]),
         )
 
     def key(self, row: int) -> StateKey:
-        """Of one slice."""
+        """The key of one slice."""
         owner = int(self.owners[row])
         return self.layouts[owner].key(row - int(self.first[owner]))
 
@@ -181,12 +112,12 @@ class Pool:
 def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
     """The plan that fills every slice of every target from `sources`.
 
-    Of two sources that are equally good the one that comes first in the input gives.
+    Ties between sources go to the first in the input.
 
     Raises:
-        StateLostError: no source has some piece of a wanted slice.
-        InvalidRequestError: a tensor is held with another shape than it is wanted with, or with a
-            dtype that no rule casts.
+        StateLostError: no source holds some part of a wanted slice.
+        InvalidRequestError: a source and a target give a tensor different shapes, or dtypes between
+            which no cast is supported.
     """
     layouts = [source.layout for source in sources]
     width = max((layout.shapes.shape[1] for layout in (*layouts, *targets)), default=1)
@@ -209,21 +140,15 @@ def make_plan(sources: Sequence[Source], targets: Sequence[Layout]) -> Plan:
     item_bytes = ITEM_BYTES[wanted.dtypes[matches.wants]]
     matches = in_fair_pieces(matches, item_bytes, len({s.link or s.id for s in sources}))
     nbytes = matches.shapes.prod(axis=1) * ITEM_BYTES[wanted.dtypes[matches.wants]]
-    rows, busy_s = assign(matches, nbytes, held.owners, sources)
-    wants, offsets, shapes = matches.wants, matches.offsets, matches.shapes
-    columns = Columns(
+    transfers = _Transfers(
         held=held,
         wanted=wanted,
-        rows=rows,
-        wants=wants,
-        offsets=offsets,
-        shapes=shapes,
-        places=_places(held, rows, offsets),
-        targets=_places(wanted, wants, offsets),
+        rows=assign(matches, nbytes, held.owners, sources),
+        wants=matches.wants,
+        offsets=matches.offsets,
+        shapes=matches.shapes,
     )
-    return Plan(
-        targets=_target_plans(columns, len(targets), len(sources)), busy_s=busy_s, columns=columns
-    )
+    return Plan(targets=_target_plans(transfers, len(targets), len(sources)))
 
 
 def _numbered(pool: Pool, numbers: Mapping[str, int]) -> Ints:
@@ -251,7 +176,7 @@ def _check_alike(
     needed: Ints,
     global_shapes: Ints,
 ) -> None:
-    """Everybody speaks of the same tensors, in dtypes that a rule joins."""
+    """Check that shapes agree and that dtypes are equal or castable."""
     for pool, keys, rows in ((wanted, want_keys, needed), (held, held_keys, useful)):
         wrong = rows[(pool.global_shapes[rows] != global_shapes[keys[rows]]).any(axis=1)]
         if len(wrong):
@@ -285,8 +210,8 @@ def _check_alike(
             )
             name = wanted.key(row).name
             raise InvalidRequestError(
-                f"{name} is held as {pair[0]} and wanted as {pair[1]}, which no rule casts: ask "
-                "for it in the dtype it has",
+                f"{name} is held as {pair[0]} and wanted as {pair[1]}; that cast is not supported: "
+                "request it in the dtype it has",
                 key=name,
             )
 
@@ -302,42 +227,38 @@ def _check_complete(matches: Matches, wanted: Pool) -> None:
         )
 
 
-def _places(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
+def _byte_offsets(pool: Pool, rows: Ints, offsets: Ints) -> Ints:
     inner = ((offsets - pool.offsets[rows]) * pool.strides[rows]).sum(axis=1)
-    places: Ints = pool.places[rows] + inner * ITEM_BYTES[pool.dtypes[rows]]
-    return places
+    byte_offsets: Ints = pool.byte_offsets[rows] + inner * ITEM_BYTES[pool.dtypes[rows]]
+    return byte_offsets
 
 
-def _target_plans(columns: Columns, targets: int, sources: int) -> tuple[TargetPlan, ...]:
-    held, wanted = columns.held, columns.wanted
-    runs, box = runs_of_boxes(
-        columns.shapes,
-        held.strides[columns.rows],
-        wanted.strides[columns.wants],
-        columns.places,
-        columns.targets,
-        (held.dtypes[columns.rows], wanted.dtypes[columns.wants]),
+def _target_plans(transfers: _Transfers, targets: int, sources: int) -> tuple[TargetPlan, ...]:
+    held, wanted = transfers.held, transfers.wanted
+    rows, wants = transfers.rows, transfers.wants
+    copies, box = copies_of_boxes(
+        transfers.shapes,
+        held.strides[rows],
+        wanted.strides[wants],
+        _byte_offsets(held, rows, transfers.offsets),
+        _byte_offsets(wanted, wants, transfers.offsets),
+        (held.dtypes[rows], wanted.dtypes[wants]),
     )
-    # One number for each pair of target and source, targets first.
-    pairs = wanted.owners[columns.wants][box] * max(1, sources) + held.owners[columns.rows][box]
-    order = np.lexsort((runs.places, pairs))
-    # What may be given a scale stays with its tensor.
-    groups = (pairs * (len(wanted.dtypes) + 1))[order]
-    wants = columns.wants[box][order]
-    groups += np.where(np.isin(wanted.dtypes[wants], F8_CODES), wants + 1, 0)
-    runs, groups = coalesced(runs.chosen(order), groups)
-    pairs = groups // (len(wanted.dtypes) + 1)
+    # One number for each (target, source) pair.
+    pairs = wanted.owners[wants][box] * max(1, sources) + held.owners[rows][box]
+    order = np.lexsort((copies.src_offsets, pairs))
+    copies, pairs = coalesced(copies.chosen(order), pairs[order])
     edges = np.searchsorted(pairs, np.arange(targets * max(1, sources) + 1))
     plans = []
     for target in range(targets):
-        mine: dict[int, Runs] = {}
+        mine: dict[int, StridedCopies] = {}
         for source in range(sources):
             pair = target * sources + source
             if edges[pair] < edges[pair + 1]:
-                mine[source] = runs.chosen(slice(int(edges[pair]), int(edges[pair + 1])))
+                mine[source] = copies.chosen(slice(int(edges[pair]), int(edges[pair + 1])))
         plans.append(
             TargetPlan(
-                runs=mine, nbytes=sum((part.nbytes for part in mine.values()), NO_RUNS.nbytes)
+                copies=mine, nbytes=sum((part.nbytes for part in mine.values()), NO_COPIES.nbytes)
             )
         )
     return tuple(plans)

@@ -1,1 +1,1 @@
-"""Versions of a deployment's state."""
+"""Versions of a deployment's state: format, location, changes and leases."""

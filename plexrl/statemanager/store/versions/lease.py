@@ -1,4 +1,4 @@
-"""A version that its user can read for as long as the lease lasts."""
+"""Leases: readable versions whose bytes no move frees."""
 
 import os
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.fault_points import FaultPoints
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.layout.layout import ExtentMap
-from plexrl.statemanager.store.nvme import NvmeObjects, data_offset
 from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.tiers.nvme import NvmeObjects, data_offset
 from plexrl.statemanager.store.versions.versions import Manifest, digest_of, padded
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
 from plexrl.statemanager.transfer.copy.mover import Mover, Placed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """Bytes of a version that no move takes away meanwhile."""
+    """Read access to a version. Its objects stay in place until the lease ends."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Lease:
     ) -> None:
         self.manifest = version.manifest
         self.tier = tier
-        """Where it is read from."""
+        """Tier that the version is read from."""
         self._objects = version.objects
         self._mover = mover
         self._pool = pool
@@ -49,18 +49,18 @@ class Lease:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Where its data lies in files, in the order of the data, all of it covered.
+        """File regions that hold the data, in order and complete.
 
-        The descriptors are read-only and the lease's own. Those of NVMe files bypass the page
-        cache, and what is read through them has to be verified by whoever reads.
+        The descriptors are read-only and belong to the lease. Descriptors of NVMe files bypass the
+        page cache, and the reader must verify what it reads through them.
 
         Raises:
-            CorruptStateError: a file is gone.
+            CorruptStateError: a file is missing.
         """
         return tuple(self._regions())
 
     def mapped(self) -> MappedData | None:
-        """Its data in this process's memory; absent where it is not in the host tier."""
+        """The data, mapped in this process; None if the version is not in the host tier."""
         if self.tier != TierName.HOST:
             return None
         starts: list[int] = []
@@ -74,17 +74,17 @@ class Lease:
         return MappedData(starts=np.array(starts, dtype=np.int64), pieces=tuple(views))
 
     def block_digests(self) -> list[bytes]:
-        """Of each section, those of its blocks. Raises as `digest`."""
-        with damage_named(self.manifest, self.tier):
+        """Block digests of each section. Raises as `digest`."""
+        with describe_damage(self.manifest, self.tier):
             for found in self._objects:
                 found.digests = self._mover.digests(found)
         return [found.digests for found in self._objects]
 
     def read_data(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the data from `start` on, verified where it comes from NVMe.
+        """Fill `target` with the data from `start` on; data from NVMe is verified.
 
         Raises:
-            CorruptStateError: it is damaged.
+            CorruptStateError: the data is damaged.
         """
         end = start + len(target)
         done = start
@@ -93,26 +93,25 @@ class Lease:
             last = min(end, section.start + section.nbytes)
             if first >= last:
                 continue
-            # Between two sections there is nothing, up to a page.
+            # The padding between two sections, less than a page, reads as zero.
             target[done - start : first - start] = bytes(first - done)
-            with damage_named(self.manifest, self.tier):
+            with describe_damage(self.manifest, self.tier):
                 part = target[first - start : last - start]
                 self._mover.read(found, first - section.start, part)
             done = last
         target[done - start :] = bytes(end - done)
 
     @property
-    def last(self) -> StoredObject:
+    def last_object(self) -> StoredObject:
         """The object of the last section."""
         return self._objects[-1]
 
     def load(self, memory: DeviceMemory, *, without_last: bool = False) -> None:
-        """Write the data, or all but its last section, to where the manifest's extents lie in an
-        arena.
+        """Write the data, or all but its last section, to the manifest's extents in an arena.
 
         Raises:
-            CorruptStateError: it is damaged; the arena holds some of it.
-            StateLostError: the arena is gone.
+            CorruptStateError: the data is damaged; the arena may hold parts of it.
+            StateLostError: the arena no longer exists.
         """
         extents = ExtentMap(self.manifest.extents)
         count = len(self._objects) - without_last
@@ -120,18 +119,18 @@ class Lease:
         for section, found in islice(whole, count):
             placed = Placed(memory, extents, section.start)
             if self.tier == TierName.HOST:
-                assert found.pieces is not None, "the lease holds it there"
+                assert found.pieces is not None, "the lease references it there"
                 self._mover.host_to_arena(found.pieces, placed)
             else:
-                with damage_named(self.manifest, self.tier):
+                with describe_damage(self.manifest, self.tier):
                     self._mover.nvme_to_arena(found, placed)
             self._faults.reach("load.half")
 
     def digest(self) -> str:
-        """Of the data; worked out anew where it never had to be known.
+        """Digest of the data; computed if it is not cached.
 
         Raises:
-            CorruptStateError: it is on NVMe and damaged.
+            CorruptStateError: the data is on NVMe and damaged.
         """
         return digest_of(self.block_digests())
 
@@ -159,7 +158,7 @@ class Lease:
 
     def _open(self, found: StoredObject) -> int:
         if found.id not in self._fds:
-            with damage_named(self.manifest, self.tier):
+            with describe_damage(self.manifest, self.tier):
                 try:
                     self._fds[found.id] = self._nvme.open(found.id)
                 except OSError as error:
@@ -168,8 +167,8 @@ class Lease:
 
 
 @contextmanager
-def damage_named(manifest: Manifest, tier: TierName) -> Iterator[None]:
-    """Say of which version it is when an object turns out to be damaged."""
+def describe_damage(manifest: Manifest, tier: TierName) -> Iterator[None]:
+    """Add the version's description to the error for a damaged object."""
     try:
         yield
     except CorruptStateError as error:

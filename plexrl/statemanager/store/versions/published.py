@@ -1,4 +1,4 @@
-"""Published versions as their readers hold them: leased, described, open."""
+"""Published versions, leased for their readers."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
@@ -15,12 +15,12 @@ from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
 
 
-class Wanted(Protocol):
-    """Names a published version."""
+class PublishedVersionId(Protocol):
+    """Identifies a published version."""
 
     @property
     def source(self) -> str:
-        """The deployment that published it."""
+        """Deployment that published the version."""
         ...
 
     @property
@@ -28,20 +28,20 @@ class Wanted(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldShard:
-    """One rank's part of a published version, in host memory for as long as its lease lasts."""
+class LeasedShard:
+    """One rank's part of a published version, in host memory while the lease lasts."""
 
     manifest: Manifest
     slices: tuple[StateSlice, ...]
-    """Their places count from the start of the data."""
+    """Slices with offsets from the start of the data."""
     layout: Layout
     regions: tuple[Region, ...]
-    """In the order of the data; the descriptors are the lease's."""
+    """In the order of the data; the descriptors belong to the lease."""
     read_data: Callable[[int, memoryview], None]
     """As `Lease.read_data`."""
 
     def description(self, known: Collection[str]) -> dict[str, Any]:
-        """What a reader is told of it: the slices only if it does not know the layout."""
+        """Fields of the reader's answer; the slices only if the layout is not among `known`."""
         return {
             "rank": self.manifest.rank,
             "stamp": self.manifest.stamp,
@@ -51,12 +51,14 @@ class HeldShard:
         }
 
 
-def hold_published(store: Store, leases: ExitStack, wanted: Wanted) -> Iterator[HeldShard]:
-    """Every rank's part of the version that `store` has, leased into `leases`.
+def lease_published(
+    store: Store, leases: ExitStack, wanted: PublishedVersionId
+) -> Iterator[LeasedShard]:
+    """Lease each rank's part of the version in `store`; `leases` owns the leases.
 
     Raises:
         CorruptStateError: a part was spilled and is damaged.
-        StateTierFullError: a part was spilled and there is no room for it in memory.
+        StateTierFullError: a part was spilled and the host tier has no space for it.
     """
     found = store.find(
         lambda m: (
@@ -67,32 +69,32 @@ def hold_published(store: Store, leases: ExitStack, wanted: Wanted) -> Iterator[
     )
     for version in found:
         name, what = version.manifest.name, version.manifest.description
-        # The mapping of a file on NVMe could not be verified, so it comes to memory first.
-        yield _held(leases.enter_context(store.lease_in_memory(name, what)))
+        # A mapped NVMe file could not be verified, so the part is promoted to memory first.
+        yield _leased(leases.enter_context(store.lease_in_memory(name, what)))
 
 
-def hold_stamp(
+def lease_by_stamp(
     store: Store, leases: ExitStack, shard: tuple[str, int], stamp: str
-) -> HeldShard | None:
-    """The published version of a shard (deployment, rank) that has `stamp`, leased into `leases`,
-    if it is kept in memory or can be brought there."""
+) -> LeasedShard | None:
+    """Lease the published version of a shard (deployment, rank) with this stamp; `leases` owns the
+    lease. None if there is no such version or it cannot be promoted to memory."""
     found = store.find(
         lambda m: m.kind == VersionKind.PUBLISHED and m.shard == shard and m.stamp == stamp
     )
     for version in found:
         try:
             name, what = version.manifest.name, version.manifest.description
-            held = _held(leases.enter_context(store.lease_in_memory(name, what)))
+            leased = _leased(leases.enter_context(store.lease_in_memory(name, what)))
         except StorageError:
-            # It was dropped meanwhile, or is damaged: whoever asked does without.
+            # The version was dropped or is damaged; callers can do without it.
             return None
-        return held if held.manifest.stamp == stamp else None
+        return leased if leased.manifest.stamp == stamp else None
     return None
 
 
-def _held(lease: Lease) -> HeldShard:
+def _leased(lease: Lease) -> LeasedShard:
     slices = slices_in_data(lease.manifest)
-    return HeldShard(
+    return LeasedShard(
         manifest=lease.manifest,
         slices=slices,
         layout=Layout.of(slices),

@@ -1,4 +1,4 @@
-"""In which tier the newest state of a deployment lies: what a context switch will have to read."""
+"""Tiers of each deployment's newest state: the bytes that a context switch has to read."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,20 @@ from plexrl.statemanager.store.versions.versions import VersionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """Of one deployment's newest version on this node."""
+class StateLocation:
+    """Location of a deployment's newest version on this node."""
 
     deployment: str
     seq: int
-    """0 with no bytes: there is nothing of it any more."""
+    """0, with no bytes, if the deployment has no state on this node."""
     host_bytes: int
     nvme_bytes: int
-    """Of what must come from NVMe, because host memory has no copy."""
+    """Bytes that are on NVMe only."""
 
 
-def whereabouts(catalog: Catalog, since: int) -> list[Whereabouts]:
-    """Of deployments with changes after that of number `since`. The catalog's lock is held."""
+def state_locations(catalog: Catalog, since: int) -> list[StateLocation]:
+    """Locations of the deployments that changed after number `since`. The catalog's lock is
+    held."""
     changed = catalog.changes.since(since)
     versions: dict[str, list[Version]] = {name: [] for name in changed}
     if changed:
@@ -34,14 +35,14 @@ def whereabouts(catalog: Catalog, since: int) -> list[Whereabouts]:
     return found
 
 
-def _newest(deployment: str, versions: list[Version]) -> Whereabouts:
+def _newest(deployment: str, versions: list[Version]) -> StateLocation:
     seq = max((version.manifest.seq for version in versions), default=0)
     tiers: dict[TierName, dict[str, int]] = {tier: {} for tier in TierName}
     for version in versions:
         if version.manifest.seq == seq:
-            # Ranks share objects; what they share is read once.
+            # Objects that ranks share are read once.
             tiers[version.tier].update((found.id, found.nbytes) for found in version.objects)
-    return Whereabouts(
+    return StateLocation(
         deployment=deployment,
         seq=seq,
         host_bytes=sum(tiers[TierName.HOST].values()),

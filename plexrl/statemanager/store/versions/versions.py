@@ -1,7 +1,7 @@
-"""Versions of a shard: what one rank's state was after a given operation, and its header file.
+"""Versions of a shard: one rank's state after a given operation, and the header file format.
 
-A version is a manifest, and an object for each section of its data. Its header, written under
-another name and renamed when it is whole, is what makes it stored:
+A version is a manifest, and one object per section of its data. A version is stored once its header
+is written under a temporary name and renamed:
 
     magic | u64 bytes of JSON | u64 xxh3 of JSON | record as JSON | zeros up to a page
 """
@@ -29,39 +29,39 @@ _NAME_LENGTH_MAX = 96
 
 
 class VersionKind(StrEnum):
-    """What a version is for."""
+    """Purpose of a version."""
 
     STATE = "state"
-    """To be loaded by the rank that it was taken from."""
+    """State that the saving rank loads again."""
     PUBLISHED = "published"
-    """Parameters for other deployments to pull; never changed."""
+    """Parameters that other deployments pull; immutable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A run of bytes that lies in one piece both in the arena and in the version's data."""
+    """A contiguous run of bytes, both in the arena and in the version's data."""
 
     arena_offset: int
     file_offset: int
-    """From the start of the data."""
+    """Offset from the start of the data."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A stretch of a version's data that is stored as one object."""
+    """A range of a version's data that is stored as one object."""
 
     start: int
-    """In the data, on a page boundary."""
+    """Offset in the data, a multiple of the page size."""
     nbytes: int
     share_key: str = ""
-    """Ranks whose version has a section of this key hold replicas of these slices, laid out alike;
-    empty for what no other rank holds."""
+    """Ranks with a section of the same key hold replicas of the same slices in the same layout;
+    empty: no other rank holds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One complete version of one shard."""
+    """Metadata of one version of one shard."""
 
     deployment: str
     rank: int
@@ -71,24 +71,25 @@ class Manifest:
     parts: tuple[StatePart, ...]
     meta_json: str
     slices: tuple[StateSlice, ...]
-    """As in the arena they were taken from."""
+    """Slices with their offsets in the saved arena."""
     extents: tuple[Extent, ...]
-    """In the order of the data; what lies between them is zero."""
+    """In the order of the data; bytes between extents are zero."""
     nbytes: int
-    """Of the data."""
+    """Size of the data."""
     ordinal: int = 0
-    """Counts the versions that this node ever stored: of two of the same name the higher counts."""
+    """Sequence number of the save on this node; of two versions of one name the higher is
+    current."""
     stamp: str = ""
-    """Unique to these bytes: says that an arena which held them still does."""
+    """ETag of these bytes: an arena with this stamp equals the version."""
     digest: str = NO_DIGEST
-    """Hex xxh3-128 of the digests of all blocks of all sections; `NO_DIGEST` for what was saved on
-    this node and never had to prove itself elsewhere."""
+    """Hex xxh3-128 of the digests of all blocks of all sections; `NO_DIGEST` for a version that was
+    saved on this node and not sent to another."""
     sections: tuple[Section, ...] = ()
     """In the order of the data."""
     tenant: str = ""
-    """On whose account the bytes go."""
+    """Tenant whose quota the bytes count against."""
     token: int = 0
-    """Of the group lock that admitted the save: equal for all ranks of one save."""
+    """Fencing token of the group lock during the save; equal for all ranks of one save."""
 
     @property
     def shard(self) -> tuple[str, int]:
@@ -97,12 +98,12 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """The same for every attempt at storing this version."""
+        """Name in the store; equal for all attempts to store this version."""
         return version_name(self.deployment, self.rank, self.world_size, self.kind, self.seq)
 
     @property
     def file_name(self) -> str:
-        """Of this attempt; readable as far as a file name may be long."""
+        """File name of this attempt; the deployment is truncated."""
         deployment = quote(self.deployment, safe="")[:_NAME_LENGTH_MAX]
         return f"{deployment}.{self.rank}.{self.kind}.{self.seq}.{self.ordinal}"
 
@@ -114,47 +115,47 @@ class Manifest:
 
 
 def version_name(deployment: str, rank: int, world_size: int, kind: VersionKind, seq: int) -> str:
-    """What the store knows a version by.
+    """Name of a version in the store.
 
-    A rank that has been loaded under another layout and saved again replaces nothing that the other
-    ranks may still have to be loaded from, so the number of ranks is part of it.
+    The name contains the number of ranks: a rank that saves under a new layout must not replace a
+    version from which other ranks may still have to load.
     """
     return f"{deployment}.{rank}of{world_size}.{kind}.{seq}"
 
 
 class ObjectRecord(msgspec.Struct, frozen=True, array_like=True):
-    """An object as a version's header names it."""
+    """An object in a version's header."""
 
     id: str
     nbytes: int
     pieces: tuple[Piece, ...] = ()
-    """Where in the host tier's segments it lies; empty in the NVMe tier, where it is a file."""
+    """Location in the host tier's segments; empty in an NVMe header."""
 
 
 class VersionRecord(msgspec.Struct, frozen=True):
-    """What a header says."""
+    """Contents of a header."""
 
     manifest: Manifest
     objects: tuple[ObjectRecord, ...]
-    """One for each section."""
+    """One per section."""
 
 
 def padded(nbytes: int, alignment: int = PAGE_BYTES) -> int:
-    """`nbytes` rounded up."""
+    """`nbytes`, rounded up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
 
 
 def encode_page(magic: bytes, text: bytes) -> bytes:
-    """`text` behind its length and checksum, filled up to whole pages."""
+    """Magic, length, checksum and `text`, padded to whole pages."""
     head = _HEAD.pack(magic, len(text), xxhash.xxh3_64_intdigest(text)) + text
     return head.ljust(padded(len(head)), b"\0")
 
 
 def decode_page(magic: bytes, start: bytes) -> bytes:
-    """What `encode_page` was given.
+    """The `text` of `encode_page`.
 
     Raises:
-        CorruptStateError: it did not make this.
+        CorruptStateError: the page is damaged.
     """
     try:
         found, length, checksum = _HEAD.unpack_from(start)
@@ -167,26 +168,26 @@ def decode_page(magic: bytes, start: bytes) -> bytes:
 
 
 def header_bytes(manifest_bytes: int, objects: Sequence[ObjectRecord]) -> int:
-    """Of the header of a version whose manifest takes `manifest_bytes` as JSON."""
+    """Size of a header whose manifest takes `manifest_bytes` as JSON."""
     around = len('{"manifest":,"objects":}')
     return padded(_HEAD.size + around + manifest_bytes + len(msgspec.json.encode(objects)))
 
 
 def digest_of(digests: Iterable[bytes]) -> str:
-    """A version's digest, from those of its sections' blocks."""
+    """A version's digest, from the digests of its blocks."""
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
 def encode_header(record: VersionRecord) -> bytes:
-    """A version's header file."""
+    """Contents of a version's header file."""
     return encode_page(MAGIC, msgspec.json.encode(record))
 
 
 def decode_header(contents: bytes) -> VersionRecord:
-    """What `encode_header` was given.
+    """Decode a header file.
 
     Raises:
-        CorruptStateError: it did not make this.
+        CorruptStateError: the header is damaged.
     """
     try:
         return msgspec.json.decode(decode_page(MAGIC, contents), type=VersionRecord)

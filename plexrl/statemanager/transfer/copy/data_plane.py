@@ -1,7 +1,8 @@
-"""The threads that move bytes, and the few buffers that bytes pass through on their way to a disk.
+"""Threads that move bytes, and the buffers that bytes pass through on their way to a disk.
 
-Two small pools: one splits a copy between memories, which one thread cannot saturate; one keeps a
-drive's queue full. Their tasks never wait for one another.
+There are two small thread pools. One splits copies between memories, because one thread does not
+saturate the memory bandwidth. The other keeps a drive's queue full. Tasks of one pool never wait
+for the other.
 """
 
 import mmap
@@ -20,14 +21,14 @@ from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.transfer.copy.mapped_memory import address_of
 
 BLOCK_BYTES = 4 << 20
-"""Of a drive's requests and of a digest."""
+"""Block size of a drive's requests and of checksums."""
 THREADED_BYTES_MIN = 4 << 20
-"""A smaller copy is done before a second thread has woken up."""
+"""Minimum size of a threaded copy; a smaller one ends before a second thread wakes up."""
 PIECE_BYTES = 16 << 20
-"""That a thread takes at a time."""
+"""Size of the pieces that threads take."""
 SPLIT_ALIGNMENT = 4096
 DATA_THREADS_MAX = 4
-"""More gain little: two already come near a socket's bandwidth."""
+"""More threads gain little: two nearly reach a CPU socket's bandwidth."""
 
 Copy = Callable[[Sequence[Run]], None]
 OnMap = Callable[[int, int], None]
@@ -36,14 +37,14 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Page-aligned memory of `BLOCK_BYTES`, which a drive and a device both take."""
+    """Page-aligned memory of `BLOCK_BYTES`, usable by drives and devices."""
 
     address: int
     view: memoryview
 
 
 class DataPlane:
-    """Thread-safe."""
+    """Copies bytes on threads. Thread-safe."""
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class DataPlane:
         on_map: OnMap | None = None,
         on_unmap: OnMap | None = None,
     ) -> None:
-        """`data_threads` absent: as many as there are cores, up to `DATA_THREADS_MAX`."""
+        """`data_threads` absent: one per core, up to `DATA_THREADS_MAX`."""
         self.data_threads = data_threads or min(DATA_THREADS_MAX, os.cpu_count() or 1)
         self._queue_depth = queue_depth
         self._movers = ThreadPoolExecutor(self.data_threads, thread_name_prefix="mover")
         self._drivers = ThreadPoolExecutor(queue_depth, thread_name_prefix="nvme")
         self._on_unmap = on_unmap
-        # One for each thread that may want one: nobody waits for a buffer while holding another.
+        # One buffer for each thread, so that no thread waits for one while it holds another.
         count = queue_depth + self.data_threads
         self._memory = mmap.mmap(-1, count * BLOCK_BYTES)
         self._address = address_of(self._memory)
@@ -72,7 +73,7 @@ class DataPlane:
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:
-        """A buffer, once one is free. Nobody may ask for a second one meanwhile."""
+        """Wait for a free buffer. A thread must not take a second one meanwhile."""
         buffer = self._buffers.get()
         try:
             yield buffer
@@ -80,7 +81,7 @@ class DataPlane:
             self._buffers.put(buffer)
 
     def copy(self, runs: Sequence[Run], copy: Copy) -> None:
-        """Have `copy` carry out all runs, on several threads where that is worth it."""
+        """Call `copy` for all runs, on several threads if they are large."""
         total = sum(run.nbytes for run in runs)
         if total < THREADED_BYTES_MIN or self.data_threads == 1:
             copy(runs)
@@ -89,8 +90,8 @@ class DataPlane:
         left = deque(split(runs, total, max(pieces, self.data_threads)))
 
         def work() -> None:
-            # All take from one list, the caller too: on a busy machine nobody waits for a thread
-            # that does not get a processor.
+            # All threads take from one list, the caller included, so that on a busy machine no
+            # copy waits for a thread without a CPU.
             while left:
                 try:
                     share = left.popleft()
@@ -108,22 +109,22 @@ class DataPlane:
             _finish([other for other in others if not other.cancel()])
 
     def spread(self, task: Callable[[int], ResultT], places: Iterable[int]) -> Iterator[ResultT]:
-        """What `task` returns for each place, in their order, worked out on the data threads."""
+        """The results of `task` for each offset, in order, computed on the data threads."""
         return self._movers.map(task, places)
 
     def pipeline(
         self, tasks: Iterable[Callable[[], None]], cancelled: threading.Event | None = None
     ) -> None:
-        """Run drive tasks, a queue's depth at once; raises what the first failing one raised.
+        """Run drive tasks, `queue_depth` at once. Raises the error of the first that fails.
 
         Raises:
-            OperationCancelledError: `cancelled` was set; tasks under way were finished.
+            OperationCancelledError: `cancelled` was set; running tasks have finished.
         """
         under_way: set[Future[None]] = set()
         try:
             for task in tasks:
                 if cancelled is not None and cancelled.is_set():
-                    raise OperationCancelledError("the move gave way to another")
+                    raise OperationCancelledError("the move was cancelled for another one")
                 under_way.add(self._drivers.submit(task))
                 if len(under_way) >= self._queue_depth:
                     done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
@@ -133,7 +134,7 @@ class DataPlane:
         _finish(under_way)
 
     def close(self) -> None:
-        """End the threads, what they do finished."""
+        """Finish the running tasks and end the threads."""
         self._movers.shutdown()
         self._drivers.shutdown()
         if self._on_unmap is not None:
@@ -141,7 +142,7 @@ class DataPlane:
 
 
 def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
-    """The runs' bytes in up to `count` shares of about one size, in their order."""
+    """The runs' bytes in up to `count` shares of about equal size, in order."""
     size = -(-total // count // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
     shares: list[list[Run]] = [[]]
     room = size
@@ -163,7 +164,7 @@ def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
 
 
 def _finish(futures: Iterable[Future[None]]) -> None:
-    """Wait for all, then raise what one of them raised."""
+    """Wait for all futures, then raise the error of one that failed."""
     futures = list(futures)
     wait(futures)
     for future in futures:

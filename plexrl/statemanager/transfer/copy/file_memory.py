@@ -1,7 +1,7 @@
-"""Memory behind descriptors, moved by the kernel: regions of another's files.
+"""Regions of another process's files as memory, read and written by system calls.
 
-Slower than a mapping by half, and safe where the owner may cut the file short: that ends a read,
-while it would end the process that touches the mapping.
+This takes twice as long as a mapping, but is safe if the owner truncates the file: a read fails,
+while access to a mapping would kill the process.
 """
 
 import ctypes
@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from plexrl.errors import CorruptStateError, InvalidRequestError, PlexRLError
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.store.nvme import use_cache
+from plexrl.statemanager.store.tiers.nvme import use_cache
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region
 
 
 class FileMemory:
-    """Some regions, in the order of the data, as one memory; their descriptors are the caller's."""
+    """Regions, in order of the data, as one memory. The caller owns their descriptors."""
 
     def __init__(self, regions: Sequence[Region], ended: Callable[[int], PlexRLError]) -> None:
-        """`ended` makes the error for when what should be at a place is not there."""
+        """`ended` makes the error for an offset beyond the end of a file."""
         self._regions = regions
         self._starts = [region.data_offset for region in regions]
         self._ended = ended
         self.nbytes = max((r.data_offset + r.nbytes for r in regions), default=0)
 
     def read(self, runs: Sequence[Run]) -> None:
-        """As `DeviceMemory.read`. Raises what `ended` makes: a file is too short."""
+        """As `DeviceMemory.read`. Raises the error of `ended` if a file is too short."""
         for run in runs:
             for region, offset, address, nbytes in self._parts(run):
                 self._move(os.preadv, region, offset, address, nbytes)
@@ -39,7 +39,7 @@ class FileMemory:
                 self._move(os.pwritev, region, offset, address, nbytes)
 
     def _parts(self, run: Run) -> Iterator[tuple[Region, int, int, int]]:
-        """(region, place in it, address, bytes) of each region's share of a run."""
+        """(region, offset in it, address, bytes) of each region's part of a run."""
         done = 0
         while done < run.nbytes:
             at = run.offset + done
@@ -64,12 +64,12 @@ class FileMemory:
         done = 0
         while done < nbytes:
             left = nbytes - done
-            # A file's last page by itself: the others can be moved past the page cache.
+            # The last, partial page is separate, so that the others can bypass the page cache.
             part = view[done : done + (left - left % PAGE_BYTES or left)]
             try:
                 count = move(region.fd, [part], region.offset + inside + done)
             except OSError as error:
-                # A descriptor that bypasses the cache takes whole pages only.
+                # A descriptor that bypasses the cache accepts only whole pages.
                 if error.errno != errno.EINVAL or not use_cache(region.fd):
                     raise
                 continue
@@ -79,15 +79,17 @@ class FileMemory:
 
 
 def version_memory(regions: Sequence[Region], description: str) -> FileMemory:
-    """A version's data in files that are another's."""
+    """A version's data in files of another process."""
 
     def ended(at: int) -> PlexRLError:
         return CorruptStateError(
-            f"{description} is damaged where it comes from (its data ends after {at} bytes): "
-            "restore a checkpoint"
+            f"{description} is damaged at its source (its data ends after {at} bytes): restore a "
+            "checkpoint"
         )
 
     for region in regions:
         if region.offset < 0 or region.nbytes < 1 or region.offset % PAGE_BYTES:
-            raise InvalidRequestError(f"{description} is said to lie at {region.offset}")
+            raise InvalidRequestError(
+                f"{description} has a region at the invalid offset {region.offset}"
+            )
     return FileMemory(regions, ended)

@@ -1,7 +1,6 @@
-"""Mapped memory by address: what moves need of the operating system beyond `mmap`.
+"""Operations on mapped memory by address that `mmap` lacks.
 
-Calls go through `ctypes` where Python's own would hold the interpreter's lock for as long as pages
-are faulted in.
+Calls go through `ctypes`, because Python's own would hold the interpreter lock during page faults.
 """
 
 import ctypes
@@ -22,15 +21,15 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Where a run of a version's data lies in a file."""
+    """A range of a version's data in a file."""
 
     fd: int
-    """A descriptor; on the wire, the index of one that came along."""
+    """A descriptor; on the wire, the index of a descriptor in the message."""
     offset: int
-    """In the file, on a page boundary."""
+    """Offset in the file, on a page boundary."""
     nbytes: int
     data_offset: int
-    """In the version's data, on a page boundary."""
+    """Offset in the version's data, on a page boundary."""
 
 
 class MappedFile:
@@ -43,40 +42,40 @@ class MappedFile:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap it, once nobody has a view of it any more."""
+        """Unmap the file. No view of it may be in use."""
         self.view.release()
         self._map.close()
 
 
 def address_of(buffer: mmap.mmap | memoryview) -> int:
-    """Where writable memory lies."""
+    """The address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have every page there, and mapped, before it is needed; contents stay."""
+    """Allocate and map every page in advance; contents stay."""
     if _LIBC.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return
     for start in range(address, address + nbytes, PAGE_BYTES):
-        # Written with what it holds: kernels before 5.14 have no other way.
+        # Rewrite the byte: kernels before 5.14 have no other method.
         byte = ctypes.c_char.from_address(start)
         byte.value = byte.value
 
 
 def populate_for_reading(address: int, nbytes: int) -> None:
-    """Have every page of a read-only mapping there before it is needed, where the kernel can
-    (5.14); else pages come as they are touched."""
+    """Map every page of a read-only mapping in advance, if the kernel can (5.14); else pages are
+    mapped when they are touched."""
     start = address // PAGE_BYTES * PAGE_BYTES
     _LIBC.madvise(start, address + nbytes - start, _MADV_POPULATE_READ)
 
 
 def discard(address: int, nbytes: int) -> None:
-    """Give the pages of a shared mapping back to the system; they read as zero then."""
+    """Return the pages of a shared mapping to the system; they then read as zero."""
     if _LIBC.madvise(address, nbytes, _MADV_REMOVE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def equal(first: int, second: int, nbytes: int) -> bool:
-    """Whether the memory at two addresses is the same, byte for byte."""
+    """Whether the bytes at two addresses are equal."""
     return bool(_LIBC.memcmp(first, second, nbytes) == 0)

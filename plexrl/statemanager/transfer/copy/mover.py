@@ -16,11 +16,17 @@ from threading import Event
 
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.free_ranges import Piece, cut
+from plexrl.statemanager.host.free_ranges import Piece, subrange
 from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.layout.layout import ExtentMap
-from plexrl.statemanager.store.nvme import DIGEST_BYTES, NvmeObjects, Views, digest, digests_bytes
 from plexrl.statemanager.store.objects import StoredObject
+from plexrl.statemanager.store.tiers.nvme import (
+    DIGEST_BYTES,
+    NvmeObjects,
+    Views,
+    digest,
+    digests_bytes,
+)
 from plexrl.statemanager.store.versions.versions import padded
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, Buffer, DataPlane
 from plexrl.statemanager.transfer.copy.mapped_memory import equal
@@ -141,7 +147,7 @@ class Mover:
             with self._plane.buffer() as buffer:
                 self._fetch(placed, start, nbytes, buffer)
                 if not digests:
-                    return self._equals(cut(pieces, start, nbytes), buffer)
+                    return self._equals(subrange(pieces, start, nbytes), buffer)
                 at = start // BLOCK_BYTES * DIGEST_BYTES
                 return digest([buffer.view], nbytes) == digests[at : at + DIGEST_BYTES]
 
@@ -177,7 +183,7 @@ class Mover:
         """
         if found.pieces is not None:
             done = 0
-            for piece in cut(found.pieces, start, len(target)):
+            for piece in subrange(found.pieces, start, len(target)):
                 target[done : done + piece.nbytes] = self._pool.view(piece)
                 done += piece.nbytes
             return
@@ -207,7 +213,7 @@ class Mover:
         return [(self._pool.address(piece), piece.nbytes) for piece in pieces]
 
     def _views(self, pieces: Sequence[Piece], start: int, nbytes: int) -> list[memoryview]:
-        return [self._pool.view(piece) for piece in cut(pieces, start, padded(nbytes))]
+        return [self._pool.view(piece) for piece in subrange(pieces, start, padded(nbytes))]
 
 
 def _blocks(nbytes: int) -> range:

@@ -1,8 +1,8 @@
-"""Runs of bytes between two mapped memories, on as many threads as gain by it.
+"""Strided copies between two mapped memories, on several threads if that is faster.
 
-One thread does not saturate a machine's memory, two often do. The work is cut into pieces that both
-take from one list, so neither waits for the other at the end; small runs are left to one, because
-the interpreter, which all threads share, is then what takes the time.
+One thread does not saturate a machine's memory bandwidth; two often do. Threads take pieces from
+one list, so that all end at about the same time. One thread performs small copies, because then the
+interpreter, which threads share, is the bottleneck.
 """
 
 import threading
@@ -14,45 +14,45 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, cast_names
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, cast_names
 
 Bytes = npt.NDArray[np.uint8]
 
 THREADED_BYTES_MIN = 4 << 20
-"""What is smaller is copied sooner than a second thread is awake."""
-THREADED_RUN_BYTES_MIN = 128 << 10
-"""Of the average run."""
+"""Minimum size of a threaded copy; a smaller one ends before a second thread wakes up."""
+THREADED_COPY_BYTES_MIN = 128 << 10
+"""Minimum average size of a copy."""
 PIECE_BYTES = 8 << 20
 
-Job = tuple[Bytes, Runs]
-"""A memory, and runs that are read from it."""
+Job = tuple[Bytes, StridedCopies]
+"""A memory, and copies to read from it."""
 
 
 class Copier:
-    """Copies with the calling thread and `threads - 1` others. Thread-safe."""
+    """Copies on the calling thread and `threads - 1` others. Thread-safe."""
 
     def __init__(self, threads: int = 2) -> None:
         self._others = max(0, threads - 1)
         self._pool = ThreadPoolExecutor(max(1, self._others), thread_name_prefix="plexrl-copy")
 
     def copy(self, jobs: Sequence[Job], target: Bytes) -> None:
-        """Copy the runs of every job to their places in `target`.
+        """Perform the copies of every job into `target`.
 
         Raises:
-            ValueError: a run does not lie within its memory; nothing outside of either is touched.
+            ValueError: a copy exceeds a memory; nothing outside of either is touched.
         """
-        nbytes = sum(runs.nbytes for _, runs in jobs)
-        count = sum(len(runs) for _, runs in jobs)
+        nbytes = sum(copies.nbytes for _, copies in jobs)
+        count = sum(len(copies) for _, copies in jobs)
         if (
             self._others == 0
             or nbytes < THREADED_BYTES_MIN
-            or nbytes < count * THREADED_RUN_BYTES_MIN
+            or nbytes < count * THREADED_COPY_BYTES_MIN
         ):
-            for source, runs in jobs:
-                copy_runs(source, target, runs)
+            for source, copies in jobs:
+                copy_strided(source, target, copies)
             return
         pieces = _Shared(
-            (source, piece) for source, runs in jobs for piece in runs.batches(PIECE_BYTES)
+            (source, piece) for source, copies in jobs for piece in copies.batches(PIECE_BYTES)
         )
         futures = [self._pool.submit(_copy_all, pieces, target) for _ in range(self._others)]
         try:
@@ -61,7 +61,7 @@ class Copier:
             _wait(futures)
 
     def close(self) -> None:
-        """Let the other threads go."""
+        """End the other threads."""
         self._pool.shutdown()
 
 
@@ -79,8 +79,8 @@ class _Shared:
 
 def _copy_all(pieces: _Shared, target: Bytes) -> None:
     while (piece := pieces.take()) is not None:
-        source, runs = piece
-        copy_runs(source, target, runs)
+        source, copies = piece
+        copy_strided(source, target, copies)
 
 
 def _wait(futures: list[Future[None]]) -> None:
@@ -88,27 +88,26 @@ def _wait(futures: list[Future[None]]) -> None:
         future.result()
 
 
-def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
-    """Copy runs on this thread. Raises as `Copier.copy`."""
+def copy_strided(source: Bytes, target: Bytes, copies: StridedCopies) -> None:
+    """Perform copies on this thread. Raises as `Copier.copy`."""
     rows = zip(
-        runs.places.tolist(),
-        runs.targets.tolist(),
-        runs.items.tolist(),
-        runs.counts.tolist(),
-        runs.strides.tolist(),
-        runs.target_strides.tolist(),
-        runs.casts.tolist(),
-        runs.scales.view(np.float64).tolist(),
+        copies.src_offsets.tolist(),
+        copies.dst_offsets.tolist(),
+        copies.items.tolist(),
+        copies.counts.tolist(),
+        copies.src_strides.tolist(),
+        copies.dst_strides.tolist(),
+        copies.casts.tolist(),
         strict=True,
     )
-    for place, to, items, count, stride, target_stride, code, scale in rows:
+    for place, to, items, count, stride, target_stride, code in rows:
         if count == 1 and code == BYTES_CAST:
-            # A slice that ends beyond its memory would be cut short in silence.
+            # numpy would silently truncate a slice that ends beyond its memory.
             if min(place, to) < 0 or place + items > len(source) or to + items > len(target):
-                raise ValueError(f"a run at {place}, {to} lies outside of its memory")
+                raise ValueError(f"a copy from {place} to {to} exceeds its memory")
             target[to : to + items] = source[place : place + items]
         elif code == BYTES_CAST:
-            # A row as one opaque item is moved by one memmove, whatever its alignment.
+            # A row as one opaque item is copied by one memmove, whatever its alignment.
             row = np.dtype((np.void, items))
             np.copyto(
                 _window(target, to, (count, 1), target_stride, row),
@@ -121,7 +120,6 @@ def copy_runs(source: Bytes, target: Bytes, runs: Runs) -> None:
                 _window(source, place, shape, stride, NUMPY_DTYPES[names[0]]),
                 _window(target, to, shape, target_stride, NUMPY_DTYPES[names[1]]),
                 names,
-                scale,
             )
 
 
@@ -129,9 +127,9 @@ def _window(
     memory: Bytes, place: int, shape: tuple[int, int], stride: int, dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
     if place < 0 or stride < 0:
-        raise ValueError(f"a run at {place}, {stride} apart, lies outside of its memory")
+        raise ValueError(f"a copy at {place} with stride {stride} exceeds its memory")
     # numpy checks that the last row ends within the buffer.
     try:
         return np.ndarray(shape, dtype, memory.data, place, (stride, dtype.itemsize))
     except TypeError as error:
-        raise ValueError(f"a run at {place} ends outside of its memory: {error}") from error
+        raise ValueError(f"a copy at {place} ends beyond its memory: {error}") from error

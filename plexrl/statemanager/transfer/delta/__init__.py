@@ -1,1 +1,1 @@
-"""Differences between two versions of the same bytes."""
+"""Deltas between two versions of the same bytes."""

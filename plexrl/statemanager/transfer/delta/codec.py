@@ -1,16 +1,16 @@
-"""A delta on the wire, batch by batch, each in whichever form is shortest. Pure.
+"""Wire format of a delta: each batch in its shortest form. Pure.
 
     form | …
-    NONE    nothing: the batch is as it was
-    BLOCKS  a bit for each block | the blocks whose bit is set, the last filled up with zeros
+    NONE    nothing: the batch is unchanged
+    BLOCKS  a bit for each block | the blocks whose bit is set, the last padded with zeros
     GAPS    u32 words | u32 bytes of gaps | gaps | words | tail
     BITS    a bit for each word | the words whose bit is set | tail
     RAW     the batch
 
-A small step of training changes single elements anywhere, so that hardly a block stays as it was
-while hardly a word changes: what is sent is then the 16-bit words that differ, found by the gaps
-between them (a byte each, 255 meaning that the gap goes on) or by a bit for every word. `tail` is
-the last byte of a batch of odd length. Little-endian throughout.
+A small training step changes single elements everywhere: few blocks stay unchanged, but few words
+change. GAPS and BITS therefore send the changed 16-bit words, located by the gaps between them (one
+byte each; 255 continues the gap) or by a bit for every word. `tail` is the last byte of a batch of
+odd length. All numbers are little-endian.
 """
 
 import struct
@@ -31,7 +31,7 @@ _GAPS_HEAD = struct.Struct("<II")
 
 
 class Form(IntEnum):
-    """How a batch is written."""
+    """Encoding of a batch."""
 
     NONE = 0
     BLOCKS = 1
@@ -41,7 +41,7 @@ class Form(IntEnum):
 
 
 def encode(flags: Flags, old: Bytes, new: Bytes, block_bytes: int) -> bytes:
-    """One batch; `flags` says which of its blocks differ."""
+    """Encode one batch; `flags` marks the blocks that differ."""
     changed = int(np.count_nonzero(flags))
     if not changed:
         return bytes([Form.NONE])
@@ -78,7 +78,7 @@ def encode(flags: Flags, old: Bytes, new: Bytes, block_bytes: int) -> bytes:
 
 
 class DeltaDecoder:
-    """Reads what `encode` made of one batch after the other."""
+    """Decodes the batches of a delta in order."""
 
     def __init__(self, payload: memoryview, block_bytes: int) -> None:
         self._payload = np.frombuffer(payload, dtype=np.uint8)
@@ -86,10 +86,10 @@ class DeltaDecoder:
         self._at = 0
 
     def apply(self, batch: Bytes) -> bool:
-        """Turn the old bytes of the next batch into the new; whether any differ.
+        """Update the next batch from old to new bytes; returns whether any differ.
 
         Raises:
-            CorruptStateError: the payload is not of these batches.
+            CorruptStateError: the payload does not match these batches.
         """
         if not len(batch):
             return False
@@ -108,13 +108,15 @@ class DeltaDecoder:
             case Form.RAW:
                 batch[:] = self._take(len(batch))
             case _:
-                raise CorruptStateError(f"a delta has a batch of form {form}: pull all of it")
+                raise CorruptStateError(
+                    f"a delta has a batch of the unknown form {form}: pull all bytes"
+                )
         return True
 
     def finish(self) -> None:
-        """Raises CorruptStateError: something is left."""
+        """Raises CorruptStateError: the payload is longer than the batches."""
         if self._at != len(self._payload):
-            raise CorruptStateError("a delta is longer than the runs that it is of: pull again")
+            raise CorruptStateError("a delta is longer than its batches: pull again")
 
     def _apply_blocks(self, batch: Bytes) -> None:
         size = self._block_bytes
@@ -132,10 +134,10 @@ class DeltaDecoder:
         coded = self._take(gap_bytes)
         ends = np.flatnonzero(coded != _GOES_ON)
         if len(ends) != count:
-            raise CorruptStateError("a delta's gaps are not those of its words: pull all of it")
+            raise CorruptStateError("a delta's gaps do not match its words: pull all bytes")
         places = np.cumsum(coded, dtype=np.int64)[ends] + np.arange(count)
         if count and places[-1] >= len(batch) // WORD_BYTES:
-            raise CorruptStateError("a delta reaches beyond its batch: pull all of it")
+            raise CorruptStateError("a delta exceeds its batch: pull all bytes")
         self._apply_words(batch, places)
 
     def _apply_words(self, batch: Bytes, places: npt.NDArray[np.int64]) -> None:
@@ -146,7 +148,7 @@ class DeltaDecoder:
     def _take(self, nbytes: int) -> Bytes:
         taken = self._payload[self._at : self._at + nbytes]
         if len(taken) != nbytes:
-            raise CorruptStateError("a delta is shorter than the runs that it is of: pull again")
+            raise CorruptStateError("a delta is shorter than its batches: pull again")
         self._at += nbytes
         return taken
 

@@ -1,4 +1,4 @@
-"""Deltas between what a target holds and what a source has, run by run."""
+"""Deltas of strided copies: encoded at the source, applied at the target."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ import xxhash
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.layout.strided_copies import (
     BYTES_CAST,
-    Runs,
+    StridedCopies,
     packed,
-    reversed_runs,
+    reversed_copies,
     unpacked,
 )
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_runs
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.delta.codec import WORD_BYTES, DeltaDecoder, encode
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy, batches, changed_blocks
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
@@ -22,15 +22,15 @@ DIGEST_BYTES = 16
 
 
 def encode_delta(
-    old: MappedData, new: MappedData, runs: Runs, policy: DeltaPolicy, *, verify: bool
+    old: MappedData, new: MappedData, copies: StridedCopies, policy: DeltaPolicy, *, verify: bool
 ) -> list[bytes] | None:
-    """The delta of `runs` from one version to another, as the runs' bytes arrive, and with `verify`
-    the digest of the new ones; None where too much has changed for it to pay."""
+    """The delta of the copies' destination bytes from one version to another, and with `verify` a
+    checksum of the new bytes. None if it exceeds the policy's size limit."""
     parts: list[bytes] = []
     digest = xxhash.xxh3_128()
-    bytes_max = policy.changed_max * runs.nbytes
+    bytes_max = policy.changed_max * copies.nbytes
     nbytes = 0
-    for batch in batches(runs):
+    for batch in batches(copies):
         before, after = _bytes_of(old, batch), _bytes_of(new, batch)
         flags = changed_blocks(before, after, policy.block_bytes)
         parts.append(encode(flags, before, after, policy.block_bytes))
@@ -43,40 +43,44 @@ def encode_delta(
 
 
 def apply_delta(
-    payload: memoryview, runs: Runs, target: Bytes, block_bytes: int, *, verify: bool
+    payload: memoryview, copies: StridedCopies, target: Bytes, block_bytes: int, *, verify: bool
 ) -> None:
-    """Bring `runs` in `target` from the old version to the new.
+    """Update the destination bytes of `copies` in `target` from the old version to the new.
 
     Raises:
-        CorruptStateError: with `verify`, the result is not what the source has; `target` holds
-            neither version.
+        CorruptStateError: with `verify`, the checksum does not match; `target` holds neither
+            version.
     """
     end = len(payload) - (DIGEST_BYTES if verify else 0)
     decoder = DeltaDecoder(payload[: max(0, end)], block_bytes)
     digest = xxhash.xxh3_128()
-    for batch in batches(runs):
+    for batch in batches(copies):
         there = _at_target(batch, target)
         if decoder.apply(there) and not np.shares_memory(there, target):
-            copy_runs(there, target, unpacked(batch))
+            copy_strided(there, target, unpacked(batch))
         if verify:
             digest.update(there.data)
     decoder.finish()
     if verify and digest.digest() != bytes(payload[end:]):
-        raise CorruptStateError("a delta did not lead to the version it is of: pull all of it")
+        raise CorruptStateError(
+            "the result of a delta has another checksum than its version: pull all bytes"
+        )
 
 
-def copy_changed(source: MappedData, runs: Runs, target: Bytes, policy: DeltaPolicy) -> int:
-    """Bring `runs` to `target`, writing only words that differ from what is there; returns their
-    bytes."""
+def copy_changed(
+    source: MappedData, copies: StridedCopies, target: Bytes, policy: DeltaPolicy
+) -> int:
+    """Perform `copies` into `target`, but write only the words that differ; returns the bytes
+    written."""
     moved = 0
-    for batch in batches(runs):
+    for batch in batches(copies):
         after, there = _bytes_of(source, batch), _at_target(batch, target)
         flags = changed_blocks(there, after, policy.block_bytes)
         if not flags.any():
             continue
         moved += _write_changed(there, after)
         if not np.shares_memory(there, target):
-            copy_runs(there, target, unpacked(batch))
+            copy_strided(there, target, unpacked(batch))
     return moved
 
 
@@ -90,30 +94,30 @@ def _write_changed(there: Bytes, after: Bytes) -> int:
     return int(np.count_nonzero(differs)) * WORD_BYTES + tail
 
 
-def _bytes_of(data: MappedData, batch: Runs) -> Bytes:
-    """A batch's bytes in a row: where they lie, if they lie in a row."""
+def _bytes_of(data: MappedData, batch: StridedCopies) -> Bytes:
+    """A batch's bytes, contiguous; a view if they are contiguous in `data`."""
     jobs = data.jobs(packed(batch))
     if len(jobs) == 1 and _is_plain(jobs[0][1]):
         memory, job = jobs[0]
-        at = int(job.places[0])
+        at = int(job.src_offsets[0])
         return memory[at : at + int(job.items[0])]
     return _gathered(jobs, batch.nbytes)
 
 
-def _at_target(batch: Runs, target: Bytes) -> Bytes:
-    """As `_bytes_of`, of what the target holds."""
+def _at_target(batch: StridedCopies, target: Bytes) -> Bytes:
+    """As `_bytes_of`, for the target's bytes."""
     if _is_plain(batch):
-        at = int(batch.targets[0])
+        at = int(batch.dst_offsets[0])
         return target[at : at + int(batch.row_bytes()[0])]
-    return _gathered([(target, packed(reversed_runs(batch)))], batch.nbytes)
+    return _gathered([(target, packed(reversed_copies(batch)))], batch.nbytes)
 
 
-def _is_plain(runs: Runs) -> bool:
-    return len(runs) == 1 and int(runs.counts[0]) == 1 and int(runs.casts[0]) == BYTES_CAST
+def _is_plain(copies: StridedCopies) -> bool:
+    return len(copies) == 1 and int(copies.counts[0]) == 1 and int(copies.casts[0]) == BYTES_CAST
 
 
-def _gathered(jobs: Sequence[tuple[Bytes, Runs]], nbytes: int) -> Bytes:
+def _gathered(jobs: Sequence[tuple[Bytes, StridedCopies]], nbytes: int) -> Bytes:
     row = np.empty(nbytes, dtype=np.uint8)
     for memory, job in jobs:
-        copy_runs(memory, row, job)
+        copy_strided(memory, row, job)
     return row

@@ -1,5 +1,5 @@
-"""Ways to the bytes of a published version: shared memory, TCP, RDMA."""
+"""Transports to the bytes of a published version: shared memory, TCP, RDMA."""
 
-from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, Way
+from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, Transport
 
-__all__ = ["OpenSource", "Shard", "Way"]
+__all__ = ["OpenSource", "Shard", "Transport"]

@@ -1,4 +1,4 @@
-"""Which way leads to an address."""
+"""Choice of the transport by the address."""
 
 from collections.abc import Collection
 
@@ -12,12 +12,12 @@ from plexrl.statemanager.transfer.transport.tcp.client import Tcp
 NIXL_SCHEME = "nixl://"
 
 
-class Ways:
-    """Opens a path as shared memory, `tcp://host:port` over TCP and `nixl://host:port` over RDMA,
-    where the port is that of the source's TCP."""
+class Transports:
+    """Opens a socket path by shared memory, `tcp://host:port` over TCP, and `nixl://host:port` over
+    RDMA, where the port is the source's TCP port."""
 
     def __init__(self, layout_of: LayoutOf, *, ticket: bytes, timeout_s: float) -> None:
-        """`ticket` says what its holder may read."""
+        """`ticket` authenticates the reader."""
         self._copier = Copier()
         self._timeout_s = timeout_s
         self._shared_memory = SharedMemory(self._copier, layout_of, ticket, timeout_s)
@@ -25,10 +25,10 @@ class Ways:
         self._nixl: Nixl | None = None
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
-        """As `Way.open`.
+        """As `Transport.open`.
 
         Raises:
-            UnavailableError: RDMA is asked for and NIXL is not there.
+            UnavailableError: the address needs NIXL, which is not installed.
         """
         address = nearest(address)
         if address.startswith(TCP_SCHEME):
@@ -40,18 +40,18 @@ class Ways:
         return self._shared_memory.open(address, deployment, seq, known)
 
     def close(self) -> None:
-        """Let go of the target and of what was mapped; it can be used again."""
+        """Release the target and the mappings; the object stays usable."""
         self._shared_memory.forget_unused()
         if self._nixl is not None:
             self._nixl.close()
             self._nixl = None
 
     def forget_unused(self) -> None:
-        """Let go of what no source opened since the last call needed."""
+        """Unmap files that no source used since the last call."""
         self._shared_memory.forget_unused()
 
 
 def transport_of(address: str) -> str:
-    """The name of the way that leads to an address: `tcp`, `nixl` or `shared_memory`."""
+    """The name of an address's transport: `tcp`, `nixl` or `shared_memory`."""
     scheme, has_scheme, _ = address.partition("://")
     return scheme if has_scheme else "shared_memory"

@@ -1,12 +1,12 @@
-"""Who reads over TCP shows what its ticket says, and both ends prove that they know its signature.
+"""Handshake over TCP: the client sends its claims, and both ends prove they know the signature.
 
     server → client: nonce
     client → server: u16 length, claims, nonce, HMAC-SHA256(signature, both nonces, "client")
     server → client: HMAC-SHA256(signature, both nonces, "server")
 
-The server makes the signature anew from the claims with the cluster's key; so a ticket is never on
-the wire, and who listens cannot use it. What follows is neither encrypted nor signed: the network
-is the cluster's own.
+The server computes the signature from the claims with the cluster's key. So a ticket is never on
+the wire, and an eavesdropper cannot use it. Later traffic is neither encrypted nor signed: the
+network must be the cluster's own.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from plexrl.statemanager.protocol.tickets import Claims, TicketKey, split
 
 NONCE_BYTES = 32
 PART_S = 5.0
-"""For each part of it, however the bytes trickle in."""
+"""Timeout for each part of the handshake."""
 _MAC_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<H")
 
 
 def greet_server(connection: socket.socket, ticket: bytes) -> None:
-    """The client's part.
+    """The client's side.
 
     Raises:
         AuthenticationError: the server has another key than the ticket's.
-        ConnectionLostError: the server closed; it does so to whoever has no ticket of its key.
+        ConnectionLostError: the server closed, as it does if the ticket is not of its key.
     """
     signature, claims = split(ticket)
     theirs = _exactly(connection, NONCE_BYTES)
@@ -40,14 +40,16 @@ def greet_server(connection: socket.socket, ticket: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(claims)) + claims + ours + proof)
     expected = _mac(signature, theirs + ours, b"server")
     if not hmac.compare_digest(_exactly(connection, _MAC_BYTES), expected):
-        raise AuthenticationError("the remote StateManager has another ticket key")
+        raise AuthenticationError(
+            "the remote StateManager has another ticket key: give all nodes the same key file"
+        )
 
 
 def greet_client(connection: socket.socket, key: TicketKey) -> Claims:
-    """The server's part; returns what the client's ticket says.
+    """The server's side; returns the client's claims.
 
     Raises:
-        AuthenticationError: the client has no ticket of this key.
+        AuthenticationError: the client's ticket is not of this key.
         ConnectionLostError: the client closed.
     """
     ours = secrets.token_bytes(NONCE_BYTES)
@@ -57,7 +59,7 @@ def greet_client(connection: socket.socket, key: TicketKey) -> Claims:
     both = ours + answer[:NONCE_BYTES]
     signature = key.sign(claims)
     if not hmac.compare_digest(answer[NONCE_BYTES:], _mac(signature, both, b"client")):
-        raise AuthenticationError("a client has no ticket of this cluster's key")
+        raise AuthenticationError("a client's ticket is not of this cluster's key")
     connection.sendall(_mac(signature, both, b"server"))
     return key.claims_of(claims)
 
@@ -71,11 +73,11 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     deadline = time.monotonic() + PART_S
     while len(received) < nbytes:
         if time.monotonic() > deadline:
-            raise ConnectionLostError("the other end took too long over the handshake")
+            raise ConnectionLostError("the peer exceeded the handshake timeout")
         part = connection.recv(nbytes - len(received))
         if not part:
             raise ConnectionLostError(
-                "the other end closed during the handshake: give both nodes the same ticket key"
+                "the peer closed during the handshake: give both nodes the same ticket key"
             )
         received += part
     return received

@@ -1,4 +1,4 @@
-"""Files of other processes, mapped once and kept: mapping costs as much as copying does."""
+"""Cache of read-only mappings of other processes' files, since mapping costs as much as copying."""
 
 import mmap
 import os
@@ -9,23 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.statemanager.layout.plan.columns import Ints
-from plexrl.statemanager.layout.strided_copies import Runs, cut_at
+from plexrl.statemanager.layout.strided_copies import StridedCopies, cut_at
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region, populate_for_reading
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Job
 
 
 class MappedFiles:
-    """Read-only mappings by file. A file that grew is mapped again. One thread at a time."""
+    """Read-only mappings by file. A file that has grown is mapped again. One thread at a time."""
 
     def __init__(self) -> None:
         self._maps: dict[tuple[int, int], Bytes] = {}
         self._populated: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
-        """By file, for each page whether it was mapped: asking the kernel again costs a walk."""
+        """By file, whether each page was populated, to save a system call."""
         self._used: set[tuple[int, int]] = set()
 
     def of(self, regions: Sequence[Region]) -> dict[int, Bytes]:
-        """The whole file behind each descriptor that the regions name, which may be closed
-        afterwards.
+        """The mapping of the file behind each descriptor in the regions. The caller may close the
+        descriptors afterwards.
 
         Raises:
             OSError: it cannot be mapped.
@@ -36,7 +36,7 @@ class MappedFiles:
             if region.fd not in files:
                 file = self._mapped(region.fd)
                 files[region.fd], populated[region.fd] = self._maps[file], self._populated[file]
-            # Only what is read: a page of a sparse file costs memory once it is touched.
+            # Populate only the region: a page of a sparse file takes memory once it is touched.
             first = region.offset // PAGE_BYTES
             pages = populated[region.fd][first : -(-(region.offset + region.nbytes) // PAGE_BYTES)]
             if not pages.all():
@@ -47,7 +47,7 @@ class MappedFiles:
 
     def _mapped(self, fd: int) -> tuple[int, int]:
         status = os.fstat(fd)
-        # A file that is mapped keeps its number, so no other file can be taken for it.
+        # A mapped file keeps its inode number, so no other file can have the same key.
         file = (status.st_dev, status.st_ino)
         self._used.add(file)
         known = self._maps.get(file)
@@ -58,7 +58,7 @@ class MappedFiles:
         return file
 
     def forget_unused(self) -> None:
-        """Unmap what was not asked for since the last call: its owner may have removed it."""
+        """Unmap files that were not used since the last call; their owner may have removed them."""
         self._maps = {file: self._maps[file] for file in self._used if file in self._maps}
         self._populated = {file: self._populated[file] for file in self._maps}
         self._used = set()
@@ -66,16 +66,16 @@ class MappedFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedData:
-    """A version's data, wherever its regions are mapped."""
+    """A version's data, mapped region by region."""
 
     starts: Ints
-    """[region] in the data, ascending."""
+    """[region] offset in the data, ascending."""
     pieces: tuple[Bytes, ...]
     """The mapped bytes of each region."""
 
     @classmethod
     def of(cls, regions: Sequence[Region], files: Mapping[int, Bytes]) -> "MappedData":
-        """Of regions whose `fd` is a key of `files`.
+        """The data of regions whose `fd` is a key of `files`.
 
         Raises:
             ValueError: a region does not lie within its file.
@@ -90,13 +90,13 @@ class MappedData:
         starts = np.array([region.data_offset for region in in_order], dtype=np.int64)
         return cls(starts=starts, pieces=tuple(pieces))
 
-    def jobs(self, runs: Runs) -> list[Job]:
-        """The runs by region, their places counted from its start."""
-        if not len(runs):
+    def jobs(self, copies: StridedCopies) -> list[Job]:
+        """The copies by region, with offsets from the start of each."""
+        if not len(copies):
             return []
         if len(self.pieces) == 1 and self.starts[0] == 0:
-            return [(self.pieces[0], runs)]
-        cut, homes = cut_at(runs, self.starts)
+            return [(self.pieces[0], copies)]
+        cut, homes = cut_at(copies, self.starts)
         order = np.argsort(homes, kind="stable")
         cut, homes = cut.chosen(order), homes[order]
         jobs = []

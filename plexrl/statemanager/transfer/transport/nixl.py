@@ -1,8 +1,8 @@
-"""The way over RDMA: NIXL reads a source's memory, a TCP connection to it does everything else.
+"""Transport over RDMA: NIXL reads a source's memory; a TCP connection does everything else.
 
-Over the TCP connection a version is opened, held and confirmed as `tcp_client` does it, and the
-source says where its bytes lie. What is cast on the way comes over TCP too, for a remote read
-cannot convert. NIXL is imported where it is used: nobody else needs the package.
+The TCP connection opens, holds and confirms a version as in `tcp.client`, and the source sends the
+addresses of its bytes. Casts go over TCP, because a remote read cannot convert. NIXL is an optional
+package and is imported at first use.
 """
 
 import importlib
@@ -19,32 +19,32 @@ import numpy as np
 
 from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.layout.plan.columns import Ints
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, cut_at, single_rows
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, cut_at, single_rows
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
-from plexrl.statemanager.transfer.transport.source import Arrived, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.source import Arrived, Shard, ShardCopies
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpSource
 
 BYTES_PER_S = 20e9
 REQUEST_S = 5e-6
 DESCRIPTORS_MAX = 16 << 10
-"""Rows of one transfer."""
+"""Maximum rows of one transfer."""
 POLL_S = 100e-6
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """Where a source's version lies, as it tells a reader."""
+    """Addresses of a source's version, for a reader."""
 
     agent: bytes
     """The metadata of the source's NIXL agent."""
     shards: tuple[tuple[tuple[int, int, int], ...], ...]
-    """[shard][region] (address, bytes, place in the data), in order of place."""
+    """[shard][region] (address, bytes, offset in the data), by offset."""
 
 
 class NixlLender:
-    """A source's part: registers memory that readers may read, and describes it. Thread-safe as
-    NIXL's agent is."""
+    """Server side: registers memory for remote reads and describes it. As thread-safe as NIXL's
+    agent."""
 
     def __init__(self, backend: str = "UCX") -> None:
         """Raises UnavailableError: the package is missing, or the backend does not start."""
@@ -52,7 +52,7 @@ class NixlLender:
         self._backend = backend
 
     def lend(self, shards: Sequence[MappedData]) -> tuple[Lent, list[Any]]:
-        """The description of mapped versions, and the registrations to `take_back` later."""
+        """The description of mapped versions, and the registrations to pass to `take_back`."""
         regions = [
             tuple(
                 (piece.ctypes.data, len(piece), start)
@@ -70,13 +70,13 @@ class NixlLender:
         return Lent(agent=self._agent.get_agent_metadata(), shards=tuple(regions)), registered
 
     def take_back(self, registered: Sequence[Any]) -> None:
-        """Nobody reads it any more."""
+        """End the registrations."""
         for each in registered:
             self._agent.deregister_memory(each)
 
 
 class Nixl:
-    """Opens sources by the `host:port` that they serve TCP on."""
+    """Opens sources by the `host:port` of their TCP server."""
 
     def __init__(self, tcp: Tcp, timeout_s: float, backend: str = "UCX") -> None:
         """`timeout_s` bounds a transfer. Raises as `NixlLender`."""
@@ -87,7 +87,7 @@ class Nixl:
         self._registered: Any = None
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> "NixlSource":
-        """As `Way.open`."""
+        """As `Transport.open`."""
         tcp = self._tcp.open(address, deployment, seq, known)
         try:
             lent = msgspec.convert(tcp.ask({"type": "lend"}), Lent)
@@ -96,8 +96,8 @@ class Nixl:
             tcp.close()
             raise
 
-    def read(self, lent: Lent, parts: Sequence[tuple[int, Runs]], target: Bytes) -> None:
-        """Bring runs of whole bytes to their places.
+    def read(self, lent: Lent, parts: Sequence[tuple[int, StridedCopies]], target: Bytes) -> None:
+        """Perform copies that cast nothing.
 
         Raises:
             ConnectionLostError: the transfer failed or took too long.
@@ -105,27 +105,27 @@ class Nixl:
         self._register(target)
         peer = self._agent.add_remote_agent(lent.agent)
         base = target.ctypes.data
-        for shard, runs in parts:
+        for shard, copies in parts:
             regions = np.array(lent.shards[shard], dtype=np.int64).reshape(-1, 3)
-            rows, homes = cut_at(single_rows(runs), regions[:, 2])
-            remote = rows.places - regions[homes, 2] + regions[homes, 0]
+            rows, homes = cut_at(single_rows(copies), regions[:, 2])
+            remote = rows.src_offsets - regions[homes, 2] + regions[homes, 0]
             for at in range(0, len(rows), DESCRIPTORS_MAX):
                 few = slice(at, at + DESCRIPTORS_MAX)
                 sizes = rows.items[few]
                 self._transfer(
                     peer,
-                    _descriptors(base + rows.targets[few], sizes),
+                    _descriptors(base + rows.dst_offsets[few], sizes),
                     _descriptors(remote[few], sizes),
                 )
 
     def close(self) -> None:
-        """Let go of the target, which may be unmapped then."""
+        """Deregister the target, so that it may be unmapped."""
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
             self._registered = self._target = None
 
     def _register(self, target: Bytes) -> None:
-        # Registration is what costs, so a target is registered once for all its pulls.
+        # Registration is expensive, so a target is registered once for all its pulls.
         place = (target.ctypes.data, len(target))
         if self._target == place:
             return
@@ -157,13 +157,13 @@ class Nixl:
 
 
 class NixlSource:
-    """An `OpenSource` whose memory is read remotely."""
+    """An `OpenSource` whose memory is read by RDMA."""
 
     def __init__(self, address: str, tcp: TcpSource, nixl: Nixl, lent: Lent) -> None:
         self.address = address
         self.bytes_per_s = BYTES_PER_S
         self.request_s = REQUEST_S
-        # Nobody at the source sees a read, so only `confirm` tells that the bytes were the version.
+        # The source does not see a read, so only `confirm` proves that the bytes were the version.
         self.arrives_whole = False
         self._tcp = tcp
         self._nixl = nixl
@@ -176,31 +176,27 @@ class NixlSource:
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
     ) -> None:
-        """As `OpenSource.read`; what may be a delta comes over TCP."""
-        whole: list[tuple[int, Runs]] = []
-        others: list[ShardRuns] = []
+        """As `OpenSource.read`; deltas and casts go over TCP."""
+        whole: list[tuple[int, StridedCopies]] = []
+        others: list[ShardCopies] = []
         for part in parts:
             if delta is not None and part.base is not None:
                 others.append(part)
                 continue
-            is_plain = part.runs.casts == BYTES_CAST
-            whole.append((part.shard, part.runs.chosen(is_plain)))
+            is_plain = part.copies.casts == BYTES_CAST
+            whole.append((part.shard, part.copies.chosen(is_plain)))
             if not is_plain.all():
-                others.append(replace(part, runs=part.runs.chosen(~is_plain)))
+                others.append(replace(part, copies=part.copies.chosen(~is_plain)))
         self._nixl.read(self._lent, whole, target)
-        for _, runs in whole:
-            arrived(runs, runs.nbytes)
+        for _, copies in whole:
+            arrived(copies, copies.nbytes)
         if others:
             self._tcp.read(tuple(others), target, arrived, delta)
-
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """As `OpenSource.amaxes`."""
-        return self._tcp.amaxes(shard, tensors)
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
@@ -212,23 +208,23 @@ class NixlSource:
 
 
 def _descriptors(addresses: Ints, sizes: Ints) -> Ints:
-    """[row] (address, bytes, device), as NIXL takes them in bulk."""
+    """[row] (address, bytes, device), NIXL's bulk format."""
     return np.stack([addresses, sizes, np.zeros_like(sizes)], axis=1)
 
 
 def _agent(backend: str) -> Any:
     try:
-        # The package is optional and carries no types.
+        # The package is optional and has no types.
         api = importlib.import_module("nixl._api")
     except ImportError as error:
         raise UnavailableError(
             "RDMA needs the package nixl: pip install 'plexrl[nixl]', or use tcp:// addresses"
         ) from error
-    # It writes to standard output, which is where the daemon tells whoever started it that it runs.
+    # Its log handlers write to standard output, where the daemon reports that it is ready.
     logging.getLogger("nixl").handlers.clear()
     try:
         name = f"plexrl-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         return api.nixl_agent(name, api.nixl_agent_config(backends=[backend]))
     except Exception as error:
-        # NIXL's own errors have no common base that is part of its interface.
+        # NIXL's errors have no documented common base.
         raise UnavailableError(f"NIXL's backend {backend!r} did not start: {error}") from error

@@ -1,6 +1,6 @@
-"""The way to a StateManager on the same machine: its files, mapped."""
+"""Transport to a StateManager on the same machine: its files are mapped."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import msgspec
 
@@ -9,7 +9,6 @@ from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import (
-    AmaxPublished,
     Confirm,
     OpenPublished,
     PublishedShard,
@@ -19,7 +18,7 @@ from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Copier
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import copy_changed
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardCopies
 
 BYTES_PER_S = 10e9
 REQUEST_S = 1e-6
@@ -41,7 +40,7 @@ class SharedMemory:
     def open(
         self, address: str, deployment: str, seq: int, known: Collection[str]
     ) -> "SharedMemorySource":
-        """As `Way.open`."""
+        """As `Transport.open`."""
         connection = connect(address, self._timeout_s, self._ticket)
         try:
             request = OpenPublished(source=deployment, seq=seq, known=tuple(known))
@@ -53,23 +52,22 @@ class SharedMemory:
             finally:
                 close_all(fds)
             shards = tuple(_shard(one, self._layout_of) for one in offered)
-            return SharedMemorySource(address, deployment, connection, shards, data, self._copier)
+            return SharedMemorySource(address, connection, shards, data, self._copier)
         except BaseException:
             connection.close()
             raise
 
     def forget_unused(self) -> None:
-        """Unmap files that no source opened since the last call had."""
+        """Unmap files that no source used since the last call."""
         self._files.forget_unused()
 
 
 class SharedMemorySource:
-    """An `OpenSource` whose bytes this process sees itself."""
+    """An `OpenSource` whose bytes are mapped into this process."""
 
     def __init__(
         self,
         address: str,
-        deployment: str,
         connection: Channel,
         shards: tuple[Shard, ...],
         data: list[MappedData],
@@ -79,41 +77,31 @@ class SharedMemorySource:
         self.shards = shards
         self.bytes_per_s = BYTES_PER_S
         self.request_s = REQUEST_S
-        # A daemon that died may have been followed by one that uses the memory for something else.
+        # A restarted daemon may have reused the memory, so bytes count only once confirmed.
         self.arrives_whole = False
-        self._deployment = deployment
         self._connection = connection
         self._data = data
         self._copier = copier
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
     ) -> None:
-        """As `OpenSource.read`. The base itself is not needed: the target's memory is at hand."""
+        """As `OpenSource.read`. A delta compares with the target's memory, not with the base."""
         if delta is not None and delta.only_where_quicker:
             delta = None
         whole = [part for part in parts if delta is None or part.base is None]
-        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.runs)]
+        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.copies)]
         self._copier.copy(jobs, target)
         for part in whole:
-            arrived(part.runs, part.runs.nbytes)
+            arrived(part.copies, part.copies.nbytes)
         for part in parts:
             if delta is not None and part.base is not None:
-                moved = copy_changed(self._data[part.shard], part.runs, target, delta)
-                arrived(part.runs, moved)
-
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """As `OpenSource.amaxes`; the daemon works them out once for all who ask."""
-        asked = self.shards[shard]
-        request = AmaxPublished(
-            source=self._deployment, rank=asked.rank, stamp=asked.stamp, tensors=tuple(tensors)
-        )
-        answer, _ = exchange(self._connection, request)
-        return msgspec.convert(answer["amax"], list[float])
+                moved = copy_changed(self._data[part.shard], part.copies, target, delta)
+                arrived(part.copies, moved)
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
@@ -128,5 +116,5 @@ class SharedMemorySource:
 def _shard(offered: PublishedShard, layout_of: LayoutOf) -> Shard:
     layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
     if layout is None or layout.digest != offered.layout:
-        raise ConnectionLostError("the source answered with a layout that was not asked for")
+        raise ConnectionLostError("the source sent a layout with another digest")
     return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)

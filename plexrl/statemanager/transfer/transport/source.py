@@ -1,11 +1,11 @@
-"""What a pull asks of a source, whatever way leads to it."""
+"""Interface between a pull and its sources, independent of the transport."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 
@@ -16,101 +16,95 @@ class Shard:
 
     rank: int
     stamp: str
-    """Unique to its bytes."""
+    """ETag: equal stamps mean equal bytes."""
     layout: Layout
-    """Places count from the start of the version's data."""
+    """The slices, with offsets in the version's data."""
     nbytes: int
-    """Of the data."""
+    """Size of the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRuns:
-    """What to read of one shard."""
+class ShardCopies:
+    """Copies to read from one shard."""
 
     shard: int
     """Index into `OpenSource.shards`."""
-    runs: Runs
-    """From places in the shard's data to places in the target's memory."""
+    copies: StridedCopies
+    """Copies from the shard's data to the target's memory."""
     base: str | None = None
-    """Stamp of the same shard's version that the target's memory holds now, so that what has not
-    changed since need not be sent; absent: it holds none."""
+    """Stamp of the version of this shard that the target holds, as base of a delta; absent:
+    none."""
 
 
-Arrived = Callable[[Runs, int], None]
-"""Told of runs that are in place, and of the bytes that it took."""
+Arrived = Callable[[StridedCopies, int], None]
+"""Callback: copies that are done, and the bytes that were moved for them."""
 
 
 class OpenSource(Protocol):
-    """Shards of one version at one StateManager, held in place until `close`.
+    """The shards of one version at one StateManager, which holds them until `close`.
 
-    One thread reads at a time. Every method raises `ConnectionLostError` or `OSError` where the
-    source is gone.
+    One thread at a time. Every method raises `ConnectionLostError` or `OSError` if the source is
+    gone.
     """
 
     @property
     def address(self) -> str:
-        """Where it is, for messages and as the name of its link."""
+        """Address of the source; also the name of its link."""
         ...
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Those that the source has."""
+        """The source's shards of the version."""
         ...
 
     @property
     def bytes_per_s(self) -> float:
-        """About what its link carries; plans balance by it."""
+        """Approximate bandwidth; plans balance by it."""
         ...
 
     @property
     def request_s(self) -> float:
-        """About what one piece costs on top of its bytes."""
+        """Approximate latency of a piece in addition to its bytes."""
         ...
 
     @property
     def arrives_whole(self) -> bool:
-        """Whether bytes that were read stay valid when the source goes before `confirm`."""
+        """Whether bytes that were read are valid if the source is lost before `confirm`."""
         ...
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
     ) -> None:
-        """Bring all parts to their places in `target`; with `delta`, what has changed of parts
-        that have a base.
+        """Copy all parts into `target`; with `delta`, only the changes of parts with a base.
 
         Raises:
-            CorruptStateError: bytes were changed on the way.
+            CorruptStateError: a checksum does not match.
         """
         ...
 
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """The largest magnitude of each of some tensors, as layouts name them, in what a shard has
-        of it."""
-        ...
-
     def confirm(self) -> None:
-        """Return if the source held the version all the time until now."""
+        """Return if the source has held the version until now."""
         ...
 
     def close(self) -> None:
-        """Let go of the version."""
+        """Release the version."""
         ...
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """Opens sources of one kind of address."""
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
-        """The shards of a version at `address`; none if it has none of that version.
+        """The shards of a version at `address`, possibly none.
 
-        `known` are digests of layouts that need not be described again.
+        `known` are digests of the layouts that the client has cached.
         """
         ...
 
 
 LayoutOf = Callable[[str], Layout | None]
-"""The layout of a digest, if it is known."""
+"""The cached layout with a digest, if any."""

@@ -1,8 +1,9 @@
-"""Workers as Ray actors, on the node of whoever launches them.
+"""Launches workers as Ray actors, on the node of the launching process.
 
-The node's placement group has a bundle for each of its GPUs. A worker runs in the bundle of the GPU
-that the scheduler gave it and takes a small share of it, for several WPGs take turns on a GPU; so
-Ray shows the worker that GPU and no other. The launching process owns its actors: they end with it.
+The node's placement group has a bundle for each GPU. A worker runs in the bundle of the GPU that
+the scheduler assigned, and takes a small share of it, because several WPGs share a GPU in turn. So
+Ray makes only that GPU visible to the worker. The launching process owns its actors; they end with
+it.
 """
 
 import os
@@ -26,29 +27,30 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 SHARE = 1 / 32
-"""Of a bundle, for one worker: a group has fewer members, also while workers are being replaced."""
+"""Share of a bundle for one worker. A group has fewer than 32 members, also while workers are being
+replaced."""
 START_TIMEOUT_S = 120.0
-"""For Ray to have started an actor's process and Python in it."""
+"""Timeout for Ray to start an actor's Python process."""
 LOOK_S = 0.5
 
 
 class RayLauncher:
-    """Starts workers in the bundles of `group`, which hold one `resource` (GPU or CPU) each."""
+    """Starts workers in the bundles of `group`, each with one `resource` (GPU or CPU)."""
 
     def __init__(self, group: "PlacementGroup", resource: str, run_dir: Path) -> None:
-        """`run_dir` is for sockets, on this node."""
+        """`run_dir` is a folder for sockets on this node."""
         self._group = group
         self._share = {"num_gpus": SHARE} if resource == "GPU" else {"num_cpus": SHARE}
         self._run_dir = run_dir
 
     def warm_up(self) -> None:
-        """Nothing: Ray keeps idle processes itself."""
+        """Nothing: Ray itself keeps idle processes."""
 
     def start(self, config: WorkerConfig) -> "RayWorker":
         """Start a worker.
 
         Raises:
-            OSError: Ray could not start its process.
+            OSError: Ray could not start the worker's process.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -91,7 +93,7 @@ class RayWorker:
         ready: Connection,
         log_path: Path,
     ) -> None:
-        """`ready` has brought nothing yet; takes the process's id from it."""
+        """Receives the process id from `ready`, which must not have been read before."""
         self._actor = actor
         self._serving = serving
         self._ready = ready
@@ -99,7 +101,7 @@ class RayWorker:
         try:
             self.pid = int(ready.recv())
         except EOFError as error:
-            raise OSError("its process died at once") from error
+            raise OSError("the worker's process died at once: see its log") from error
         self._pidfd = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self._pidfd)
 
@@ -112,12 +114,12 @@ class RayWorker:
         return self._ready
 
     def exit_reason(self) -> str:
-        """What Ray says of the actor's end, and the last line of the log."""
-        reason = reason_of(self._serving, STOP_GRACE_S) or "Ray does not say why"
+        """Ray's reason for the actor's end, and the last line of the log."""
+        reason = reason_of(self._serving, STOP_GRACE_S) or "Ray reports no reason"
         return f"{reason}; its log ends with: {last_line(self._log_path)}"
 
     def stop(self) -> None:
-        """Have Ray kill the actor, and see to it that the process is gone."""
+        """Kill the actor through Ray, then the process itself if it still runs."""
         import ray
 
         ray.kill(self._actor)
@@ -127,7 +129,7 @@ class RayWorker:
 
 
 def reason_of(serving: "ObjectRef[None]", timeout_s: float) -> str | None:
-    """Why an actor's endless call has ended, in words; None: it has not."""
+    """Why an actor's endless call has ended, as text; None: it has not."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
@@ -139,13 +141,13 @@ def reason_of(serving: "ObjectRef[None]", timeout_s: float) -> str | None:
         return f"{type(error.cause).__name__}: {error.cause}"
     except RayError as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        told = [line for line in lines if line.startswith("The actor ")]
-        return " ".join(told or lines)
+        relevant = [line for line in lines if line.startswith("The actor ")]
+        return " ".join(relevant or lines)
     return "it returned"
 
 
 def _accepted(listener: socket.socket, serving: "ObjectRef[None]") -> Connection:
-    """The connection of the actor's process, once there is one."""
+    """Wait for the connection of the actor's process."""
     waited_s = 0.0
     while waited_s < START_TIMEOUT_S:
         try:
@@ -158,4 +160,4 @@ def _accepted(listener: socket.socket, serving: "ObjectRef[None]") -> Connection
             continue
         sock.setblocking(True)
         return Connection(sock.detach())
-    raise OSError(f"Ray did not start its process in {START_TIMEOUT_S:g} s: see `ray status`")
+    raise OSError(f"Ray did not start the worker in {START_TIMEOUT_S:g} s: see `ray status`")

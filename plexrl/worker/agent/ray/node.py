@@ -1,7 +1,7 @@
-"""One node of a Ray cluster: an actor that runs the node's StateManager and is its agent.
+"""One node of a Ray cluster: an actor that runs the node's agent and its StateManager.
 
-What `plexrl up` does for a virtual node. The actor owns all of it: the StateManager is its child
-and the workers are actors of its own, so where it dies, with its node or alone, they do.
+`plexrl up` does the same for a virtual node. The actor owns the StateManager, its child process,
+and the workers, its own actors. They all die with it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class RayNodeActor:
-    """Lives on the node that it is of; see `plexrl.cluster.ray.nodes`."""
+    """Runs on the node that it serves; see `plexrl.cluster.ray.nodes`."""
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
@@ -45,10 +45,10 @@ class RayNodeActor:
         group: "PlacementGroup",
         resource: str,
     ) -> None:
-        """Start the StateManager, then the agent; returns once the scheduler knows the node.
+        """Start the StateManager, then the agent; returns when the scheduler has accepted the node.
 
         Raises:
-            UnavailableError: one of them does not start, or the scheduler is out of reach.
+            UnavailableError: one of them does not start, or the scheduler cannot be reached.
         """
         config = parse_config(json.dumps(agent), AgentConfig, "the node's configuration")
         run_dir = Path(config.run_dir)
@@ -61,23 +61,25 @@ class RayNodeActor:
         connected = asyncio.Event()
         launcher = RayLauncher(group, resource, run_dir)
         self._agent = asyncio.create_task(Agent(config, launcher).run(self._stop, connected))
-        greeted = asyncio.create_task(connected.wait())
+        joined = asyncio.create_task(connected.wait())
         await asyncio.wait(
-            {self._agent, greeted},
+            {self._agent, joined},
             timeout=CONNECT_TIMEOUT_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        if not greeted.done():
-            greeted.cancel()
-            raise UnavailableError(f"the agent of {config.node} did not join the scheduler")
+        if not joined.done():
+            joined.cancel()
+            raise UnavailableError(
+                f"the agent of {config.node} did not join the scheduler: see the agent's log"
+            )
 
     async def serve(self) -> None:
-        """Return when the agent has ended."""
+        """Wait until the agent has ended."""
         assert self._agent is not None
         await asyncio.wait({self._agent})
 
     async def stop(self) -> None:
-        """End the workers, then the StateManager, and leave nothing of them."""
+        """End the workers, then the StateManager, and remove their folders."""
         self._stop.set()
         if self._agent is not None:
             await asyncio.gather(self._agent, return_exceptions=True)
@@ -91,11 +93,10 @@ class RayNodeActor:
 def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
     if not Path(config.scheduler).is_socket():
         raise UnavailableError(
-            f"{config.scheduler} is not there: this node is on another machine than the "
-            "scheduler, whose Unix socket cannot be reached from here. Use the Ray nodes of one "
-            "machine"
+            f"the scheduler's Unix socket {config.scheduler} does not exist on this node, so the "
+            "scheduler runs on another machine: use Ray nodes of one machine"
         )
-    # Whoever owns the folders above could replace those below.
+    # The parents first: their owner could replace the folders in them.
     for folder in (folders.data, folders.run):
         make_private_folder(folder)
     remove_private_folder(run_dir)
@@ -104,7 +105,7 @@ def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Have our log where the other nodes' agents have theirs; Ray's own goes where Ray says."""
+    """Send PlexRL's log to the same folder as other agents' logs; Ray keeps its own log."""
     handler = logging.FileHandler(path)
     handler.setFormatter(PlainFormatter(LOG_FORMAT))
     logger = logging.getLogger("plexrl")

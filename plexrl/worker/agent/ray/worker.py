@@ -1,4 +1,4 @@
-"""A worker as a Ray actor: the actor's process is the worker, from its first call to its end."""
+"""A worker as a Ray actor: the actor's process is the worker process."""
 
 import os
 import socket
@@ -15,8 +15,8 @@ class RayWorkerActor:
     """One rank; see `plexrl.worker.agent.ray.launcher`."""
 
     def serve(self, config: WorkerConfig, launcher: str) -> None:
-        """Be the worker; tells the launcher at the Unix socket `launcher` this process's id, and
-        `True` once requests can come. The connection ends with the process."""
+        """Run the worker. Sends this process's id to the Unix socket `launcher`, and `True` when
+        requests can be served. The connection ends with the process."""
         from plexrl.worker.process.start import full_at_start, run_worker
 
         die_with_parent()
@@ -32,5 +32,5 @@ class RayWorkerActor:
                 connection.send(full.to_wire())
             traceback.print_exc()
         finally:
-            # An actor outlives a call that fails; a worker has nothing more to do.
+            # An actor outlives a failed call, but the worker must end.
             os._exit(EXIT_FAILED)

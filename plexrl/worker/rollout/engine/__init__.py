@@ -1,4 +1,4 @@
-"""The built-in `torch` rollout engine: continuous batching over a block cache."""
+"""The built-in `torch` rollout engine: continuous batching over a paged KV cache."""
 
 from plexrl.worker.rollout.engine.backend import TorchRolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine

@@ -1,6 +1,6 @@
-"""The engine as a rollout backend: weights in an arena, results as the wire wants them."""
+"""An engine as a rollout backend: weights in an arena, results in the wire format."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -12,64 +12,77 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.process.backend import BackendCall, BackendResult, Emit
+from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
-from plexrl.worker.rollout.engine.passes.choice import probe
-from plexrl.worker.rollout.engine.passes.joined_linear import arena_order
-from plexrl.worker.rollout.engine.tensor_parallel import LeadingEngine, Orders, RankGroup
+from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
+from plexrl.worker.rollout.engine.forward.selection import probe
+from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
 from plexrl.worker.rollout.generation import Generation
 from plexrl.worker.rollout.merged_adapters import MergedAdapters
 from plexrl.worker.rollout.protocol import EngineStats, RolloutEngine
 from plexrl.worker.rollout.shards import Box, box_of
 from plexrl.worker.state.arena_tensors import ArenaLayout, view
-from plexrl.worker.state.checkpoint import load_hf_parameters, recorded_trainer_step
+from plexrl.worker.state.checkpoint_files import load_hf_parameters, recorded_trainer_step
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from plexrl.statemanager.client.host_arena import HostArena
-
 ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-"""A deployment's dtype, as slices spell it."""
+"""A deployment's dtype, in the spelling of `StateSlice`."""
 
 
-Made = TypeVar("Made", bound=RolloutEngine)
-"""The kind of engine that a backend makes."""
+EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
 
-class EngineBackend(ABC, Generic[Made]):
-    """One worker's engine, of whatever kind; what makes it one of a kind is in `_arrange` and
-    `_start`."""
+class EngineBackend(RolloutBackend, Generic[EngineT]):
+    """One worker's engine. Subclasses choose the kind of engine with `_arrange` and `_start`."""
 
     def __init__(
         self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: RankGroup | None = None
     ) -> None:
-        """`ranks`: the tensor-parallel group that this worker is one of; absent: it is alone."""
+        """`ranks`: this worker's tensor-parallel group; absent: the worker has the whole model."""
         self._spec = spec
         self._checkpoint_dir = checkpoint_dir
         self._ranks = ranks
-        self._built: Made | None = None
-        self.orders: Orders | None = None
-        """Of the group's leader: what the other ranks do is told by it."""
+        self._engine: EngineT | None = None
+        self.calls: EngineCalls | None = None
+        """On the group's leader: the calls that the other ranks repeat."""
         if ranks is not None and ranks.rank == 0:
-            self.orders = Orders(ranks)
+            self.calls = EngineCalls(ranks)
         self._recompute_kv_on_pull = True
         self._trainer_steps: dict[int, int] = {}
-        """Steps of the trainer's optimizer in each version that draws, or has drawn for what is
-        unfinished."""
+        """Optimizer steps in each version of the weights that unfinished generations use."""
         self._begun: dict[str, int] = {}
         """The version that each unfinished generation began with."""
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
         model = build_model(self._spec.model)
+        parameters = self._lay_out(model)
+        for name, parameter in parameters.items():
+            home = self._weights[name]
+            home.copy_(parameter.data[self._boxes[name].index])
+            # A tied weight is one parameter object, so its other uses follow.
+            parameter.data = home
+            parameter.requires_grad_(False)
+        if self._adapters is not None:
+            self._adapters.move_in(self.arena, self._weights)
+        self._engine = self._start(model)
+        self._leading: EngineT | LeadingEngine = self._engine
+        if self.calls is not None:
+            self._leading = LeadingEngine(self._engine, self.calls)
+
+    def _lay_out(self, model: "nn.Module") -> "dict[str, nn.Parameter]":
+        """Allocate the arena with a slice for each weight and adapter; returns the parameters in
+        arena order."""
         layout = ArenaLayout()
         self._boxes: dict[str, Box] = {}
         named = dict(named_parameters(model))
-        places = self._arrange(model)
-        parameters = [(name, named[name]) for name in places]
-        for name, parameter in parameters:
+        reserved = self._arrange(model)
+        parameters = {name: named[name] for name in reserved}
+        dtype = ARENA_DTYPES[self._spec.dtype]
+        for name, parameter in parameters.items():
             shape = tuple(parameter.shape)
             self._boxes[name] = box = self._box(name, shape)
             layout.add(
@@ -77,68 +90,57 @@ class EngineBackend(ABC, Generic[Made]):
                 global_shape=shape,
                 offset=box.offset,
                 shape=box.shape,
-                dtype=ARENA_DTYPES[self._spec.dtype],
-                reserve=places[name],
+                dtype=dtype,
+                reserve=reserved[name],
             )
         parameter_slices = tuple(layout.slices)
         self._adapters: MergedAdapters | None = None
         if self._spec.lora is not None:
-            shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-            dtype = ARENA_DTYPES[self._spec.dtype]
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
             self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
         self.arena = Arena(layout.nbytes)
-        self.host_arena: HostArena | None = None
         self._slices = tuple(layout.slices)
         self._pulled = self._slices if self._adapters is None else self._adapters.slices
-        self._weights: dict[str, torch.Tensor] = {}
-        for (name, parameter), piece in zip(parameters, parameter_slices, strict=True):
-            home = view(self.arena, piece)
-            home.copy_(parameter.data[self._boxes[name].index])
-            # A tied weight is one parameter object, so its other uses follow.
-            parameter.data = home
-            parameter.requires_grad_(False)
-            self._weights[name] = home
-        if self._adapters is not None:
-            self._adapters.move_in(self.arena, self._weights)
-        self._built = self._start(model)
-        self._lead: RolloutEngine = self._built
-        if self.orders is not None:
-            self._lead = LeadingEngine(self._built, self.orders)
+        self._weights: dict[str, torch.Tensor] = {
+            name: view(self.arena, piece)
+            for name, piece in zip(parameters, parameter_slices, strict=True)
+        }
+        return parameters
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
         return self._slices
 
     def pulled_slices(self) -> tuple[StateSlice, ...]:
-        """What a weight sync brings: all, or the adapters that the rest is made of."""
+        """All parameters, or only the adapters, from which the weights are recomputed."""
         return self._pulled
 
     def live_parts(self) -> frozenset[StatePart]:
-        """Weights are all there is, and what adapters are added to; the cache is derived."""
+        """Weights, and with adapters the base weights; the KV cache is derived."""
         return frozenset(piece.key.part for piece in self._slices)
 
     def before_offload(self) -> None:
-        """Drop the KV cache; what a paused engine was generating waits and is computed anew."""
+        """Drop the KV cache. Samples of a paused engine wait and are recomputed."""
         self.engine.drop_cache()
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """The cache of former weights is worth nothing."""
+        """Drop the KV cache, which belongs to the previous weights."""
         del parts
         self.engine.drop_cache()
 
     def after_pull(self, *, seq: int, trainer_step: int) -> None:
-        """The pulled weights draw from now on, for what a paused engine was generating too."""
+        """Use the pulled weights, also for the samples of a paused engine."""
         if self._adapters is not None:
             self._adapters.merge()
         self._note_step(seq, trainer_step)
         self.engine.weights_changed(seq, recompute_kv=self._recompute_kv_on_pull)
 
     def gather(self, value: str) -> list[str]:
-        """Every rank's value, by rank."""
+        """All-gather of one string per rank, in rank order."""
         return [value] if self._ranks is None else self._ranks.gather(value)
 
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """No checkpoint is made of a rollout deployment."""
+        """None: a rollout deployment saves no checkpoints."""
         del dtype
         return {}
 
@@ -154,7 +156,7 @@ class EngineBackend(ABC, Generic[Made]):
             if name not in found or tuple(found[name].shape) != shape:
                 raise BatchShapeError(
                     f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                    f"{list(shape)}: it is of another model"
+                    f"{list(shape)}: load a checkpoint of this deployment's model"
                 )
         if self._adapters is None:
             for name, home in self._weights.items():
@@ -172,7 +174,7 @@ class EngineBackend(ABC, Generic[Made]):
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        self._lead.submit(
+        self._leading.submit(
             Generation(
                 name=call.operation,
                 prompts=[part.tolist() for part in np.split(tokens, ends)],
@@ -187,51 +189,48 @@ class EngineBackend(ABC, Generic[Made]):
         self._begun[call.operation] = call.seq
 
     def abort(self, operation: str) -> None:
-        """End a generation with what it has."""
-        self._lead.abort(operation)
+        """As `RolloutBackend.abort`."""
+        self._leading.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
-        """One token for every running sample."""
-        return [(generation.name, self._result(generation)) for generation in self._lead.step()]
+        """As `RolloutBackend.step`."""
+        return [(generation.name, self._result(generation)) for generation in self._leading.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
-        """Take an operation out now; its result so far. None: unknown."""
-        generation = self._lead.interrupt(operation)
+        """As `RolloutBackend.interrupt`."""
+        generation = self._leading.interrupt(operation)
         return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
-        """Stop at the token boundary: weights may be pulled, or the state offloaded.
-
-        `recompute_kv` says what a pull does with the cache of samples under way.
-        """
+        """As `RolloutBackend.pause`."""
         self._recompute_kv_on_pull = recompute_kv
-        self._lead.pause()
+        self._leading.pause()
 
     def resume(self) -> None:
-        """Go on, with whatever weights the arena holds."""
-        self._lead.resume()
+        """As `RolloutBackend.resume`."""
+        self._leading.resume()
 
     def stats(self) -> EngineStats:
-        """How the engine stands."""
+        """As `RolloutBackend.stats`."""
         return self.engine.stats()
 
     @property
     def has_work(self) -> bool:
-        """Some generation is unfinished, and not because the engine is paused."""
-        return self._built is not None and self._built.has_work
+        """As `RolloutBackend.has_work`."""
+        return self._engine is not None and self._engine.has_work
 
     @abstractmethod
     def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
-        """The model's parameters by name, in the arena's order; elements that are kept free for
-        one where that is more than it has."""
+        """The model's parameters by name, in arena order, with the elements to reserve for each;
+        None: only its own."""
 
     @abstractmethod
-    def _start(self, model: "nn.Module") -> Made:
-        """The engine, on a model whose weights are in the arena now."""
+    def _start(self, model: "nn.Module") -> EngineT:
+        """The engine, on a model whose weights are in the arena."""
 
     def _result(self, generation: Generation) -> BackendResult:
-        """`segments` lists `[row, start, weights_seq, trainer_step]` of rows that other versions
-        drew."""
+        """A generation's result. `segments` lists `[row, start, weights_seq, trainer_step]` for
+        rows that another version, or several, drew."""
         stats = self.engine.stats()
         metrics = {
             "preemptions": generation.preemptions,
@@ -251,7 +250,8 @@ class EngineBackend(ABC, Generic[Made]):
         return BackendResult(result=result, arrays=generation.arrays())
 
     def _note_step(self, seq: int, trainer_step: int) -> None:
-        """Version `seq` draws from now on. What drew nothing that is unfinished is forgotten."""
+        """Record that version `seq` draws next; versions that no unfinished generation used are
+        dropped."""
         oldest = min(self._begun.values(), default=seq)
         kept = {old: step for old, step in self._trainer_steps.items() if old >= oldest}
         self._trainer_steps = {**kept, seq: trainer_step}
@@ -259,18 +259,18 @@ class EngineBackend(ABC, Generic[Made]):
     def _box(self, name: str, shape: tuple[int, ...]) -> Box:
         if self._ranks is None:
             return box_of(name, shape, 0, 1)
-        return box_of(name, shape, self._ranks.rank, self._ranks.ranks)
+        return box_of(name, shape, self._ranks.rank, self._ranks.size)
 
     @property
     def ranks(self) -> RankGroup | None:
-        """The tensor-parallel group that this worker is one of; None: it is alone."""
+        """This worker's tensor-parallel group; None: the worker has the whole model."""
         return self._ranks
 
     @property
-    def engine(self) -> Made:
-        """This rank's own part of what generates."""
-        assert self._built is not None, "build comes first"
-        return self._built
+    def engine(self) -> EngineT:
+        """This rank's engine."""
+        assert self._engine is not None, "build comes first"
+        return self._engine
 
 
 class TorchRolloutBackend(EngineBackend[Engine]):

@@ -1,10 +1,11 @@
-"""Who computes in a step: admission, growth, preemption and chunks of prompts.
+"""Plans a step of the engine: admission, block allocation, preemption and chunked prefill.
 
-A step serves the oldest first: (1) running samples get the block that their next token needs, and
-where none is left the newest sample gives its blocks up and waits again, to be computed anew later;
-(2) if nobody had to, waiting samples join in order of age while slots and blocks last;
-(3) every sample with one token to compute does so, and what is left of the step's tokens goes to
-prompts, oldest first.
+A step serves the oldest sample first:
+(1) Running samples get the block that their next token needs. If no block is left, the newest
+    sample is preempted: it frees its blocks, waits again, and is recomputed later.
+(2) If no sample was preempted, waiting samples are admitted by age while slots and blocks last.
+(3) Every sample with one token to compute computes it. Prompts get the rest of the step's token
+    budget, oldest first.
 """
 
 from collections import deque
@@ -12,19 +13,19 @@ from collections import deque
 import numpy as np
 
 from plexrl.worker.rollout.engine.blocks import BlockPool, block_names
-from plexrl.worker.rollout.engine.rows import NOBODY, Ints, Rows
+from plexrl.worker.rollout.engine.slot_table import NO_LEADER, Ints, SlotTable
 from plexrl.worker.rollout.engine.step_batch import Work
 from plexrl.worker.rollout.generation import Generation, Sample
 
-RESERVE = 8
-"""A sample joins only if one block is left over for every so many that run: each will need one
-soon, and a sample that must leave again was computed in vain."""
+RUNNING_PER_SPARE_BLOCK = 8
+"""A sample is admitted only if one spare block remains for every so many running samples. Each of
+them needs a block soon, and the work of a preempted sample is lost."""
 
 
-class Seating:
-    """The waiting queue, and the blocks of those who wait no more."""
+class BatchScheduler:
+    """Owns the waiting queue, and decides which samples hold slots and blocks."""
 
-    def __init__(self, rows: Rows, pool: BlockPool, step_tokens_max: int) -> None:
+    def __init__(self, rows: SlotTable, pool: BlockPool, step_tokens_max: int) -> None:
         self._rows = rows
         self._pool = pool
         self._step_tokens = max(step_tokens_max, rows.slots)
@@ -33,15 +34,15 @@ class Seating:
         self.preemptions = 0
         self.prefix_tokens_reused = 0
         self.tokens_recomputed = 0
-        """Tokens whose keys and values are computed once more, after a preemption or an update."""
+        """Tokens whose keys and values are recomputed, after a preemption or a weight update."""
 
     def plan(self) -> tuple[Work, list[tuple[int, int]]]:
-        """The step's work, and the blocks (from, to) to be copied before it."""
+        """The step's work, and the block copies (source, target) to make before it."""
         rows = self._rows
         slots = rows.runnable()
         before = self.preemptions
         copies = self._grow(slots)
-        if self.preemptions == before and self.waiting and rows.empty:
+        if self.preemptions == before and self.waiting and rows.free:
             self._admit()
             slots = rows.runnable()
         elif self.preemptions != before:
@@ -51,30 +52,30 @@ class Seating:
         if not single.all():
             order = np.argsort(rows.order[slots], kind="stable")
             slots, todo, single = slots[order], todo[order], single[order]
-            room = self._step_tokens - int(single.sum())
+            budget = self._step_tokens - int(single.sum())
             longer = np.where(single, 0, todo)
             earlier = np.cumsum(longer) - longer
-            todo = np.where(single, 1, np.clip(room - earlier, 0, longer))
+            todo = np.where(single, 1, np.clip(budget - earlier, 0, longer))
             slots, todo = slots[todo > 0], todo[todo > 0]
         return Work(slots=slots, starts=rows.computed[slots], lengths=todo), copies
 
-    def goes_on(self, slots: Ints, changes: int) -> bool:
-        """`slots`, which ran alone when `rows.changes` was `changes`, run alone again, and each
-        has room for its next token: there is nothing to plan."""
+    def is_unchanged(self, slots: Ints, changes: int) -> bool:
+        """Whether the next step needs no plan: exactly `slots` ran when `rows.changes` was
+        `changes`, the same slots run again, and each one's last block has space for a token."""
         rows = self._rows
-        if rows.changes != changes or (self.waiting and rows.empty):
+        if rows.changes != changes or (self.waiting and rows.free):
             return False
         return bool((rows.computed[slots] % self._pool.block_tokens).all())
 
     def computed(self, work: Work) -> None:
-        """The step's work is done: whole blocks of prompts can be found from now on."""
+        """Record that the step's work is done; full blocks of prompts can be reused from then."""
         rows = self._rows
         rows.computed[work.slots] += work.lengths
         for slot in work.slots[work.lengths > 1].tolist():
-            self._name(slot)
+            self._publish_blocks(slot)
 
     def fork(self, slot: int) -> list[int]:
-        """Let those who waited for `slot`'s prompt have it; returns their slots, oldest first."""
+        """Share `slot`'s prompt blocks with its followers; returns their slots, oldest first."""
         rows = self._rows
         followers: list[int] = rows.followers(slot).tolist()
         blocks = rows.blocks(slot)
@@ -84,37 +85,37 @@ class Seating:
             rows.tables[follower, : len(blocks)] = blocks
             rows.held[follower] = len(blocks)
             rows.computed[follower] = rows.computed[slot]
-            rows.leader[follower] = NOBODY
+            rows.leader[follower] = NO_LEADER
             rows.stale[follower] = rows.stale[slot]
             rows.forked[follower] = rows.forked[slot] = True
             rows.samples[follower].names = list(rows.samples[slot].names)
         return followers
 
     def withdraw(self, generation: Generation) -> list[Sample]:
-        """Take those of a generation that wait out of the queue; linear, however many others."""
+        """Remove a generation's waiting samples from the queue. Linear in the queue's length."""
         taken = [sample for sample in self.waiting if sample.generation is generation]
         if taken:
             others = [sample for sample in self.waiting if sample.generation is not generation]
             self.waiting = deque(others)
         return taken
 
-    def leave(self, slot: int) -> Sample:
-        """Take a sample from its slot; what it computed is kept for others while there is room."""
-        self._name(slot)
+    def release(self, slot: int) -> Sample:
+        """Remove a sample from its slot. Its full blocks stay cached until they are evicted."""
+        self._publish_blocks(slot)
         self._pool.give_back(self._rows.blocks(slot))
-        return self._rows.unseat(slot)
+        return self._rows.release(slot)
 
-    def empty(self) -> None:
-        """Send all running samples back to wait, and forget what was computed."""
+    def requeue_all(self) -> None:
+        """Return all running samples to the queue, and drop the prefix cache."""
         slots = np.flatnonzero(self._rows.active).tolist()
         self._pool.forget()
         self._rows.stale[slots] = True
         back = []
         for slot in slots:
             self.tokens_recomputed += int(self._rows.computed[slot])
-            back.append(self.leave(slot))
+            back.append(self.release(slot))
         back.sort(key=lambda sample: sample.order)
-        # One of each prompt first: the others find its blocks when they come.
+        # One sample of each prompt first: the others then find its blocks in the prefix cache.
         first: dict[tuple[str, int], Sample] = {}
         for sample in back:
             first.setdefault(sample.group, sample)
@@ -122,7 +123,8 @@ class Seating:
         self.waiting.extendleft(reversed([*first.values(), *others]))
 
     def keep_stale(self) -> None:
-        """The weights changed and running samples keep their cache; nobody else may use it."""
+        """After a weight update: running samples keep their cache, and no other sample reuses
+        it."""
         self._pool.forget()
         self._rows.stale[self._rows.computed > 0] = True
 
@@ -146,7 +148,7 @@ class Seating:
                 rows.tables[slot, at_block] = pool.take(1)[0]
                 rows.held[slot] += 1
             elif pool.counts[old := int(rows.tables[slot, at_block])] > 1:
-                # All copies read before any writes, so that `old` may be handed out meanwhile.
+                # All copies read before any writes, so `old` may be allocated again meanwhile.
                 new = pool.take(1)[0]
                 pool.give_back([old])
                 rows.tables[slot, at_block] = new
@@ -154,7 +156,7 @@ class Seating:
         return copies
 
     def _preempt(self) -> None:
-        """The newest sample with blocks gives them up, and who waits for it waits again too."""
+        """Preempt the newest sample that holds blocks, and its followers."""
         rows = self._rows
         holders = np.flatnonzero(rows.active & (rows.held > 0))
         victim = int(holders[np.argmax(rows.order[holders])])
@@ -162,16 +164,16 @@ class Seating:
         self.preemptions += 1
         rows.samples[victim].generation.preemptions += 1
         self.tokens_recomputed += int(rows.computed[victim])
-        back = sorted((self.leave(slot) for slot in leaving), key=lambda sample: sample.order)
+        back = sorted((self.release(slot) for slot in leaving), key=lambda sample: sample.order)
         self.waiting.extendleft(reversed(back))
 
     def _admit(self) -> None:
         rows, pool = self._rows, self._pool
-        busy = self._under_way()
-        while self.waiting and rows.empty:
+        busy = self._prompts_in_prefill()
+        while self.waiting and rows.free:
             sample = self.waiting[0]
             if sample.group in busy:
-                # Its prompt's blocks are being computed right now: in a step or two it finds them.
+                # Another sample computes this prompt's blocks: they can be reused in a step or two.
                 return
             tokens = sample.prompt
             if not sample.is_fresh:
@@ -182,44 +184,45 @@ class Seating:
                 sample.names = block_names(tokens, pool.block_tokens, sample.names)
             found = pool.find(sample.names[:whole])
             need = -(-len(tokens) // pool.block_tokens) - len(found)
-            following = int((rows.active & (rows.leader != NOBODY)).sum())
-            spare = len(rows.samples) // RESERVE + following
-            room = pool.available - pool.kept_among(found) - need - spare
-            if room < 0 and rows.samples:
+            following = int((rows.active & (rows.leader != NO_LEADER)).sum())
+            spare = len(rows.samples) // RUNNING_PER_SPARE_BLOCK + following
+            free_blocks = pool.available - pool.kept_among(found) - need - spare
+            if free_blocks < 0 and rows.samples:
                 return
             self.waiting.popleft()
             pool.share(found)
-            slot = self._seat(sample, NOBODY)
+            slot = self._assign_slot(sample, NO_LEADER)
             blocks = found + pool.take(need)
             rows.tables[slot, : len(blocks)] = blocks
             rows.held[slot] = len(blocks)
             rows.computed[slot] = len(found) * pool.block_tokens
             self.prefix_tokens_reused += len(found) * pool.block_tokens
-            while room > 0 and rows.empty and self._follows(sample):
-                self._seat(self.waiting.popleft(), slot)
-                room -= 1
+            while free_blocks > 0 and rows.free and self._next_follows(sample):
+                self._assign_slot(self.waiting.popleft(), slot)
+                free_blocks -= 1
             if rows.computed[slot] < len(sample.prompt) // pool.block_tokens * pool.block_tokens:
                 busy.add(sample.group)
 
-    def _follows(self, leader: Sample) -> bool:
-        """The next that waits needs just what `leader` is about to compute."""
+    def _next_follows(self, leader: Sample) -> bool:
+        """Whether the next waiting sample needs exactly the prompt that `leader` will compute."""
         if not self.waiting or not leader.is_fresh:
             return False
         return self.waiting[0].is_fresh and self.waiting[0].group == leader.group
 
-    def _under_way(self) -> set[tuple[str, int]]:
-        """Prompts of which somebody is computing whole blocks."""
+    def _prompts_in_prefill(self) -> set[tuple[str, int]]:
+        """Prompts of which some full block is still to be computed by a running sample."""
         rows, block_tokens = self._rows, self._pool.block_tokens
         whole = rows.prompt // block_tokens * block_tokens
-        busy = np.flatnonzero(rows.active & (rows.leader == NOBODY) & (rows.computed < whole))
+        busy = np.flatnonzero(rows.active & (rows.leader == NO_LEADER) & (rows.computed < whole))
         return {rows.samples[slot].group for slot in busy.tolist()}
 
-    def _seat(self, sample: Sample, leader: int) -> int:
-        slot = self._rows.seat(sample, leader)
+    def _assign_slot(self, sample: Sample, leader: int) -> int:
+        slot = self._rows.assign(sample, leader)
         sample.drawn_with(int(self._rows.drawn(slot)), self.weights_seq)
         return slot
 
-    def _name(self, slot: int) -> None:
+    def _publish_blocks(self, slot: int) -> None:
+        """Register a slot's full blocks in the prefix cache, under their names."""
         rows = self._rows
         if rows.stale[slot] or not rows.held[slot]:
             return

@@ -1,13 +1,14 @@
-"""Who owns which block of the KV cache.
+"""Ownership of the KV cache's blocks, with prefix caching.
 
-Laws, checked by `check_invariants`:
-- A block is free, held, or kept: held by as many samples as its count says, or by none but still
-  known by its content (kept for a later request, given up when blocks run short, oldest first).
+Invariants, checked by `check_invariants`:
+- A block is free, held or kept. A held block has as many holders as its count says. A kept block
+  has no holder but still has a name: a later request may reuse it. Kept blocks are evicted, oldest
+  first, when no block is free.
 - No name stands for two blocks, and no block has two names.
-- Block 0 belongs to nobody: padding writes there.
+- Block 0 has no holder: padding writes there.
 
-A name is a hash of all tokens up to the block's end, so equal names mean equal keys and values,
-under one version of the weights.
+A block's name is a hash of all tokens up to the block's end. So equal names mean equal keys and
+values, as long as the weights do not change.
 """
 
 import hashlib
@@ -18,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 SCRAP = 0
-"""The block that takes padding."""
+"""The block that padding writes to."""
 
 
 class BlockPool:
-    """Counts of `blocks` blocks of `block_tokens` tokens, one of them scrap."""
+    """Bookkeeping of `blocks` blocks of `block_tokens` tokens, one of them `SCRAP`."""
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.capacity = blocks - 1
         self.counts = np.zeros(blocks, dtype=np.int32)
-        """Holders of each block."""
+        """Number of holders of each block."""
         self._free = list(range(blocks - 1, SCRAP, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._by_name: dict[bytes, int] = {}
@@ -36,7 +37,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can hand out."""
+        """Blocks that `take` can allocate."""
         return len(self._free) + len(self._kept)
 
     @property
@@ -46,12 +47,15 @@ class BlockPool:
 
     @property
     def kept(self) -> int:
-        """Blocks that nobody holds and a request may still find."""
+        """Blocks without a holder that a request may still reuse."""
         return len(self._kept)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks for one holder; ask `available` first. Kept ones go last."""
-        assert count <= self.available, "ask `available` first"
+        """Allocate `count` blocks to one holder: free blocks first, then the oldest kept ones.
+
+        `count` must not exceed `available`.
+        """
+        assert count <= self.available, "the caller checks `available` first"
         taken = []
         for _ in range(count):
             if self._free:
@@ -64,19 +68,19 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for blocks that are held or kept."""
+        """Add a holder to blocks that are held or kept."""
         for block in blocks:
             self._kept.pop(block, None)
             self.counts[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One holder less. A named block that nobody holds is kept.
+        """Remove a holder from each block. A named block without holders is kept.
 
-        The last of `blocks` is given up before the first: a prefix is of use without what follows.
+        The last of `blocks` is evicted before the first: a prefix is useful without the rest.
         """
         for block in reversed(blocks):
             self.counts[block] -= 1
-            assert self.counts[block] >= 0, f"block {block} was given back once too often"
+            assert self.counts[block] >= 0, f"block {block} was given back too often"
             if self.counts[block] == 0:
                 if block in self._names:
                     self._kept[block] = None
@@ -84,14 +88,15 @@ class BlockPool:
                     self._free.append(block)
 
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Make blocks findable. What has a name, or whose name is taken, stays as it is."""
+        """Name blocks, so that `find` finds them. A block that has a name keeps it, and a name that
+        another block has is skipped."""
         for block, name in zip(blocks, names, strict=False):
             if block not in self._names and name not in self._by_name:
                 self._names[block] = name
                 self._by_name[name] = block
 
     def find(self, names: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of known names from the first on; not yet shared."""
+        """The blocks of the longest prefix of `names` that is cached. Call `share` to hold them."""
         found = []
         for name in names:
             block = self._by_name.get(name)
@@ -101,24 +106,24 @@ class BlockPool:
         return found
 
     def kept_among(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` count as available now, and would not once shared."""
+        """How many of `blocks` are available now and would not be after `share`."""
         return sum(block in self._kept for block in blocks)
 
     def forget(self) -> None:
-        """Forget all names: the weights changed. Held blocks stay held."""
+        """Drop all names after a weight update. Held blocks stay held."""
         self._free.extend(reversed(self._kept))
         self._kept.clear()
         self._names.clear()
         self._by_name.clear()
 
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
-        """The laws above, given the blocks of each holder."""
+        """Assert the invariants above, given the blocks of each holder."""
         held = Counter(block for blocks in holders for block in blocks)
         free, kept = set(self._free), set(self._kept)
         assert SCRAP not in free | kept | set(held)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & kept
-        assert not (free | kept) & set(held), "a held block could be handed out"
+        assert not (free | kept) & set(held), "a held block could be allocated"
         assert free | kept | set(held) == set(range(1, self.capacity + 1)), "a block is lost"
         for block in range(self.capacity + 1):
             assert self.counts[block] == held[block], f"block {block} is miscounted"

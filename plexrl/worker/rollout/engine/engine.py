@@ -1,9 +1,12 @@
-"""Continuous batching over a block cache: samples join as slots and blocks come free, leave as
-they end, and every pass computes the new tokens of all of them without padding.
+"""Continuous batching over a paged KV cache.
 
-Invariants at every token boundary: a running sample has computed all tokens it knows but the last
-(or is in the middle of its prompt), and what it draws next depends on its tokens, the weights and
-its own random stream alone, not on who else runs, when it joined or whether it was preempted.
+Samples join when slots and blocks are free, and leave when they end. Every pass computes the new
+tokens of all samples, packed without padding.
+
+Invariants at every token boundary:
+- A running sample has computed all its tokens except the last, or is in the middle of its prompt.
+- The next token depends only on the sample's tokens, the weights and its own random stream. It does
+  not depend on other samples, on when the sample joined, or on preemptions.
 
 Shapes: N rows that draw, V vocabulary.
 """
@@ -18,18 +21,18 @@ from torch import nn
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.model.kv_cache import BLOCK_TOKENS
-from plexrl.worker.rollout.engine.batch_scheduler import Seating
+from plexrl.worker.rollout.engine.batch_scheduler import BatchScheduler
 from plexrl.worker.rollout.engine.blocks import BlockPool
-from plexrl.worker.rollout.engine.kv_pool import KvPool
-from plexrl.worker.rollout.engine.passes.choice import (
+from plexrl.worker.rollout.engine.forward.llama import TensorRanks
+from plexrl.worker.rollout.engine.forward.selection import (
     cache_shape,
-    make_forward,
     probe,
+    select_forward,
     verify_forward,
     weight_device,
 )
-from plexrl.worker.rollout.engine.passes.llama import Ranks
-from plexrl.worker.rollout.engine.rows import Ints, Rows
+from plexrl.worker.rollout.engine.kv_pool import KvPool
+from plexrl.worker.rollout.engine.slot_table import Ints, SlotTable
 from plexrl.worker.rollout.engine.step_batch import (
     StepBatch,
     Work,
@@ -42,21 +45,21 @@ from plexrl.worker.rollout.protocol import EngineStats
 from plexrl.worker.rollout.sampling import RowSampling, draw
 
 STEP_TOKENS_MAX = 2048
-"""Most tokens run through the model in one pass: bounds how long a prompt holds up the others."""
+"""Most tokens in one pass: bounds the time for which a prompt delays the other samples."""
 KV_BYTES = 1 << 30
-"""Budget of the cache where none is given, unless the slots need less or one sequence more."""
+"""Default budget of the KV cache, unless all slots need less or one sequence needs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steady:
-    """The last pass, if the next may be the same one token further on."""
+    """The last pass, if the next one may run the same rows, one token further."""
 
     work: Work
     batch: StepBatch
     token_N: torch.Tensor
-    """What the pass drew."""
+    """The tokens that the pass drew."""
     changes: int
-    """`rows.changes` when it was planned."""
+    """`rows.changes` when the pass was planned."""
 
 
 class Engine:
@@ -71,23 +74,23 @@ class Engine:
         kv_bytes_max: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
         step_tokens_max: int = STEP_TOKENS_MAX,
-        ranks: Ranks | None = None,
+        ranks: TensorRanks | None = None,
         probed: torch.Tensor | None = None,
     ) -> None:
-        """The model's parameters are read where they lie, at every step.
+        """The engine reads the model's parameters in place, at every step.
 
-        `ranks`: the others of a tensor-parallel group, whose engines make the same calls in the
-        same order; the parameters are then this rank's boxes, and `probed` is what `probe` found
-        of the whole model. The budget is each rank's.
+        `ranks`: the tensor-parallel group. The engines of all its ranks make the same calls in the
+        same order. The parameters are then this rank's parts, and `probed` is the result of `probe`
+        on the whole model. `kv_bytes_max` is the KV-cache budget of each rank.
 
         Raises:
-            InvalidRequestError: the budget does not hold one sequence, or the model is of a kind
-                that the engine would compute wrongly.
+            InvalidRequestError: the budget does not hold one sequence, or the engine would compute
+                this kind of model wrongly.
         """
         config: Any = model.config
         self._device, self._dtype = weight_device(model)
-        self._forward = make_forward(model, sequence_tokens_max, ranks)
-        shared_by = 1 if ranks is None else ranks.ranks
+        self._forward = select_forward(model, sequence_tokens_max, ranks)
+        shared_by = 1 if ranks is None else ranks.size
         layers, kv_heads, head_size = cache_shape(model, shared_by)
         wanted = probe(model) if probed is None else probed
         verify_forward(self._forward, model, wanted, shared_by)
@@ -106,10 +109,10 @@ class Engine:
             device=self._device,
         )
         self._pool = BlockPool(self._blocks + 1, block_tokens)
-        self._rows = Rows(slots, sequence_tokens_max, blocks_max)
-        self._seating = Seating(self._rows, self._pool, step_tokens_max)
+        self._rows = SlotTable(slots, sequence_tokens_max, blocks_max)
+        self._scheduler = BatchScheduler(self._rows, self._pool, step_tokens_max)
         self._generations: dict[str, Generation] = {}
-        # Names of those that make a step look at rows one by one.
+        # Generations for which a step has to process rows one by one.
         self._streaming: set[str] = set()
         self._with_stops: set[str] = set()
         self._ended: list[Generation] = []
@@ -125,21 +128,21 @@ class Engine:
 
     @property
     def weights_seq(self) -> int:
-        """Version of the weights that draw now."""
-        return self._seating.weights_seq
+        """Version of the weights that draw the next token."""
+        return self._scheduler.weights_seq
 
     def submit(self, generation: Generation) -> None:
-        """As `RolloutEngine`. A later `weights_seq` than the engine's becomes its own."""
+        """As `RolloutEngine`. A later `weights_seq` than the engine's replaces it."""
         longest = self._rows.sequence_max - 1
         for index, prompt in enumerate(generation.prompts):
             if not 1 <= len(prompt) <= longest:
                 raise BatchShapeError(
-                    f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
+                    f"prompt {index} has {len(prompt)} tokens; it must have 1 to {longest}",
                     row=index,
                 )
-        # A process that has just loaded its weights is told their version by whoever submits, who
-        # may not know yet of an update since the generation was admitted.
-        self._seating.weights_seq = max(self.weights_seq, generation.weights_seq)
+        # After a load the engine learns the version of its weights from the first generation. That
+        # version may be older than an update since the generation was admitted.
+        self._scheduler.weights_seq = max(self.weights_seq, generation.weights_seq)
         self._generations[generation.name] = generation
         if generation.emit is not None:
             self._streaming.add(generation.name)
@@ -147,7 +150,7 @@ class Engine:
             self._with_stops.add(generation.name)
         prompts = [np.array(prompt, dtype=np.int32) for prompt in generation.prompts]
         for row in range(generation.unfinished):
-            self._seating.waiting.append(
+            self._scheduler.waiting.append(
                 Sample(
                     generation=generation,
                     row=row,
@@ -164,10 +167,10 @@ class Engine:
         generation = self._generations.get(name)
         if generation is None:
             return
-        for sample in self._seating.withdraw(generation):
+        for sample in self._scheduler.withdraw(generation):
             self._record(sample, ABORT)
         for slot in [s for s, r in self._rows.samples.items() if r.generation is generation]:
-            self._record(self._seating.leave(slot), ABORT)
+            self._record(self._scheduler.release(slot), ABORT)
 
     def interrupt(self, name: str) -> Generation | None:
         """As `RolloutEngine`."""
@@ -187,34 +190,34 @@ class Engine:
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
         """As `RolloutEngine`."""
-        self._seating.weights_seq = weights_seq
+        self._scheduler.weights_seq = weights_seq
         if recompute_kv:
             self.drop_cache()
             return
-        self._seating.keep_stale()
+        self._scheduler.keep_stale()
         for slot, sample in self._rows.samples.items():
             sample.drawn_with(int(self._rows.drawn(slot)), weights_seq)
 
     def drop_cache(self) -> None:
         """As `RolloutEngine`."""
-        self._seating.empty()
+        self._scheduler.requeue_all()
         self._kv.clear()
         self._steady = None
 
     def stats(self) -> EngineStats:
         """As `RolloutEngine`."""
-        seating, pool = self._seating, self._pool
+        scheduler, pool = self._scheduler, self._pool
         return EngineStats(
             running=len(self._rows.samples),
-            waiting=len(seating.waiting),
+            waiting=len(scheduler.waiting),
             paused=self._paused,
             weights_seq=self.weights_seq,
             steps=self._steps,
             tokens_drawn=self._tokens_drawn,
             tokens_computed=self._tokens_computed,
-            tokens_recomputed=seating.tokens_recomputed,
-            prefix_tokens_reused=seating.prefix_tokens_reused,
-            preemptions=seating.preemptions,
+            tokens_recomputed=scheduler.tokens_recomputed,
+            prefix_tokens_reused=scheduler.prefix_tokens_reused,
+            preemptions=scheduler.preemptions,
             kv_bytes_max=self._blocks * self._block_bytes,
             block_bytes=self._block_bytes,
             blocks=self._blocks,
@@ -231,12 +234,12 @@ class Engine:
         return ended
 
     def check_invariants(self) -> None:
-        """Every block is accounted for, and every sample is in one place."""
+        """Assert that no block is lost, and that every sample is either running or waiting."""
         rows = self._rows
         self._pool.check_invariants(rows.blocks(slot) for slot in rows.samples)
         assert set(np.flatnonzero(rows.active)) == set(rows.samples)
-        assert len(rows.samples) + rows.empty == rows.slots
-        here = [*rows.samples.values(), *self._seating.waiting]
+        assert len(rows.samples) + rows.free == rows.slots
+        here = [*rows.samples.values(), *self._scheduler.waiting]
         assert len(here) == sum(one.unfinished for one in self._generations.values())
         orders = [sample.order for sample in here]
         assert len(set(orders)) == len(orders)
@@ -246,7 +249,7 @@ class Engine:
 
     def _pass(self) -> None:
         rows, steady = self._rows, self._steady
-        if steady is not None and self._seating.goes_on(steady.work.slots, steady.changes):
+        if steady is not None and self._scheduler.is_unchanged(steady.work.slots, steady.changes):
             work, batch = steady.work, steady.batch
             advance(batch, steady.token_N)
         else:
@@ -255,7 +258,7 @@ class Engine:
         logits_NV = self._forward(batch, self._kv)
         self._steps += 1
         self._tokens_computed += len(batch.token_T)
-        self._seating.computed(work)
+        self._scheduler.computed(work)
         self._steady = None
         slots = work.slots
         if batch.wanted is not None:
@@ -273,11 +276,11 @@ class Engine:
     def _plan(self) -> tuple[Work, StepBatch]:
         rows = self._rows
         self._kv.prepare()
-        work, copies = self._seating.plan()
-        # Blocks are taken nowhere else, so this sees the most that are held at a time.
+        work, copies = self._scheduler.plan()
+        # Only a plan allocates blocks, so this records the maximum held at any time.
         for generation in self._generations.values():
             generation.blocks_max = max(generation.blocks_max, self._pool.held)
-        assert len(work.slots), "somebody can always run"
+        assert len(work.slots), "some sample can always run"
         if copies:
             self._kv.copy([old for old, _ in copies], [new for _, new in copies])
         work, cuts = order_work(work, self._block_tokens)
@@ -294,17 +297,17 @@ class Engine:
         return work, batch
 
     def _fork(self, slots: Ints) -> tuple[Ints, Ints]:
-        """The slots that draw with those that waited for them; the row of logits of each."""
+        """The drawing slots with their followers, and the row of logits for each of them."""
         everyone: list[int] = []
         which: list[int] = []
         for index, slot in enumerate(slots.tolist()):
-            family = [slot, *self._seating.fork(slot)]
+            family = [slot, *self._scheduler.fork(slot)]
             everyone += family
             which += [index] * len(family)
         return np.array(everyone), np.array(which)
 
     def _draw(self, logprobs_NV: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Draw a token for each of `slots` and let those leave that end with it."""
+        """Draw a token for each of `slots`, and record the samples that end with it."""
         rows, device = self._rows, self._device
         drawn = rows.drawn(slots)
         if rows.temperature[slots].any():
@@ -328,10 +331,10 @@ class Engine:
         for end in self._eos:
             stopped |= tokens == end
         stopped &= ~rows.ignore_eos[slots]
-        self._check_own_stops(slots, stopped)
+        self._check_stop_sequences(slots, stopped)
         full = drawn + 1 >= rows.limit[slots]
         for index in np.flatnonzero(stopped | full).tolist():
-            sample = self._seating.leave(int(slots[index]))
+            sample = self._scheduler.release(int(slots[index]))
             self._record(sample, STOP if stopped[index] else LENGTH)
         return token_N
 
@@ -343,8 +346,8 @@ class Engine:
             if sample.generation.emit is not None:
                 sample.generation.emit(sample.row, [int(token)], [float(logprob)])
 
-    def _check_own_stops(self, slots: Ints, stopped: Any) -> None:
-        """Stop tokens and sequences that a generation brought along."""
+    def _check_stop_sequences(self, slots: Ints, stopped: Any) -> None:
+        """Mark in `stopped` the rows that end at a stop token or sequence of their generation."""
         if not self._with_stops:
             return
         rows = self._rows
@@ -358,7 +361,7 @@ class Engine:
             )
 
     def _record(self, sample: Sample, code: int) -> None:
-        """Write down a row's result."""
+        """Store a row's result in its generation."""
         generation = sample.generation
         if sample.tokens is not None:
             generation.tokens[sample.row] = sample.tokens
@@ -384,14 +387,14 @@ def _token_ids(value: int | Iterable[int] | None) -> list[int]:
 
 
 def _block_count(budget: int | None, block_bytes: int, sequence_blocks: int, slots: int) -> int:
-    """Blocks that the budget pays for; `sequence_blocks` hold the longest sequence."""
+    """Blocks within the budget; `sequence_blocks` hold the longest sequence."""
     if budget is None:
         affordable = max(KV_BYTES // block_bytes, sequence_blocks)
         return min(affordable, slots * sequence_blocks)
     if budget < sequence_blocks * block_bytes:
         raise InvalidRequestError(
             f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks; one sequence of "
-            f"the deployment's length takes {sequence_blocks} ({sequence_blocks * block_bytes} "
-            "bytes): raise the budget or lower max_sequence_tokens"
+            f"max_sequence_tokens needs {sequence_blocks} ({sequence_blocks * block_bytes} "
+            "bytes): raise kv_cache_bytes or lower max_sequence_tokens"
         )
     return budget // block_bytes

@@ -1,4 +1,4 @@
-"""The memory behind the blocks: keys and values of every layer.
+"""Memory of the KV cache's blocks: keys and values of every layer.
 
 Shapes: H key-value heads, K = 2·H, keys first, B blocks of S tokens, D head size; T new tokens;
 N rows of W blocks each, L = W·S positions.
@@ -11,7 +11,7 @@ import torch
 
 
 class KvPool:
-    """Blocks by number. Memory is taken at first use, page by page as it is written."""
+    """The blocks, by number. Memory is allocated at first use; pages as they are written."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class KvPool:
         self._by_token: list[torch.Tensor] = []
 
     def prepare(self) -> None:
-        """Have the memory. Zeros, for the weight of a masked position is 0 and 0·NaN is NaN."""
+        """Allocate the memory if it is not. It is zeroed: a masked position has weight 0, and 0·NaN
+        would be NaN."""
         if self._pool is not None:
             return
         layers, heads, blocks, block_tokens, head_size = self._shape
@@ -43,24 +44,24 @@ class KvPool:
         self._by_token, self._by_block = list(flat), list(rows)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._pool = None
         self._by_block, self._by_token = [], []
 
     def write(self, layer: int, place_T: torch.Tensor, new_TKD: torch.Tensor) -> None:
-        """Store new tokens' keys and values; a place is block·S + offset."""
+        """Store the keys and values of new tokens at positions block·S + offset."""
         self._by_token[layer].index_copy_(1, place_T, new_TKD.transpose(0, 1))
 
     def gather(
         self, layer: int, table_NW: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[H, N, L, D]` of rows whose blocks `table_NW` lists, flattened."""
+        """Keys and values `[H, N, L, D]` of rows; `table_NW` lists their blocks, flattened."""
         found = self._by_block[layer].index_select(1, table_NW)
         found_KNLD = found.view(2 * self._heads, rows, -1, self._shape[-1])
         return found_KNLD[: self._heads], found_KNLD[self._heads :]
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole blocks, all layers."""
+        """Copy whole blocks of all layers."""
         assert self._pool is not None
         taken = self._pool.index_select(2, torch.tensor(sources, device=self._device))
         self._pool.index_copy_(2, torch.tensor(targets, device=self._device), taken)
@@ -69,6 +70,6 @@ class KvPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # `torch.zeros` writes every page; the C library's zeroed memory is had page by page.
+    # `torch.zeros` writes every page; numpy gets zeroed pages from the kernel on first access.
     memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)

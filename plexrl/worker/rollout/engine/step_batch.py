@@ -1,7 +1,7 @@
-"""What one pass through the model computes: ragged new tokens of many rows, without padding.
+"""The input of one forward pass: the new tokens of many rows, packed without padding.
 
-All layers but attention see the tokens laid end to end. Attention needs a rectangle, so rows whose
-new tokens and whose contexts are about equally many form a group with a rectangle of their own.
+All layers except attention process the packed tokens. Attention needs a rectangle, so rows with
+similar numbers of new tokens and similar context lengths form a group with its own rectangle.
 
 Shapes: T tokens of the pass, N rows of a group, Q new tokens of its longest row, W blocks of its
 longest context, L = W·S positions.
@@ -20,10 +20,10 @@ from plexrl.worker.rollout.engine.blocks import SCRAP
 Ints = npt.NDArray[np.int64]
 
 FEW_TOKENS = 16
-"""Rows with up to this many new tokens are grouped whatever the padding."""
+"""Rows with up to this many new tokens share a group, however much padding that needs."""
 SPLIT_POSITIONS = 1024
-"""A group more is worth it where it saves this many positions of gathered context. Measured with 4
-of 64 rows ten times as long as the rest: 1.7 times as quick as one group, with 512 as with 8192."""
+"""A group is split if that saves this many positions of gathered context. Measured with 4 of 64
+rows ten times as long as the rest: 1.7 times faster than one group, both with 512 and with 8192."""
 _SEEN, _HIDDEN = np.float32(0.0), np.float32(-np.inf)
 
 
@@ -32,7 +32,7 @@ class Group:
     """Rows that attend together."""
 
     start: int
-    """Its first token among the T."""
+    """Index of the group's first token among the T."""
     tokens: int
     rows: int
     width: int
@@ -40,16 +40,17 @@ class Group:
     blocks: int
     """W."""
     table_NW: torch.Tensor
-    """int64, flattened; `SCRAP` beyond a row's end."""
+    """Block table, int64, flattened; `SCRAP` beyond a row's end."""
     mask_NQL: torch.Tensor
-    """float, 0 where seen, -inf where not: SDPA is slower with a boolean one."""
+    """Attention mask, float: 0 for visible positions, -inf for others. SDPA is slower with a
+    boolean mask."""
     lengths: Ints
     """New tokens of each row."""
     spread_NQ: torch.Tensor | None
-    """For every place of the rectangle the group's token there, padding repeating the row's first;
-    absent where there is no padding."""
+    """Index of the group's token for every cell of the rectangle; padding repeats the row's first
+    token. Absent: there is no padding."""
     real: torch.Tensor | None
-    """Places of the rectangle that hold tokens, in order; absent where all do."""
+    """Cells of the rectangle that hold tokens, in order. Absent: all do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,25 +60,25 @@ class StepBatch:
     token_T: torch.Tensor
     position_T: torch.Tensor
     place_T: torch.Tensor
-    """Where each token's key and value go: block·S + offset."""
+    """Cache position of each token's key and value: block·S + offset."""
     groups: tuple[Group, ...]
     wanted: torch.Tensor | None
-    """Tokens whose next token is to be predicted. None: all."""
+    """Tokens whose next token is predicted. None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is to be computed, one entry a row, in the order of the rows in the pass."""
+    """The tokens to compute, one entry per row, in the order of the rows in the pass."""
 
     slots: Ints
     starts: Ints
     """Position of each row's first new token."""
     lengths: Ints
-    """New tokens."""
+    """New tokens of each row."""
 
 
 def order_work(work: Work, block_tokens: int) -> tuple[Work, list[int]]:
-    """Rows in an order in which neighbours are alike, and where each group begins."""
+    """Sort rows so that similar ones are neighbours; also returns where each group begins."""
     blocks = -(-(work.starts + work.lengths) // block_tokens)
     single = int(work.lengths.max(initial=1)) == 1
     order = np.argsort(blocks, kind="stable") if single else np.lexsort((blocks, work.lengths))
@@ -86,10 +87,10 @@ def order_work(work: Work, block_tokens: int) -> tuple[Work, list[int]]:
 
 
 def _cuts(lengths: Ints, blocks: Ints, block_tokens: int) -> list[int]:
-    """Where groups begin. Rows come by length, and those of one token by context."""
+    """Where groups begin. Rows are sorted by length, and rows of one token by context."""
     cuts = [0]
     singles = int(np.searchsorted(lengths, 1, side="right"))
-    # Blocks of single-token rows ascend: a cut at i saves those before it the difference.
+    # Block counts of single-token rows ascend: a cut at i saves the rows before it the difference.
     least = SPLIT_POSITIONS // block_tokens
     if singles > 1 and int(blocks[singles - 1]) * singles - int(blocks[:singles].sum()) >= least:
         for index in range(1, singles):
@@ -115,8 +116,8 @@ def build_batch(
     device: torch.device,
     dtype: torch.dtype,
 ) -> StepBatch:
-    """The pass over `work`. `tokens` and `tables` have a row for each slot, `known` the number of
-    tokens there; rows computed up to there have their next token predicted."""
+    """The batch for `work`. `tokens` and `tables` have one row per slot, and `known` the number of
+    tokens in it. The next token is predicted for rows whose known tokens are then all computed."""
     ends = np.cumsum(work.lengths)
     tokens_T = int(ends[-1])
     complete = work.starts + work.lengths == known[work.slots]
@@ -149,7 +150,7 @@ def build_batch(
 
 
 def advance(batch: StepBatch, token_T: torch.Tensor) -> None:
-    """Make `batch`, of rows of one token each, that of their next tokens, in the same blocks."""
+    """Advance a batch of one-token rows, in place, to their next tokens in the same blocks."""
     batch.token_T.copy_(token_T)
     batch.position_T.add_(1)
     batch.place_T.add_(1)
@@ -181,7 +182,7 @@ def _group(
         position_NQ = starts[:, None] + np.arange(width)
         spread = places = None
     else:
-        # A padding query stands on its row's first new position, so that it sees something.
+        # A padding query uses its row's first new position, so that some position is visible.
         real = np.arange(width) < lengths[:, None]
         within = np.where(real, np.arange(width), 0)
         position_NQ = starts[:, None] + within

@@ -1,12 +1,12 @@
-"""One engine on several ranks: the sums and gathers of a pass, and ranks kept in step.
+"""One engine on several ranks: the collectives of a forward pass, and how ranks stay in step.
 
-Every rank keeps the same books and draws from the same gathered logits, so only the caller's
-orders travel: the leader carries each out and sends those since its last step along with the next.
+Every rank keeps the same queue and KV-cache bookkeeping and draws from the same gathered logits, so
+only calls to the engine have to be broadcast. The leader makes each call at once, buffers it, and
+sends the buffered calls with its next step.
 
 Shapes: T tokens, X hidden, R wanted tokens, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 
 from plexrl.model.parallelism import Parallelism
-from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.generation import Generation
-from plexrl.worker.rollout.protocol import EngineStats, RolloutEngine
+from plexrl.worker.rollout.protocol import RolloutEngine
 
-ORDERS_TIMEOUT = timedelta(days=365)
-"""Of ranks that wait for something to do."""
+CALLS_TIMEOUT = timedelta(days=365)
+"""Timeout of followers that wait for a call: an idle engine makes none."""
 
-Order = tuple[str, tuple[Any, ...]]
-"""A method of `Engine`, or what else the ranks have agreed on, and its arguments."""
+EngineCall = tuple[str, tuple[Any, ...]]
+"""A method of `Engine`, or another name that the ranks have agreed on, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,83 +30,87 @@ class RankGroup:
     """The ranks that share one copy of the weights."""
 
     rank: int
-    """Among these; 0 leads."""
-    ranks: int
+    """This rank's index in the group; 0 leads."""
+    size: int
+    """Ranks in the group."""
     process_group: Any = None
-    """For the sums of a pass. None: all processes."""
-    orders_group: Any = None
-    """For what the leader tells, which may be heard on a thread of its own, and waited for however
-    long nothing is to be done. None: all processes."""
+    """For the collectives of a pass. None: all processes."""
+    calls_group: Any = None
+    """For the leader's calls: another thread may receive from it, and it has no timeout in effect.
+    None: all processes."""
     leader: int = 0
-    """Its number among all processes."""
+    """The leader's rank among all processes."""
 
-    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; bit-equal on every rank."""
         dist.all_reduce(partial, group=self.process_group)
         return partial
 
-    def tell(self, orders: list[Order]) -> None:
-        """Send orders to the other ranks; on the leader."""
-        dist.broadcast_object_list([orders], src=self.leader, group=self.orders_group)
+    def broadcast(self, calls: list[EngineCall]) -> None:
+        """Send calls to the followers; on the leader."""
+        dist.broadcast_object_list([calls], src=self.leader, group=self.calls_group)
 
-    def hear(self) -> list[Order]:
-        """The next orders, on the other ranks; waits for them.
+    def receive(self) -> list[EngineCall]:
+        """The leader's next calls; blocks. On the followers.
 
         Raises:
             RuntimeError: the leader is gone.
         """
         received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=self.leader, group=self.orders_group)
-        orders: list[Order] = received[0]
-        return orders
+        dist.broadcast_object_list(received, src=self.leader, group=self.calls_group)
+        calls: list[EngineCall] = received[0]
+        return calls
 
     def gather(self, value: str) -> list[str]:
-        """Every rank's value, by rank."""
-        found = [""] * self.ranks
+        """All-gather of one string per rank, in rank order."""
+        found = [""] * self.size
         dist.all_gather_object(found, value, group=self.process_group)
         return found
 
     def embed(self, token_T: torch.Tensor, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """`[T, X]` from a vocabulary of which this rank holds `rows`."""
-        local_T = token_T - self.rank * -(-vocabulary // self.ranks)
+        """Embeddings `[T, X]`; this rank holds `rows` of the embedding matrix."""
+        local_T = token_T - self.rank * -(-vocabulary // self.size)
         here_T = (local_T >= 0) & (local_T < len(rows))
         hidden_TX = torch.zeros((len(token_T), rows.shape[1]), dtype=rows.dtype, device=rows.device)
         hidden_TX[here_T] = rows[local_T[here_T]]
-        return self.add_up(hidden_TX)
+        return self.all_reduce(hidden_TX)
 
     def gather_logits(self, own_RV: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """`[R, V]` from every rank's part of the vocabulary."""
-        part = -(-vocabulary // self.ranks)
+        """Logits `[R, V]` of the whole vocabulary, from every rank's part."""
+        part = -(-vocabulary // self.size)
         padded = torch.nn.functional.pad(own_RV, (0, part - own_RV.shape[1]))
-        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded.contiguous(), group=self.process_group)
         return torch.cat(parts, dim=1)[:, :vocabulary]
 
 
-class Orders:
-    """What the leader has the other ranks do, in its order; kept until it is worth a message."""
+class EngineCalls:
+    """The leader's buffer of calls that the followers repeat, in order."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._kept: list[Order] = []
+        self._buffered: list[EngineCall] = []
 
     def add(self, name: str, *arguments: Any) -> None:
-        """To be told with the next message."""
-        self._kept.append((name, arguments))
+        """Buffer a call for the next message."""
+        self._buffered.append((name, arguments))
 
     def send(self, name: str, *arguments: Any) -> None:
-        """To be told now, behind all that was kept."""
-        self._kept.append((name, arguments))
-        self._group.tell(self._kept)
-        self._kept = []
+        """Send the buffered calls and this one now."""
+        self._buffered.append((name, arguments))
+        self._group.broadcast(self._buffered)
+        self._buffered = []
 
 
 class LeadingEngine:
-    """A `RolloutEngine` whose work the other ranks do too; on rank 0."""
+    """The calls of a `RolloutEngine` that the leader makes and the followers repeat.
 
-    def __init__(self, engine: RolloutEngine, orders: Orders) -> None:
+    Weight updates and moves are no such calls: every rank receives those operations itself.
+    """
+
+    def __init__(self, engine: RolloutEngine, calls: EngineCalls) -> None:
         self._engine = engine
-        self._orders = orders
+        self._calls = calls
 
     @property
     def has_work(self) -> bool:
@@ -117,104 +120,67 @@ class LeadingEngine:
     def submit(self, generation: Generation) -> None:
         """As `RolloutEngine`."""
         self._engine.submit(generation)
-        self._orders.add("submit", _bare(generation))
+        self._calls.add("submit", _without_results(generation))
 
     def step(self) -> list[Generation]:
         """As `RolloutEngine`."""
-        self._orders.send("step")
+        self._calls.send("step")
         return self._engine.step()
 
     def abort(self, name: str) -> None:
         """As `RolloutEngine`."""
         self._engine.abort(name)
-        self._orders.add("abort", name)
+        self._calls.add("abort", name)
 
     def interrupt(self, name: str) -> Generation | None:
         """As `RolloutEngine`."""
-        self._orders.add("interrupt", name)
+        self._calls.add("interrupt", name)
         return self._engine.interrupt(name)
 
     def pause(self) -> None:
-        """As `RolloutEngine`. The other ranks are told now: they may pull weights meanwhile."""
+        """As `RolloutEngine`. Sent at once, because the followers may pull weights next."""
         self._engine.pause()
-        self._orders.send("pause")
+        self._calls.send("pause")
 
     def resume(self) -> None:
         """As `RolloutEngine`."""
         self._engine.resume()
-        self._orders.add("resume")
-
-    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
-        """As `RolloutEngine`; every other rank has its own part of the weights replaced first."""
-        self._engine.weights_changed(weights_seq, recompute_kv=recompute_kv)
-        self._orders.add("weights_changed", weights_seq, recompute_kv)
-
-    def drop_cache(self) -> None:
-        """As `RolloutEngine`."""
-        self._engine.drop_cache()
-        self._orders.send("drop_cache")
-
-    def stats(self) -> EngineStats:
-        """As `RolloutEngine`; bytes and blocks are each rank's."""
-        return self._engine.stats()
-
-    def close(self) -> None:
-        """Let the other ranks return from `follow`."""
-        self._orders.send("close")
+        self._calls.add("resume")
 
 
 def rank_group(layout: Parallelism, rank: int) -> RankGroup | None:
-    """The group that `rank` shares its copy of the weights with; None: it has one of its own.
+    """The group that shares one copy of the weights with `rank`; None: `rank` has its own copy.
 
-    All processes of the layout must come to this, and must have met.
+    Every process of the layout must call this, after the default process group exists.
     """
     if layout.tp == 1:
         return None
     found: RankGroup | None = None
     for members in layout.groups("tp"):
-        # Every process takes part in the making of every group.
+        # `new_group` is collective: every process takes part in making every group.
         sums = dist.new_group(list(members))
-        orders = dist.new_group(list(members), timeout=ORDERS_TIMEOUT, backend="gloo")
+        calls = dist.new_group(list(members), timeout=CALLS_TIMEOUT, backend="gloo")
         if rank in members:
             found = RankGroup(
                 rank=members.index(rank),
-                ranks=len(members),
+                size=len(members),
                 process_group=sums,
-                orders_group=orders,
+                calls_group=calls,
                 leader=members[0],
             )
     return found
 
 
-def follow(engine: Engine, group: RankGroup, pull: Callable[[int], None]) -> None:
-    """Do what the leader does, until it closes; on every other rank.
-
-    `pull(weights_seq)` replaces this rank's part of the weights, and is called before the engine
-    goes on with them.
-    """
-    while True:
-        for name, arguments in group.hear():
-            match name:
-                case "close":
-                    return
-                case "weights_changed":
-                    weights_seq, recompute_kv = arguments
-                    pull(weights_seq)
-                    engine.weights_changed(weights_seq, recompute_kv=recompute_kv)
-                case _:
-                    getattr(engine, name)(*arguments)
-
-
-def _bare(generation: Generation) -> Generation:
-    """A copy that can travel: tokens are streamed by the leader alone."""
+def _without_results(generation: Generation) -> Generation:
+    """A copy to send to the followers; only the leader streams tokens."""
     return replace(
         generation, emit=None, tokens=[], logprobs=[], finish=[], segments=[], unfinished=0
     )
 
 
-def is_of_lost_rank(error: BaseException) -> bool:
-    """It was raised by a collective whose other ranks have gone, or no longer answer."""
-    # What gloo raises has no type of its own, but names the place in its source.
+def is_lost_rank_error(error: BaseException) -> bool:
+    """Whether a collective failed because other ranks are gone or do not answer."""
+    # gloo raises a plain RuntimeError; only its text names the source file.
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )

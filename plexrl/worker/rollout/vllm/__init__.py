@@ -1,4 +1,4 @@
 """The `vllm` rollout backend: vLLM's engine in the worker's process, on the arena's weights.
 
-Nothing is imported here: `installation` must say what is missing where vLLM is not installed.
+Nothing is imported here, so that `installation` can report that vLLM is not installed.
 """

@@ -1,4 +1,4 @@
-"""vLLM as a rollout backend: weights in an arena, results as the wire wants them."""
+"""vLLM as a rollout backend: weights in an arena, results in the wire format."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,10 +7,9 @@ from plexrl.statemanager.layout.keys import StatePart
 from plexrl.worker.models import named_parameters
 from plexrl.worker.rollout.engine.backend import ARENA_DTYPES, EngineBackend
 from plexrl.worker.rollout.vllm.engine import VllmEngine
-from plexrl.worker.rollout.vllm.launch import its_reasons, start_engine
-from plexrl.worker.rollout.vllm.placement import watch_loading
+from plexrl.worker.rollout.vllm.launch import start_engine, vllm_errors_explained
 from plexrl.worker.rollout.vllm.probe import model_logprobs, probe_tokens
-from plexrl.worker.rollout.vllm.weights import ArenaWeights
+from plexrl.worker.rollout.vllm.weights import ArenaWeights, watch_loading
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -18,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class VllmRolloutBackend(EngineBackend[VllmEngine]):
-    """One worker's engine, which has the whole model.
+    """One worker's vLLM engine, with the whole model.
 
-    `build` raises `InvalidRequestError` where vLLM cannot run the model, and `StaleWeightsError`
-    where it computes something else than `transformers` does; so does whatever replaces weights.
+    `build` raises `InvalidRequestError` if vLLM cannot run the model. `build` and every method that
+    replaces weights raise `StaleWeightsError` if vLLM's results differ from those of
+    `transformers`.
     """
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
-        """Other weights may have come. Raises `StaleWeightsError` where vLLM has not got them."""
+        """Use the loaded weights. Raises `StaleWeightsError` if vLLM does not compute with them."""
         del parts
         self.engine.weights_changed(self.engine.weights_seq)
 
@@ -43,7 +43,8 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
         self._pieces = watch_loading(self._started.model, weights)
         elements = {name: each.numel() for name, each in self._started.model.named_parameters()}
         last = {piece.parameter: piece for piece in self._pieces}
-        # What vLLM joins lies together; what it pads has room behind it, which is never read.
+        # Weights that vLLM joins are contiguous. A padded parameter gets reserved elements behind
+        # it, which are never read.
         return {
             piece.name: elements[piece.parameter] - piece.start
             if piece is last[piece.parameter]
@@ -53,8 +54,8 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
 
     def _start(self, model: "nn.Module") -> VllmEngine:
         config: Any = model.config
-        # Some kernels say no more than at their first use, which is the engine's probe.
-        with its_reasons():
+        # Some kernels refuse a model only at their first use, which is the engine's probe.
+        with vllm_errors_explained():
             return VllmEngine(
                 self._started,
                 ArenaWeights(self._started.model, self._weights, self._pieces),

@@ -1,7 +1,7 @@
-"""The memory of vLLM's KV cache, given back while nothing is cached in it.
+"""Frees the memory of vLLM's KV cache while it is empty.
 
-vLLM's own sleep does nothing on CPUs and says that it has slept; here the allocations themselves
-are emptied, and what is held can be asked.
+vLLM's own sleep mode does nothing on CPUs but reports success. This module resizes the allocations
+themselves, and reports how much memory they hold.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 
 class CacheMemory:
-    """The allocations behind vLLM's cache. Its tensors stay valid over both calls."""
+    """The allocations of vLLM's KV cache. The cache's tensors stay valid after both calls."""
 
     def __init__(self, runner: Any) -> None:
         # Layers may share one allocation.
@@ -21,21 +21,21 @@ class CacheMemory:
 
     @property
     def nbytes(self) -> int:
-        """Of it all, while it is there."""
+        """Size of the whole cache when it is allocated."""
         return sum(self._sizes)
 
     @property
     def held_bytes(self) -> int:
-        """As the allocations have them now."""
+        """Memory that the allocations hold now."""
         return sum(storage.nbytes() for storage in self._storages)
 
     def release(self) -> None:
-        """Give it back. The scheduler must have forgotten what is cached."""
+        """Free the memory. vLLM's scheduler must have dropped its cached blocks."""
         for storage in self._storages:
             storage.resize_(0)
 
     def ensure(self) -> None:
-        """Have it, zeroed if it was away: a kernel may read, masked, what nobody wrote."""
+        """Allocate the memory if it is free, zeroed: a kernel may read masked, unwritten values."""
         for storage, nbytes in zip(self._storages, self._sizes, strict=True):
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)

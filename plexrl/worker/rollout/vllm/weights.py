@@ -1,31 +1,52 @@
-"""vLLM's parameters, laid on the arena that the weights lie in.
+"""vLLM's parameters as views of the arena that holds the weights.
 
-A parameter of vLLM whose pieces follow each other in the arena *is* that part of the arena: there
-is no second copy that could be stale, and an offload takes its memory along. The few whose pieces
-are kept apart by the arena's alignment stay vLLM's own and are copied at every update.
+`watch_loading` records where vLLM puts each weight: vLLM joins some parameters (q, k and v; gate
+and up) and pads others. It watches the copies of vLLM's own `load_weights`, so it assumes nothing
+about an architecture.
+
+If a parameter's pieces are contiguous in the arena, `ArenaWeights` makes the parameter a view of
+them: no second copy can be stale, and an offload frees its memory. The few parameters whose pieces
+are separated by the arena's alignment stay vLLM's own, and are copied at every update.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from plexrl.errors import StaleWeightsError
-from plexrl.worker.rollout.vllm.placement import Piece
+from plexrl.errors import InvalidRequestError, StaleWeightsError
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPiece:
+    """A whole weight of the model, as part of one of vLLM's parameters."""
+
+    parameter: str
+    """vLLM's name of the parameter."""
+    start: int
+    """Offset in vLLM's parameter, in elements."""
+    name: str
+    """The model's name of the weight, as in its checkpoints."""
+    elements: int
+
+
 class ArenaWeights:
-    """Keeps vLLM's parameters equal to the arena's, and can tell."""
+    """Keeps vLLM's parameters equal to the weights in the arena, and checks that they are."""
 
     def __init__(
-        self, model: "nn.Module", homes: Mapping[str, torch.Tensor], pieces: Sequence[Piece]
+        self,
+        model: "nn.Module",
+        homes: Mapping[str, torch.Tensor],
+        pieces: Sequence[WeightPiece],
     ) -> None:
-        """`homes`: each weight's tensor in the arena; memory must be attached. Room behind the last
-        piece of a padded parameter must be reserved."""
+        """`homes`: each weight's tensor in the arena, whose memory must be attached. Elements must
+        be reserved behind the last piece of a padded parameter."""
         self._model = model
         self._shared: dict[str, torch.Tensor] = {}
         self._copied: list[tuple[str, int, torch.Tensor]] = []
@@ -42,22 +63,22 @@ class ArenaWeights:
 
     @property
     def bytes_copied(self) -> int:
-        """Of weights that vLLM holds besides the arena."""
+        """Bytes of weights that vLLM holds in addition to the arena."""
         return sum(home.nbytes for _, _, home in self._copied)
 
     def refresh(self) -> None:
-        """Copy what is not shared."""
+        """Copy the weights that are not shared."""
         parameters = dict(self._model.named_parameters())
         with torch.no_grad():
             for name, start, home in self._copied:
                 _part(parameters[name], start, home).copy_(home)
 
     def check(self) -> None:
-        """Raises `StaleWeightsError` where a parameter of vLLM is not the arena's, bit by bit."""
+        """Raises `StaleWeightsError` if a parameter of vLLM differs from the arena, bit by bit."""
         parameters = dict(self._model.named_parameters())
         for name, home in self._shared.items():
             if parameters[name].data_ptr() != home.data_ptr():
-                raise _stale(f"{name} is another tensor than the one that updates are written to")
+                raise _stale(f"{name} is not the tensor that updates write to")
         for name, start, home in self._copied:
             if not torch.equal(_part(parameters[name], start, home), home):
                 raise _stale(f"{name} differs from the weights it was loaded from")
@@ -67,12 +88,98 @@ class ArenaWeights:
                 raise _stale(f"{name} computes with a packed copy of its weight")
 
 
+def watch_loading(model: "nn.Module", weights: Mapping[str, torch.Tensor]) -> list[WeightPiece]:
+    """Have vLLM's `model` load `weights`; returns every parameter's pieces, in vLLM's order.
+
+    Raises:
+        InvalidRequestError: vLLM changes a weight while it copies it, or a parameter is not made of
+            weights.
+    """
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    copies = _Copies()
+    with torch.no_grad(), copies:
+        load: Any = model.load_weights
+        load(weights.items())
+    owners = {_memory(tensor): name for name, tensor in parameters.items()}
+    sources = {_memory(tensor): name for name, tensor in weights.items()}
+    pieces: dict[str, list[WeightPiece]] = {name: [] for name in parameters}
+    for into, source in copies.recorded:
+        owner = owners.get(_memory(into))
+        if owner is None:
+            continue
+        name = sources.get(_memory(source), "a tensor computed from weights")
+        whole = weights.get(name)
+        if whole is None or not _is_plain_copy(source, whole, into):
+            raise _cannot_share(f"{owner} takes part of {name}, or changes it")
+        start = int(into.storage_offset() - parameters[owner].storage_offset())
+        pieces[owner].append(
+            WeightPiece(parameter=owner, start=start, name=name, elements=source.numel())
+        )
+    _check_cover(pieces, parameters, weights)
+    return [piece for found in pieces.values() for piece in sorted(found, key=lambda p: p.start)]
+
+
+def _is_plain_copy(source: torch.Tensor, whole: torch.Tensor, into: torch.Tensor) -> bool:
+    """Whether a whole weight is copied bit by bit, in order, to contiguous memory."""
+    return (
+        source.is_contiguous()
+        and into.is_contiguous()
+        and source.numel() == into.numel() == whole.numel()
+        and source.dtype == into.dtype
+    )
+
+
+def _check_cover(
+    pieces: Mapping[str, Sequence[WeightPiece]],
+    parameters: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    for owner, found in pieces.items():
+        end = 0
+        for piece in sorted(found, key=lambda p: p.start):
+            if piece.start != end:
+                raise _cannot_share(f"{owner} has a gap, or is loaded twice, at element {end}")
+            end += piece.elements
+        # The rest of a parameter may be padding of the vocabulary.
+        if not found or end > parameters[owner].numel():
+            raise _cannot_share(f"{owner} is not filled by weights")
+    placed = sorted(piece.name for found in pieces.values() for piece in found)
+    if placed != sorted(weights):
+        missing = sorted(set(weights) - set(placed))
+        names = ", ".join(missing[:3]) or "some weight"
+        raise _cannot_share(f"{names} is not loaded, or loaded twice")
+
+
+def _cannot_share(what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"vLLM keeps this model's weights in a form that cannot be updated in place: {what}: use "
+        "backend 'torch'"
+    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation
+    """Records every copy from one tensor into another."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.recorded.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
 def _part(parameter: torch.Tensor, start: int, home: torch.Tensor) -> torch.Tensor:
     return parameter.data.view(-1)[start : start + home.numel()].view(home.shape)
 
 
 def _joint(homes: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Tensors that follow each other in the arena, as one like `parameter`. None: they do not."""
+    """Contiguous tensors of the arena as one tensor like `parameter`. None: not contiguous."""
     first = homes[0]
     end = first.storage_offset()
     for home in homes:
@@ -84,6 +191,6 @@ def _joint(homes: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tens
 
 def _stale(what: str) -> StaleWeightsError:
     return StaleWeightsError(
-        f"vLLM would generate with other weights than it was given: {what}. It generates nothing "
-        "until an update is right: sync weights again, or use backend 'torch'"
+        f"vLLM would generate with other weights than the last update's: {what}. It generates "
+        "nothing until an update succeeds: sync weights again, or use backend 'torch'"
     )

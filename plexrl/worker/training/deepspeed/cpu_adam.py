@@ -1,13 +1,13 @@
 """DeepSpeed's CPUAdam, the kernel of ZeRO-Offload, on memory in the host tier.
 
-DeepSpeed would keep float32 parameters, gradients and moments in memory of its own. Here only its
-kernel is used: `plexrl.worker.state.host_optimizer` hands it chunks, with moments that lie in
-memory borrowed from the StateManager for the next version. The parameters stay in the arena, where
-weight sync and checkpoints read them.
+Only DeepSpeed's kernel is used, because DeepSpeed itself would keep parameters, gradients and
+moments in its own memory. `plexrl.worker.state.host_optimizer` passes chunks to the kernel. Their
+moments are in memory that the StateManager allocated for the next version. The parameters stay in
+the arena, where weight sync and checkpoints read them.
 
-The kernel multiplies up the powers of the betas from step to step, so its last bits would tell how
-many steps this process has made. It is made anew for each step: then they depend on the state
-alone, and a step after a switch gives the bits of one without.
+The kernel accumulates the powers of the betas from step to step, so its last bits would depend on
+the number of steps of this process. It is created again for each step, so that the result depends
+on the state alone: a step gives the same bits with or without a context switch before it.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from plexrl.worker.state.host_transfer import Chunk
 
 
 class CpuAdam:
-    """Compiled on first use on a machine, which takes a minute or two; cached by torch from then
-    on (`TORCH_EXTENSIONS_DIR`)."""
+    """The compiled kernel. The first use on a machine compiles it, which takes a minute or two;
+    torch caches the result (`TORCH_EXTENSIONS_DIR`)."""
 
     def __init__(self) -> None:
         """Raises:
@@ -36,7 +36,7 @@ class CpuAdam:
 
         try:
             with _compiling_alone():
-                # It insists on a parameter of its own.
+                # Its constructor requires a parameter.
                 self._adam = DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))])
         except RuntimeError as error:
             lacking = " and ".join(
@@ -44,7 +44,7 @@ class CpuAdam:
             )
             raise InvalidRequestError(
                 "DeepSpeed's CPUAdam, which steps an optimizer in host memory, cannot be compiled "
-                f"on this node: install {lacking or 'what the log above asks for'}, or leave "
+                f"on this node: install {lacking or 'what the log above names'}, or leave "
                 f"optimizer out ({error.__cause__ or error})"
             ) from error
 
@@ -73,13 +73,16 @@ class CpuAdam:
 
 
 TOOLS = {"a C++ compiler": ("c++", "g++", "clang++"), "ninja": ("ninja",)}
-"""What compiling needs, and the commands that it goes by."""
+"""Tools that the compilation needs, and the commands that provide each of them."""
 
 
 @contextmanager
 def _compiling_alone() -> Iterator[None]:
-    """Hold a lock that ends with this process, and remove torch's, which does not: left by a worker
-    that was killed while it compiled, it would have all others wait for ever."""
+    """Hold a lock that ends with this process, and remove torch's lock file.
+
+    torch's lock file does not end with its process: after a worker was killed while it compiled,
+    all others would wait forever.
+    """
     from torch.utils import cpp_extension
 
     folder = Path(cpp_extension._get_build_directory("cpu_adam", verbose=False))

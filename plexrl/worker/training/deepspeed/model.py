@@ -1,10 +1,10 @@
-"""A model trained by DeepSpeed's ZeRO-2.
+"""The `deepspeed` training backend: a model trained by DeepSpeed's ZeRO-2.
 
-Every rank computes with all parameters and keeps the state of one partition of them: the float32
-parameters, their gradients and moments lie in its arenas, laid out as DeepSpeed cuts them
-(`partitions`). What the model computes from is gathered when it is needed, and freed when the state
-goes away; with `compute_dtype="bfloat16"` it is a cast, and its gradients are added up in float32.
-With a host optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
+Every rank computes with all parameters and keeps the state of one partition of them. The float32
+parameters, gradients and moments of the partition are in the rank's arenas, in DeepSpeed's layout
+(`partitions`). The parameters for computation are gathered when needed, and freed by an offload.
+With `compute_dtype="bfloat16"` they are a cast, and gradients are summed in float32. With a host
+optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
 """
 
 import importlib
@@ -18,53 +18,28 @@ import torch.distributed as dist
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
-from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.host_arena import HostArena
-from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.state.host_optimizer import AdamKernel, adam_of_torch
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Box, Partitions, partition
+from plexrl.worker.training.flat_model import FlatModel
 from plexrl.worker.training.flat_state import FlatState, ShardBox
-from plexrl.worker.training.fsdp.activation_checkpointing import checkpoint_activations
-from plexrl.worker.training.model import LossOfBatch, TrainingRank
+from plexrl.worker.training.model import LossOfBatch
 
 
-class DeepSpeedModel:
-    """A `TrainingModel`."""
-
-    def __init__(self, rank: TrainingRank) -> None:
-        self._rank = rank
-
-    @property
-    def arena(self) -> Arena:
-        """As `TrainingModel.arena`."""
-        return self._state.arena
-
-    @property
-    def host_arena(self) -> HostArena | None:
-        """As `TrainingModel.host_arena`."""
-        return self._state.host_arena
-
-    @property
-    def config(self) -> Any:
-        """As `TrainingModel.config`."""
-        return self._model.config
-
-    @property
-    def generation_config(self) -> Any:
-        """As `TrainingModel.generation_config`."""
-        return getattr(self._model, "generation_config", None)
+class DeepSpeedModel(FlatModel):
+    """A `TrainingModel` on DeepSpeed."""
 
     def build(self) -> None:
         """As `TrainingModel.build`.
 
         Raises:
-            InvalidRequestError: DeepSpeed is not installed; or the optimizer is to be in host
-                memory, and DeepSpeed's kernel for that cannot be compiled.
+            InvalidRequestError: DeepSpeed is not installed, or its kernel for an optimizer in host
+                memory cannot be compiled.
         """
         zero = _zero()
         zero.connect()
@@ -72,15 +47,16 @@ class DeepSpeedModel:
         kernel = CpuAdam().update if spec.optimizer == "host" else adam_of_torch
         self._model = build_model(spec.model)
         if spec.activation_checkpointing:
-            layers: Any = self._model.model.layers  # type: ignore[union-attr]
+            layers: Any = self._model.model.layers
             checkpoint_activations(layers)
         parameters = dict(named_parameters(self._model))
         cut = partition(
             {name: tuple(parameter.shape) for name, parameter in parameters.items()},
             self._rank.layout.dp,
         )
-        self._state = _state(cut, self._rank.place.dp, spec.optimizer, kernel)
-        for box in cut.boxes(self._rank.place.dp):
+        dp_rank = self._rank.coordinates.dp
+        self._state = _state(cut, dp_rank, spec.optimizer, kernel)
+        for box in cut.boxes(dp_rank):
             _fill(self._state.parameter(box.name, math.prod(box.shape)), parameters[box.name], box)
         for parameter in parameters.values():
             parameter.requires_grad_(True)
@@ -90,10 +66,6 @@ class DeepSpeedModel:
             partition=self._state.parameters,
             gradient=self._state.gradients,
         )
-
-    def slices(self) -> tuple[StateSlice, ...]:
-        """As `TrainingModel.slices`."""
-        return self._state.slices
 
     def before_offload(self) -> None:
         """Free the gathered parameters."""
@@ -134,10 +106,6 @@ class DeepSpeedModel:
         """As `TrainingModel.step`."""
         self._zero.step_by(lambda: self._state.step(params, gradient_factor))
 
-    def zero_gradients(self) -> None:
-        """As `TrainingModel.zero_gradients`."""
-        self._state.gradients.zero_()
-
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         logits_BLV = self._model(
             input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
@@ -152,8 +120,8 @@ def _zero() -> ModuleType:
         if error.name != "deepspeed":
             raise
         raise InvalidRequestError(
-            "backend 'deepspeed' needs a package that this node lacks: install it there with "
-            "pip install --no-build-isolation 'plexrl[deepspeed]', or choose backend fsdp"
+            "backend 'deepspeed' needs a package that is not installed on this node: run "
+            "pip install --no-build-isolation 'plexrl[deepspeed]' there, or choose backend fsdp"
         ) from error
 
 
@@ -163,19 +131,19 @@ def _fill(home: torch.Tensor, parameter: nn.Parameter, box: Box) -> None:
 
 
 def _state(cut: Partitions, index: int, optimizer: str, kernel: AdamKernel) -> FlatState:
-    """Room for partition `index`, with each parameter where DeepSpeed has it."""
+    """Memory for partition `index`, with every parameter at the offset that DeepSpeed gives it."""
     boxes = cut.boxes(index)
-    ends = [*(box.place for box in boxes[1:]), cut.size]
+    ends = [*(box.start for box in boxes[1:]), cut.size]
     shards = {
         box.name: ShardBox(
             global_shape=box.global_shape,
             offset=box.offset,
             shape=box.shape,
-            reserve=end - box.place,
+            reserve=end - box.start,
         )
         for box, end in zip(boxes, ends, strict=True)
     }
-    lead = boxes[0].place if boxes else cut.size
+    lead = boxes[0].start if boxes else cut.size
     return FlatState(shards, optimizer=optimizer, lead=lead, kernel=kernel)
 
 

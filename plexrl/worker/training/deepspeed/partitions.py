@@ -1,13 +1,13 @@
-"""Where parameters lie in the flat buffer that ZeRO cuts into equal partitions. Pure.
+"""Offsets of the parameters in the flat buffer that ZeRO cuts into equal partitions. Pure.
 
-DeepSpeed lays parameters end to end and cuts wherever a partition is full, so a rank may begin in
-the middle of a row, at an odd address. Here gaps are put between parameters so that
+DeepSpeed packs parameters end to end and cuts where a partition is full. So a partition may begin
+in the middle of a row, at an unaligned address. This module inserts gaps between parameters so that
 
-- every parameter begins at a multiple of `GRAIN` elements, and so does every partition;
+- every parameter and every partition begins at a multiple of `GRAIN` elements;
 - every cut through a parameter is between two of its rows.
 
-What a rank holds of a parameter is then one box of the Hugging Face tensor, at an address that the
-StateManager takes. DeepSpeed sees a gap as a parameter that no gradient ever reaches.
+A rank's part of a parameter is then one box of the Hugging Face tensor, at an address that the
+StateManager accepts. To DeepSpeed, a gap is a parameter that never gets a gradient.
 """
 
 import math
@@ -15,19 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 GRAIN = 16
-"""Elements; of float32 these are `ARENA_ALIGNMENT` bytes."""
+"""Elements; as float32 these are `ARENA_ALIGNMENT` bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """What a partition has of one parameter: whole rows of it."""
+    """A partition's part of one parameter: whole rows."""
 
     name: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    place: int
-    """Elements from the partition's start."""
+    start: int
+    """Offset in the partition, in elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class Partitions:
 
     shapes: Mapping[str, tuple[int, ...]]
     starts: Mapping[str, int]
-    """First element of every parameter in the flat buffer, ascending."""
+    """Offset of every parameter in the flat buffer, in elements, ascending."""
     size: int
     count: int
 
     def gaps(self) -> Iterator[tuple[str | None, int]]:
-        """(parameter, elements of the gap before it), where there is one; None for the end."""
+        """(parameter, elements of the gap before it) for every gap; None for the gap at the end."""
         end = 0
         for name, start in self.starts.items():
             if start > end:
@@ -51,7 +51,7 @@ class Partitions:
             yield None, self.size * self.count - end
 
     def boxes(self, index: int) -> list[Box]:
-        """What partition `index` has, in order."""
+        """The boxes in partition `index`, in order."""
         begin, end = self.size * index, self.size * (index + 1)
         found = []
         for name, start in self.starts.items():
@@ -67,18 +67,18 @@ class Partitions:
                     global_shape=shape,
                     offset=(rows[0], *(0 for _ in shape[1:])) if shape else (),
                     shape=(rows[1] - rows[0], *shape[1:]) if shape else (),
-                    place=first - begin,
+                    start=first - begin,
                 )
             )
         return found
 
 
 def partition(shapes: Mapping[str, tuple[int, ...]], count: int) -> Partitions:
-    """The smallest partitions found; they exceed an even share by a few rows of padding."""
+    """Small partitions; they exceed an equal share by a few rows of padding."""
     total = sum(_up(math.prod(shape), GRAIN) for shape in shapes.values())
     size = max(GRAIN, _up(-(-total // count), GRAIN))
     while True:
-        # A parameter that is cut twice has whole partitions between the cuts.
+        # A parameter that is cut twice fills whole partitions between the cuts.
         long = [_row(shape) for shape in shapes.values() if math.prod(shape) > size]
         size = _up(size, math.lcm(GRAIN, *long))
         starts, end = _laid_out(shapes, size)

@@ -1,13 +1,13 @@
-"""DeepSpeed's ZeRO-2 optimizer, working on memory that PlexRL lends.
+"""DeepSpeed's ZeRO-2 optimizer on arena memory.
 
-DeepSpeed flattens the parameters, reduces gradients to the rank whose partition they are of, and
-after a step gathers what the ranks have updated. Two of its buffers outlive a call, and are
-replaced by views of an arena: this rank's partition in float32, and its gradients. The flat buffer
-that the model computes from is derived from the partitions, so it may be freed at any time and
-gathered again.
+DeepSpeed flattens the parameters, reduces each gradient to the rank that owns its partition, and
+gathers the updated parameters after a step. Two of its buffers outlive a call and are replaced by
+views of an arena: this rank's partition in float32, and its gradients. The flat buffer that the
+model computes from is derived from the partitions, so it may be freed at any time and gathered
+again.
 
-Of DeepSpeed's engine nothing is used: it would scale losses, clip, count micro-steps and schedule
-the learning rate, all of which PlexRL's operations say themselves.
+DeepSpeed's engine is not used: it would scale losses, clip gradients, count micro-steps and
+schedule the learning rate, all of which PlexRL's operations define.
 """
 
 import importlib
@@ -25,12 +25,12 @@ from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 BUCKET_ELEMENTS_MAX = 50_000_000
-"""Gradients that are reduced together: a scratch buffer of so many elements while a backward runs.
-DeepSpeed's default is ten times that, more than a node of several tenants should lend."""
+"""Elements of the scratch buffer in which gradients are reduced during a backward. DeepSpeed's
+default is ten times that, too much for a node with several tenants."""
 
 
 class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deepspeed is untyped
-    """Steps one rank's partition. There is one parameter group, hence the indices 0."""
+    """The optimizer of one rank's partition. There is one parameter group, hence the indices 0."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
     ) -> None:
         """Move `parameters` into one flat buffer.
 
-        `partition` has this rank's part of their values already; it and `gradient` are float32
+        `partition` holds this rank's part of their values. It and `gradient` are float32
         `[elements / ranks]`, on the arena.
         """
-        self._lent_gradient = gradient
+        self._arena_gradient = gradient
         elements = sum(parameter.numel() for parameter in parameters)
         super().__init__(
-            # Only its parameter group is asked for; steps are made by `step_by`.
+            # DeepSpeed reads only its parameter group; `step_by` steps.
             torch.optim.AdamW(parameters),
             param_names={parameter: str(i) for i, parameter in enumerate(parameters)},
             timers=NoopTimer(),
@@ -62,29 +62,29 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
             compute_grad_norm=False,
         )
         (own,) = self.single_partition_of_fp32_groups
-        assert own.shape == partition.shape, "the partitions are not laid out as DeepSpeed's are"
+        assert own.shape == partition.shape, "the partitions differ from DeepSpeed's layout"
         self.single_partition_of_fp32_groups[0] = nn.Parameter(partition)
         self.optimizer.param_groups[0]["params"] = list(self.single_partition_of_fp32_groups)
 
     @property
     def flat(self) -> torch.Tensor:
-        """What the model computes from: all partitions, in the model's dtype."""
+        """The buffer that the model computes from: all partitions, in the model's dtype."""
         (flat,) = self.bit16_groups_flat
         assert isinstance(flat, torch.Tensor)
         return flat
 
     def release(self) -> None:
-        """Free `flat`; views of it stay, and are valid again after `gather`."""
+        """Free the memory of `flat`. Views of it are valid again after `gather`."""
         self.flat.untyped_storage().resize_(0)
 
     def gather(self) -> None:
-        """Fill `flat` from the partitions, if it is not."""
+        """Fill `flat` from the partitions if it is free."""
         if self._allocate():
             self.update_lp_params()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Have the backward that runs in the block add to the gradients of all ranks."""
+        """The backward inside the block adds to the gradients of all ranks."""
         self.clear_backward_seen_flag()
         self.enter_backward()
         yield
@@ -92,8 +92,8 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         self.exit_backward()
 
     def step_by(self, update: Callable[[], None]) -> None:
-        """Have `update` step the partition, and gather. Raises as `update` does, if that changed
-        nothing with nothing changed."""
+        """Step the partition with `update`, and gather. Raises as `update` does; if `update`
+        changed nothing, nothing is changed."""
         self._allocate()
         self.averaged_gradients[0] = self._build_compact_grad_partition_buffer(0)
         self._update = update
@@ -106,36 +106,36 @@ class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deeps
         storage.resize_(self.flat.numel() * self.flat.element_size())
         return True
 
-    # What DeepSpeed calls.
+    # Called by DeepSpeed.
 
     def _use_compact_grad_partition_buffer(self, _group_idx: int) -> bool:
-        """One flat buffer for the gradients of this rank's partition; DeepSpeed has it for bf16
-        only, and keeps whole parameters' gradients otherwise."""
+        """Keep the gradients of this rank's partition in one flat buffer. DeepSpeed does so for
+        bf16 only, and otherwise keeps the gradients of whole parameters."""
         return True
 
     def _build_compact_grad_partition_buffer(self, _group_idx: int) -> GradPartitionBufferGroup:
-        return GradPartitionBufferGroup([], self._lent_gradient)
+        return GradPartitionBufferGroup([], self._arena_gradient)
 
     def _optimizer_step(self, _group_no: int) -> None:
         self._update()
 
     def _link_all_hp_params(self) -> None:
-        """Not link parameters to the partitions: only DeepSpeed's own checkpoints need that, and it
-        would keep alive the buffers that were replaced."""
+        """Do not link parameters to the partitions: only DeepSpeed's own checkpoints need the
+        links, and they would keep the replaced buffers alive."""
         for parameter in self.bit16_groups[0]:
             parameter._hp_mapping = None
 
 
 def connect() -> None:
-    """Have DeepSpeed use the default process group, on the CPU.
+    """Make DeepSpeed use the default process group, on the CPU.
 
-    Two things that ZeRO never calls are left out, so that no compiler is needed and no minute lost:
-    reductions in shared memory, whose kernel DeepSpeed would compile now; and torch.compile of the
-    Muon optimizer, which the first reduction imports whatever the optimizer is.
+    Two parts that ZeRO never calls are disabled, because they need a compiler and up to a minute:
+    reductions in shared memory, whose kernel DeepSpeed would compile here; and torch.compile of the
+    Muon optimizer, which the first reduction imports for any optimizer.
     """
     if get_accelerator().device_name() != "cpu":
         set_accelerator(CPU_Accelerator())
-    # As attributes of their package some of these are hidden by what it imports.
+    # The package's attributes hide some of these modules, so they are imported by name.
     backend, wrappers, compiler = (
         importlib.import_module(f"deepspeed.{name}")
         for name in ("comm.torch", "comm.comm", "runtime.compiler")
@@ -144,7 +144,7 @@ def connect() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     with _replaced(backend, "build_shm_op", lambda: None):
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    # What torch calls it since it deprecated the name that DeepSpeed knows; 2.11 has only that one.
+    # torch deprecated the name that DeepSpeed uses; torch 2.11 has only the older one.
     wrappers.cdb.all_gather_function = getattr(
         dist, "all_gather_single", dist.all_gather_into_tensor
     )

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters, trained while the weights they lie on are frozen.
+"""Linear layers with low-rank adapters, which are trained while the layers' weights are frozen.
 
 Shapes: B rows, L tokens, X inputs, Y outputs of a layer, K the adapters' rank.
 """
@@ -15,17 +15,17 @@ A_NAME, B_NAME = ".lora_A", ".lora_B"
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer whose own weight is frozen, and its adapter. Made of an existing layer, whose
-    parameters it takes over under their names."""
+    """A linear layer with a frozen weight and an adapter. It takes over the parameters of an
+    existing layer, under the same names."""
 
     def __init__(self, linear: nn.Linear, lora: LoraSpec, generator: torch.Generator) -> None:
-        # The parent's constructor would draw a weight that is not wanted.
+        # The parent's constructor would initialise a weight that is not needed.
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self._scale = lora.scale
         down_KX = torch.empty(lora.rank, linear.in_features)
-        # As PEFT and torch's own linear layers begin: uniform within 1 / √inputs.
+        # Initialised as in PEFT and torch's linear layers: uniform within 1 / √inputs.
         nn.init.kaiming_uniform_(down_KX, a=math.sqrt(5), generator=generator)
         self.lora_A = nn.Parameter(down_KX)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, lora.rank))
@@ -38,7 +38,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
-    """Freeze all parameters and put adapters on the target layers; same spec, same bits."""
+    """Freeze all parameters and add adapters to the target layers; same spec, same bits."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(lora.seed)
@@ -50,7 +50,7 @@ def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
 
 
 def state_name(parameter: str) -> str:
-    """What a trained parameter is called in states and files: PEFT's name for an adapter's."""
+    """Name of a trained parameter in states and files: PEFT's name for adapters."""
     if parameter.endswith(A_NAME):
         return adapter_names(parameter.removesuffix(A_NAME))[0]
     if parameter.endswith(B_NAME):

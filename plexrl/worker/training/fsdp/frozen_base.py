@@ -1,7 +1,8 @@
 """One rank's part of a model's frozen weights, in memory that deployments of the same model share.
 
-The node's StateManager lends that memory (`plexrl.statemanager.device.shared_bases`). Whoever finds
-it empty fills it, from the model as it was just built or, later, built again.
+The node's StateManager allocates that memory (`plexrl.statemanager.device.frozen_weights`). The
+first rank that maps it fills it: from the model that it has just built, or from a model built
+again.
 """
 
 import hashlib
@@ -20,24 +21,24 @@ from plexrl.worker.state.arena_tensors import ArenaLayout, span, view
 from plexrl.worker.training.flat_state import ShardBox
 
 Rebuild = Callable[[], Mapping[str, torch.Tensor]]
-"""Makes the frozen parameters anew: this rank's shards, each in its shape, by name."""
+"""Builds the frozen parameters again: this rank's shards, each in its shape, by name."""
 
 ModelFiles = tuple[tuple[str, int, int, int], ...]
-"""Of those in a model's directory that decide about its weights: name, bytes, time of the last
-change in ns and inode of each."""
+"""Files of a model's directory that determine its weights: (name, bytes, time of the last change in
+ns, inode) of each."""
 DECIDING = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
 class FrozenBase:
-    """Reads as zero until it is borrowed."""
+    """The frozen weights of one rank. Their memory reads as zero until it is mapped."""
 
     def __init__(
         self, spec: ModelSpec, files: ModelFiles, boxes: Mapping[str, ShardBox], rebuild: Rebuild
     ) -> None:
-        """`files` are those of `spec` as they were before anything was read of them.
+        """`files` are the files of `spec`, as they were before the model was built from them.
 
         Raises:
-            InvalidRequestError: they are others by now, so what was built of them is of no version.
+            InvalidRequestError: the files have changed since, so the model may mix two versions.
         """
         self._spec, self._files = spec, files
         self._check_files()
@@ -56,25 +57,25 @@ class FrozenBase:
         self._built: Mapping[str, torch.Tensor] | None = None
         self.arena = Arena(layout.nbytes)
         self.content = content_of(spec, files, boxes)
-        """The same for two bases whose bytes are the same."""
+        """Digest; equal for two bases whose bytes are equal."""
 
     def home(self, name: str) -> torch.Tensor:
         """The memory of a parameter's shard, flat, padding included."""
         return span(self.arena, self._slices[name].arena_offset, self._boxes[name].reserve)
 
     def keep_built(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Fill from these, which are there already, until `forget_built`."""
+        """Fill from these shards until `forget_built`."""
         self._built = dict(shards)
 
     def forget_built(self) -> None:
-        """It has been borrowed, whoever filled it."""
+        """Free the built shards, after the memory has been mapped and filled."""
         self._built = None
 
     def fill(self) -> None:
-        """Write all of it.
+        """Write all weights.
 
         Raises:
-            InvalidRequestError: it would be written from other files than it is named by.
+            InvalidRequestError: the model's files have changed since `content` was computed.
         """
         shards = self._built
         if shards is None:
@@ -92,7 +93,7 @@ class FrozenBase:
 
 
 def model_files(spec: ModelSpec) -> ModelFiles:
-    """Those of a model's directory as they are now; none of a model that is made on the spot.
+    """The files of a model's directory; none for a model that is generated from a seed.
 
     Raises:
         InvalidRequestError: the directory cannot be read.
@@ -108,8 +109,8 @@ def model_files(spec: ModelSpec) -> ModelFiles:
 
 
 def content_of(spec: ModelSpec, files: ModelFiles, boxes: Mapping[str, ShardBox]) -> str:
-    """A digest of what decides about the bytes: the model, its files, the boxes."""
-    places = [(name, b.global_shape, b.offset, b.shape, b.reserve) for name, b in boxes.items()]
+    """A digest of everything that determines the bytes: the model, its files and the boxes."""
+    layout = [(name, b.global_shape, b.offset, b.shape, b.reserve) for name, b in boxes.items()]
     assert all(math.prod(b.shape) <= b.reserve for b in boxes.values())
-    named = msgspec.json.encode([msgspec.to_builtins(spec), files, places])
+    named = msgspec.json.encode([msgspec.to_builtins(spec), files, layout])
     return hashlib.sha256(named).hexdigest()

@@ -1,11 +1,11 @@
 """The `fsdp` training backend: torch FSDP2 with all its state in one arena.
 
-FSDP gathers from and reduces into views of the regions that `flat_state` lays out. With tensor
-parallelism the model is cut by columns and rows of its matrices first, and every part's rows are
-shared out over the data ranks that have the same one.
+FSDP gathers from and reduces into views of the regions of `flat_state`. With tensor parallelism the
+model's matrices are first cut by columns or rows, and the rows of each part are then sharded over
+the data-parallel ranks that have that part.
 
-With `compute_dtype="bfloat16"` parameters are cast as they are gathered: they, their gradients
-(added up in float32) and the optimizer's state stay float32 in the arena.
+With `compute_dtype="bfloat16"` parameters are cast when they are gathered. In the arena parameters,
+gradients (summed in float32) and optimizer state are float32.
 """
 
 import math
@@ -19,53 +19,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plexrl.model.layout import check_tensor_parallel
-from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.boxes import Box
-from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.batches.logprobs import token_logprobs, token_logprobs_of_parts
+from plexrl.worker.batches.logprobs import sharded_token_logprobs, token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
+from plexrl.worker.training.flat_model import FlatModel
 from plexrl.worker.training.flat_state import FlatState, ShardBox
-from plexrl.worker.training.fsdp.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.model import LossOfBatch, TrainingRank
 
 LAYERWISE_PARAMETERS = 50_000_000
-"""A model with fewer is gathered at once: going layer by layer would cost more than it saves."""
+"""Parameters above which a model is gathered layer by layer. For a smaller model that costs more
+than it saves."""
 
 
-class FsdpModel:
-    """A `TrainingModel`."""
+class FsdpModel(FlatModel):
+    """A `TrainingModel` on torch FSDP2."""
 
     def __init__(
         self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
     ) -> None:
-        self._rank = rank
+        super().__init__(rank)
         self._layerwise_parameters = layerwise_parameters
-
-    @property
-    def arena(self) -> Arena:
-        """As `TrainingModel.arena`."""
-        return self._state.arena
-
-    @property
-    def host_arena(self) -> HostArena | None:
-        """As `TrainingModel.host_arena`."""
-        return self._state.host_arena
-
-    @property
-    def config(self) -> Any:
-        """As `TrainingModel.config`."""
-        return self._model.config
-
-    @property
-    def generation_config(self) -> Any:
-        """As `TrainingModel.generation_config`."""
-        return getattr(self._model, "generation_config", None)
 
     def build(self) -> None:
         """As `TrainingModel.build`."""
@@ -80,20 +59,7 @@ class FsdpModel:
         mesh = self._cut_by_tensor_ranks(model)
         cuts = {name: local_box(parameter) for name, parameter in named_parameters(model)}
         self._cut = cut_parameters(model)
-        layers: Any = model.model.layers  # type: ignore[union-attr]
-        if spec.activation_checkpointing:
-            checkpoint_activations(layers)
-        options: dict[str, Any] = {} if mesh is None else {"mesh": mesh["dp"]}
-        if spec.compute_dtype != "float32":
-            options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
-            )
-        if sum(p.numel() for p in model.parameters()) >= self._layerwise_parameters:
-            for layer in layers:
-                fully_shard(layer, **options)
-        fully_shard(model, **options)
-        assert isinstance(model, FSDPModule)
-        self._model = model
+        self._model = self._shard_by_data_ranks(model, mesh)
         shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
         boxes = {name: self._box(shard, cuts[name]) for name, shard in shards.items()}
         frozen = {n: shard for n, shard in shards.items() if not shard.sharded_param.requires_grad}
@@ -105,25 +71,17 @@ class FsdpModel:
         self._freeze(frozen, {name: boxes[name] for name in frozen}, files)
 
     @property
-    def gathered_apart(self) -> list[nn.Module]:
-        """The modules whose parameters are gathered together, and apart from the others'."""
-        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
-
-    @property
     def frozen_base(self) -> FrozenBase | None:
-        """The frozen weights, where only adapters are trained; not among the slices."""
+        """The frozen weights if only adapters are trained; they are not among the slices."""
         return self._base
-
-    def slices(self) -> tuple[StateSlice, ...]:
-        """As `TrainingModel.slices`."""
-        return self._state.slices
 
     def before_offload(self) -> None:
         """Free the gathered parameters."""
         self._model.reshard()
 
     def after_load(self, *, gradients_loaded: bool) -> None:
-        """As `TrainingModel.after_load`; nothing is derived but what `before_offload` freed."""
+        """As `TrainingModel.after_load`. Only the gathered parameters are derived, and
+        `before_offload` has freed them."""
         if not gradients_loaded:
             self.zero_gradients()
 
@@ -141,7 +99,7 @@ class FsdpModel:
         values: list[torch.Tensor] = []
         for batch in batches:
             logprobs_BL = self._logprobs(batch)
-            # FSDP averages gradients over ranks; the loss is a sum over them.
+            # FSDP averages gradients over ranks; the loss is a sum over ranks.
             (loss(logprobs_BL, batch) * self._rank.layout.dp).backward()  # type: ignore[no-untyped-call]
             values.append(logprobs_BL.detach())
         self._model.reshard()
@@ -149,10 +107,10 @@ class FsdpModel:
 
     def gradient_norm(self) -> float:
         """As `TrainingModel.gradient_norm`."""
-        if self._rank.place.tp == 0:
+        if self._rank.coordinates.tp == 0:
             squared = self._state.gradients.square().sum()
         else:
-            # What is not cut is the first tensor rank's to count.
+            # Only the first tensor rank counts parameters that every tensor rank has.
             parts = [self._state.gradient(name).square().sum() for name in sorted(self._cut)]
             squared = torch.stack(parts).sum()
         dist.all_reduce(squared)
@@ -162,35 +120,48 @@ class FsdpModel:
         """As `TrainingModel.step`."""
         self._state.step(params, gradient_factor)
 
-    def zero_gradients(self) -> None:
-        """As `TrainingModel.zero_gradients`."""
-        self._state.gradients.zero_()
-
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         logits_BLV = self._model(
             input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
         ).logits
-        if self._words is None:
+        if self._vocabulary_shard is None:
             return token_logprobs(logits_BLV, batch)
-        return token_logprobs_of_parts(logits_BLV, batch, *self._words)
+        return sharded_token_logprobs(logits_BLV, batch, *self._vocabulary_shard)
 
     def _cut_by_tensor_ranks(self, model: Any) -> DeviceMesh | None:
-        """The mesh of both axes, with the model cut along `tp`; None where that is 1 long."""
-        self._words: tuple[int, dist.ProcessGroup] | None = None
+        """Cut the model along `tp`; returns the mesh of both axes, or None if `tp` is 1."""
+        self._vocabulary_shard: tuple[int, dist.ProcessGroup] | None = None
         layout = self._rank.layout
         if layout.tp == 1:
             return None
         check_tensor_parallel(self._rank.spec.model, layout)
-        # Ranks count along tp first, which is a mesh's last dimension.
+        # tp is the fastest axis of our ranks, which is a mesh's last dimension.
         mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"])
-        self._words = (local_box(model.lm_head.weight).offset[0], mesh["tp"].get_group())
+        first_token = local_box(model.lm_head.weight).offset[0]
+        self._vocabulary_shard = (first_token, mesh["tp"].get_group())
         return mesh
 
+    def _shard_by_data_ranks(self, model: Any, mesh: DeviceMesh | None) -> FSDPModule:
+        spec = self._rank.spec
+        if spec.activation_checkpointing:
+            checkpoint_activations(model.model.layers)
+        options: dict[str, Any] = {} if mesh is None else {"mesh": mesh["dp"]}
+        if spec.compute_dtype != "float32":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
+            )
+        if sum(p.numel() for p in model.parameters()) >= self._layerwise_parameters:
+            for layer in model.model.layers:
+                fully_shard(layer, **options)
+        fully_shard(model, **options)
+        assert isinstance(model, FSDPModule)
+        return model
+
     def _box(self, shard: Any, cut: Box) -> ShardBox:
-        """This rank's rows of what its tensor rank has."""
+        """This rank's rows of its tensor rank's part."""
         padded = shard.padded_sharded_param_size
-        start = min(self._rank.place.dp * padded[0], cut.shape[0])
+        start = min(self._rank.coordinates.dp * padded[0], cut.shape[0])
         rows = min(padded[0], cut.shape[0] - start)
         return ShardBox(
             global_shape=tuple(shard.sharded_param.shape),
@@ -200,11 +171,11 @@ class FsdpModel:
         )
 
     def _move_in(self, shards: dict[str, Any]) -> None:
-        """Have FSDP keep each shard in the arena.
+        """Make FSDP keep each shard in the arena.
 
         FSDP2 reads a shard through two references: the padded flat data that it gathers from, and
-        the local tensor of the parameter. Both are pointed at the arena; FSDP's own check that they
-        share a storage then holds, so it never copies them elsewhere.
+        the local tensor of the parameter. Both are set to the arena. FSDP checks that they share a
+        storage; they do, so it never copies them elsewhere.
         """
         with torch.no_grad():
             for name, shard in shards.items():
@@ -220,12 +191,12 @@ class FsdpModel:
     def _freeze(
         self, shards: dict[str, Any], boxes: dict[str, ShardBox], files: ModelFiles
     ) -> None:
-        """Have FSDP gather what is not trained from memory that others read too."""
+        """Make FSDP gather the frozen weights from memory that deployments share."""
         self._base: FrozenBase | None = None
         if not shards:
             return
         model = self._rank.spec.model
-        self._base = FrozenBase(model, files, boxes, lambda: self._built_anew(boxes))
+        self._base = FrozenBase(model, files, boxes, lambda: self._rebuild(boxes))
         built: dict[str, torch.Tensor] = {}
         for name, shard in shards.items():
             padded, rows = shard.padded_sharded_param_size, boxes[name].shape[0]
@@ -235,7 +206,8 @@ class FsdpModel:
             shard.sharded_param._local_tensor = home.view(padded).narrow(0, 0, rows)
         self._base.keep_built(built)
 
-    def _built_anew(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
+    def _rebuild(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
+        """Build the model again; returns this rank's shards of the frozen weights."""
         named = dict(named_parameters(build_model(self._rank.spec.model)))
         return {
             name: named[name].data[
@@ -249,7 +221,7 @@ class FsdpModel:
 
 
 def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:
-    """FSDP2's record of a sharded parameter."""
+    """FSDP2's internal record of a sharded parameter."""
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -257,4 +229,4 @@ def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:
         for shard in group.fsdp_params if group is not None else ():
             if shard.sharded_param is parameter:
                 return shard
-    raise AssertionError("a parameter that FSDP does not shard")
+    raise AssertionError("FSDP does not shard this parameter")

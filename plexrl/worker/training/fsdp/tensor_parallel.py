@@ -1,9 +1,9 @@
-"""Tensor parallelism of a `transformers` decoder of the Llama family, by DTensor.
+"""Tensor parallelism of a `transformers` decoder of the Llama family, with DTensor.
 
-Attention is cut by heads, the MLP by its inner dimension, embedding and head by words of the
-vocabulary. Between them every tensor rank has the whole activations, one all-reduce behind each of
-attention and MLP. What is not cut (norms, biases of outputs) is computed by every tensor rank from
-the same activations, so replicas stay equal bit for bit.
+Attention is cut by heads, the MLP by its inner dimension, embedding and head by the vocabulary.
+Between these layers every tensor rank has the whole activations, with one all-reduce after
+attention and one after the MLP. Every tensor rank computes the parts that are not cut (norms,
+biases of outputs) from the same activations, so replicas stay bit-equal.
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ from plexrl.statemanager.layout.boxes import Box
 from plexrl.worker.models import named_parameters
 
 HEADS_DIM = 2
-"""Of the projections as norms of heads see them: [rows, tokens, heads, head_dim]."""
+"""Dimension of the heads in the input of head norms: [rows, tokens, heads, head_dim]."""
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a model over a mesh of one dimension, in place; tied weights stay tied."""
+    """Cut a model over a one-dimensional mesh, in place; tied weights stay tied."""
     decoder: Any = model.model
     tied = model.lm_head.weight is decoder.embed_tokens.weight  # type: ignore[union-attr]
     parallelize_module(
@@ -41,14 +41,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         },
     )
     if tied:
-        # Both are cut by words, so they are the same shard; each got a copy of its own.
+        # Both are cut by the vocabulary, so they are the same shard; each was copied.
         model.lm_head.weight = decoder.embed_tokens.weight  # type: ignore[union-attr]
     for layer in decoder.layers:
         parallelize_module(layer, mesh, _layer_plan(layer))
 
 
 def local_box(parameter: torch.Tensor) -> Box:
-    """What this rank has of a parameter before data ranks share it out."""
+    """This rank's part of a parameter, before it is sharded over data-parallel ranks."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Box(offset=(0,) * len(shape), shape=shape)
@@ -63,7 +63,7 @@ def local_box(parameter: torch.Tensor) -> Box:
 
 
 def cut_parameters(model: nn.Module) -> frozenset[str]:
-    """The parameters of which no two tensor ranks hold the same part."""
+    """The parameters that are cut, so that each tensor rank holds another part."""
     return frozenset(
         name
         for name, parameter in named_parameters(model)
@@ -73,7 +73,7 @@ def cut_parameters(model: nn.Module) -> frozenset[str]:
 
 def _layer_plan(layer: Any) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
-        # One all-reduce of gradients for all projections of an input, not one for each.
+        # One all-reduce of gradients for all projections of an input, instead of one for each.
         "self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": Replicate()},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
@@ -91,7 +91,7 @@ def _layer_plan(layer: Any) -> dict[str, ParallelStyle]:
     }
     for name in ("q_norm", "k_norm"):
         if hasattr(layer.self_attn, name):
-            # Each rank norms its own heads with the same weights, whose gradients are so added up.
+            # Each rank norms its own heads with the same weights; this style sums their gradients.
             plan[f"self_attn.{name}"] = SequenceParallel(
                 sequence_dim=HEADS_DIM, use_local_output=True
             )

@@ -1,1 +1,1 @@
-"""The `megatron` training framework; its modules import megatron-core."""
+"""The `megatron` training backend; its modules import megatron-core."""

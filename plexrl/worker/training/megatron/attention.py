@@ -1,8 +1,8 @@
-"""Causal attention over rows packed end to end, each row within itself, across context ranks.
+"""Causal attention within each of several packed rows, across context-parallel ranks.
 
-Takes the place of Megatron's `DotProductAttention`, which needs rows side by side and refuses
-context parallelism. Keys and values are gathered from the context ranks; the gradients that they
-get on every rank are summed on the way back.
+It replaces Megatron's `DotProductAttention`, which needs padded rows and refuses context
+parallelism. Keys and values are all-gathered over the context ranks; the backward pass sums their
+gradients over the ranks.
 
 Shapes: T tokens of all rows on this rank, H query heads, G key heads, D their width, C context
 ranks.
@@ -18,7 +18,7 @@ from plexrl.worker.training.megatron.packed_rows import RowMap
 
 
 class PackedAttention(torch.nn.Module):
-    """A core attention of Megatron's."""
+    """A core attention for Megatron."""
 
     def __init__(self, config: Any, pg_collection: Any, **_: object) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PackedAttention(torch.nn.Module):
         attention_mask: RowMap,
         **_: object,
     ) -> torch.Tensor:
-        """From `[T, 1, H, D]` and `[T, 1, G, D]` twice to `[T, 1, H·D]`."""
+        """Query `[T, 1, H, D]`, key and value `[T, 1, G, D]` to output `[T, 1, H·D]`."""
         query_THD, key_TGD, value_TGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if attention_mask.positions_CT is None:
             parts = self._whole_rows(query_THD, key_TGD, value_TGD, attention_mask)
@@ -46,25 +46,25 @@ class PackedAttention(torch.nn.Module):
     ) -> list[torch.Tensor]:
         lengths = list(rows.lengths)
         split = (torch.split(each, lengths) for each in (query_THD, key_TGD, value_TGD))
-        return [self._attend(*of_row, mask=None) for of_row in zip(*split, strict=True)]
+        return [self._attend(*row, mask=None) for row in zip(*split, strict=True)]
 
     def _shared_rows(
         self, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, rows: RowMap
     ) -> list[torch.Tensor]:
         positions_CT = rows.positions_CT
-        assert positions_CT is not None, "the caller has looked"
-        mine = self._context.rank()
+        assert positions_CT is not None, "the caller checks this"
+        own = self._context.rank()
         both = torch.stack([key_TGD, value_TGD], dim=1)
-        everyones = gather_from_sequence_parallel_region(both, group=self._context)
-        both_CT2GD = everyones.unflatten(0, positions_CT.shape)
+        gathered = gather_from_sequence_parallel_region(both, group=self._context)
+        both_CT2GD = gathered.unflatten(0, positions_CT.shape)
         parts = []
         start = 0
         for length in rows.lengths:
             end = start + length
             keys, values = both_CT2GD[:, start:end].flatten(0, 1).unbind(1)
-            # Padding comes after every token of its row, so no token looks at it.
+            # Padding comes after every token of its row, so no token attends to it.
             at = positions_CT[:, start:end]
-            mask = at[mine][:, None] >= at.flatten()[None, :]
+            mask = at[own][:, None] >= at.flatten()[None, :]
             parts.append(self._attend(query_THD[start:end], keys, values, mask=mask))
             start = end
         return parts
@@ -77,7 +77,7 @@ class PackedAttention(torch.nn.Module):
         *,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Of one row, `[T, H, D]`; without a mask it is causal."""
+        """Attention output of one row, `[T, H, D]`; causal if there is no mask."""
         found = scaled_dot_product_attention(
             query_THD.transpose(0, 1)[None],
             key_TGD.transpose(0, 1)[None],

@@ -1,9 +1,8 @@
-"""What megatron-core asks of CUDA, answered for a machine that has none.
+"""Replaces the CUDA calls of megatron-core on a machine without a GPU.
 
-megatron-core 0.16 asks for the current device, streams and random states without asking first
-whether there is a GPU. A worker process without one calls `install_cpu_shim` before it makes a
-model; nobody else does, and with CUDA it does nothing. Dropout is then not aware of tensor ranks,
-so it must be 0, as PlexRL has it.
+megatron-core 0.16 uses the current device, streams and random states without a check for a GPU. A
+worker process calls `install_cpu_shim` before it makes a model; with CUDA the call does nothing.
+Dropout would then ignore tensor ranks, so it must be 0; PlexRL always sets it to 0.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +12,7 @@ import torch
 
 
 def install_cpu_shim() -> None:
-    """Have this process run megatron-core without CUDA."""
+    """Make megatron-core run in this process without CUDA."""
     if torch.cuda.is_available():
         return
     from megatron.core.pipeline_parallel import schedules
@@ -22,7 +21,7 @@ def install_cpu_shim() -> None:
 
     torch.cuda.current_device = _cpu  # type: ignore[assignment]
     torch.cuda.synchronize = _no_effect
-    # Experts' token counts are copied from the GPU on a stream of their own.
+    # Megatron copies the experts' token counts from the GPU on a separate stream.
     torch.cuda.current_stream = _stream  # type: ignore[assignment]
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _stream()
     token_dispatcher.maybe_move_tensor_to_cpu = _counts
@@ -32,7 +31,7 @@ def install_cpu_shim() -> None:
 
 
 class _NoRandomStates:
-    """Stands for the tracker of tensor ranks' random states."""
+    """Replaces the tracker of the tensor ranks' random states."""
 
     def fork(self, *_: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -42,7 +41,7 @@ class _NoRandomStates:
 
 
 class _NoStream:
-    """Stands for a stream, and for an event on it: all is done when it was asked for."""
+    """Replaces a stream and an event on it; on a CPU all work is synchronous."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _NoStream)
@@ -58,7 +57,7 @@ class _NoStream:
 
 
 class _TorchOnCpu:
-    """`torch` for the pipeline schedules, which count tokens in a tensor on device `cuda`."""
+    """Replaces `torch` in the pipeline schedules, which count tokens in a tensor on `cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -71,7 +70,7 @@ class _TorchOnCpu:
 
 
 def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Token counts as they come from a GPU: as numpy where sizes of an exchange are wanted."""
+    """Replaces the copy of token counts from the GPU; returns numpy if `as_numpy`."""
     del record_stream
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 

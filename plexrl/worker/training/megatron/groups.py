@@ -1,4 +1,4 @@
-"""Megatron's process groups for a layout of ours; the two number ranks alike."""
+"""Megatron's process groups for a `Parallelism`; both number ranks in the same order."""
 
 from megatron.core import parallel_state
 
@@ -7,17 +7,17 @@ from plexrl.model.parallelism import Parallelism
 
 
 def join_groups(layout: Parallelism) -> None:
-    """Make the groups of this process, once; every rank takes part.
+    """Create the process groups, once per process; every rank takes part.
 
     Raises:
-        LayoutError: the process has groups of another layout.
+        LayoutError: the process has groups for another layout.
     """
     if parallel_state.model_parallel_is_initialized():
         made = _layout_made()
         if made != layout:
             raise LayoutError(
-                f"this process runs Megatron with {made.describe()} and is asked for "
-                f"{layout.describe()}: a worker process has one layout for its life",
+                f"this process runs Megatron with {made.describe()}, and cannot change to "
+                f"{layout.describe()}: start new workers for another layout",
                 field="parallelism",
             )
         return
@@ -26,7 +26,7 @@ def join_groups(layout: Parallelism) -> None:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        # Experts are cut by tp like all else: `plexrl.model.parallelism`.
+        # Expert matrices are cut by tp too: see `plexrl.model.parallelism`.
         expert_tensor_parallel_size=layout.tp,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,

@@ -1,7 +1,7 @@
 """The `megatron` training backend: a GPT model of megatron-core with all its state in one arena.
 
-Tensor, pipeline, data and expert parallelism are Megatron's; so are its reductions of gradients and
-its gathering of stepped parameters.
+Megatron implements tensor, pipeline, data and expert parallelism, the reduction of gradients, and
+the all-gather of updated parameters.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,25 @@ from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model
-from plexrl.worker.training.fsdp.activation_checkpointing import checkpoint_activations
-from plexrl.worker.training.megatron.boxes import Piece
+from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
 from plexrl.worker.training.megatron.groups import join_groups
-from plexrl.worker.training.megatron.names import is_replicated, pieces_by_parameter
 from plexrl.worker.training.megatron.network import make_network
+from plexrl.worker.training.megatron.parameter_pieces import (
+    ParameterPiece,
+    is_replicated,
+    pieces_by_parameter,
+)
 from plexrl.worker.training.megatron.pipeline import Pipeline
-from plexrl.worker.training.megatron.state import BufferPlan, MegatronState, Tenant
-from plexrl.worker.training.model import LossOfBatch, TrainingRank
+from plexrl.worker.training.megatron.state import BufferParameter, BufferPlan, MegatronState
+from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
 
 PADDED_FROM_RANKS = 8
-"""Data ranks above which Megatron's usual padding would cut shares off the arena's alignment."""
+"""Data ranks above which Megatron's default padding breaks the arena's alignment of shares."""
 
 
-class MegatronModel:
-    """A `TrainingModel`."""
-
-    host_arena = None
+class MegatronModel(TrainingModel):
+    """A `TrainingModel` on megatron-core."""
 
     def __init__(self, rank: TrainingRank) -> None:
         self._rank = rank
@@ -65,7 +66,7 @@ class MegatronModel:
             InvalidRequestError: Megatron cannot run the model.
             LayoutError: the layout cannot cut it.
         """
-        layout, place = self._rank.layout, self._rank.place
+        layout, coordinates = self._rank.layout, self._rank.coordinates
         model: Any = build_model(self._rank.spec.model)
         self._config = model.config
         self._generation_config = getattr(model, "generation_config", None)
@@ -73,7 +74,7 @@ class MegatronModel:
         check_cut(sizes, layout)
         install_cpu_shim()
         join_groups(layout)
-        network = make_network(sizes, layout, place, model.model.rotary_emb)
+        network = make_network(sizes, layout, coordinates, model.model.rotary_emb)
         if self._rank.spec.activation_checkpointing:
             checkpoint_activations(network.decoder.layers)
         self._chunk = DistributedDataParallel(
@@ -86,7 +87,7 @@ class MegatronModel:
             network,
         )
         self._buffers = [*self._chunk.buffers, *self._chunk.expert_parallel_buffers]
-        pieces = pieces_by_parameter(sizes, layout, place)
+        pieces = pieces_by_parameter(sizes, layout, coordinates)
         names = {parameter: name for name, parameter in network.named_parameters()}
         self._state = MegatronState(
             [self._plan(buffer, pieces, names) for buffer in self._buffers],
@@ -97,7 +98,7 @@ class MegatronModel:
         self._move_in()
         _copy_in(network, pieces, dict(model.named_parameters()))
         self._pipeline = Pipeline(
-            self._chunk, vocabulary=sizes.vocabulary, is_last=place.pp == layout.pp - 1
+            self._chunk, vocabulary=sizes.vocabulary, is_last=coordinates.pp == layout.pp - 1
         )
 
     def slices(self) -> tuple[StateSlice, ...]:
@@ -148,10 +149,10 @@ class MegatronModel:
             flat.zero_()
 
     def _plan(
-        self, buffer: Any, pieces: dict[str, tuple[Piece, ...]], names: dict[Any, str]
+        self, buffer: Any, pieces: dict[str, tuple[ParameterPiece, ...]], names: dict[Any, str]
     ) -> BufferPlan:
-        tenants = [
-            Tenant(
+        parameters = [
+            BufferParameter(
                 pieces=pieces[names[parameter]],
                 first=first,
                 last=last,
@@ -165,18 +166,18 @@ class MegatronModel:
             size = bucket.grad_data.numel() // group.size()
             first = bucket.offset + group.rank() * size
             shares.append((first, first + size))
-        tenants.sort(key=lambda tenant: tenant.first)
-        return BufferPlan(elements=buffer.numel, tenants=tuple(tenants), shares=tuple(shares))
+        parameters.sort(key=lambda each: each.first)
+        return BufferPlan(elements=buffer.numel, parameters=tuple(parameters), shares=tuple(shares))
 
-    def _counts(self, parameter: Any, pieces: tuple[Piece, ...]) -> bool:
-        """Of several ranks with the same elements the first counts them."""
+    def _counts(self, parameter: Any, pieces: tuple[ParameterPiece, ...]) -> bool:
+        """Whether this rank's copy counts for the gradient norm: only the first copy does."""
         if getattr(parameter, "shared", False):
-            # The last stage's copy of a tied embedding.
+            # This is the last stage's copy of a tied embedding.
             return False
-        return self._rank.place.tp == 0 or not is_replicated(pieces)
+        return self._rank.coordinates.tp == 0 or not is_replicated(pieces)
 
     def _move_in(self) -> None:
-        """Point Megatron's buffers, and all that looks into them, at the arena."""
+        """Replace Megatron's buffers, and all views of them, by views of the arena."""
         for index, buffer in enumerate(self._buffers):
             buffer.param_data = self._state.parameters[index]
             buffer.grad_data = self._state.scratch[index]
@@ -189,8 +190,10 @@ class MegatronModel:
                 bucket.grad_data = buffer.grad_data[bucket.offset : end]
 
 
-def _copy_in(network: Any, pieces: dict[str, tuple[Piece, ...]], source: dict[str, Any]) -> None:
-    """Give a rank's parameters the bits of the Hugging Face model."""
+def _copy_in(
+    network: Any, pieces: dict[str, tuple[ParameterPiece, ...]], source: dict[str, Any]
+) -> None:
+    """Copy the Hugging Face model's values to a rank's parameters."""
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             flat = parameter.data.view(-1)

@@ -1,6 +1,6 @@
-"""Megatron's GPT model for a Hugging Face configuration, one rank of it, with packed rows.
+"""One rank of Megatron's GPT model for a Hugging Face configuration, on packed rows.
 
-Its parameters are as they were allocated; `plexrl.worker.training.megatron.state` fills them.
+Its parameters are uninitialised; `plexrl.worker.training.megatron.model` fills them.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ from plexrl.worker.training.megatron.attention import PackedAttention
 
 
 class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
-    """Takes `position_ids` `[1, T]` of packed rows, and a `RowMap` as `attention_mask`."""
+    """A GPT model whose input is `position_ids` `[1, T]` of packed rows, with a `RowMap` in place
+    of the `attention_mask`."""
 
     def __init__(self, frequencies: torch.Tensor, **options: Any) -> None:
         super().__init__(position_embedding_type="none", **options)
@@ -26,23 +27,23 @@ class Network(GPTModel):  # type: ignore[misc]  # megatron-core has no types
 
     def _preprocess(self, input_ids: Any, position_ids: Any, *args: Any, **options: Any) -> Any:
         found = super()._preprocess(input_ids, position_ids, *args, **options)
-        # Megatron's own rotary embedding knows one row from its beginning, not many end to end.
+        # Megatron's own rotary embedding supports only one row that begins at position 0.
         angles = torch.outer(position_ids[0].float(), self.frequencies)
         rotary = torch.cat([angles, angles], dim=-1)[:, None, None, :]
         return (found[0], rotary, *found[2:])
 
     def _is_in_embd_group(self) -> bool:
-        """No: tied embeddings get the same bits on both stages, so none are exchanged here."""
+        """False: both stages fill tied embeddings with the same bits, so none are exchanged."""
         return False
 
 
 def make_network(
-    sizes: Dimensions, layout: Parallelism, place: Coordinates, rotary: Any
+    sizes: Dimensions, layout: Parallelism, coordinates: Coordinates, rotary: Any
 ) -> Network:
-    """One rank's part. `rotary` is the Hugging Face model's rotary embedding.
+    """One rank's part of the model. `rotary` is the Hugging Face model's rotary embedding.
 
     Raises:
-        InvalidRequestError: the rotary embedding changes with the row's length.
+        InvalidRequestError: the rotary embedding depends on the row's length.
     """
     if rotary.rope_type not in ("default", "linear", "llama3") or rotary.attention_scaling != 1.0:
         raise InvalidRequestError(
@@ -50,7 +51,7 @@ def make_network(
             "use default, linear or llama3, or backend fsdp"
         )
     if not hasattr(moe_utils, "te_general_gemm"):
-        # megatron-core 0.16 asks whether it is None, and without Transformer Engine never says so.
+        # megatron-core 0.16 compares this with None, but without Transformer Engine never sets it.
         moe_utils.te_general_gemm = None
     spec = get_gpt_layer_local_spec(
         num_experts=sizes.experts or None,
@@ -64,8 +65,8 @@ def make_network(
         transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(sizes, layout),
         max_sequence_length=1,
-        pre_process=place.pp == 0,
-        post_process=place.pp == layout.pp - 1,
+        pre_process=coordinates.pp == 0,
+        post_process=coordinates.pp == layout.pp - 1,
         share_embeddings_and_output_weights=sizes.is_tied,
     )
 
@@ -77,8 +78,8 @@ def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerCo
             "num_moe_experts": sizes.experts,
             "moe_ffn_hidden_size": sizes.mlp,
             "moe_router_topk": sizes.experts_per_token,
-            # Qwen3 takes the softmax over all experts and then, where it normalizes, over those
-            # chosen; a softmax over the chosen ones' logits is the same.
+            # Qwen3 takes the softmax over all experts, and may then normalise over the chosen ones.
+            # That equals a softmax over the chosen experts' logits.
             "moe_router_pre_softmax": not sizes.normalizes_top_k,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -99,7 +100,7 @@ def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerCo
         qk_layernorm=sizes.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # The bits come from the Hugging Face model.
+        # The values are copied from the Hugging Face model.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
@@ -110,10 +111,10 @@ def _transformer_config(sizes: Dimensions, layout: Parallelism) -> TransformerCo
         persist_layer_norm=False,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
-        # Micro-batches differ in their tokens.
+        # Micro-batches differ in their number of tokens.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses come divided by the batch's denominator: nothing is to be averaged.
+        # Losses are divided by the batch's denominator already, so Megatron must not average.
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -1,6 +1,6 @@
-"""A micro-batch's rows end to end, as Megatron runs them, and results back to their places.
+"""Packs a micro-batch's rows end to end for Megatron, and maps the results back.
 
-Shapes: B rows, L tokens of the longest; T tokens of all rows.
+Shapes: B rows, L tokens of the longest row; T tokens of all rows.
 """
 
 from dataclasses import dataclass
@@ -13,41 +13,40 @@ from plexrl.worker.batches.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMap:
-    """Where rows lie among the tokens of a micro-batch. Rides in Megatron's `attention_mask`."""
+    """Row boundaries in a packed micro-batch. Passed in Megatron's `attention_mask`."""
 
     lengths: tuple[int, ...]
-    """Tokens of each row on this rank, and on every other context rank; none is 0."""
+    """Tokens of each row on one context rank; the same on all of them. None is 0."""
     positions_CT: torch.Tensor | None
-    """int64: position in its row of every token of each of C context ranks; None for whole rows in
-    order."""
+    """int64: each token's position in its row, for each of C context ranks; None: whole rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """All int64."""
+    """A packed micro-batch; tensors are int64."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     targets_T: torch.Tensor
-    """The token that each place predicts; 0 where its row has none."""
+    """The token that each position predicts; 0 if it predicts none."""
     predicts: torch.Tensor
-    """Places of the packed rows that predict a token, in order."""
-    homes: torch.Tensor
-    """Where in `[B, L]`, flattened, the result of each of `predicts` belongs."""
+    """Indices of the packed tokens that predict a token, in order."""
+    result_index: torch.Tensor
+    """Index in `[B, L]`, flattened, of the result of each of `predicts`."""
     shape_BL: tuple[int, int]
     row_map: RowMap
 
     def unpacked(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Results of the places `[B, L]`, 0 where there is none; with a graph."""
+        """Results as `[B, L]`, 0 where there is none; with a graph."""
         flat = values_T.new_zeros(self.shape_BL[0] * self.shape_BL[1])
-        return flat.index_copy(0, self.homes, values_T[self.predicts]).view(self.shape_BL)
+        return flat.index_copy(0, self.result_index, values_T[self.predicts]).view(self.shape_BL)
 
 
 def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) -> PackedRows:
-    """The rows of a micro-batch; one token of padding where it has none."""
+    """Pack the rows of a micro-batch; an empty one gets one token of padding."""
     valid_BL = batch.valid_BL
     if not valid_BL.any():
-        # Every rank takes part in the collectives of every micro-batch, and none is of nothing.
+        # Every rank takes part in the collectives of every micro-batch, which cannot be empty.
         valid_BL = torch.zeros_like(valid_BL)
         valid_BL[0, 0] = True
     targets_BL = batch.targets_BL
@@ -60,8 +59,8 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
     if context_ranks == 1:
         positions_CT = columns_T[None]
     else:
-        # As `plexrl.router.dispatch.context_split` cuts rows: chunk c, then chunk 2·ranks-1-c, of
-        # 2·ranks.
+        # `plexrl.router.dispatch.context_split` cuts each row into 2·ranks chunks; rank c has the
+        # chunks c and 2·ranks-1-c.
         chunk_T = (lengths_B // 2)[rows_T]
         rank_C1 = torch.arange(context_ranks)[:, None]
         late_C1 = 2 * context_ranks - 2 - rank_C1
@@ -71,8 +70,8 @@ def pack_rows(batch: MicroBatch, context_rank: int = 0, context_ranks: int = 1) 
         positions_T=positions_CT[context_rank],
         targets_T=targets_BL[valid_BL].clamp(min=0),
         predicts=has_target_BL[valid_BL].nonzero().squeeze(1),
-        # The result of a place is a column further.
-        homes=has_target_BL.flatten().nonzero().squeeze(1) + 1,
+        # The result of a position is in the next column.
+        result_index=has_target_BL.flatten().nonzero().squeeze(1) + 1,
         shape_BL=(valid_BL.shape[0], valid_BL.shape[1]),
         row_map=RowMap(
             lengths=tuple(length for length in lengths_B.tolist() if length),

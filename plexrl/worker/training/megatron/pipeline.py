@@ -1,6 +1,7 @@
-"""Micro-batches through Megatron's pipeline schedules, with token logprobs at the last stage.
+"""Runs micro-batches through Megatron's pipeline schedules; the last stage computes logprobs.
 
-Shapes: B rows, L tokens of the longest; T tokens of all rows; V words that a tensor rank has.
+Shapes: B rows, L tokens of the longest row; T tokens of all rows; V size of a tensor rank's part of
+the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,11 @@ from plexrl.worker.training.model import LossOfBatch
 
 
 class Pipeline:
-    """One stage, with one tensor rank's words."""
+    """One pipeline stage, with one tensor rank's part of the vocabulary."""
 
     def __init__(self, chunk: Any, *, vocabulary: int, is_last: bool) -> None:
-        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` counts no padding."""
+        """`chunk` is Megatron's DistributedDataParallel; `vocabulary` is the size without
+        padding."""
         self._chunk = chunk
         self._vocabulary = vocabulary
         self._is_last = is_last
@@ -31,22 +33,23 @@ class Pipeline:
     def run(self, batches: Sequence[MicroBatch], loss: LossOfBatch | None) -> list[torch.Tensor]:
         """Logprobs `[B, L]` of every micro-batch, on the CPU; zeros before the last stage.
 
-        With `loss` every parameter's `main_grad` gets its gradient added.
+        With `loss`, gradients are added to every parameter's `main_grad`.
         """
         found: list[torch.Tensor] = []
 
         def step(rows: Iterator[tuple[MicroBatch, PackedRows]], chunk: Any) -> Any:
-            batch, places = next(rows)
+            batch, packed_rows = next(rows)
             output = chunk(
-                input_ids=places.tokens_T[None],
-                position_ids=places.positions_T[None],
-                attention_mask=places.row_map,
+                input_ids=packed_rows.tokens_T[None],
+                position_ids=packed_rows.positions_T[None],
+                attention_mask=packed_rows.row_map,
             )
             if not self._is_last:
                 return output, None
 
             def finish(logits_1TV: torch.Tensor) -> tuple[Any, torch.Tensor, None]:
-                logprobs_BL = places.unpacked(self._logprobs(logits_1TV[0], places.targets_T))
+                logprobs_T = self._logprobs(logits_1TV[0], packed_rows.targets_T)
+                logprobs_BL = packed_rows.unpacked(logprobs_T)
                 found.append(logprobs_BL.detach().cpu())
                 value = logprobs_BL if loss is None else loss(logprobs_BL, batch)
                 return value, torch.zeros((), dtype=torch.int), None
@@ -57,7 +60,7 @@ class Pipeline:
             for batch in batches:
                 yield batch, pack_rows(batch, self._context_rank, self._context_ranks)
 
-        # The schedules take one step function for a whole batch, and an iterator of its parts.
+        # A schedule takes one step function for the whole batch, and an iterator of micro-batches.
         with torch.set_grad_enabled(loss is not None):
             self._run(
                 forward_step_func=step,
@@ -72,10 +75,10 @@ class Pipeline:
 
     def _logprobs(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         first = parallel_state.get_tensor_model_parallel_rank() * logits_TV.shape[1]
-        words = self._vocabulary - first
-        if words < logits_TV.shape[1]:
-            # Padding of the vocabulary is no word: it takes no part of the probability.
-            padding_V = torch.arange(logits_TV.shape[1], device=logits_TV.device) >= words
+        size = self._vocabulary - first
+        if size < logits_TV.shape[1]:
+            # Padding of the vocabulary gets probability 0.
+            padding_V = torch.arange(logits_TV.shape[1], device=logits_TV.device) >= size
             logits_TV = logits_TV.masked_fill(padding_V, float("-inf"))
         losses_1T: torch.Tensor = vocab_parallel_cross_entropy(
             logits_TV[None].float(), targets_T[None]

@@ -1,18 +1,18 @@
-"""All state of one rank in its arena: Megatron's parameter buffers, and optimizer shards of them.
+"""All state of one rank in its arena: Megatron's parameter buffers and their optimizer shards.
 
-Megatron's data parallelism keeps the parameters of a rank in a buffer and their gradients in
-another alike. Each data rank owns an equal share of every bucket of a buffer; the distributed
-optimizer steps the shares and gathers the rest (ZeRO-1). In the arena lie, in this order:
+Megatron's data parallelism keeps a rank's parameters in a buffer, and their gradients in another
+buffer with the same layout. Each data rank owns an equal share of every bucket of a buffer. The
+distributed optimizer steps the rank's shares and all-gathers the rest (ZeRO-1). Arena layout:
 
     parameters          the buffers, the same on every data rank
-    gradients           of the shares: reduced, they add up from one backward to the next
+    gradients           of the shares, reduced; accumulated over backward passes
     exp_avg, exp_avg_sq of the shares
     step
-    scratch             of the buffers: what one backward adds up before it is reduced; no slice
+    scratch             of the buffers: gradients of one backward before reduction; no slice
 
-Where nothing is to be reduced, the gradients are the scratch. Megatron's `DistributedOptimizer`
-takes no CPU tensors and allocates shards of its own; with float32 parameters its step is AdamW on
-flat ranges, which torch has.
+If nothing has to be reduced, gradients and scratch are the same memory. Megatron's
+`DistributedOptimizer` refuses CPU tensors and allocates its own shards. With float32 parameters its
+step is AdamW on flat ranges, so torch's AdamW is used instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,39 +26,40 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import span, view, whole
-from plexrl.worker.training.megatron.boxes import Piece, cut
+from plexrl.worker.training.megatron.parameter_pieces import ParameterPiece, cut
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class BufferParameter:
     """A parameter in a buffer."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
     first: int
-    """Element of the buffer at which it begins."""
+    """Offset of its first element in the buffer."""
     last: int
+    """Offset behind its last element."""
     is_counted: bool
-    """Its copy on this rank is the one that the gradient norm counts."""
+    """The gradient norm counts this rank's copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPlan:
-    """One buffer of Megatron's."""
+    """One of Megatron's buffers."""
 
     elements: int
-    tenants: tuple[Tenant, ...]
-    """In the order of the buffer."""
+    parameters: tuple[BufferParameter, ...]
+    """In buffer order."""
     shares: tuple[tuple[int, int], ...]
-    """First and last element of what this rank owns of each bucket."""
+    """This rank's range of each bucket: offsets of its first element and behind its last one."""
 
 
 class MegatronState:
     """The arena, its slices and the optimizer. Everything is zero at first."""
 
     def __init__(self, buffers: Sequence[BufferPlan], *, reduces: bool) -> None:
-        """Without `reduces` every share is a whole bucket, and scratch and gradients are one."""
+        """Without `reduces`, every share is a whole bucket, and gradients are the scratch."""
         self._buffers = buffers
         self._slices: list[StateSlice] = []
         self._nbytes = 0
@@ -93,25 +94,25 @@ class MegatronState:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Of each buffer's shares, end to end."""
+        """Gradients of each buffer's shares, end to end."""
         return self._owned["grad"]
 
     def start_backward(self) -> None:
-        """Make the scratch ready to add up gradients."""
+        """Set the scratch to zero."""
         if self._reduces:
             for flat in self.scratch:
                 flat.zero_()
 
     def take_reduced(self) -> None:
-        """Add what the scratch holds of this rank's shares to the gradients."""
+        """Add the reduced gradients of this rank's shares from the scratch to the gradients."""
         if not self._reduces:
             return
         for plan, flat, gradient in zip(self._buffers, self.scratch, self.gradients, strict=True):
-            for (first, last), place in zip(plan.shares, _places(plan), strict=True):
-                gradient[place : place + last - first].add_(flat[first:last])
+            for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
+                gradient[start : start + last - first].add_(flat[first:last])
 
     def squared_gradients(self) -> torch.Tensor:
-        """The sum over what this rank counts, a scalar."""
+        """Sum of squares over the gradients that this rank counts, a scalar."""
         return torch.stack([part.square().sum() for part in self._counted]).sum()
 
     def step(self, params: AdamParams) -> None:
@@ -122,15 +123,15 @@ class MegatronState:
         group["eps"] = params.eps
         group["weight_decay"] = params.weight_decay
         count = view(self.arena, self._step_slice)
-        # One count for all shares; but torch steps each tensor's own.
+        # There is one count for all shares, but torch keeps one for each tensor.
         for step in self._steps:
             step.copy_(count)
         self._optimizer.step()
         count.add_(1)
 
     def clear_padding(self) -> None:
-        """Set to zero what no slice covers: loads leave it as they find it, and norms and
-        optimizer steps run over it. The scratch is the next backward's to clear."""
+        """Set the memory that no slice covers to zero: loads do not write it, but norms and
+        optimizer steps read it. The next backward clears the scratch."""
         memory = whole(self.arena)
         held = sorted((p.arena_offset, p.arena_offset + p.nbytes) for p in self._slices)
         ends = [(0, 0), *held, (self._scratch_start, self._scratch_start)]
@@ -146,25 +147,27 @@ class MegatronState:
         part: StatePart,
         suffix: str = "",
     ) -> int:
-        """A region with the shares of a buffer end to end; returns where it starts, in bytes."""
+        """Add a region with a buffer's shares end to end; returns its offset in bytes."""
         start = self._nbytes
         for first, last in shares:
-            for tenant in plan.tenants:
-                begin, end = max(first, tenant.first), min(last, tenant.last)
-                for piece in cut(tenant.pieces, begin - tenant.first, end - tenant.first):
-                    place = self._nbytes + 4 * (tenant.first + piece.start - first)
-                    self._add(StateKey(part=part, name=piece.name + suffix), piece, place)
+            for each in plan.parameters:
+                begin, end = max(first, each.first), min(last, each.last)
+                for piece in cut(each.pieces, begin - each.first, end - each.first):
+                    offset = self._nbytes + 4 * (each.first + piece.start - first)
+                    self._add(StateKey(part=part, name=piece.name + suffix), piece, offset)
             self._reserve(last - first)
         return start
 
-    def _add(self, key: StateKey, box: Piece | None = None, place: int | None = None) -> StateSlice:
+    def _add(
+        self, key: StateKey, box: ParameterPiece | None = None, offset: int | None = None
+    ) -> StateSlice:
         piece = StateSlice(
             key=key,
             dtype="F32",
             global_shape=box.global_shape if box else (),
             offset=box.offset if box else (),
             shape=box.shape if box else (),
-            arena_offset=self._reserve(1) if place is None else place,
+            arena_offset=self._reserve(1) if offset is None else offset,
         )
         self._slices.append(piece)
         return piece
@@ -175,15 +178,15 @@ class MegatronState:
         return start
 
     def _spans(self, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        return [span(self.arena, *place) for place in zip(starts, sizes, strict=True)]
+        return [span(self.arena, start, size) for start, size in zip(starts, sizes, strict=True)]
 
     def _make_optimizer(self) -> tuple[torch.optim.AdamW, list[torch.Tensor]]:
         shards: list[nn.Parameter] = []
         states: list[dict[str, torch.Tensor]] = []
         for index, plan in enumerate(self._buffers):
-            for (first, last), place in zip(plan.shares, _places(plan), strict=True):
+            for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
                 shard = nn.Parameter(self.parameters[index][first:last])
-                own = slice(place, place + last - first)
+                own = slice(start, start + last - first)
                 shard.grad = self.gradients[index][own]
                 shards.append(shard)
                 moments = {name: self._owned[name][index][own] for name in MOMENTS}
@@ -194,23 +197,23 @@ class MegatronState:
         return optimizer, [state["step"] for state in states]
 
 
-def _places(plan: BufferPlan) -> list[int]:
-    """Where each share begins among all of them, end to end."""
-    places = [0]
+def _share_starts(plan: BufferPlan) -> list[int]:
+    """Offset of each share among all shares, end to end."""
+    starts = [0]
     for first, last in plan.shares[:-1]:
-        places.append(places[-1] + last - first)
-    return places
+        starts.append(starts[-1] + last - first)
+    return starts
 
 
 def _counted(plan: BufferPlan) -> Iterator[tuple[int, int]]:
-    """Ranges of the shares, end to end, that hold everything but what is counted elsewhere."""
-    for (first, last), place in zip(plan.shares, _places(plan), strict=True):
+    """Ranges of the shares, end to end, without the parameters that another rank counts."""
+    for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
         begin = first
-        for tenant in plan.tenants:
-            if tenant.is_counted or tenant.last <= first or tenant.first >= last:
+        for each in plan.parameters:
+            if each.is_counted or each.last <= first or each.first >= last:
                 continue
-            if tenant.first > begin:
-                yield place + begin - first, place + tenant.first - first
-            begin = min(tenant.last, last)
+            if each.first > begin:
+                yield start + begin - first, start + each.first - first
+            begin = min(each.last, last)
         if begin < last:
-            yield place + begin - first, place + last - first
+            yield start + begin - first, start + last - first

@@ -1,1 +1,1 @@
-"""One revision a file, in the order of their numbers; there is no way down."""
+"""One revision per file, in order of their numbers; there are no downgrades."""

@@ -1,4 +1,4 @@
-"""Events. Files of before the migrations have these tables already and keep what is in them."""
+"""Events. Journals older than the migrations have these tables already and keep their rows."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make `meta` and `events` where they do not exist."""
+    """Create `meta` and `events` unless they exist."""
     strict = {"sqlite_strict": True}
     op.create_table(
         "meta",
@@ -17,7 +17,7 @@ def upgrade() -> None:
         if_not_exists=True,
         **strict,
     )
-    # Two names for one type: SQLite's strict tables know only their own.
+    # SQLite's strict tables accept their own type names only.
     at: sa.Double[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
     position = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
     op.create_table(

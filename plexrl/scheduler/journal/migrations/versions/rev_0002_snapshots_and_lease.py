@@ -1,4 +1,4 @@
-"""Snapshots, and the lease that says which scheduler may write."""
+"""Snapshots, and the lease of the scheduler that may write."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,8 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Make `snapshots` and `lease`, and tell readers of before the migrations to stay away."""
+    """Create `snapshots` and `lease`, and mark the schema for versions older than the
+    migrations."""
     strict = {"sqlite_strict": True}
     seconds: sa.Double[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
     number = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")

@@ -1,4 +1,4 @@
-"""Steps of events that failed and are left out of every replay."""
+"""Steps of events that failed and that every replay skips."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Make `set_aside`."""
+    """Create `set_aside`."""
     number = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
     op.create_table(
         "set_aside",

@@ -1,1 +1,1 @@
-"""Versions over TCP."""
+"""Transport of versions over TCP."""

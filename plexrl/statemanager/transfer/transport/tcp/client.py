@@ -1,10 +1,8 @@
-"""The way to a StateManager on another node: TCP, one or several streams."""
+"""Transport to a StateManager on another node, over TCP."""
 
 import socket
-import threading
 from collections import deque
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,29 +10,29 @@ import msgspec
 from plexrl.errors import ConnectionLostError, InvalidRequestError, from_wire
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.strided_copies import Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import apply_delta
-from plexrl.statemanager.transfer.transport.handshake import greet_server
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.transport.copy_stream import (
     ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
-    encode_runs,
+    encode_copies,
     receive_bytes,
-    receive_runs,
+    receive_copies,
 )
-from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardRuns
+from plexrl.statemanager.transfer.transport.handshake import greet_server
+from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardCopies
 from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
 from plexrl.wire.framing import recv_head, send_frame
 
 BYTES_PER_S = 3e9
 REQUEST_S = 20e-6
 BATCH_BYTES = 32 << 20
-"""One request's bytes: what is asked for again when a source is lost on the way."""
-BATCH_RUNS = 1024
-"""Keeps two requests within the socket's buffers, so that both ends never wait to send."""
+"""Size of one request, and so of what is requested again after a connection is lost."""
+BATCH_COPIES = 1024
+"""Limit of one request: two requests fit the socket buffers, so the ends cannot deadlock."""
 
 
 class _Offered(msgspec.Struct):
@@ -46,170 +44,92 @@ class _Offered(msgspec.Struct):
 
 
 class _Batch(NamedTuple):
-    """What one request asks for. What may come as a delta is always verified: a target whose bytes
-    are not those of the base after all is brought in whole then."""
+    """The content of one request. A possible delta is always verified: if the target does not hold
+    the base after all, the whole is pulled instead."""
 
     shard: int
-    runs: Runs
+    copies: StridedCopies
     base: str | None
     delta: DeltaPolicy | None
-    verify: bool
+
+    @property
+    def verify(self) -> bool:
+        return self.base is not None
 
 
 class Tcp:
     """Opens sources by `host:port`."""
 
-    def __init__(
-        self,
-        layout_of: LayoutOf,
-        timeout_s: float,
-        ticket: bytes,
-        *,
-        streams: int = 1,
-        verify: bool = False,
-    ) -> None:
-        """`timeout_s` bounds each wait on a socket. `streams` to each source gain where one does
-        not fill the network. With `verify` every batch is checked against the sender's digest of
-        it, which TCP's own checksum is too weak for at these volumes."""
+    def __init__(self, layout_of: LayoutOf, timeout_s: float, ticket: bytes) -> None:
+        """`timeout_s` bounds each wait on a socket."""
         self._layout_of = layout_of
         self._timeout_s = timeout_s
         self._ticket = ticket
-        self._streams = streams
-        self._verify = verify
 
     def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> "TcpSource":
-        """As `Way.open`."""
-        connections: list[socket.socket] = []
+        """As `Transport.open`."""
+        connection = connect_tcp(address, self._ticket, self._timeout_s)
         try:
-            while len(connections) < self._streams:
-                connections.append(connect_tcp(address, self._ticket, self._timeout_s))
             request = {"type": "open", "source": deployment, "seq": seq, "known": list(known)}
-            offers = [_offers(connection, request) for connection in connections]
-            stamps = [[shard.stamp for shard in offered] for offered in offers]
-            if any(each != stamps[0] for each in stamps):
-                raise ConnectionLostError(f"{address} published the version again meanwhile")
-            shards = tuple(_shard(offered, self._layout_of) for offered in offers[0])
-            return TcpSource(f"tcp://{address}", connections, shards, self._verify)
+            send_frame(connection, request)
+            answer, _ = head_of(connection)
+            offers = msgspec.convert(answer["shards"], list[_Offered])
+            shards = tuple(_shard(offered, self._layout_of) for offered in offers)
+            return TcpSource(f"tcp://{address}", connection, shards)
         except BaseException:
-            for connection in connections:
-                connection.close()
+            connection.close()
             raise
 
 
 class TcpSource:
     """An `OpenSource` on another node."""
 
-    def __init__(
-        self,
-        address: str,
-        connections: list[socket.socket],
-        shards: tuple[Shard, ...],
-        verify: bool,
-    ) -> None:
+    def __init__(self, address: str, connection: socket.socket, shards: tuple[Shard, ...]) -> None:
         self.address = address
         self.shards = shards
         self.bytes_per_s = BYTES_PER_S
         self.request_s = REQUEST_S
         # The daemon itself held the version while it sent these bytes.
         self.arrives_whole = True
-        self._connections = connections
-        self._verify = verify
+        self._connection = connection
 
     def read(
         self,
-        parts: tuple[ShardRuns, ...],
+        parts: tuple[ShardCopies, ...],
         target: Bytes,
         arrived: Arrived,
         delta: DeltaPolicy | None = None,
     ) -> None:
-        """As `OpenSource.read`."""
-        batches = deque(
-            _Batch(part.shard, few, base, delta, self._verify or base is not None)
+        """As `OpenSource.read`; the next batch is requested while one arrives."""
+        waiting = deque(
+            _Batch(part.shard, few, None if delta is None else part.base, delta)
             for part in parts
-            for base in (None if delta is None else part.base,)
-            for batch in part.runs.batches(BATCH_BYTES)
-            for few in _at_most(batch, BATCH_RUNS)
+            for batch in part.copies.batches(BATCH_BYTES)
+            for few in _at_most(batch, BATCH_COPIES)
         )
-        lock = threading.Lock()
-
-        def tell(runs: Runs, nbytes: int) -> None:
-            with lock:
-                arrived(runs, nbytes)
-
-        if len(self._connections) == 1 or len(batches) < 2:
-            self._stream(self._connections[0], batches, target, tell)
-            return
-        with ThreadPoolExecutor(len(self._connections)) as pool:
-            streams = [
-                pool.submit(self._stream, connection, batches, target, tell)
-                for connection in self._connections
-            ]
-            for stream in streams:
-                stream.result()
+        requested: deque[_Batch] = deque()
+        while waiting or requested:
+            while waiting and len(requested) < 2:
+                requested.append(waiting.popleft())
+                self._request(requested[-1])
+            batch = requested.popleft()
+            arrived(batch.copies, self._receive(batch, target))
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The result of a request without a payload."""
-        send_frame(self._connections[0], request)
-        result, _ = head_of(self._connections[0])
+        """Send a request without a payload; returns the result."""
+        send_frame(self._connection, request)
+        result, _ = head_of(self._connection)
         return result
-
-    def amaxes(self, shard: int, tensors: Sequence[str]) -> list[float]:
-        """As `OpenSource.amaxes`."""
-        request = {
-            "type": "amax",
-            "shard": shard,
-            "stamp": self.shards[shard].stamp,
-            "tensors": list(tensors),
-        }
-        return msgspec.convert(self.ask(request)["amax"], list[float])
 
     def confirm(self) -> None:
         """As `OpenSource.confirm`."""
-        for connection in self._connections:
-            send_frame(connection, {"type": "confirm"})
-            head_of(connection)
+        self.ask({"type": "confirm"})
 
     def close(self) -> None:
         """As `OpenSource.close`."""
-        for connection in self._connections:
-            connection.close()
+        self._connection.close()
 
-    def _stream(
-        self,
-        connection: socket.socket,
-        batches: deque["_Batch"],
-        target: Bytes,
-        arrived: Arrived,
-    ) -> None:
-        """Take batches until there are none, one asked for while another arrives."""
-        asked: deque[_Batch] = deque()
-        while True:
-            while len(asked) < 2 and batches:
-                try:
-                    batch = batches.popleft()
-                except IndexError:
-                    # Another stream took the last one.
-                    break
-                self._ask(connection, batch)
-                asked.append(batch)
-            if not asked:
-                return
-            batch = asked.popleft()
-            result, nbytes = head_of(connection)
-            if result.get("delta"):
-                payload = memoryview(bytearray(nbytes))
-                receive_bytes(connection, payload)
-                assert batch.delta is not None, "no delta was asked for"
-                size = batch.delta.block_bytes
-                apply_delta(payload, batch.runs, target, size, verify=batch.verify)
-            elif nbytes == batch.runs.nbytes + (DIGEST_BYTES if batch.verify else 0):
-                receive_runs(connection, batch.runs, target, Digest(batch.verify))
-                nbytes = batch.runs.nbytes
-            else:
-                raise ConnectionLostError(f"{nbytes} bytes were announced for {batch.runs.nbytes}")
-            arrived(batch.runs, nbytes)
-
-    def _ask(self, connection: socket.socket, batch: "_Batch") -> None:
+    def _request(self, batch: "_Batch") -> None:
         header: dict[str, Any] = {
             "type": "read",
             "shard": batch.shard,
@@ -219,17 +139,36 @@ class TcpSource:
         if batch.base is not None and batch.delta is not None:
             header["base"] = batch.base
             header["delta"] = msgspec.to_builtins(batch.delta)
-        send_frame(connection, header, encode_runs(batch.runs))
+        send_frame(self._connection, header, encode_copies(batch.copies))
+
+    def _receive(self, batch: "_Batch", target: Bytes) -> int:
+        """Receive one batch into `target`; returns the bytes that crossed the network."""
+        result, nbytes = head_of(self._connection)
+        if result.get("delta"):
+            payload = memoryview(bytearray(nbytes))
+            receive_bytes(self._connection, payload)
+            assert batch.delta is not None, "the source sends a delta only on request"
+            block_bytes = batch.delta.block_bytes
+            apply_delta(payload, batch.copies, target, block_bytes, verify=batch.verify)
+            return nbytes
+        if nbytes != batch.copies.nbytes + (DIGEST_BYTES if batch.verify else 0):
+            raise ConnectionLostError(
+                f"the source announced {nbytes} bytes for a request of {batch.copies.nbytes}"
+            )
+        receive_copies(self._connection, batch.copies, target, Digest(batch.verify))
+        return batch.copies.nbytes
 
 
 def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
-    """A blocking connection, both ends known to each other. Raises as `RemoteState`."""
+    """A blocking, authenticated connection. Raises as `RemoteState`."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise InvalidRequestError(f"a remote StateManager is tcp://host:port, not {address!r}")
+        raise InvalidRequestError(
+            f"the address of a remote StateManager is tcp://host:port, not {address!r}"
+        )
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
-        # From here on a blocking socket, whose waits the kernel bounds.
+        # The socket is blocking from here on; the kernel applies the timeouts.
         connection.settimeout(None)
         set_timeout(connection, timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -240,14 +179,8 @@ def connect_tcp(address: str, ticket: bytes, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _offers(connection: socket.socket, request: dict[str, Any]) -> list[_Offered]:
-    send_frame(connection, request)
-    answer, _ = head_of(connection)
-    return msgspec.convert(answer["shards"], list[_Offered])
-
-
 def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
-    """The head of an answer, and the size of the payload that is still to come."""
+    """The head of an answer, and the size of its payload, which is not received yet."""
     header, announced = recv_head(connection, payload_bytes_max=ANSWER_BYTES_MAX)
     if "error" in header:
         raise from_wire(header["error"])
@@ -258,9 +191,9 @@ def head_of(connection: socket.socket) -> tuple[dict[str, Any], int]:
 def _shard(offered: _Offered, layout_of: LayoutOf) -> Shard:
     layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
     if layout is None or layout.digest != offered.layout:
-        raise ConnectionLostError("the source answered with a layout that was not asked for")
+        raise ConnectionLostError("the source sent a layout with another digest")
     return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)
 
 
-def _at_most(runs: Runs, count: int) -> list[Runs]:
-    return [runs.chosen(slice(at, at + count)) for at in range(0, len(runs), count)]
+def _at_most(copies: StridedCopies, count: int) -> list[StridedCopies]:
+    return [copies.chosen(slice(at, at + count)) for at in range(0, len(copies), count)]

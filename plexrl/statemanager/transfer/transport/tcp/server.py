@@ -1,17 +1,16 @@
-"""Versions for other nodes: one thread a connection, blocking, zero-copy where it can be.
+"""TCP server for other nodes: one blocking thread per connection, zero-copy where possible.
 
-After the handshake a client sends frames, and each is answered by one:
+After the handshake a client sends frames; each is answered by one frame:
 
-    open     {source, seq, known}  →  {shards}            the version is held for this connection
-    read     {shard, stamp, verify, base, delta} + runs  →  the runs' bytes as the payload, then
-             their digest; or, with {delta}, what has changed of them since the base
-    amax     {shard, stamp, tensors}  →  {amax}           the largest magnitude of each
-    lend     {}                    →  {agent, shards}     where NIXL finds what is open
-    confirm  {}                    →  {}                  all this time the version was held
+    open     {source, seq, known}  →  {shards}            held until the connection closes
+    read     {shard, stamp, verify, base, delta} + copies  →  the copies' bytes as the payload, then
+             their checksum; or, with {delta}, their changes since the base
+    lend     {}                    →  {agent, shards}     addresses for NIXL
+    confirm  {}                    →  {}                  the version was held until now
 
-These are for published versions; `transport.state_server` has those for the ranks' own state.
+These requests are for published versions; `tcp.state_server` has those for the ranks' own state.
 
-An error answers any of them as `{error}`; one that comes after a payload has begun ends the
+The answer to a failed request is `{error}`. A failure after a payload has begun ends the
 connection.
 """
 
@@ -32,38 +31,42 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX, Services
 from plexrl.statemanager.protocol.tickets import Claims
-from plexrl.statemanager.store.versions.published import HeldShard, hold_published, hold_stamp
+from plexrl.statemanager.store.versions.published import (
+    LeasedShard,
+    lease_by_stamp,
+    lease_published,
+)
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import encode_delta
-from plexrl.statemanager.transfer.transport.handshake import greet_client
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.transport.copy_stream import (
     DIGEST_BYTES,
     Digest,
     HeldData,
-    send_runs,
+    send_copies,
 )
+from plexrl.statemanager.transfer.transport.handshake import greet_client
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
+from plexrl.statemanager.transfer.transport.nixl import NixlLender
 from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
 from plexrl.statemanager.transfer.transport.tcp.state_server import (
     BegunError,
-    OpenState,
-    ReadState,
+    OpenStateFrame,
+    ReadStateFrame,
     StateReading,
-    checked_runs,
+    checked_copies,
 )
 from plexrl.wire.framing import encode_head, recv_frame, send_frame
 
 LOG = logging.getLogger(__name__)
 
 TIMEOUT_S = 60
-"""A client that takes or sends nothing for so long in the middle of a message is cut off."""
+"""Timeout of a client in the middle of a message."""
 HANDSHAKE_TIMEOUT_S = 5
 REQUEST_BYTES_MAX = 16 << 20
 ACCEPT_AGAIN_S = 0.1
-"""Until connections are accepted again where the system refused one, as for want of descriptors."""
+"""Delay before the next accept after one failed, for example for lack of descriptors."""
 BASES_MAX = 64
-"""Stamps that one connection may ask for differences from: a pull asks for one of each shard."""
+"""Maximum bases of one connection: a pull uses one for each shard."""
 
 
 class _Open(msgspec.Struct, tag="open"):
@@ -80,12 +83,6 @@ class _Read(msgspec.Struct, tag="read"):
     delta: DeltaPolicy | None = None
 
 
-class _Amax(msgspec.Struct, tag="amax"):
-    shard: int
-    stamp: str
-    tensors: tuple[str, ...]
-
-
 class _Confirm(msgspec.Struct, tag="confirm"):
     pass
 
@@ -95,7 +92,7 @@ class _Lend(msgspec.Struct, tag="lend"):
 
 
 class TcpServer:
-    """Serves from its construction on until `close`."""
+    """Serves from construction until `close`."""
 
     def __init__(
         self,
@@ -103,10 +100,10 @@ class TcpServer:
         listen: str,
         lender: NixlLender | None = None,
     ) -> None:
-        """`listen` is `host:port`. With a `lender` memory can be read remotely.
+        """`listen` is `host:port`. A `lender` enables RDMA reads.
 
         Raises:
-            InvalidRequestError: it is not.
+            InvalidRequestError: `listen` is malformed.
         """
         self._services = services
         self._connections_max = services.config.connections_max
@@ -119,11 +116,11 @@ class TcpServer:
             raise InvalidRequestError(f"serve_tcp is host:port, not {listen!r}")
         self._socket = socket.create_server((host, int(port)), backlog=128)
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
-        """Where it listens, the port included that was chosen."""
+        """Listening address, with the port that the system chose."""
         threading.Thread(target=self._accept, name="plexrl-tcp", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more and end every connection: readers go to another source."""
+        """Stop accepting and end every connection; readers go to another source."""
         self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -138,7 +135,7 @@ class TcpServer:
             try:
                 connection, peer = self._socket.accept()
             except OSError as error:
-                # Either `close` shut the socket down, or this passes.
+                # Either `close` shut the socket down, or the failure is temporary.
                 if self._closing.wait(ACCEPT_AGAIN_S):
                     return
                 LOG.warning("no remote reader can be accepted: %s", error)
@@ -164,7 +161,7 @@ class TcpServer:
             set_timeout(connection, HANDSHAKE_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             claims = greet_client(connection, self._services.key)
-            # A client may hold a version for as long as it likes, if it is still there.
+            # A client may hold a version without limit while it is alive.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
@@ -182,18 +179,17 @@ class TcpServer:
 
 
 class _Reader:
-    """One connection's requests, one after the other."""
+    """Serves one connection's requests, one after the other."""
 
     def __init__(
         self, services: Services, claims: Claims, leases: ExitStack, lender: NixlLender | None
     ) -> None:
         self._store = services.store
-        self._amaxes = services.amaxes
         self._claims = claims
         self._opened = 0
         self._lender = lender
         self._leases = leases
-        self._held: list[tuple[HeldShard, HeldData]] = []
+        self._held: list[tuple[LeasedShard, HeldData]] = []
         self._bases: dict[str, MappedData | None] = {}
         self._states = StateReading(self._store, claims, leases)
 
@@ -201,19 +197,17 @@ class _Reader:
         header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
-                header, _Open | _Read | _Lend | _Amax | _Confirm | OpenState | ReadState
+                header, _Open | _Read | _Lend | _Confirm | OpenStateFrame | ReadStateFrame
             )
             match request:
-                case OpenState():
+                case OpenStateFrame():
                     send_frame(connection, {"result": self._states.open(request)})
-                case ReadState():
+                case ReadStateFrame():
                     self._states.read(connection, request, payload)
                 case _Open():
                     send_frame(connection, {"result": self._open(request)})
                 case _Confirm():
                     send_frame(connection, {"result": {}})
-                case _Amax():
-                    send_frame(connection, {"result": {"amax": self._amax(request)}})
                 case _Lend():
                     send_frame(connection, {"result": self._lend()})
                 case _Read():
@@ -236,7 +230,7 @@ class _Reader:
                 retry_after_s=0.0,
             )
         self._opened += 1
-        for shard in hold_published(self._store, self._leases, request):
+        for shard in lease_published(self._store, self._leases, request):
             self._held.append((shard, _held_data(shard)))
         return {
             "shards": [
@@ -246,56 +240,54 @@ class _Reader:
 
     def _lend(self) -> dict[str, Any]:
         if self._lender is None:
-            raise InvalidRequestError("this StateManager serves no RDMA: use its tcp:// address")
+            raise InvalidRequestError(
+                "this StateManager does not serve RDMA: use its tcp:// address"
+            )
         lent, registered = self._lender.lend([data.map_all() for _, data in self._held])
         self._leases.callback(self._lender.take_back, registered)
         return {"agent": lent.agent, "shards": lent.shards}
 
     def _read(self, connection: socket.socket, request: _Read, payload: bytearray) -> None:
         shard, data = self._shard(request)
-        runs = checked_runs(payload, shard.manifest.nbytes)
+        copies = checked_copies(payload, shard.manifest.nbytes)
         if request.base is not None and request.delta is not None:
             base = self._base(shard, request.base)
             if base is not None:
                 new, verify = data.map_all(), request.verify
-                parts = encode_delta(base, new, runs, request.delta, verify=verify)
+                parts = encode_delta(base, new, copies, request.delta, verify=verify)
                 if parts is not None:
                     send_frame(connection, {"result": {"delta": True}}, b"".join(parts))
                     return
         trailer = DIGEST_BYTES if request.verify else 0
-        connection.sendall(encode_head({"result": {}}, runs.nbytes + trailer))
+        connection.sendall(encode_head({"result": {}}, copies.nbytes + trailer))
         try:
-            send_runs(connection, data, runs, Digest(request.verify))
+            send_copies(connection, data, copies, Digest(request.verify))
         except PlexRLError as error:
             raise BegunError(error) from error
 
-    def _amax(self, request: _Amax) -> list[float]:
-        shard, _ = self._shard(request)
-        return self._amaxes.of(shard, request.tensors)
-
-    def _shard(self, request: _Read | _Amax) -> tuple[HeldShard, HeldData]:
+    def _shard(self, request: _Read) -> tuple[LeasedShard, HeldData]:
         if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+            raise InvalidRequestError(f"shard {request.shard} is not open: open the version first")
         shard, data = self._held[request.shard]
         if shard.manifest.stamp != request.stamp:
             raise StateLostError(
-                f"{shard.manifest.description} is not of the stamp {request.stamp!r} any more: "
+                f"{shard.manifest.description} no longer has the stamp {request.stamp!r}: "
                 "pull again"
             )
         return shard, data
 
-    def _base(self, shard: HeldShard, stamp: str) -> MappedData | None:
-        """The data of an earlier version of the shard, if it is kept and laid out alike."""
+    def _base(self, shard: LeasedShard, stamp: str) -> MappedData | None:
+        """The data of an earlier version of the shard, if it is kept and has the same layout."""
         if stamp not in self._bases:
             if len(self._bases) >= BASES_MAX + len(self._held):
-                raise InvalidRequestError("too many versions are asked for as bases: pull again")
-            earlier = hold_stamp(self._store, self._leases, shard.manifest.shard, stamp)
+                raise InvalidRequestError("the connection uses too many bases: pull again")
+            earlier = lease_by_stamp(self._store, self._leases, shard.manifest.shard, stamp)
             alike = earlier is not None and earlier.layout.digest == shard.layout.digest
             self._bases[stamp] = _held_data(earlier).map_all() if earlier and alike else None
         return self._bases[stamp]
 
 
-def _held_data(shard: HeldShard) -> HeldData:
+def _held_data(shard: LeasedShard) -> HeldData:
     mapped: list[MappedData] = []
 
     def map_all() -> MappedData:

@@ -1,4 +1,4 @@
-"""Options of sockets that both ends of a transport use."""
+"""Socket options of both ends."""
 
 import socket
 import struct
@@ -9,7 +9,7 @@ _TIMEVAL = struct.Struct("@ll")
 def set_timeout(
     connection: socket.socket, receiving_s: float, *, sending_s: float | None = None
 ) -> None:
-    """Bound each wait on a socket that stays a blocking one, as `sendfile` needs it; 0: do not."""
+    """Bound each wait on a blocking socket, as `sendfile` needs; 0: no bound."""
     for option, seconds in (
         (socket.SO_RCVTIMEO, receiving_s),
         (socket.SO_SNDTIMEO, receiving_s if sending_s is None else sending_s),

@@ -1,4 +1,4 @@
-"""One rank's version on another node, fetched piece by piece over connections that may be cut."""
+"""One rank's version on another node, fetched range by range with reconnects."""
 
 import ctypes
 import threading
@@ -16,18 +16,18 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.store.nvme import digests_bytes
+from plexrl.statemanager.store.tiers.nvme import digests_bytes
 from plexrl.statemanager.store.versions.versions import digest_of
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState
 
 PATIENCE_S = 10.0
-"""A source that gives nothing for so long is given up."""
+"""Timeout of a source that sends nothing."""
 RECONNECT_S = 0.05
 
 
 class RemoteBlocks:
-    """A `DeviceMemory` to read from, too. Thread-safe; a cut connection is made again."""
+    """Also a readable `DeviceMemory`. Thread-safe; reconnects after a lost connection."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class RemoteBlocks:
         """`address` is `host:port`.
 
         Raises:
-            UnavailableError: nobody is there.
-            StateLostError: it has no such version of that stamp.
-            CorruptStateError: the version is damaged, or said to be what it cannot be.
+            UnavailableError: nothing listens there.
+            StateLostError: it has no such version with that stamp.
+            CorruptStateError: the version or its description is damaged.
         """
         self._address = address
         self._ticket = ticket
@@ -64,11 +64,11 @@ class RemoteBlocks:
         self._check()
 
     def fetch(self, start: int, views: Sequence[memoryview]) -> None:
-        """Fill memory with the data from `start` on, unverified.
+        """Fill memory with the data from offset `start` on, unverified.
 
         Raises:
             UnavailableError: the source is gone.
-            StateLostError: it has the version no more.
+            StateLostError: it no longer has the version.
         """
         with self._lock:
             for view in views:
@@ -82,11 +82,11 @@ class RemoteBlocks:
             self.fetch(run.offset, [memoryview(memory).cast("B")])
 
     def write(self, runs: Sequence[Run]) -> None:
-        """Raises ConflictError: versions do not change."""
-        raise ConflictError(f"a version at tcp://{self._address} is not written to ({len(runs)})")
+        """Raises ConflictError: versions are immutable."""
+        raise ConflictError(f"a version at tcp://{self._address} is immutable ({len(runs)})")
 
     def close(self) -> None:
-        """Let go of the version."""
+        """Release the version."""
         if self._state is not None:
             self._state.close()
             self._state = None
@@ -137,6 +137,6 @@ class RemoteBlocks:
         if [len(block) for block in blocks] != sizes or digest_of(blocks) != manifest.digest:
             self.close()
             raise CorruptStateError(
-                f"{manifest.description} at tcp://{self._address} has other digests than its "
-                "sections need: run one release of PlexRL on all nodes"
+                f"the checksums of {manifest.description} at tcp://{self._address} do not match "
+                "its sections: run one release of PlexRL on all nodes"
             )

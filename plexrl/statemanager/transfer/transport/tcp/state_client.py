@@ -1,24 +1,23 @@
-"""Versions of ranks' state on another node, over TCP (`transport.state_server`)."""
+"""Client of another node's state versions, over TCP (`tcp.state_server`)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from plexrl.errors import ConnectionLostError
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, UNSCALED, Runs
+from plexrl.statemanager.layout.strided_copies import StridedCopies, one_range
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.transport.copy_stream import (
     DIGEST_BYTES,
     Digest,
-    encode_runs,
-    receive_runs,
+    encode_copies,
+    receive_copies,
 )
 from plexrl.statemanager.transfer.transport.tcp.client import (
     BATCH_BYTES,
-    BATCH_RUNS,
+    BATCH_COPIES,
     connect_tcp,
     head_of,
 )
@@ -33,10 +32,10 @@ class RemoteShard:
     """One rank's version on another node."""
 
     index: int
-    """Among those that were opened together."""
+    """Index among the shards that were opened together."""
     manifest: Manifest
     blocks: tuple[bytes, ...]
-    """The digests of its blocks, by section, where they were asked for."""
+    """Checksums of its blocks, by section, if requested."""
 
 
 class _Offered(msgspec.Struct):
@@ -45,25 +44,25 @@ class _Offered(msgspec.Struct):
 
 
 class RemoteState:
-    """One connection. Not for use by several threads at once."""
+    """One connection. Not thread-safe."""
 
     def __init__(self, address: str, ticket: bytes, timeout_s: float) -> None:
         """`address` is `host:port`. `timeout_s` bounds each wait.
 
         Raises:
-            OSError: nobody is there.
-            AuthenticationError: it has another key than the ticket's.
+            OSError: nothing listens there.
+            AuthenticationError: the server has another key than the ticket's.
         """
         self._connection: socket.socket = connect_tcp(address, ticket, timeout_s)
 
     def open(
         self, deployment: str, seq: int, *, rank: int | None = None, digests: bool = False
     ) -> list[RemoteShard]:
-        """What is there of a version, held until the next `open` or `close`.
+        """Open the shards of a version; they are held until the next `open` or `close`.
 
         Raises:
             PermissionDeniedError: the ticket is of another deployment's worker.
-            ConnectionLostError: the other end went.
+            ConnectionLostError: the server closed.
         """
         request = {"type": "open_state", "deployment": deployment, "seq": seq, "digests": digests}
         if rank is not None:
@@ -76,45 +75,38 @@ class RemoteState:
             for index, one in enumerate(offered)
         ]
 
-    def read(self, shard: RemoteShard, runs: Runs, target: Bytes, *, verify: bool) -> None:
-        """Bring runs to their places in `target`; `verify`: against the sender's digest of them.
+    def read(
+        self, shard: RemoteShard, copies: StridedCopies, target: Bytes, *, verify: bool
+    ) -> None:
+        """Perform copies into `target`; `verify` checks the sender's checksum of them.
 
         Raises:
-            ConnectionLostError: the other end went; some may have arrived.
-            CorruptStateError: bytes were changed on the way.
+            ConnectionLostError: the server closed; some copies may be done.
+            CorruptStateError: the checksum does not match.
         """
-        for batch in runs.batches(BATCH_BYTES):
-            for at in range(0, len(batch), BATCH_RUNS):
-                self._read(shard, batch.chosen(slice(at, at + BATCH_RUNS)), target, verify)
+        for batch in copies.batches(BATCH_BYTES):
+            for at in range(0, len(batch), BATCH_COPIES):
+                self._read(shard, batch.chosen(slice(at, at + BATCH_COPIES)), target, verify)
 
     def read_range(self, shard: RemoteShard, start: int, target: Bytes) -> None:
-        """Fill `target` with the data from `start` on. Raises as `read`; nothing is verified."""
-        one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        runs = Runs(
-            places=one * start,
-            targets=zero,
-            items=one * len(target),
-            counts=one,
-            strides=zero,
-            target_strides=zero,
-            casts=one * BYTES_CAST,
-            scales=one * UNSCALED,
-        )
-        self._read(shard, runs, target, verify=False)
+        """Fill `target` with the data from offset `start` on, unverified. Raises as `read`."""
+        self._read(shard, one_range(start, len(target)), target, verify=False)
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close the connection, which releases the shards."""
         self._connection.close()
 
-    def _read(self, shard: RemoteShard, runs: Runs, target: Bytes, verify: bool) -> None:
+    def _read(self, shard: RemoteShard, copies: StridedCopies, target: Bytes, verify: bool) -> None:
         header = {
             "type": "read_state",
             "shard": shard.index,
             "stamp": shard.manifest.stamp,
             "verify": verify,
         }
-        send_frame(self._connection, header, encode_runs(runs))
+        send_frame(self._connection, header, encode_copies(copies))
         _, announced = head_of(self._connection)
-        if announced != runs.nbytes + (DIGEST_BYTES if verify else 0):
-            raise ConnectionLostError(f"{announced} bytes were announced for {runs.nbytes}")
-        receive_runs(self._connection, runs, target, Digest(verify))
+        if announced != copies.nbytes + (DIGEST_BYTES if verify else 0):
+            raise ConnectionLostError(
+                f"the source announced {announced} bytes for a request of {copies.nbytes}"
+            )
+        receive_copies(self._connection, copies, target, Digest(verify))

@@ -1,10 +1,10 @@
-"""Versions of ranks' state for other nodes, on connections of `transport.tcp_server`.
+"""Serves ranks' state versions to other nodes, on connections of `tcp.server`.
 
     open_state  {deployment, seq, rank, digests}  →  {shards: [{manifest, blocks}]}
-    read_state  {shard, stamp, verify} + runs     →  the runs' bytes, then their digest
+    read_state  {shard, stamp, verify} + copies   →  the copies' bytes, then their checksum
 
-What is opened is held for the connection. With `digests` a shard comes with those of its blocks,
-by section, and the manifest with the digest over all of them.
+The connection holds what it opened. With `digests` a shard includes the checksums of its blocks, by
+section, and the manifest includes the digest over all of them.
 """
 
 import socket
@@ -17,30 +17,30 @@ import numpy as np
 
 from plexrl.errors import InvalidRequestError, PermissionDeniedError, PlexRLError, StateLostError
 from plexrl.statemanager.layout.plan.columns import DTYPES
-from plexrl.statemanager.layout.strided_copies import BYTES_CAST, Runs, packed
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.state_readers import LocalReader
-from plexrl.statemanager.transfer.transport.mapped_files import MappedData
-from plexrl.statemanager.transfer.transport.run_stream import (
+from plexrl.statemanager.transfer.reader import LocalReader
+from plexrl.statemanager.transfer.transport.copy_stream import (
     ANSWER_BYTES_MAX,
     DIGEST_BYTES,
     Digest,
     HeldData,
-    decode_runs,
-    send_runs,
+    decode_copies,
+    send_copies,
 )
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 from plexrl.wire.framing import encode_head
 
 READ_BYTES_MAX = 64 << 20
-"""Of what lies on NVMe, at once: it goes through memory."""
+"""Limit of one read from NVMe, which passes through memory."""
 
 
-class OpenState(msgspec.Struct, tag="open_state"):
-    """Every rank's version, or one's."""
+class OpenStateFrame(msgspec.Struct, tag="open_state"):
+    """Open every rank's version, or one rank's."""
 
     deployment: str
     seq: int
@@ -48,8 +48,8 @@ class OpenState(msgspec.Struct, tag="open_state"):
     digests: bool = False
 
 
-class ReadState(msgspec.Struct, tag="read_state"):
-    """Runs of one of the shards that were opened last."""
+class ReadStateFrame(msgspec.Struct, tag="read_state"):
+    """Read copies from one of the shards that were opened last."""
 
     shard: int
     stamp: str
@@ -58,34 +58,34 @@ class ReadState(msgspec.Struct, tag="read_state"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedState:
-    """A rank's version, as it is offered."""
+    """Description of a rank's version for the client."""
 
     manifest: Manifest
     blocks: tuple[bytes, ...] = ()
-    """The digests of its blocks, by section; empty unless they were asked for."""
+    """Checksums of its blocks, by section; empty unless requested."""
 
 
 class StateReading:
-    """One connection's requests for state. One thread at a time."""
+    """Serves one connection's state requests. One thread at a time."""
 
     def __init__(self, store: Store, claims: Claims, leases: ExitStack) -> None:
-        """`leases` is open for as long as the connection is."""
+        """`leases` closes with the connection."""
         self._store = store
         self._claims = claims
         self._opened = leases.enter_context(ExitStack())
         self._held: list[tuple[Lease, LocalReader]] = []
 
-    def open(self, request: OpenState) -> dict[str, Any]:
+    def open(self, request: OpenStateFrame) -> dict[str, Any]:
         """Hold versions in place and describe them.
 
         Raises:
-            PermissionDeniedError: a worker may read its own deployment's only.
-            CorruptStateError: digests are asked for, and a version is damaged.
+            PermissionDeniedError: the version is of another worker's deployment.
+            CorruptStateError: digests are requested, and a version is damaged.
         """
         claims = self._claims
         if claims.role != Role.AGENT and claims.deployment != request.deployment:
             raise PermissionDeniedError(
-                f"{claims.holder} may read the state of its own deployment, not of "
+                f"{claims.holder} may read only the state of its own deployment, not of "
                 f"{request.deployment!r}"
             )
         found = self._store.find(
@@ -96,7 +96,7 @@ class StateReading:
             )
         )
         offered: list[OfferedState] = []
-        # One version after the other is opened on a connection; those of before are let go.
+        # A connection holds one version at a time; opening another releases the last one.
         self._held = []
         self._opened.close()
         for version in found:
@@ -110,28 +110,28 @@ class StateReading:
             offered.append(offer)
         return {"shards": [msgspec.to_builtins(one) for one in offered]}
 
-    def read(self, connection: socket.socket, request: ReadState, payload: bytearray) -> None:
-        """Send runs of a shard.
+    def read(self, connection: socket.socket, request: ReadStateFrame, payload: bytearray) -> None:
+        """Send the bytes of copies from a shard.
 
         Raises:
-            InvalidRequestError: there is no such shard, or the runs are not of its data.
+            InvalidRequestError: the shard is not open, or the copies exceed its data.
             StateLostError: the version was replaced.
-            BegunError: sending had begun when it failed.
+            BegunError: it failed after sending had begun.
         """
         if not 0 <= request.shard < len(self._held):
-            raise InvalidRequestError(f"there is no shard {request.shard}: open the version first")
+            raise InvalidRequestError(f"shard {request.shard} is not open: open the version first")
         lease, reader = self._held[request.shard]
         if lease.manifest.stamp != request.stamp:
             raise StateLostError(
-                f"{lease.manifest.description} is not of the stamp {request.stamp!r} any more: "
-                "begin again"
+                f"{lease.manifest.description} no longer has the stamp {request.stamp!r}: "
+                "start over"
             )
-        runs = checked_runs(payload, lease.manifest.nbytes)
-        head = encode_head({"result": {}}, runs.nbytes + (DIGEST_BYTES if request.verify else 0))
+        copies = checked_copies(payload, lease.manifest.nbytes)
+        head = encode_head({"result": {}}, copies.nbytes + (DIGEST_BYTES if request.verify else 0))
         digest = Digest(request.verify)
         if reader.mapped is None:
-            # What lies on NVMe may be damaged, which can be said before anything is sent only.
-            found = _read(reader, runs)
+            # Data on NVMe may be damaged, which can be reported only before sending begins.
+            found = _read(reader, copies)
             digest.add(found)
             connection.sendall(head)
             connection.sendall(found.data)
@@ -139,63 +139,70 @@ class StateReading:
             return
         connection.sendall(head)
         try:
-            send_runs(connection, _held_data(lease, reader.mapped), runs, digest)
+            send_copies(connection, _held_data(lease, reader.mapped), copies, digest)
         except PlexRLError as error:
             raise BegunError(error) from error
 
 
 class BegunError(Exception):
-    """Something failed when it was too late to say so."""
+    """A failure after the payload has begun, when no error can be sent any more."""
 
     def __init__(self, cause: PlexRLError) -> None:
         super().__init__()
         self.cause = cause
 
 
-def checked_runs(payload: bytearray, nbytes: int) -> Runs:
-    """Runs off the wire that lie within `nbytes` bytes. Raises InvalidRequestError: they do not."""
+def checked_copies(payload: bytearray, nbytes: int) -> StridedCopies:
+    """Decode received copies and check them as `check_within` does."""
     try:
-        runs = decode_runs(payload)
+        copies = decode_copies(payload)
     except ValueError as error:
-        raise InvalidRequestError(f"malformed runs: {error}") from error
-    check_within(runs, nbytes)
-    return runs
+        raise InvalidRequestError(f"malformed copies: {error}") from error
+    check_within(copies, nbytes)
+    return copies
 
 
-def check_within(runs: Runs, nbytes: int) -> None:
-    """Refuse runs that lie not wholly within `nbytes` bytes, or are more than one answer holds.
+def check_within(copies: StridedCopies, nbytes: int) -> None:
+    """Check that copies lie within `nbytes` bytes and fit one answer.
 
     Raises:
-        InvalidRequestError: some do not.
+        InvalidRequestError: they do not.
     """
-    casts = (runs.casts == BYTES_CAST) | ((runs.casts >= 0) & (runs.casts < len(DTYPES) ** 2))
+    casts = (copies.casts == BYTES_CAST) | ((copies.casts >= 0) & (copies.casts < len(DTYPES) ** 2))
     limits = np.int64(1) << np.int64(48)
-    small = (runs.items >= 1) & (runs.counts >= 1) & (runs.strides >= 0) & (runs.places >= 0)
-    small &= (runs.items <= nbytes) & (runs.counts <= limits // np.maximum(1, runs.strides))
-    scales = runs.scales.view(np.float64)
-    usable = np.isfinite(scales) & (scales > 0)
-    if not (casts & small & usable).all():
-        raise InvalidRequestError("runs have positive sizes and scales, and known dtypes")
-    # In floating point, where no product can wrap around to something small.
-    total = (runs.row_bytes().astype(np.float64) * runs.counts).sum()
-    if (runs.places > nbytes).any() or total > ANSWER_BYTES_MAX:
+    small = (
+        (copies.items >= 1)
+        & (copies.counts >= 1)
+        & (copies.src_strides >= 0)
+        & (copies.src_offsets >= 0)
+    )
+    small &= (copies.items <= nbytes) & (
+        copies.counts <= limits // np.maximum(1, copies.src_strides)
+    )
+    if not (casts & small).all():
+        raise InvalidRequestError("copies need positive sizes and known dtypes")
+    # In floating point, so that no product can overflow to a small number.
+    total = (copies.row_bytes().astype(np.float64) * copies.counts).sum()
+    if (copies.src_offsets > nbytes).any() or total > ANSWER_BYTES_MAX:
         raise InvalidRequestError(
-            f"runs begin within the {nbytes} bytes of the data, and come to at most "
-            f"{ANSWER_BYTES_MAX} bytes together"
+            f"copies must begin within the {nbytes} bytes of the data, and together have at most "
+            f"{ANSWER_BYTES_MAX} bytes"
         )
-    ends = runs.places + (runs.counts - 1) * runs.strides + runs.row_bytes_at_source()
+    ends = (
+        copies.src_offsets + (copies.counts - 1) * copies.src_strides + copies.row_bytes_at_source()
+    )
     if not (ends <= nbytes).all():
-        raise InvalidRequestError(f"runs end beyond the {nbytes} bytes of the data")
+        raise InvalidRequestError(f"copies end beyond the {nbytes} bytes of the data")
 
 
-def _read(reader: LocalReader, runs: Runs) -> Bytes:
-    if runs.nbytes > READ_BYTES_MAX:
+def _read(reader: LocalReader, copies: StridedCopies) -> Bytes:
+    if copies.nbytes > READ_BYTES_MAX:
         raise InvalidRequestError(
-            f"runs of {runs.nbytes} bytes were asked for at once; {READ_BYTES_MAX} is the most of "
-            "what lies on NVMe"
+            f"a request reads {copies.nbytes} bytes from NVMe; the limit is {READ_BYTES_MAX}: "
+            "read less at once"
         )
-    found: Bytes = np.empty(runs.nbytes, dtype=np.uint8)
-    reader.read(packed(runs), found)
+    found: Bytes = np.empty(copies.nbytes, dtype=np.uint8)
+    reader.read(packed(copies), found)
     return found
 
 

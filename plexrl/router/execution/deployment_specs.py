@@ -1,0 +1,54 @@
+"""Cache of deployments' specifications, which never change."""
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from plexrl.errors import StorageError, UnavailableError
+from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
+from plexrl.router.execution.scheduler_link import SchedulerLink
+
+SPECS_MAX = 10_000
+RETRY_S = 0.2
+Plain = dict[str, Any]
+
+
+class DeploymentSpecs:
+    """A bounded cache with separate entries for every scope, so that no tenant reads another's."""
+
+    def __init__(self, scheduler: SchedulerLink) -> None:
+        self._scheduler = scheduler
+        self._specs: OrderedDict[tuple[str, str | None], DeploymentSpec] = OrderedDict()
+
+    async def read(self, deployment: str, scope: str | None) -> DeploymentSpec:
+        """Return a specification in the scope of a tenant, or in every scope (None).
+
+        Raises:
+            UnknownDeploymentError: the scope has no such deployment.
+            UnavailableError: no scheduler is connected.
+        """
+        key = (deployment, scope)
+        found = self._specs.get(key)
+        if found is None:
+            claim: Plain = {"tenant": scope}
+            if scope is None:
+                claim["as_operator"] = True
+            view = await self._scheduler.call("get_deployment", {"deployment": deployment, **claim})
+            found = deployment_spec_from_json(view["spec_json"])
+            self._specs[key] = found
+            while len(self._specs) > SPECS_MAX:
+                self._specs.popitem(last=False)
+        return found
+
+    async def await_own(self, deployment: str) -> DeploymentSpec:
+        """Return the specification of a deployment whose run this router executes. While the
+        scheduler is unreachable the call waits: the run outlives a restart of the scheduler.
+
+        Raises:
+            UnknownDeploymentError: the deployment was deleted meanwhile.
+        """
+        while True:
+            try:
+                return await self.read(deployment, None)
+            except (UnavailableError, StorageError):
+                await asyncio.sleep(RETRY_S)

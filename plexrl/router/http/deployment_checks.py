@@ -1,0 +1,145 @@
+"""Checks of a deployment request, and the specification that results. Pure."""
+
+from typing import Any
+
+from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.model.capabilities import (
+    backend_capabilities,
+    check_adapters,
+    check_architecture,
+    check_computation,
+    check_dtype,
+    check_layout,
+    check_optimizer,
+)
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.kv_cache import check_cache_budget
+from plexrl.model.layout import check_equal_parts, check_tensor_parallel
+from plexrl.model.lora import LoraSpec, adapter_parameter_count
+from plexrl.model.megatron_dimensions import Dimensions, check_cut, dimensions, megatron_state_bytes
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import (
+    TRAIN_BYTES_PER_PARAMETER,
+    WEIGHT_BYTES,
+    ModelSpec,
+    parameter_count,
+)
+from plexrl.router.http.schemas import DeploymentRequest, LoraRequest
+
+Plain = dict[str, Any]
+
+
+def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
+    """Return the deployment's specification and its model's parameter count.
+
+    Raises:
+        InvalidRequestError: the backend does not exist, or the model cannot be built.
+        LayoutError: the layout is invalid, does not match `workers`, or the backend cannot run it.
+    """
+    model = ModelSpec(**body.model.model_dump())
+    if (model.path is None) == (model.architecture is None):
+        raise InvalidRequestError("a model has either a path or an architecture: give one of them")
+    capabilities = backend_capabilities(body.kind, body.backend or None)
+    check_architecture(capabilities, model)
+    parameters = parameter_count(model)
+    layout = _layout(body)
+    check_layout(capabilities, layout)
+    check_optimizer(capabilities, body.optimizer)
+    check_dtype(capabilities, body.dtype)
+    check_computation(
+        capabilities,
+        body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+    )
+    _check_kind(body, model, layout)
+    lora = None
+    if body.lora is not None:
+        check_adapters(capabilities, layout)
+        lora = LoraSpec(**_lora_fields(body.lora))
+        adapter_parameter_count(model, lora)
+    if capabilities.backend == "megatron":
+        check_cut(_dimensions(model), layout)
+    spec = DeploymentSpec(
+        model=model,
+        kind=body.kind,
+        backend=capabilities.backend,
+        workers=layout.world_size,
+        parallelism=layout,
+        optimizer=body.optimizer,
+        dtype=body.dtype,
+        lora=lora,
+        compute_dtype=body.compute_dtype,
+        activation_checkpointing=body.activation_checkpointing,
+        max_sequence_tokens=body.max_sequence_tokens,
+        max_concurrent_samples=body.max_concurrent_samples,
+        kv_cache_bytes=body.kv_cache_bytes,
+    )
+    _check_sequence_length(spec)
+    check_cache_budget(spec)
+    return spec, parameters
+
+
+def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) -> None:
+    check_tensor_parallel(model, layout)
+    if body.kind == "rollout":
+        check_equal_parts(model, layout)
+    if model.head != "causal" and body.kind != "forward":
+        raise InvalidRequestError(
+            f"a model with head {model.head!r} only scores rows: create a reward deployment for "
+            f"it, not a {body.kind} deployment"
+        )
+    if body.kind == "rollout" and body.trace is not None:
+        raise InvalidRequestError(
+            "a rollout deployment has its GPUs to itself and needs no demand trace: leave the "
+            "trace out"
+        )
+
+
+def _check_sequence_length(spec: DeploymentSpec) -> None:
+    positions = spec.model.config.get("max_position_embeddings")
+    if isinstance(positions, int) and spec.max_sequence_tokens > positions:
+        raise InvalidRequestError(
+            f"max_sequence_tokens is {spec.max_sequence_tokens}; the model has {positions} "
+            "positions: lower it"
+        )
+
+
+def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
+    """Bytes of model state over all ranks: a trainer shards its state over data ranks; in other
+    kinds each data rank has all weights."""
+    adapters = adapter_parameter_count(spec.model, spec.lora) if spec.lora is not None else 0
+    if spec.kind == "train" and spec.lora is not None:
+        # The frozen weights are on the device too, once for all adapters of the model.
+        return parameters * WEIGHT_BYTES["float32"] + adapters * TRAIN_BYTES_PER_PARAMETER
+    if spec.backend == "megatron":
+        return megatron_state_bytes(_dimensions(spec.model), spec.layout, parameters)
+    if spec.kind == "train":
+        return parameters * TRAIN_BYTES_PER_PARAMETER
+    # With adapters, both the frozen weights and the merged weights are kept.
+    copies = 2 if spec.lora is not None else 1
+    weights = parameters * WEIGHT_BYTES[spec.dtype] * copies
+    return (weights + adapters * WEIGHT_BYTES["float32"]) * spec.layout.dp
+
+
+def _lora_fields(body: LoraRequest) -> Plain:
+    fields = body.model_dump(exclude_none=True)
+    if "targets" in fields:
+        fields["targets"] = tuple(fields["targets"])
+    return fields
+
+
+def _dimensions(model: ModelSpec) -> Dimensions:
+    return dimensions({"model_type": model.architecture, **model.config})
+
+
+def _layout(body: DeploymentRequest) -> Parallelism:
+    if body.parallelism is None:
+        return Parallelism(dp=body.workers or 1)
+    layout = Parallelism(**body.parallelism.model_dump())
+    if body.workers not in (None, layout.world_size):
+        raise LayoutError(
+            f"workers is {body.workers}, but {layout.describe()} needs {layout.world_size} "
+            "(dp·tp·pp·cp): leave workers out, or make them equal",
+            field="workers",
+        )
+    return layout

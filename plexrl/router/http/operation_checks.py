@@ -1,0 +1,253 @@
+"""Checks of an operation's parameters and batch, before anything changes. Pure.
+
+Each error says what is wrong, in which row, and how to mend it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from plexrl.errors import (
+    BatchShapeError,
+    InvalidRequestError,
+    NonFiniteInputError,
+    TokenRangeError,
+)
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.lora import LoraSpec
+from plexrl.wire.masks import check_mask
+from plexrl.wire.operations import (
+    LOSS_INPUTS,
+    PARAMS_BY_KIND,
+    USER_KINDS,
+    ForwardBackwardParams,
+    ForwardParams,
+    GenerateParams,
+    LossSpec,
+    OperationKind,
+    OperationParams,
+    SamplingParams,
+    SyncWeightsParams,
+)
+from plexrl.wire.parameter_checks import SAMPLES_MAX, check_parameters
+from plexrl.wire.tensors import Array, Arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedOperation:
+    """A request that passed all checks."""
+
+    kind: OperationKind
+    params: OperationParams
+    tokens: int
+    """Size of the work: tokens of the batch, or the most that can be drawn."""
+    has_batch: bool
+
+
+def check_operation(
+    spec: DeploymentSpec, kind_name: str, params: dict[str, Any], arrays: Arrays
+) -> CheckedOperation:
+    """Check a request and type its parameters.
+
+    Raises:
+        InvalidRequestError: or a subclass; the operation could not be executed.
+    """
+    kind = _kind(spec, kind_name)
+    typed = type_params(kind, params)
+    check_parameters(typed)
+    tokens = 0
+    match typed:
+        case ForwardBackwardParams():
+            tokens = _check_batch(spec, arrays, _loss_arrays(typed.loss))
+            if "mask" in arrays:
+                check_mask(arrays["mask"], arrays["lengths"])
+        case ForwardParams():
+            tokens = _check_batch(spec, arrays, ())
+        case GenerateParams():
+            tokens = _check_generate(spec, typed, arrays)
+        case SyncWeightsParams() if spec.model.head != "causal":
+            raise InvalidRequestError(
+                f"the deployment's model has head {spec.model.head!r}, and no train deployment "
+                "publishes such weights: load a checkpoint instead"
+            )
+    if arrays and not tokens:
+        raise BatchShapeError(
+            f"{kind.value} takes no arrays, but {sorted(arrays)} were sent: leave them out"
+        )
+    return CheckedOperation(kind=kind, params=typed, tokens=tokens, has_batch=bool(arrays))
+
+
+def check_source(spec: DeploymentSpec, source: DeploymentSpec) -> None:
+    """Raises `InvalidRequestError` if a deployment cannot use the weights of `source`."""
+    if spec.lora == source.lora:
+        return
+    raise InvalidRequestError(
+        f"the source has {_adapters(source.lora)} and this deployment {_adapters(spec.lora)}, so "
+        "the published weights do not fit: create both with the same lora, or both without"
+    )
+
+
+def _adapters(lora: LoraSpec | None) -> str:
+    return "no adapters" if lora is None else f"adapters of rank {lora.rank} ({lora})"
+
+
+def type_params(kind: OperationKind, params: dict[str, Any]) -> OperationParams:
+    """Convert `params` to the kind's own type; an unknown name is an error.
+
+    Raises:
+        InvalidRequestError: a name is unknown or missing, or a value has a wrong type.
+    """
+    wanted = PARAMS_BY_KIND[kind]
+    _refuse_unknown(kind.value, params, wanted)
+    for name, inner in (("loss", LossSpec), ("sampling", SamplingParams)):
+        if isinstance(params.get(name), dict):
+            _refuse_unknown(f"{kind.value}.{name}", params[name], inner)
+    try:
+        typed: OperationParams = msgspec.convert(params, wanted)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{kind.value}: {error}") from error
+    return typed
+
+
+def _kind(spec: DeploymentSpec, name: str) -> OperationKind:
+    allowed = sorted(kind.value for kind in USER_KINDS[spec.kind])
+    if name not in allowed:
+        raise InvalidRequestError(
+            f"{name!r} is not an operation of a {spec.kind} deployment: use {', '.join(allowed)}"
+        )
+    return OperationKind(name)
+
+
+def _refuse_unknown(where: str, params: dict[str, Any], wanted: type) -> None:
+    known = wanted.__dataclass_fields__  # type: ignore[attr-defined]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise InvalidRequestError(
+            f"{where} has no parameter {', '.join(map(repr, unknown))}: it takes "
+            + (", ".join(sorted(known)) or "none")
+        )
+
+
+def _loss_arrays(loss: LossSpec) -> tuple[str, ...]:
+    extra = ("ref_logprobs",) if loss.kl_coef > 0 else ()
+    return (*LOSS_INPUTS[loss.name], *extra)
+
+
+def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...]) -> int:
+    lengths = _check_rows(spec, arrays)
+    tokens = len(arrays["tokens"])
+    missing = [name for name in per_token if name not in arrays]
+    if missing:
+        raise BatchShapeError(
+            f"the loss needs the per-token arrays {', '.join(missing)}: add them to the batch"
+        )
+    known = {"tokens", "lengths", *per_token}
+    unknown = sorted(set(arrays) - known)
+    if unknown:
+        raise BatchShapeError(
+            f"the arrays {', '.join(unknown)} are not used here: leave them out, or choose the "
+            "loss that needs them"
+        )
+    for name in per_token:
+        array = arrays[name]
+        if array.dtype != np.float32 or array.shape != (tokens,):
+            raise BatchShapeError(
+                f"{name} is {array.dtype}{list(array.shape)}; float32[{tokens}] is needed: one "
+                "value for each token of every row",
+                array=name,
+            )
+        _check_finite(name, array, lengths)
+    return tokens
+
+
+def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays) -> int:
+    sampling = params.sampling
+    if params.stream and spec.layout.dp > 1:
+        raise InvalidRequestError(
+            f"the deployment has {spec.layout.dp} replicas (dp), and a stream covers one replica: "
+            "leave `stream` out, or create a deployment with dp=1"
+        )
+    unknown = sorted(set(arrays) - {"tokens", "lengths"})
+    if unknown:
+        raise BatchShapeError(
+            f"generate takes tokens and lengths only: leave {', '.join(unknown)} out"
+        )
+    lengths = _check_rows(spec, arrays)
+    rows = len(lengths) * params.samples_per_prompt
+    if rows > SAMPLES_MAX:
+        raise BatchShapeError(f"{rows} samples at once; at most {SAMPLES_MAX}: split the prompts")
+    longest = int(lengths.argmax())
+    if int(lengths[longest]) + 1 > spec.max_sequence_tokens:
+        raise BatchShapeError(
+            f"prompt {longest} has {int(lengths[longest])} tokens and the deployment's "
+            f"max_sequence_tokens is {spec.max_sequence_tokens}: shorten the prompt, it leaves no "
+            "token for a completion",
+            row=longest,
+        )
+    # No completion is longer than the deployment's limit on a sequence.
+    return rows * min(sampling.max_tokens, spec.max_sequence_tokens)
+
+
+def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
+    """Check `tokens` and `lengths`; return the lengths."""
+    for name in ("tokens", "lengths"):
+        array = arrays.get(name)
+        if array is None or array.dtype != np.int32 or array.ndim != 1:
+            found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
+            raise BatchShapeError(f"{name} must be a one-dimensional int32 array; it is {found}")
+    tokens, lengths = arrays["tokens"], arrays["lengths"]
+    if not len(lengths):
+        raise BatchShapeError("the batch has no rows: send at least one")
+    if int(lengths.min()) < 1:
+        raise BatchShapeError(
+            f"row {int(lengths.argmin())} has {int(lengths.min())} tokens: every row needs one",
+            row=int(lengths.argmin()),
+        )
+    total = int(lengths.sum(dtype=np.int64))
+    if total != len(tokens):
+        raise BatchShapeError(
+            f"lengths add up to {total} and there are {len(tokens)} tokens: pack all rows end to "
+            "end"
+        )
+    longest = int(lengths.argmax())
+    if int(lengths[longest]) > spec.max_sequence_tokens:
+        raise BatchShapeError(
+            f"row {longest} has {int(lengths[longest])} tokens; the deployment's "
+            f"max_sequence_tokens is {spec.max_sequence_tokens}: shorten it",
+            row=longest,
+        )
+    size = int(spec.model.config["vocab_size"])
+    # Two fast passes without allocation; the position is searched for only after an error.
+    if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= size))
+        row, position = _row_of(int(wrong[0]), lengths)
+        raise TokenRangeError(
+            f"row {row} has token {int(tokens[wrong[0]])} at position {position}; the vocabulary "
+            f"is 0 to {size - 1}: is this the model's own tokenizer?",
+            row=row,
+            position=position,
+        )
+    return lengths
+
+
+def _check_finite(name: str, array: Array, lengths: Array) -> None:
+    if not np.isfinite((array.min(), array.max())).all():
+        wrong = np.flatnonzero(~np.isfinite(array))
+        row, position = _row_of(int(wrong[0]), lengths)
+        raise NonFiniteInputError(
+            f"{name} is {array[wrong[0]]} in row {row} at position {position}: every value must "
+            "be finite; give unused tokens 0. Values that a model computed are not finite once its "
+            "training has diverged: look for extreme advantages or learning rates",
+            array=name,
+            row=row,
+            position=position,
+        )
+
+
+def _row_of(index: int, lengths: Array) -> tuple[int, int]:
+    """The row of the token at `index` in the packed batch, and its position in that row."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    row = int(np.searchsorted(ends, index, side="right"))
+    return row, index - int(ends[row] - lengths[row])

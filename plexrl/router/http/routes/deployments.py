@@ -1,0 +1,88 @@
+"""Routes about a job's deployments."""
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from plexrl.errors import NotFoundError
+from plexrl.model.spec import ModelSpec
+from plexrl.router.http.deployment_checks import check_deployment, state_bytes
+from plexrl.router.http.schemas import DeploymentRequest
+from plexrl.router.http.services import Services
+from plexrl.wire.parameter_checks import check_name
+
+Plain = dict[str, Any]
+
+ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
+
+
+@ROUTES.post("/{job}/deployments", status_code=201, summary="Create a deployment")
+async def deploy(request: Request, services: Services, job: str, body: DeploymentRequest) -> Plain:
+    """A request with the name of an existing deployment returns that deployment."""
+    caller = await services.caller(request)
+    check_name("deployment", body.name)
+    if body.model.path is not None:
+        await services.checkpoint_access.check_path(body.model.path, caller.rights)
+    spec, parameters = check_deployment(body)
+    view = await services.scheduler.call(
+        "create_deployment",
+        {
+            "deployment": f"{job}/{body.name}",
+            "job": job,
+            **caller.claim,
+            "kind": spec.kind,
+            "workers": spec.workers,
+            "state_bytes": state_bytes(spec, parameters),
+            "exclusive": body.exclusive,
+            "spec_json": spec.to_json(),
+            "node_type": body.node_type,
+            "trace": None if body.trace is None else body.trace.model_dump(),
+        },
+    )
+    return {**view, "parameters": parameters}
+
+
+@ROUTES.get("/{job}/deployments/{name}", summary="One deployment")
+async def deployment(request: Request, services: Services, job: str, name: str) -> Plain:
+    """For a rollout deployment `engines` holds the statistics of its engines."""
+    caller = await services.caller(request)
+    view = await services.deployment(caller, f"{job}/{name}")
+    return {**view, "engines": await services.engines.stats(view)}
+
+
+@ROUTES.post(
+    "/{job}/deployments/{name}/recover",
+    summary="Acknowledge the failures that halt a deployment",
+)
+async def recover(request: Request, services: Services, job: str, name: str) -> Plain:
+    """`failure` is the job's next failure to acknowledge."""
+    caller = await services.caller(request)
+    fields = {"deployment": f"{job}/{name}", **caller.claim}
+    return await services.scheduler.call("acknowledge", fields)
+
+
+@ROUTES.get(
+    "/{job}/deployments/{name}/tokenizer",
+    summary="The model's tokenizer.json",
+    response_class=PlainTextResponse,
+)
+async def tokenizer(request: Request, services: Services, job: str, name: str) -> PlainTextResponse:
+    """404 if the model has neither a `tokenizer.json` nor a vocabulary."""
+    caller = await services.caller(request)
+    spec = await services.spec(f"{job}/{name}", caller)
+    return PlainTextResponse(_tokenizer_json(spec.model), media_type="application/json")
+
+
+def _tokenizer_json(model: ModelSpec) -> str:
+    from plexrl.model.tokenizer import char_tokenizer_json
+
+    if model.path is not None:
+        path = Path(model.path) / "tokenizer.json"
+        if not path.is_file():
+            raise NotFoundError(f"{model.path} holds no tokenizer.json")
+        return path.read_text()
+    if not model.vocabulary:
+        raise NotFoundError("the model was made without a vocabulary, so it has no tokenizer")
+    return char_tokenizer_json(model.vocabulary)

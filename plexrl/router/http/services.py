@@ -1,0 +1,153 @@
+"""The objects that all routes share, and how a route handler gets them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from starlette.requests import ClientDisconnect
+
+from plexrl.errors import (
+    ConnectionLostError,
+    OverloadedError,
+    PermissionDeniedError,
+    StorageFullError,
+)
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.router.blobs.checkpoint_access import CheckpointAccess
+from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
+from plexrl.router.blobs.store import BlobStore, Upload
+from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
+from plexrl.router.execution.deployment_specs import DeploymentSpecs
+from plexrl.router.execution.engines import Engines
+from plexrl.router.execution.executor import Executor
+from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.http.authentication import Caller, KeyCache, bearer_key
+from plexrl.router.http.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
+from plexrl.router.http.server.shutdown import Shutdown
+from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.metrics_log import MetricsLog
+from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.wire.tensors import MEDIA_TYPE
+
+Plain = dict[str, Any]
+RESPONSE_MARGIN_S = 30.0
+"""How much longer than the poll itself the router waits for the scheduler's reply to a poll."""
+CONTROLLER_HEADER = "plexrl-controller"
+"""Header that identifies the controller that sends a request, by a token of its own choice."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterServices:
+    """The shared objects of one router. They hold no state that another router would need."""
+
+    scheduler: SchedulerLink
+    executor: Executor
+    blobs: BlobStore
+    metrics: MetricsLog
+    specs: DeploymentSpecs
+    uploads: UploadAdmission
+    checkpoint_access: CheckpointAccess
+    checkpoint_quota: CheckpointQuota
+    keys: KeyCache
+    engines: Engines
+    disconnects: CancelOnDisconnect
+    health: ClusterHealth
+    data_dir: Path
+    body_bytes_max: int
+    """Largest payload of an operation, in bytes."""
+    shutdown: Shutdown = field(default_factory=Shutdown)
+
+    async def caller(self, request: Request) -> Caller:
+        """Return who sent the request.
+
+        Raises:
+            AuthenticationError: the request has no key or an unknown one.
+        """
+        caller = await self.keys.caller_of(bearer_key(request.headers.get("authorization", "")))
+        request.state.is_operator = caller.is_operator
+        return replace(caller, controller=request.headers.get(CONTROLLER_HEADER, ""))
+
+    async def operator(self, request: Request) -> Caller:
+        """Return the caller, who must be the operator. Raises `PermissionDeniedError`."""
+        caller = await self.caller(request)
+        if not caller.is_operator:
+            raise PermissionDeniedError("this needs the operator's key")
+        return caller
+
+    async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
+        """Return a deployment's specification. Raises `UnknownDeploymentError`."""
+        return await self.specs.read(deployment, caller.scope)
+
+    async def operation(self, caller: Caller, operation: str, wait_s: float) -> Plain:
+        """Return the scheduler's view of an operation, once the operation is final, `wait_s`
+        seconds have passed or this router stops. Raises `UnknownOperationError`."""
+        fields = {"operation": operation, **caller.claim, "timeout_s": wait_s}
+        if wait_s > 0 and not self.shutdown.has_begun:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as wait:
+                    with self.shutdown.interrupting(wait):
+                        return await self.scheduler.call(
+                            "wait_operation", fields, timeout_s=wait_s + RESPONSE_MARGIN_S
+                        )
+        return await self.scheduler.call("wait_operation", {**fields, "timeout_s": 0.0})
+
+    async def deployment(self, caller: Caller, deployment: str) -> Plain:
+        """Return the scheduler's view of a deployment. Raises `UnknownDeploymentError`."""
+        fields = {"deployment": deployment, **caller.claim}
+        return await self.scheduler.call("get_deployment", fields)
+
+    @asynccontextmanager
+    async def upload(self, request: Request, caller: Caller) -> AsyncIterator[Upload]:
+        """Receive the request's body; drop it when the block ends, unless it was published.
+
+        Raises:
+            PayloadTooLargeError: the body is over the limit.
+            OverloadedError: too many bytes are arriving already.
+            StorageFullError: the disk is full.
+            ConnectionLostError: the client disconnected before the end of the body.
+        """
+        body = request.scope["state"][BODY_KEY]
+        assert isinstance(body, LimitedBody)
+        if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
+            body.allow(self.body_bytes_max)
+        # A body without a declared length may be as long as the limit.
+        declared = self.body_bytes_max if body.content_length is None else body.content_length
+        try:
+            with self.uploads.admit(caller.tenant, min(declared, self.body_bytes_max)):
+                chunks = timed_chunks(request.stream(), body.timeout_s)
+                upload = await self.blobs.receive(chunks, self.body_bytes_max)
+        except ClientDisconnect as error:
+            raise ConnectionLostError(
+                "the client disconnected before the end of its request"
+            ) from error
+        except (OverloadedError, StorageFullError):
+            # A client that is still sending does not read the response.
+            await self._drain(request, body.timeout_s)
+            raise
+        try:
+            yield upload
+        finally:
+            upload.drop()
+
+    async def _drain(self, request: Request, stall_s: float) -> None:
+        left = self.body_bytes_max
+        with suppress(ClientDisconnect, ConnectionLostError, BodyRefusedError):
+            async for chunk in timed_chunks(request.stream(), stall_s):
+                left -= len(chunk)
+                if left < 0:
+                    return
+
+
+async def router_services(request: Request) -> RouterServices:
+    """Return the services of the application that serves `request`."""
+    services = request.app.state.services
+    assert isinstance(services, RouterServices)
+    return services
+
+
+Services = Annotated[RouterServices, Depends(router_services)]
+"""Type of a route handler's parameter that receives the shared services."""

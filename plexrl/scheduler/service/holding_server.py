@@ -1,0 +1,104 @@
+"""Serves the scheduler's socket before the scheduler can: answers every call with an outage.
+
+While the journal cannot be opened, routers and agents connect and receive the reason, so clients
+wait and retry instead of failing. The server never listens where another scheduler does.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+from plexrl.errors import StorageError
+from plexrl.process.conditions import Conditions
+from plexrl.process.startup import remove_socket
+from plexrl.scheduler.core.calls import Plain
+from plexrl.wire.rpc import Handler, Peer
+
+LOG = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+
+
+class HoldingServer:
+    """Listens at `listen` from the first `hold` to `close`; calls `opened` when it starts."""
+
+    def __init__(self, listen: str, opened: Callable[[], None]) -> None:
+        self._listen = listen
+        self._opened = opened
+        self._server: asyncio.Server | None = None
+        self._peers: set[Peer] = set()
+        self._conditions = Conditions()
+        self._reason: StorageError | None = None
+
+    async def hold(self, error: StorageError) -> None:
+        """Answer every call with `error` until `close`."""
+        if self._reason is None or self._reason.code != error.code:
+            LOG.error("holding: %s", error)
+        error.details.setdefault("retry_after_s", RETRY_AFTER_S)
+        self._reason = error
+        self._conditions.clear()
+        self._conditions.hold(error)
+        if self._server is not None or await _is_served(self._listen):
+            return
+        remove_socket(self._listen)
+        self._server = await asyncio.start_unix_server(self._connected, self._listen, backlog=1024)
+        self._opened()
+
+    async def close(self) -> None:
+        """Stop listening and close all connections; peers connect again."""
+        if self._server is None:
+            return
+        LOG.warning("the journal can be used: continuing")
+        self._server.close()
+        self._server = None
+        remove_socket(self._listen)
+        for peer in list(self._peers):
+            peer.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = Peer(reader, writer, _Answers(self._hello, self._view, self._refuse))
+        self._peers.add(peer)
+        try:
+            await peer.run()
+        finally:
+            self._peers.discard(peer)
+
+    async def _hello(self, peer: Peer, params: Plain) -> Plain:
+        del peer, params
+        return {}
+
+    async def _view(self, peer: Peer, params: Plain) -> Plain:
+        del peer, params
+        return {"conditions": self._conditions.view()}
+
+    async def _refuse(self, peer: Peer, params: Plain) -> Plain:
+        del peer, params
+        assert self._reason is not None, "it listens without a reason"
+        raise self._reason
+
+
+class _Answers(Mapping[str, Handler]):
+    """Handlers for every method name."""
+
+    def __init__(self, hello: Handler, conditions: Handler, other: Handler) -> None:
+        self._known = {"hello": hello, "conditions": conditions}
+        self._other = other
+
+    def __getitem__(self, method: str) -> Handler:
+        return self._known.get(method, self._other)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+async def _is_served(path: str) -> bool:
+    """Whether a process listens at the socket."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,51 @@
+"""Back-off of a deployment whose runs meet a condition that passes, such as a full disk."""
+
+from dataclasses import dataclass
+from typing import Final
+
+BACKOFF_S_MIN: Final = 1.0
+BACKOFF_S_MAX: Final = 15.0
+"""Back-off before the first retry, doubled with each one that follows, and its bound: free space on
+a disk is noticed soon."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Backoff:
+    """What keeps a deployment's work from going on, and when it is tried again."""
+
+    until: float = 0.0
+    reason: str = ""
+    code: str = ""
+    """Code of the condition that the last run met, such as `storage_full`; empty: none."""
+    since: float = 0.0
+    tries: int = 0
+    """Runs in a row that met the condition."""
+
+    def report(self, code: str, reason: str, now: float) -> None:
+        """A run met a condition: operators see it."""
+        if not self.code:
+            self.since = now
+        self.code = code
+        self.reason = reason
+
+    def explain(self, reason: str) -> None:
+        """Something else than a condition delays the work."""
+        self.reason = reason
+
+    def retry_later(self, now: float) -> None:
+        """Wait longer than before the last retry."""
+        self.until = now + min(BACKOFF_S_MIN * 2.0 ** min(self.tries, 16), BACKOFF_S_MAX)
+        self.tries += 1
+
+    def wait(self, until: float, reason: str) -> None:
+        """Wait until then, for a reason that is no condition."""
+        self.until = until
+        self.reason = reason
+
+    def clear(self) -> None:
+        """A run met no condition, or nothing is left to be tried again."""
+        if self.code:
+            self.code = ""
+            self.tries = 0
+            self.since = 0.0
+            self.until = 0.0

@@ -1,0 +1,78 @@
+"""Bursts: the runs of a deployment on its group, one after another, without a long pause."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Burst:
+    """The burst of a deployment that is under way, and the last one that ended."""
+
+    started_at: float | None = None
+    """None: no burst is under way."""
+    tokens: int = 0
+    """Tokens of the burst's first operation: they are available before the rest of it is."""
+    ended_at: float | None = None
+    """End of the last burst; None before the first has ended."""
+    served_at: float = 0.0
+    """When an operation was last started."""
+    idle_since: float | None = None
+    """When the last run ended or the state was loaded; None while something runs."""
+    wants_since: float | None = None
+    """Since when there is an operation to run, and the group runs others."""
+
+    def begin(self, now: float) -> None:
+        """Start a burst, or measure the length of the present one from `now`."""
+        self.started_at = now
+
+    def begin_loaded(self, now: float) -> None:
+        """The state was loaded for operations that wait."""
+        self.started_at = self.idle_since = now
+
+    def stay_over(self) -> None:
+        """The state was loaded, and no operation waits."""
+        self.started_at = self.idle_since = None
+
+    def serve(self, tokens: int, now: float) -> None:
+        """An operation is started."""
+        if self.started_at is None:
+            self.started_at = now
+        if self.tokens == 0:
+            self.tokens = tokens
+        self.idle_since = None
+        self.served_at = now
+
+    def pause(self, now: float) -> None:
+        """Nothing runs, and more may follow."""
+        self.idle_since = now
+
+    def forget_pause(self) -> None:
+        """The time since the last run is no pause: a snapshot runs, or the cycle is over."""
+        self.idle_since = None
+
+    def end(self, now: float) -> float | None:
+        """End the burst.
+
+        Returns:
+            Its length in seconds; None if it ran nothing.
+        """
+        started_at, length_s = self.started_at, None
+        if started_at is not None and started_at <= self.served_at:
+            ended_at = self.idle_since if self.idle_since is not None else now
+            self.ended_at = ended_at
+            length_s = max(0.0, ended_at - started_at)
+        self.started_at = None
+        self.tokens = 0
+        return length_s
+
+    def interrupt(self) -> None:
+        """The processes are gone. The burst counts as none."""
+        self.started_at = None
+        self.idle_since = None
+
+    def want(self, now: float) -> None:
+        """An operation waits for the group."""
+        self.wants_since = now
+
+    def stop_wanting(self) -> None:
+        """An operation runs, or none waits."""
+        self.wants_since = None

@@ -1,0 +1,125 @@
+"""Training cycles: the open one, measured ones, and their busy spans."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+WARM_UP_CYCLES: Final = 1
+"""Cycles of new processes that are not measured: the first runs compile, allocate and fill
+caches."""
+
+KEPT_CYCLES: Final = 8
+"""Measured cycles that are kept for the profile and the service level."""
+
+
+@dataclass(slots=True, init=False)
+class BusySpan:
+    """Runs on the group without a pause between them.
+
+    Times are on the cycle's clock without waiting. `__init__` is written by hand, as in
+    `Operation`.
+    """
+
+    offset_s: float
+    duration_s: float
+    overlapped: bool
+    """A rollout of the job ran when the span ended."""
+
+    def __init__(self, offset_s: float, duration_s: float, overlapped: bool) -> None:
+        self.offset_s = offset_s
+        self.duration_s = duration_s
+        self.overlapped = overlapped
+
+
+@dataclass(slots=True, init=False)
+class OpenCycle:
+    """The cycle that is under way."""
+
+    started_at: float
+    waited_s: float = 0.0
+    """Time waited for the group so far."""
+    spans: list[BusySpan] = field(default_factory=list)
+    ends: bool = False
+    """Its last operation has run; the next submission starts another cycle."""
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.waited_s = 0.0
+        self.spans = []
+        self.ends = False
+
+
+@dataclass(slots=True, init=False)
+class Cycle:
+    """A cycle that has ended. It never changes; a frozen record would take three times as long to
+    make."""
+
+    started_at: float
+    length_s: float
+    waited_s: float
+    busy_s: float
+    """Time busy on the group."""
+    spans: tuple[BusySpan, ...]
+
+    def __init__(
+        self,
+        started_at: float,
+        length_s: float,
+        waited_s: float,
+        busy_s: float,
+        spans: tuple[BusySpan, ...],
+    ) -> None:
+        self.started_at = started_at
+        self.length_s = length_s
+        self.waited_s = waited_s
+        self.busy_s = busy_s
+        self.spans = spans
+
+
+@dataclass(slots=True, kw_only=True)
+class Cycles:
+    """The cycle of a deployment that is under way, and its newest measured ones."""
+
+    open: OpenCycle | None = None
+    measured: list[Cycle] = field(default_factory=list)
+    """The newest cycles after the warm-up."""
+    seen: int = 0
+    """Cycles by the present processes."""
+    waiting_part: float | None = None
+    """waiting / (waiting + running) over the last measured cycles of a deployment that has ended;
+    None while `measured` holds them."""
+    publishes: bool = False
+    """The cycles end with a publish."""
+
+    def begin(self, at: float) -> OpenCycle:
+        """A cycle begins."""
+        self.open = OpenCycle(at)
+        return self.open
+
+    def count(self) -> bool:
+        """A cycle has ended. True if the warm-up was over before it."""
+        self.seen += 1
+        return self.seen > WARM_UP_CYCLES
+
+    def add(self, cycle: Cycle) -> None:
+        """Keep a measured cycle, and drop the oldest one if there are too many."""
+        self.measured.append(cycle)
+        if len(self.measured) > KEPT_CYCLES:
+            del self.measured[:-KEPT_CYCLES]
+
+    def abandon(self) -> None:
+        """The open cycle measures nothing: a run in it met a full disk or memory."""
+        self.open = None
+
+    def restart(self) -> None:
+        """The processes were lost or moved: the warm-up begins again."""
+        self.open = None
+        self.seen = 0
+
+    def end(self, waiting_part: float | None) -> None:
+        """The deployment has ended; only its waiting part is kept."""
+        self.waiting_part = waiting_part
+        self.measured.clear()
+
+    def end_with_publish(self) -> None:
+        """A publish was seen: cycles end with one."""
+        self.publishes = True

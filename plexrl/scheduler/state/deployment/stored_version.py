@@ -1,0 +1,63 @@
+"""Where the durable version of a WPG lies."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from plexrl.ids import NodeId
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredVersion:
+    """The nodes and tiers of version `durable_seq`."""
+
+    nodes: list[NodeId] = field(default_factory=list)
+    """Nodes whose StateManagers hold the version."""
+    awaited_nodes: list[NodeId] = field(default_factory=list)
+    """Nodes to which the version is being copied."""
+    nvme_bytes: int = 0
+    """Bytes on NVMe alone, on the node that has most there; 0: all is in host memory."""
+    nvme_bytes_by_node: dict[NodeId, int] = field(default_factory=dict)
+
+    def move_to(self, nodes: Iterable[NodeId]) -> None:
+        """These nodes hold the version, and no others."""
+        self.nodes = list(nodes)
+
+    def keep_only(self, nodes: Collection[NodeId]) -> None:
+        """The nodes that are not among `nodes` drop the version."""
+        self.nodes = [each for each in self.nodes if each in nodes]
+
+    def lose(self) -> None:
+        """No node holds the version."""
+        self.nodes = []
+        self.forget_tier()
+
+    def forget_tier(self) -> None:
+        """The tier of the version is not known."""
+        self.nvme_bytes = 0
+        self.nvme_bytes_by_node.clear()
+
+    def put_in_tier(self, nodes: Iterable[NodeId], nvme_bytes: int) -> None:
+        """Each of `nodes` holds so many bytes of the version on NVMe alone."""
+        if nvme_bytes:
+            self.nvme_bytes_by_node = dict.fromkeys(nodes, nvme_bytes)
+        else:
+            self.nvme_bytes_by_node.clear()
+        self.nvme_bytes = nvme_bytes
+
+    def report(self, node: NodeId, nvme_bytes: int) -> None:
+        """A node reported how many bytes of the version it holds on NVMe alone."""
+        self.nvme_bytes_by_node[node] = nvme_bytes
+        self.nvme_bytes = max(self.nvme_bytes_by_node.values())
+
+    def await_copies(self, nodes: list[NodeId]) -> None:
+        """The version is being copied to these nodes."""
+        self.awaited_nodes = nodes
+
+    def stop_awaiting(self) -> None:
+        """No copy is awaited."""
+        self.awaited_nodes.clear()
+
+    def copied_to(self, node: NodeId) -> bool:
+        """A node has its copy. True once all awaited nodes have theirs."""
+        self.awaited_nodes.remove(node)
+        return not self.awaited_nodes

@@ -1,0 +1,1 @@
+"""The scheduler's five state machines, each as a table. Pure."""

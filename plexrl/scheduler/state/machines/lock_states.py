@@ -1,0 +1,52 @@
+"""The state machine of a group's lock (PlexRL §4.4)."""
+
+from enum import StrEnum
+
+from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+
+
+class LockState(StrEnum):
+    """Who has the lock."""
+
+    FREE = "free"
+    HELD = "held"
+    """A member is the holder."""
+    SWITCHING = "switching"
+    """The holder is being offloaded for another member."""
+
+
+class LockTrigger(StrEnum):
+    """What can happen to a group's lock."""
+
+    GRANTED = "granted"
+    SWITCH_BEGAN = "switch_began"
+    HANDED_OVER = "handed_over"
+    """The holder is offloaded, and another member holds the lock."""
+    SWITCH_ENDED = "switch_ended"
+    """The incoming member left, or the offload changed nothing: the holder keeps the lock."""
+    RELEASED = "released"
+
+
+TRANSITIONS: dict[tuple[LockState, LockTrigger], LockState] = {
+    (LockState.FREE, LockTrigger.GRANTED): LockState.HELD,
+    (LockState.HELD, LockTrigger.SWITCH_BEGAN): LockState.SWITCHING,
+    (LockState.SWITCHING, LockTrigger.HANDED_OVER): LockState.HELD,
+    (LockState.SWITCHING, LockTrigger.SWITCH_ENDED): LockState.HELD,
+    (LockState.HELD, LockTrigger.RELEASED): LockState.FREE,
+    # The holder's processes are lost, or the incoming member is not ready when the offload ends.
+    (LockState.SWITCHING, LockTrigger.RELEASED): LockState.FREE,
+}
+
+_AFTER = by_trigger(TRANSITIONS)
+
+
+def next_state(state: LockState, trigger: LockTrigger) -> LockState:
+    """The state after `trigger`.
+
+    Raises:
+        IllegalTransitionError: the table has no such pair.
+    """
+    after = _AFTER[trigger].get(state)
+    if after is None:
+        raise IllegalTransitionError("group lock", state, trigger)
+    return after

@@ -1,0 +1,30 @@
+"""How a state machine's table is read: a pair that the table lacks is an error.
+
+A table maps (state, trigger) to the next state. A trigger that changes nothing in a state is listed
+as a transition from that state to itself, with its reason. The live service treats an illegal pair
+as it treats any step that raises: the state stays as it was, and the step is journalled and
+reported (`plexrl.scheduler.service.set_aside`).
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+State = TypeVar("State", bound=StrEnum)
+Trigger = TypeVar("Trigger", bound=StrEnum)
+
+
+class IllegalTransitionError(Exception):
+    """A trigger that a state machine's table does not list for the present state: a fault of the
+    scheduler, never of a request."""
+
+    def __init__(self, machine: str, state: StrEnum, trigger: StrEnum) -> None:
+        super().__init__(f"the {machine} table has no transition for {trigger} in state {state}")
+
+
+def by_trigger(table: Mapping[tuple[State, Trigger], State]) -> dict[Trigger, dict[State, State]]:
+    """`table`, grouped by trigger: a lookup then makes no tuple."""
+    grouped: dict[Trigger, dict[State, State]] = {}
+    for (state, trigger), after in table.items():
+        grouped.setdefault(trigger, {})[state] = after
+    return grouped

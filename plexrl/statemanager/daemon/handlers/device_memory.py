@@ -1,0 +1,128 @@
+"""Device memory: allocated to a rank's arena, or shared as frozen weights."""
+
+from collections.abc import Sequence
+
+from plexrl.errors import ConflictError, DeviceMemoryFullError
+from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
+from plexrl.statemanager.daemon.registry import Registration
+from plexrl.statemanager.device.backend import DeviceAllocation
+from plexrl.statemanager.device.filled_allocation import Fill, allocate_filled
+from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache, WeightsKey
+from plexrl.statemanager.protocol.messages import (
+    Answer,
+    Attach,
+    BaseIsWhole,
+    BorrowBase,
+    Detach,
+    ReturnBase,
+)
+
+
+def allocate_arena(
+    registration: Registration, frozen_weights: FrozenWeightsCache, fill: Fill | None = None
+) -> Reply:
+    """Allocate and fill memory for the rank's arena; return what the worker needs to map it.
+
+    Idle frozen weights are evicted when the device is full.
+
+    Raises:
+        DeviceMemoryFullError: other arenas use the memory; nothing has changed.
+    """
+    while True:
+        try:
+            allocation = allocate_filled(
+                registration.devices,
+                registration.arena_bytes,
+                device=registration.device,
+                uid=registration.uid,
+                fill=fill,
+            )
+            break
+        except DeviceMemoryFullError:
+            # Raised before anything is filled.
+            if not frozen_weights.evict_idle(registration.device):
+                raise
+    try:
+        fds = allocation.descriptors()
+    except BaseException:
+        registration.devices.recycle(allocation)
+        raise
+    registration.allocation = allocation
+    return Reply(_segments_answer(allocation), fds)
+
+
+def prefault_for_offload(caller: Caller) -> None:
+    """Prefault host pages for the state of all arenas, which moves to the host tier later."""
+    services = caller.services
+    services.store.expect_writes(sum(services.registry.resident_bytes().values()))
+
+
+def _attach(caller: Caller, request: Attach, _: Sequence[int]) -> Reply:
+    registration = caller.registered()
+    with registration.exclusive():
+        caller.services.fencing.admit(registration.group, request.token)
+        if registration.allocation is not None:
+            raise ConflictError(f"{registration.description} already has device memory: detach it")
+        reply = allocate_arena(registration, caller.services.frozen_weights)
+    prefault_for_offload(caller)
+    return reply
+
+
+def _detach(caller: Caller, _: Detach, __: Sequence[int]) -> Reply:
+    registration = caller.registered()
+    with registration.exclusive():
+        allocation, registration.allocation = registration.allocation, None
+        if allocation is not None:
+            registration.devices.recycle(allocation)
+        return Reply({})
+
+
+def _borrow_weights(caller: Caller, request: BorrowBase, _: Sequence[int]) -> Reply:
+    registration = caller.registered()
+    key, cache = _weights_key(caller, request), caller.services.frozen_weights
+    while True:
+        # Another rank may take minutes to fill the weights. This rank can be released meanwhile, so
+        # the wait is outside the registration's lock.
+        cache.wait_until_filled(key, caller.weights_user)
+        with registration.exclusive():
+            caller.services.fencing.admit(registration.group, request.token)
+            mapping = cache.borrow(key, caller.weights_user)
+        if mapping is not None:
+            answer = {**_segments_answer(mapping.allocation), "is_whole": mapping.is_whole}
+            return Reply(answer, mapping.fds)
+
+
+def _weights_are_filled(caller: Caller, request: BaseIsWhole, _: Sequence[int]) -> Reply:
+    key = _weights_key(caller, request)
+    if not caller.services.frozen_weights.mark_filled(key, caller.weights_user):
+        raise ConflictError("this connection is not the one that fills these weights: borrow again")
+    return Reply({})
+
+
+def _return_weights(caller: Caller, _: ReturnBase, __: Sequence[int]) -> Reply:
+    caller.services.frozen_weights.give_back(caller.weights_user)
+    return Reply({})
+
+
+def _weights_key(caller: Caller, request: BorrowBase | BaseIsWhole) -> WeightsKey:
+    registration = caller.registered()
+    return WeightsKey(
+        caller.claims.tenant,
+        registration.uid,
+        registration.device,
+        request.content,
+        request.nbytes,
+    )
+
+
+def _segments_answer(allocation: DeviceAllocation) -> Answer:
+    return {"segment_bytes": allocation.segment_bytes}
+
+
+ENTRIES = (
+    handles(Attach, _attach, WORKERS),
+    handles(Detach, _detach, WORKERS),
+    handles(BorrowBase, _borrow_weights, WORKERS),
+    handles(BaseIsWhole, _weights_are_filled, WORKERS),
+    handles(ReturnBase, _return_weights, WORKERS),
+)

@@ -1,0 +1,1 @@
+"""Threads that move versions between tiers ahead of need."""

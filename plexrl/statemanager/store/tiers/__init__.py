@@ -1,0 +1,1 @@
+"""Space in the host and NVMe tiers: quotas, reservations, and moves between the two."""

@@ -1,0 +1,216 @@
+"""Strided copies over a socket, as a stream of their bytes without separators.
+
+Long copies are zero-copy: `sendfile` at the sender, and a receive into the destination. Strided,
+cast and short copies pass through a block that fits the CPU cache. The two ends may choose
+differently between these modes.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from plexrl.errors import ConnectionLostError, CorruptStateError, InvalidRequestError
+from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed, unpacked
+from plexrl.statemanager.transfer.copy.mapped_memory import Region
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.transfer.transport.mapped_files import MappedData
+
+DIRECT_BYTES_MIN = 64 << 10
+"""A contiguous copy of this many bytes is sent without a block."""
+BLOCK_BYTES = 1 << 20
+ANSWER_BYTES_MAX = 256 << 20
+"""Limit of one answer: eight times the size of a client's request."""
+DIGEST_BYTES = 8
+
+COLUMNS = ("src_offsets", "items", "counts", "src_strides", "casts")
+"""The columns that the sender needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldData:
+    """A version's data at its sender."""
+
+    regions: tuple[Region, ...]
+    """Regions in order of the data."""
+    map_all: Callable[[], MappedData]
+    """Maps the data, in the order of the regions; called only if needed."""
+
+    def extents(self, place: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(region, offset in it, bytes) of a part of the data, in order.
+
+        Raises:
+            InvalidRequestError: the part exceeds the data.
+        """
+        end = place + nbytes
+        for index, region in enumerate(self.regions):
+            first = max(place, region.data_offset)
+            last = min(end, region.data_offset + region.nbytes)
+            if first < last and first == place:
+                yield index, first - region.data_offset, last - first
+                place = last
+        if place != end:
+            raise InvalidRequestError(
+                f"the request reads up to byte {end}, beyond the end of the data"
+            )
+
+
+class Digest:
+    """Checksum of a stream; does nothing if not `wanted`."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.is_wanted = wanted
+        self._state = xxhash.xxh3_64() if wanted else None
+
+    def add(self, data: Bytes) -> None:
+        """Add bytes to the checksum."""
+        if self._state is not None:
+            self._state.update(data.data)
+
+    def value(self) -> bytes:
+        """The checksum, `DIGEST_BYTES` long; empty if not wanted."""
+        return b"" if self._state is None else self._state.digest()
+
+
+def encode_copies(copies: StridedCopies) -> bytes:
+    """Encode copies for the wire, without their destinations."""
+    return np.stack([getattr(copies, name) for name in COLUMNS]).astype("<i8").tobytes()
+
+
+def decode_copies(payload: bytes | bytearray) -> StridedCopies:
+    """Decode copies from `encode_copies`; their destination offsets are 0.
+
+    Raises:
+        ValueError: the payload is malformed.
+    """
+    table = np.frombuffer(payload, dtype="<i8").reshape(len(COLUMNS), -1).astype(np.int64)
+    zeros = np.zeros(table.shape[1], dtype=np.int64)
+    columns = dict(zip(COLUMNS, table, strict=True))
+    return StridedCopies(**columns, dst_offsets=zeros, dst_strides=zeros)
+
+
+def send_copies(
+    connection: socket.socket, held: HeldData, copies: StridedCopies, digest: Digest
+) -> None:
+    """Send the bytes of `copies`, which the caller has checked to lie within the data.
+
+    The socket must be blocking.
+    """
+    in_a_row = (copies.counts == 1) & (copies.casts == BYTES_CAST)
+    for part, is_direct in _grouped(copies, in_a_row & (copies.row_bytes() >= DIRECT_BYTES_MIN)):
+        if is_direct:
+            for place, nbytes in zip(part.src_offsets.tolist(), part.items.tolist(), strict=True):
+                _send_direct(connection, held, place, nbytes, digest)
+            continue
+        for block in _gathered(held, part):
+            digest.add(block)
+            connection.sendall(block.data)
+    connection.sendall(digest.value())
+
+
+def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
+    """The copies' bytes, block by block; the next block is gathered while the caller sends one."""
+    data = held.map_all()
+    spare = [np.empty(BLOCK_BYTES, dtype=np.uint8) for _ in range(2)]
+
+    def gather(batch: StridedCopies, block: Bytes) -> Bytes:
+        nbytes = batch.nbytes
+        block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
+        for memory, job in data.jobs(packed(batch)):
+            copy_strided(memory, block, job)
+        return block[:nbytes]
+
+    batches = copies.batches(BLOCK_BYTES)
+    first = next(batches, None)
+    if first is None:
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="plexrl-gather") as pool:
+        ready = pool.submit(gather, first, spare[0])
+        for index, batch in enumerate(batches):
+            block = ready.result()
+            ready = pool.submit(gather, batch, spare[(index + 1) % 2])
+            yield block
+        yield ready.result()
+
+
+def receive_copies(
+    connection: socket.socket, copies: StridedCopies, target: Bytes, digest: Digest
+) -> None:
+    """Receive the bytes of `copies` into their offsets in `target`.
+
+    Raises:
+        ConnectionLostError: the sender closed.
+        CorruptStateError: the checksum does not match.
+    """
+    block = np.empty(BLOCK_BYTES, dtype=np.uint8)
+    in_a_row = (copies.counts == 1) | (copies.dst_strides == copies.row_bytes())
+    sizes = copies.row_bytes() * copies.counts
+    for part, is_direct in _grouped(copies, in_a_row & (sizes >= DIRECT_BYTES_MIN)):
+        if is_direct:
+            lengths = (part.row_bytes() * part.counts).tolist()
+            for to, nbytes in zip(part.dst_offsets.tolist(), lengths, strict=True):
+                if to < 0 or to + nbytes > len(target):
+                    raise ValueError(f"a copy to offset {to} exceeds its memory")
+                receive_bytes(connection, target[to : to + nbytes].data)
+                digest.add(target[to : to + nbytes])
+            continue
+        for batch in part.batches(BLOCK_BYTES):
+            nbytes = batch.nbytes
+            block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
+            receive_bytes(connection, block[:nbytes].data)
+            digest.add(block[:nbytes])
+            copy_strided(block, target, unpacked(batch))
+    expected = digest.value()
+    if expected:
+        found = bytearray(DIGEST_BYTES)
+        receive_bytes(connection, memoryview(found))
+        if found != expected:
+            raise CorruptStateError(
+                "the checksum of received bytes does not match: check the network"
+            )
+
+
+def _grouped(
+    copies: StridedCopies, direct: npt.NDArray[np.bool_]
+) -> Iterator[tuple[StridedCopies, bool]]:
+    """The copies in order, grouped into ranges that are all direct or all not."""
+    changes = np.flatnonzero(direct[1:] != direct[:-1]) + 1
+    edges = [0, *changes.tolist(), len(copies)] if len(copies) else []
+    for first, last in pairwise(edges):
+        yield copies.chosen(slice(first, last)), bool(direct[first])
+
+
+def _send_direct(
+    connection: socket.socket, held: HeldData, place: int, nbytes: int, digest: Digest
+) -> None:
+    for index, start, length in held.extents(place, nbytes):
+        if digest.is_wanted:
+            digest.add(held.map_all().pieces[index][start : start + length])
+        region = held.regions[index]
+        offset = region.offset + start
+        end = offset + length
+        while offset < end:
+            sent = os.sendfile(connection.fileno(), region.fd, offset, end - offset)
+            if sent == 0:
+                raise ConnectionLostError("a version's file is shorter than its data")
+            offset += sent
+
+
+def receive_bytes(connection: socket.socket, target: memoryview) -> None:
+    """Fill `target`.
+
+    Raises:
+        ConnectionLostError: the sender closed.
+    """
+    filled = 0
+    while filled < len(target):
+        count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionLostError("the source closed the connection")
+        filled += count

@@ -1,0 +1,80 @@
+"""Creates the backend that a deployment's specification names."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.worker.process.backend import Backend
+
+
+def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path) -> Backend:
+    """The backend of one rank. Heavy libraries are imported here.
+
+    Raises:
+        InvalidRequestError: this kind of deployment has no such backend, or the backend's library
+            is not installed.
+        LayoutError: the number of started workers differs from the layout's number of ranks.
+    """
+    if spec.layout.world_size != world_size:
+        raise LayoutError(
+            f"{world_size} workers were started for a layout of {spec.layout.describe()}, which "
+            f"needs {spec.layout.world_size}: create the deployment again",
+            field="workers",
+        )
+    match spec.kind, spec.backend:
+        case "train", _:
+            return _training_backend(spec, rank, checkpoint_dir)
+        case "rollout", "torch":
+            from plexrl.worker.rollout.engine import TorchRolloutBackend
+            from plexrl.worker.rollout.engine.tensor_parallel import rank_group
+
+            return TorchRolloutBackend(spec, checkpoint_dir, rank_group(spec.layout, rank))
+        case "rollout", "vllm":
+            from plexrl.worker.rollout.vllm.installation import require_vllm
+
+            require_vllm()
+            from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
+
+            return VllmRolloutBackend(spec, checkpoint_dir)
+        case "forward", "torch":
+            from plexrl.worker.forward.backend import ForwardBackend
+
+            return ForwardBackend(spec, rank, world_size, checkpoint_dir)
+    raise _unknown_backend(spec)
+
+
+def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
+    from plexrl.worker.training.backend import TrainingBackend
+    from plexrl.worker.training.model import TrainingModel, TrainingRank
+
+    own = TrainingRank(spec=spec, rank=rank)
+    model: TrainingModel
+    match spec.backend:
+        case "fsdp":
+            from plexrl.worker.training.fsdp.model import FsdpModel
+
+            model = FsdpModel(own)
+        case "deepspeed":
+            from plexrl.worker.training.deepspeed import DeepSpeedModel
+
+            model = DeepSpeedModel(own)
+        case "megatron":
+            if find_spec("megatron") is None or find_spec("megatron.core") is None:
+                raise InvalidRequestError(
+                    "backend 'megatron' needs megatron-core, which is not installed on this node: "
+                    "run pip install 'plexrl[megatron]' there, or use backend fsdp"
+                )
+            from plexrl.worker.training.megatron.model import MegatronModel
+
+            model = MegatronModel(own)
+        case _:
+            raise _unknown_backend(spec)
+    return TrainingBackend(own, model, checkpoint_dir)
+
+
+def _unknown_backend(spec: DeploymentSpec) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"there is no backend {spec.backend!r} for a {spec.kind} deployment: use fsdp, "
+        "deepspeed or megatron for train, torch for forward, torch or vllm for rollout"
+    )

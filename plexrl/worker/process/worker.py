@@ -1,0 +1,261 @@
+"""The worker process: runs one rank's operations one after the other, in the order of admission.
+
+The main thread runs operations; other threads read the sockets. While a rollout engine has work,
+the main thread alternates between handling requests and drawing tokens.
+"""
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import (
+    ConflictError,
+    ExecutionError,
+    InvalidRequestError,
+    NonFiniteWeightsError,
+    PlexRLError,
+    StorageFullError,
+)
+from plexrl.statemanager.store.disk_space import is_full
+from plexrl.wire.operations import MUTATING, OperationKind
+from plexrl.wire.tensors import decode_body, encode_body
+from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, RolloutBackend
+from plexrl.worker.process.command import RunCommand, RunName
+from plexrl.worker.process.reply_cache import Reply, ReplyCache
+from plexrl.worker.process.server import Connection, Request
+from plexrl.worker.rollout.control_requests import ControlRequests
+from plexrl.worker.rollout.token_streams import TokenLog, TokenStreams
+from plexrl.worker.state.state_mover import MOVES, StateMover
+
+LOG = logging.getLogger(__name__)
+
+
+class Worker:
+    """Serves requests with one backend."""
+
+    def __init__(
+        self, backend: Backend, mover: StateMover, requests: "queue.Queue[Request]"
+    ) -> None:
+        self._backend = backend
+        self._generator = backend if isinstance(backend, RolloutBackend) else None
+        self._mover = mover
+        self._requests = requests
+        self._replies = ReplyCache()
+        self._listeners: dict[RunName, list[Connection]] = {}
+        self._generations: dict[str, tuple[RunName, float]] = {}
+        """Running generations, by operation: their run and start time."""
+        self._deferred: deque[Request] = deque()
+        self._streams = TokenStreams()
+        self._controls = ControlRequests(backend, mover, self._streams)
+
+    def run(self) -> None:
+        """Serve forever."""
+        while True:
+            self.run_once(block=True)
+
+    def run_once(self, *, block: bool) -> None:
+        """Handle the queued requests, then draw one token for every running generation."""
+        generating = self._generator is not None and self._generator.has_work
+        if not generating and self._deferred:
+            waiting, self._deferred = self._deferred, deque()
+            for request in waiting:
+                self._handle(request)
+            return
+        try:
+            waits = block and not generating
+            self._handle(self._requests.get(block=waits, timeout=self._controls.paused_for_s()))
+            while True:
+                self._handle(self._requests.get_nowait())
+        except queue.Empty:
+            pass
+        self._controls.resume_if_due()
+        if self._generator is not None and self._generator.has_work:
+            self._step(self._generator)
+
+    def _handle(self, request: Request) -> None:
+        header = request.header
+        if self._controls.handle(request):
+            return
+        if header.get("request") != "run":
+            error = InvalidRequestError(f"unknown request {header.get('request')!r}")
+            request.connection.send({"reply": "failed", "error": error.to_wire()})
+            return
+        command = msgspec.convert(header["command"], RunCommand)
+        if self._replies.known(command.name):
+            self._reply_or_listen(command.name, request.connection)
+            return
+        busy = self._generator is not None and self._generator.has_work
+        if (busy and not _runs_during_generation(command)) or self._deferred:
+            # Deferred requests keep their order: no later request overtakes them.
+            self._deferred.append(request)
+            return
+        self._listeners[command.name] = [request.connection]
+        self._will_begin(command)
+        self._begin(command, header.get("rank_params", {}), request.payload)
+
+    def _will_begin(self, command: RunCommand) -> None:
+        """Hook before each run, for a worker whose peer ranks begin the same run."""
+
+    def _reply_or_listen(self, name: RunName, connection: Connection) -> None:
+        """Send the kept reply of a known run, or send it to this connection when the run ends."""
+        reply = self._replies.answer(name)
+        if reply is None:
+            self._listeners[name].append(connection)
+        else:
+            connection.send(reply.header, reply.payload)
+
+    def _begin(
+        self, command: RunCommand, rank_params: Mapping[str, Any], payload: bytearray
+    ) -> None:
+        name, kind = command.name, command.kind
+        started = time.perf_counter()
+        try:
+            if not self._replies.begin(command):
+                self._finish(name, BackendResult(), started)
+                return
+            result = self._execute(command, rank_params, payload, started)
+            if result is None:
+                return
+            if kind == OperationKind.LOAD or kind in MUTATING:
+                self._replies.applied_seq = command.seq
+            self._finish(name, result, started, replay=command.replay)
+        except PlexRLError as error:
+            # The mutation has written the weights that are not finite: the earlier state is gone.
+            is_spoilt = kind in MUTATING and isinstance(error, NonFiniteWeightsError)
+            self._fail(name, error, state_intact=not (is_spoilt or self._mover.is_torn))
+        except Exception as error:
+            if isinstance(error, OSError) and is_full(error):
+                # It is unknown what was written before the error, so the state counts as lost.
+                LOG.warning("%s: %s", name[0], error)
+                full = StorageFullError(
+                    f"{kind.value} ran out of space on {error.filename} ({error}): free space there"
+                )
+                self._fail(name, full, state_intact=False)
+                return
+            LOG.exception("%s failed", name[0])
+            failure = ExecutionError(
+                f"{kind.value} failed on the worker: see `plexrl logs`; the workers are restarted "
+                "from their last complete state"
+            )
+            self._fail(name, failure, state_intact=False)
+
+    def _execute(
+        self,
+        command: RunCommand,
+        rank_params: Mapping[str, Any],
+        payload: bytearray,
+        started: float,
+    ) -> BackendResult | None:
+        """The result of a run. None: a generation, which finishes in a later step."""
+        kind = command.kind
+        if not self._mover.is_resident and kind != OperationKind.LOAD:
+            raise ConflictError(f"{kind.value} needs the state on the device")
+        if kind in MOVES:
+            return BackendResult(result=self._mover.move(command))
+        if kind == OperationKind.BARRIER:
+            return BackendResult()
+        call = _call(command, rank_params, payload)
+        if kind == OperationKind.GENERATE:
+            self._generate(command.name, call, started)
+            return None
+        if kind == OperationKind.SAVE_CHECKPOINT:
+            return BackendResult(result=self._mover.save_checkpoint(command, call.params))
+        if kind in MUTATING:
+            self._mover.written()
+        return self._backend.run(call)
+
+    def _generate(self, name: RunName, call: BackendCall, started: float) -> None:
+        assert self._generator is not None, "only rollout deployments receive generates"
+        log = self._streams.begin(call.operation, streamed=call.params.stream)
+        self._generations[call.operation] = (name, started)
+        try:
+            self._generator.submit(call, None if log is None else log.append)
+        except PlexRLError:
+            del self._generations[call.operation]
+            self._streams.end(call.operation)
+            raise
+        self._controls.generation_began(call.operation)
+
+    def _is_peer_loss(self, error: Exception) -> bool:
+        """Whether a step failed because another rank of the engine is gone."""
+        del error
+        return False
+
+    def _step(self, generator: RolloutBackend) -> None:
+        try:
+            finished = generator.step()
+        except Exception as cause:
+            LOG.exception("generation failed")
+            error = ExecutionError("generation failed on the worker: see `plexrl logs`")
+            # A generation without a reply is repeated by the restarted workers.
+            if not self._is_peer_loss(cause):
+                for name, _ in list(self._generations.values()):
+                    self._fail(name, error, state_intact=False)
+            # The engine's state cannot be repaired. The agent reports the exit.
+            raise SystemExit(1) from None
+        for operation, result in finished:
+            name, started = self._generations.pop(operation)
+            self._finish(name, _with_stream_order(result, self._streams.end(operation)), started)
+        self._streams.serve()
+
+    def _finish(
+        self, name: RunName, result: BackendResult, started: float, *, replay: bool = False
+    ) -> None:
+        payload = encode_body({}, result.arrays) if result.arrays and not replay else b""
+        header = {
+            "reply": "finished",
+            "operation": name[0],
+            "token": name[1],
+            "result": result.result,
+            "compute_s": time.perf_counter() - started,
+        }
+        self._reply(name, Reply(header, payload))
+
+    def _fail(self, name: RunName, error: PlexRLError, *, state_intact: bool) -> None:
+        header = {
+            "reply": "failed",
+            "operation": name[0],
+            "token": name[1],
+            "error": error.to_wire(),
+            "state_intact": state_intact,
+        }
+        self._reply(name, Reply(header, b""))
+
+    def _reply(self, name: RunName, reply: Reply) -> None:
+        self._replies.end(name, reply)
+        for connection in self._listeners.pop(name, []):
+            connection.send(reply.header, reply.payload)
+
+
+def _runs_during_generation(command: RunCommand) -> bool:
+    """Whether a run may start between two tokens of running generations, not only after them."""
+    if command.kind == OperationKind.SYNC_WEIGHTS:
+        return bool(command.params().in_flight)
+    return command.kind == OperationKind.GENERATE
+
+
+def _with_stream_order(result: BackendResult, log: TokenLog | None) -> BackendResult:
+    """The result of a generation, with the order in which its tokens were streamed."""
+    if log is None:
+        return result
+    return BackendResult(
+        result={**result.result, "stream": log.name},
+        arrays={**result.arrays, "stream_order": log.order()},
+    )
+
+
+def _call(command: RunCommand, rank_params: Mapping[str, Any], payload: bytearray) -> BackendCall:
+    return BackendCall(
+        operation=command.operation,
+        kind=command.kind,
+        params=command.params(),
+        rank_params=rank_params,
+        arrays=decode_body(payload)[1] if payload else {},
+        seq=command.seq,
+        trainer_step=command.trainer_step,
+    )

@@ -1,0 +1,103 @@
+"""Requests to a rollout's engine that are not operations: abort, pause, resume, stats and streams.
+
+The scheduler does not admit them. The worker handles them between two tokens, whatever runs.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError
+from plexrl.worker.process.backend import Backend, RolloutBackend
+from plexrl.worker.process.server import Request
+from plexrl.worker.rollout.token_streams import TokenStreams
+from plexrl.worker.state.state_mover import StateMover
+
+LOG = logging.getLogger(__name__)
+
+ABORTED_MAX = 1024
+"""Aborts that are remembered, because an abort may arrive before its generation."""
+
+Plain = dict[str, Any]
+
+
+class ControlRequests:
+    """Handles the control requests of one worker."""
+
+    def __init__(self, backend: Backend, mover: StateMover, streams: TokenStreams) -> None:
+        self._generator = backend if isinstance(backend, RolloutBackend) else None
+        self._mover = mover
+        self._streams = streams
+        self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._resume_at: float | None = None
+        """Time at which a pause ends, on the monotonic clock; absent: not paused."""
+
+    def handle(self, request: Request) -> bool:
+        """Handle `request` if it is a control request. False: it is not."""
+        header = request.header
+        kind = header.get("request")
+        if kind == "abort":
+            if self._generator is not None:
+                self._aborted[header["operation"]] = None
+                while len(self._aborted) > ABORTED_MAX:
+                    self._aborted.popitem(last=False)
+                if self._mover.is_resident:
+                    self._generator.abort(header["operation"])
+            return True
+        if kind not in ("engine_stats", "read_stream", "pause", "resume"):
+            return False
+        reply: Plain = {"operation": header["ask"], "token": 0}
+        try:
+            if kind == "read_stream":
+                self._streams.read(request.connection, header)
+            else:
+                answer = self._answer(kind, header)
+                request.connection.send({**reply, "reply": "answer", "answer": answer})
+        except PlexRLError as error:
+            request.connection.send({**reply, "reply": "failed", "error": error.to_wire()})
+        return True
+
+    def generation_began(self, operation: str) -> None:
+        """Abort a generation that has just begun, if its abort arrived before it."""
+        if self._generator is not None and operation in self._aborted:
+            self._generator.abort(operation)
+
+    def paused_for_s(self) -> float | None:
+        """Seconds until the pause ends by itself; None: not paused."""
+        return None if self._resume_at is None else max(0.0, self._resume_at - time.monotonic())
+
+    def resume_if_due(self) -> None:
+        """Resume paused generations when the pause is over."""
+        if self._generator is not None and self.paused_for_s() == 0.0:
+            self._resume_at = None
+            if self._mover.is_torn:
+                # The weights belong to no version, so no token may be drawn; the process will end.
+                return
+            LOG.info("the pause is over")
+            self._generator.resume()
+
+    def _answer(self, kind: str, header: Plain) -> Plain:
+        engine = self._engine()
+        if kind == "pause":
+            engine.pause()
+            self._resume_at = time.monotonic() + header["for_s"]
+        elif kind == "resume":
+            engine.resume()
+            self._resume_at = None
+        return asdict(engine.stats())
+
+    def _engine(self) -> RolloutBackend:
+        if self._generator is None:
+            raise InvalidRequestError(
+                "this deployment has no engine: send the request to a rollout deployment"
+            )
+        if not self._mover.is_resident:
+            raise ConflictError("the engine's weights are not on the device: no generation runs")
+        if self._mover.is_torn:
+            raise ConflictError(
+                "a weight sync was interrupted, so the engine's weights belong to no version: the "
+                "engine is restarted and repeats its unfinished generations"
+            )
+        return self._generator

@@ -1,0 +1,71 @@
+"""Several linear layers with the same input, computed as one matrix product.
+
+In a small model the call costs more than the product, so one product is three times faster than
+three. `arena_order` places the weights next to each other in the arena, so that the joint weight is
+a view of them. If they are not next to each other, the products are computed one by one.
+
+Shapes: T tokens, X inputs.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+TOGETHER = (
+    ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+    ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+    ("gate_proj.weight", "up_proj.weight"),
+    ("gate_proj.bias", "up_proj.bias"),
+)
+
+
+def arena_order(names: Iterable[str]) -> list[str]:
+    """The names in order, with the weights that are multiplied together next to each other."""
+    places: dict[tuple[str, int], int] = {}
+    keyed = []
+    for index, name in enumerate(names):
+        key = (index, 0)
+        for group, ends in enumerate(TOGETHER):
+            for position, end in enumerate(ends):
+                if name.endswith(end):
+                    block = name.removesuffix(end)
+                    key = (places.setdefault((block, group), index), position)
+        keyed.append((key, name))
+    return [name for _, name in sorted(keyed)]
+
+
+class JoinedLinear:
+    """`torch.cat([linear(inputs) for linear in linears], dim=-1)`, faster."""
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        """Keeps the parameters themselves, so that weight updates reach it."""
+        self._separate = [(linear.weight, linear.bias) for linear in linears]
+        weight = _joined([weight for weight, _ in self._separate])
+        biases = [bias for _, bias in self._separate]
+        bias = None if biases[0] is None else _joined(biases)
+        self._joined = weight is not None and (bias is None) == (biases[0] is None)
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, inputs_TX: torch.Tensor) -> torch.Tensor:
+        """All outputs side by side."""
+        if self._joined:
+            assert self._weight is not None
+            return F.linear(inputs_TX, self._weight, self._bias)
+        return torch.cat(
+            [F.linear(inputs_TX, weight, bias) for weight, bias in self._separate], dim=-1
+        )
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view of tensors that lie next to each other in memory, along their first axis."""
+    first = tensors[0].data
+    end = first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return None
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -1,0 +1,136 @@
+"""Selects the forward pass for a model, and verifies it against `transformers`.
+
+Shapes: R wanted tokens, V vocabulary.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from plexrl.errors import InvalidRequestError
+from plexrl.worker.rollout.engine.forward.llama import LlamaForward, TensorRanks
+from plexrl.worker.rollout.engine.forward.module import ModuleForward
+from plexrl.worker.rollout.engine.kv_pool import KvPool
+from plexrl.worker.rollout.engine.step_batch import StepBatch, Work, build_batch
+
+LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings whose frequencies do not depend on the length of the input."""
+PROBE_TOKENS = 7
+
+
+class Forward(Protocol):
+    """A forward pass over the paged KV cache."""
+
+    def __call__(self, batch: StepBatch, pool: KvPool) -> torch.Tensor:
+        """Logits `[R, V]` of the wanted tokens; writes keys and values of all tokens to `pool`."""
+        ...
+
+
+def select_forward(model: Any, positions: int, ranks: TensorRanks | None = None) -> "Forward":
+    """The fastest correct pass for this model, for positions below `positions`.
+
+    With `ranks`, the model's parameters are this rank's parts (`shards.box_of`).
+
+    Raises:
+        InvalidRequestError: a layer is not full attention over all positions, or the model's
+            architecture cannot be split over ranks.
+    """
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds or (not kinds and window is not None)
+    if kinds - {"full_attention", "sliding_attention"} or (slides and (window or 0) < positions):
+        raise InvalidRequestError(
+            f"the torch engine supports full attention only; model type "
+            f"{config.model_type!r} has layers of kind {', '.join(sorted(kinds)) or 'sliding'}: "
+            "use another rollout backend, or a max_sequence_tokens within the window"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type in LLAMA_LIKE and rope.get("rope_type", "default") in STATIC_ROPE:
+        return LlamaForward(model, positions, ranks)
+    if ranks is not None:
+        raise InvalidRequestError(
+            f"model type {config.model_type!r} cannot be split over workers: use 1 worker, or one "
+            f"of the model types {', '.join(sorted(LLAMA_LIKE))}"
+        )
+    return ModuleForward(model)
+
+
+def weight_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the parameters."""
+    first = next(model.parameters())
+    return first.device, first.dtype
+
+
+def cache_shape(model: nn.Module, ranks: int = 1) -> tuple[int, int, int]:
+    """(layers, key-value heads per rank, head size).
+
+    Raises:
+        InvalidRequestError: `ranks` does not divide the key-value heads.
+    """
+    config: Any = model.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if kv_heads % ranks:
+        raise InvalidRequestError(
+            f"{kv_heads} key-value heads cannot be divided among {ranks} workers: choose a divisor"
+        )
+    return config.num_hidden_layers, kv_heads // ranks, head_size
+
+
+@torch.inference_mode()
+def probe(model: Any) -> torch.Tensor:
+    """The logprobs `[V]` that the model itself computes after a few tokens, for
+    `verify_forward`."""
+    tokens = torch.from_numpy(_probe_tokens(model)).long().to(weight_device(model)[0])
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits[0, -1].float().log_softmax(-1)
+
+
+@torch.inference_mode()
+def verify_forward(forward: Forward, model: Any, wanted: torch.Tensor, ranks: int = 1) -> None:
+    """Compare a pass with the result of `probe`.
+
+    Raises:
+        InvalidRequestError: they differ, so the engine would draw wrong tokens. Some architectures
+            scale or cap their logits outside the decoder, or need inputs that the engine lacks.
+    """
+    device, dtype = weight_device(model)
+    layers, heads, head_size = cache_shape(model, ranks)
+    pool = KvPool(
+        layers=layers,
+        heads=heads,
+        head_size=head_size,
+        blocks=3,
+        block_tokens=4,
+        dtype=dtype,
+        device=device,
+    )
+    pool.prepare()
+    batch = build_batch(
+        Work(slots=np.array([0]), starts=np.array([0]), lengths=np.array([PROBE_TOKENS])),
+        [0],
+        tokens=_probe_tokens(model),
+        tables=np.array([[1, 2]]),
+        known=np.array([PROBE_TOKENS]),
+        block_tokens=4,
+        device=device,
+        dtype=dtype,
+    )
+    found = forward(batch, pool)[-1].float().log_softmax(-1)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    if not torch.allclose(found, wanted, atol=tolerance, rtol=tolerance):
+        raise InvalidRequestError(
+            f"for model type {model.config.model_type!r} the torch engine's logprobs differ from "
+            f"those of transformers by {float((found - wanted).abs().max()):.2g}: use another "
+            "rollout backend for it"
+        )
+
+
+def _probe_tokens(model: Any) -> npt.NDArray[np.int32]:
+    return np.arange(PROBE_TOKENS, dtype=np.int32)[None] % np.int32(model.config.vocab_size)

@@ -1,0 +1,126 @@
+"""State of the running samples, as arrays over slots.
+
+A step does Python work only for rows that join, leave, stream, take a block or have their own stop
+sequences. Everything else is arithmetic on these arrays.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plexrl.worker.rollout.generation import Sample
+from plexrl.worker.rollout.sampling import stream_of
+
+Ints = npt.NDArray[np.int64]
+
+NO_LEADER = -1
+TEMPERATURE_MIN = 1e-20
+"""Lowest temperature above 0. With a lower one, the scaled logprobs would overflow float32."""
+
+
+class SlotTable:
+    """The slots, and the sample in each of them."""
+
+    def __init__(self, slots: int, sequence_tokens_max: int, blocks_max: int) -> None:
+        self.slots = slots
+        self.sequence_max = sequence_tokens_max
+        self.samples: dict[int, Sample] = {}
+        self.changes = 0
+        """Counts samples that joined, left or began to compute for themselves."""
+        self._free = list(range(slots - 1, -1, -1))
+        self.active = np.zeros(slots, dtype=bool)
+        self.leader = np.full(slots, NO_LEADER, dtype=np.int64)
+        """Slot of the sample that computes the same prompt for this one too."""
+        self.forked = np.zeros(slots, dtype=bool)
+        """The last block may be shared with another sample."""
+        self.stale = np.zeros(slots, dtype=bool)
+        """Part of the cache was computed with previous weights, as the caller requested."""
+        self.order = np.zeros(slots, dtype=np.int64)
+        self.prompt = np.zeros(slots, dtype=np.int64)
+        """Prompt tokens."""
+        self.known = np.zeros(slots, dtype=np.int64)
+        """Prompt tokens and drawn tokens."""
+        self.computed = np.zeros(slots, dtype=np.int64)
+        """Tokens whose keys and values are in the sample's blocks."""
+        self.held = np.zeros(slots, dtype=np.int64)
+        """Blocks that the sample holds."""
+        self.tables = np.zeros((slots, blocks_max), dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        """Most tokens to draw."""
+        self.ignore_eos = np.zeros(slots, dtype=bool)
+        self.temperature = np.ones(slots, dtype=np.float32)
+        self.top_p = np.ones(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.stream = np.zeros(slots, dtype=np.int64)
+        self.tokens = np.zeros((slots, sequence_tokens_max), dtype=np.int32)
+        self.logprobs = np.zeros((slots, sequence_tokens_max), dtype=np.float32)
+        """Logprobs of the drawn tokens, from index 0."""
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def runnable(self) -> Ints:
+        """Slots of samples that compute for themselves."""
+        return np.flatnonzero(self.active & (self.leader == NO_LEADER))
+
+    def followers(self, slot: int) -> Ints:
+        """Slots whose samples wait for `slot`'s prompt, oldest first."""
+        found = np.flatnonzero(self.active & (self.leader == slot))
+        return found[np.argsort(self.order[found], kind="stable")]
+
+    def drawn(self, slots: Any) -> Any:
+        """Tokens drawn so far."""
+        return self.known[slots] - self.prompt[slots]
+
+    def blocks(self, slot: int) -> list[int]:
+        """The blocks that `slot` holds, in order."""
+        found: list[int] = self.tables[slot, : self.held[slot]].tolist()
+        return found
+
+    def assign(self, sample: Sample, leader: int = NO_LEADER) -> int:
+        """Put a sample with its tokens into a free slot; it holds no block and has nothing
+        computed."""
+        slot = self._free.pop()
+        self.changes += 1
+        self.samples[slot] = sample
+        prompt = len(sample.prompt)
+        drawn = 0 if sample.tokens is None else len(sample.tokens)
+        self.tokens[slot, :prompt] = sample.prompt
+        if drawn:
+            self.tokens[slot, prompt : prompt + drawn] = sample.tokens
+            self.logprobs[slot, :drawn] = sample.logprobs
+        sampling = sample.generation.sampling
+        self.active[slot] = True
+        self.leader[slot] = leader
+        self.forked[slot] = self.stale[slot] = False
+        self.order[slot] = sample.order
+        self.prompt[slot] = prompt
+        self.known[slot] = prompt + drawn
+        self.computed[slot] = self.held[slot] = 0
+        self.limit[slot] = max(1, min(sampling.max_tokens, self.sequence_max - prompt))
+        self.ignore_eos[slot] = sampling.ignore_eos
+        temperature = sampling.temperature
+        self.temperature[slot] = max(TEMPERATURE_MIN, temperature) if temperature else 0.0
+        self.top_p[slot] = sampling.top_p
+        self.top_k[slot] = sampling.top_k
+        if sample.tokens is None:
+            sample.stream = stream_of(sampling.seed or 0, sample.generation.first_row + sample.row)
+        self.stream[slot] = sample.stream
+        return slot
+
+    def release(self, slot: int) -> Sample:
+        """Free a slot whose blocks are free already; the sample keeps its tokens."""
+        sample = self.samples.pop(slot)
+        self.changes += 1
+        drawn = int(self.drawn(slot))
+        prompt = int(self.prompt[slot])
+        sample.tokens = self.tokens[slot, prompt : prompt + drawn].copy()
+        sample.logprobs = self.logprobs[slot, :drawn].copy()
+        self.active[slot] = False
+        self.leader[slot] = NO_LEADER
+        self.held[slot] = 0
+        self._free.append(slot)
+        return sample

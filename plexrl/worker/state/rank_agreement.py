@@ -1,0 +1,30 @@
+"""Runs a step on all ranks, such that it succeeds on all of them or raises on all of them."""
+
+import json
+from collections.abc import Callable
+
+from plexrl.errors import PlexRLError, StorageFullError, from_wire
+from plexrl.statemanager.store.disk_space import is_full
+
+
+def on_all_ranks(gather: Callable[[str], list[str]], attempt: Callable[[], str]) -> list[str]:
+    """The result of `attempt` on every rank, in rank order, if it succeeds on all of them.
+
+    Raises:
+        PlexRLError: the error of the first rank that failed; on every rank.
+    """
+    own: dict[str, object]
+    try:
+        own = {"value": attempt()}
+    except PlexRLError as error:
+        own = {"error": error.to_wire()}
+    except OSError as error:
+        if not is_full(error):
+            raise
+        full = StorageFullError(f"no space is left on the file system ({error}): free space there")
+        own = {"error": full.to_wire()}
+    found = [json.loads(text) for text in gather(json.dumps(own))]
+    for each in found:
+        if "error" in each:
+            raise from_wire(each["error"])
+    return [each["value"] for each in found]

@@ -1,0 +1,105 @@
+"""`save_checkpoint`: the ranks of a deployment save a checkpoint together.
+
+Each rank has its StateManager store the state on the device, unless that is stored already. Then
+the first rank's StateManager pins all ranks' state and writes it while the ranks continue (PlexRL
+§4.5.3). The StateManagers of all ranks must be on one machine, because they pass descriptors.
+"""
+
+import os
+from typing import Any
+
+import msgspec
+
+from plexrl.statemanager.checkpoint.format.plan import CheckpointFormat
+from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
+from plexrl.statemanager.checkpoint.requests import CheckpointReport, WriteCheckpoint
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.wire.operations import CheckpointParams
+from plexrl.worker.process.backend import Backend
+from plexrl.worker.state.checkpoint_files import pack_files
+from plexrl.worker.state.rank_agreement import on_all_ranks
+
+MODEL_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
+
+Plain = dict[str, Any]
+
+
+def save_checkpoint(
+    backend: Backend,
+    client: StateManagerClient,
+    params: CheckpointParams,
+    *,
+    operation: str,
+    seq: int,
+    keep_seq: int,
+    token: int,
+    previous_seq: int = 0,
+    trainer_step: int = 0,
+) -> Plain:
+    """Start to write version `seq`; returns when it is pinned. Every rank takes part.
+
+    `operation` is the operation that saves: a repeated call joins the write that it started.
+    `trainer_step` counts the optimizer steps in the weights.
+
+    Raises:
+        CheckpointExistsError: the name is taken and `overwrite` is not set; on every rank.
+        OverloadedError: too many checkpoints wait to be written; on every rank.
+        StateTierFullError: there is no space for a rank's version; on every rank.
+    """
+    parts = backend.live_parts()
+
+    def store() -> str:
+        client.snapshot(
+            seq=seq, keep_seq=keep_seq, token=token, parts=parts, previous_seq=previous_seq
+        )
+        return f"{client.stamp(seq)} {client.path}"
+
+    ranks = [value.split(" ", 1) for value in on_all_ranks(backend.gather, store)]
+    sources = tuple(dict.fromkeys(path for _, path in ranks))
+    request = WriteCheckpoint(
+        deployment=client.deployment,
+        seq=seq,
+        name=params.name,
+        sources=sources,
+        stamps=tuple(stamp for stamp, _ in ranks),
+        format=CheckpointFormat(params.format),
+        model_dtype=None if params.dtype is None else MODEL_DTYPES[params.dtype],
+        shard_bytes_max=params.shard_bytes_max,
+        overwrite=params.overwrite,
+        asked_by=operation,
+        step=params.step,
+        trainer_step=trainer_step,
+        keep=params.keep,
+        retention=_retention(params),
+        upload=params.upload,
+    )
+    answers = on_all_ranks(
+        backend.gather, lambda: _request_write(backend, client, request, params.dtype)
+    )
+    report = msgspec.json.decode(answers[0], type=CheckpointReport)
+    return {
+        "path": report.path,
+        "job": client.deployment.rpartition("/")[0],
+        "name": report.name,
+        "seq": seq,
+        "durable": report.state == "durable",
+    }
+
+
+def _request_write(
+    backend: Backend, client: StateManagerClient, request: WriteCheckpoint, dtype: str | None
+) -> str:
+    """Send the request on the first rank; returns the report as JSON there, "" on other ranks."""
+    if client.rank != 0:
+        return ""
+    fd = pack_files(backend.checkpoint_extras(dtype))
+    try:
+        return msgspec.json.encode(client.request(request, (fd,))).decode()
+    finally:
+        os.close(fd)
+
+
+def _retention(params: CheckpointParams) -> RetentionPolicy | None:
+    if params.keep_last is None and params.keep_every is None:
+        return None
+    return RetentionPolicy(keep_last=params.keep_last, keep_every=params.keep_every)

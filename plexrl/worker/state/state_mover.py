@@ -1,0 +1,234 @@
+"""Moves a worker's whole state between the device and the StateManager."""
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import ConflictError
+from plexrl.statemanager.client.client import LoadReport, MoveReport, StateManagerClient
+from plexrl.wire.operations import CheckpointParams, OperationKind
+from plexrl.worker.process.backend import Backend
+from plexrl.worker.process.command import RunCommand
+from plexrl.worker.state.save_checkpoint import save_checkpoint
+from plexrl.worker.state.weight_sync import SplitVersionError, sync_weights
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.layout.keys import StateSlice
+
+MOVES = frozenset(
+    {
+        OperationKind.LOAD,
+        OperationKind.OFFLOAD,
+        OperationKind.SNAPSHOT,
+        OperationKind.PUBLISH,
+        OperationKind.SYNC_WEIGHTS,
+    }
+)
+LOG = logging.getLogger(__name__)
+
+HEAP_KEPT_BYTES = 256 << 20
+"""Free heap that a worker may keep after an offload, for activations."""
+
+Plain = dict[str, Any]
+
+
+class StateMover:
+    """Tracks whether the state is on the device. The StateManager tracks everything else."""
+
+    def __init__(self, backend: Backend, client: StateManagerClient, group: str) -> None:
+        self._backend = backend
+        self._client = client
+        self._group = group
+        self._built = False
+        self._was_offloaded = False
+        self._registered: tuple[StateSlice, ...] | None = None
+        """The slices that the StateManager has registered; absent: none."""
+        self.is_resident = False
+        # Never reset: such a process ends soon.
+        self._is_split = False
+
+    def move(self, command: RunCommand) -> Plain:
+        """Carry out a command whose kind is one of `MOVES`; returns measurements.
+
+        Raises:
+            PlexRLError: refused; the state did not move.
+        """
+        kind = command.kind
+        if not self.is_resident and kind != OperationKind.LOAD:
+            raise ConflictError(f"{kind.value} needs the state on the device; it is offloaded")
+        match kind:
+            case OperationKind.LOAD:
+                return self._load(command)
+            case OperationKind.OFFLOAD:
+                return self._offload(command)
+            case OperationKind.SNAPSHOT:
+                return _plain(
+                    self._client.snapshot(
+                        seq=command.seq,
+                        keep_seq=command.keep_seq,
+                        token=command.token,
+                        parts=self._backend.live_parts(),
+                        previous_seq=command.previous_seq,
+                    )
+                )
+            case OperationKind.PUBLISH:
+                self._backend.check_weights()
+                report = self._client.publish(seq=command.seq, token=command.token)
+                return {**_plain(report), "trainer_step": self._backend.trainer_step}
+            case _:
+                try:
+                    return sync_weights(self._backend, self._client, command)
+                except SplitVersionError:
+                    self._is_split = True
+                    raise
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an interrupted weight sync left a mix of two versions on the device: on this
+        rank, or across the ranks of one engine."""
+        return self._is_split or self._client.is_torn
+
+    def written(self) -> None:
+        """Record that an operation other than a move has written to the state."""
+        self._client.forget_pulled()
+
+    def save_checkpoint(self, command: RunCommand, params: CheckpointParams) -> Plain:
+        """Save a checkpoint of the state on the device. Raises as `save_checkpoint`, and
+        `NonFiniteWeightsError`."""
+        self._backend.check_weights()
+        return save_checkpoint(
+            self._backend,
+            self._client,
+            params,
+            operation=command.operation,
+            seq=command.seq,
+            keep_seq=command.keep_seq,
+            token=command.token,
+            previous_seq=command.previous_seq,
+            trainer_step=self._backend.trainer_step,
+        )
+
+    def _load(self, command: RunCommand) -> Plain:
+        if self.is_resident:
+            return {}
+        if not self._built:
+            self._backend.build()
+            self._built = True
+        measured: Plain = {}
+        # A process that has just built the model holds version 0: its bits depend on the spec only.
+        is_stored = command.seq > 0 or self._was_offloaded
+        if is_stored:
+            report = self._load_version(command)
+            self._backend.after_load(report.parts)
+            measured = _plain(report)
+        else:
+            self._register(command.token)
+            self._client.attach()
+        base_bytes = self._borrow_base(command.token, is_stored=is_stored)
+        if base_bytes is not None:
+            measured["base_bytes_filled"] = base_bytes
+        self.is_resident = True
+        return measured
+
+    def _borrow_base(self, token: int, *, is_stored: bool) -> int | None:
+        """Map the shared frozen weights to the device; returns the bytes that had to be filled.
+        None: the backend has no frozen weights. Raises as `StateManagerClient.borrow_base`."""
+        base = self._backend.frozen_base
+        if base is None:
+            return None
+        # If this fails, the arena's memory is freed too, and no store has the built weights.
+        built = b"" if is_stored else bytes(self._backend.arena.buffer)
+        try:
+            filled = self._client.borrow_base(
+                base.arena, content=base.content, token=token, fill=base.fill
+            )
+        except BaseException:
+            self._backend.arena.buffer[: len(built)] = built
+            raise
+        base.forget_built()
+        return filled
+
+    def _load_version(self, command: RunCommand) -> LoadReport:
+        """Load into the arena. The arena is registered once per process; with host memory, at every
+        load."""
+        seq, token, previous_seq = command.seq, command.token, command.previous_seq
+        if self._backend.host_arena is None and self._backend.slices() == self._registered:
+            try:
+                return self._client.load(seq=seq, token=token, previous_seq=previous_seq)
+            except ConflictError as error:
+                LOG.info("registering the arena again: %s", error)
+        self._register(token)
+        return self._client.load(seq=seq, token=token, previous_seq=previous_seq)
+
+    def _register(self, token: int) -> None:
+        slices = self._backend.slices()
+        self._registered = None
+        self._client.register(
+            self._backend.arena,
+            slices,
+            group=self._group,
+            token=token,
+            host=self._backend.host_arena,
+        )
+        self._registered = slices
+
+    def _offload(self, command: RunCommand) -> Plain:
+        self._backend.before_offload()
+        before = self._memory()
+        report = self._client.offload(
+            seq=command.seq,
+            keep_seq=command.keep_seq,
+            token=command.token,
+            parts=self._backend.live_parts(),
+            next_use_s=command.next_use_s,
+            previous_seq=command.previous_seq,
+        )
+        self.is_resident = False
+        self._was_offloaded = True
+        _trim_heap()
+        return {**_plain(report), "memory_before": before, "memory_after": self._memory()}
+
+    def _memory(self) -> dict[str, int]:
+        return {"arena_bytes": self._backend.arena.resident_bytes(), "rss_bytes": rss_bytes()}
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process, including shared pages."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _HeapFigures(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _trim_heap() -> None:
+    """Return a large amount of free heap to the kernel (glibc 2.33 or newer; else no effect).
+
+    A small amount is kept for the next operation: returning it at every switch made that operation
+    a third slower, as measured.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return
+    libc.mallinfo2.restype = _HeapFigures
+    if libc.mallinfo2().fordblks > HEAP_KEPT_BYTES:
+        libc.malloc_trim(0)
+
+
+def _plain(report: MoveReport) -> Plain:
+    return {
+        "bytes_moved": report.bytes_moved,
+        "seconds": report.seconds,
+        "tier": report.tier,
+    }

@@ -1,0 +1,205 @@
+"""`kill -9` of any process: no accepted operation is lost or applied twice."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import plexrl
+from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.process.folders.folders import Folders
+from tests.cluster.tools import (
+    VOCABULARY,
+    checkpoint_weights,
+    kill_worker,
+    process_of,
+    some_batch,
+    wait_until,
+)
+
+STEPS = 8
+MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
+
+
+def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:
+    actor.forward_backward(some_batch(step), plexrl.losses.grpo())
+    return actor.optim_step(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(embedded: EmbeddedCluster) -> bytes:
+    """The weights after `STEPS` steps without a fault."""
+    with (
+        plexrl.connect(embedded.url, embedded.api_key) as cluster,
+        cluster.create_job("undisturbed") as job,
+    ):
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        for step in range(STEPS):
+            train(actor, step)
+        return checkpoint_weights(actor)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_workers_job_continues_with_every_step_applied_once(
+    cluster: plexrl.Cluster, undisturbed: bytes, rank: int
+) -> None:
+    with cluster.create_job("victim") as job, cluster.create_job("bystander") as other:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        bystander = other.train_deployment("actor", MODEL, workers=2)
+        waiting = []
+        for step in range(STEPS):
+            waiting.append(train(actor, step))
+            bystander.barrier()
+            if step == STEPS // 2:
+                waiting[-1].result()
+                kill_worker(actor, rank)
+        for future in waiting:
+            future.result(120)
+        weights = checkpoint_weights(actor)
+        assert actor.status()["incarnation"] == 2
+        assert bystander.status()["incarnation"] == 1
+    assert weights == undisturbed
+
+
+def test_a_worker_killed_with_operations_queued_loses_none(
+    cluster: plexrl.Cluster, undisturbed: bytes
+) -> None:
+    with cluster.create_job("victim") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        actor.barrier().result()
+        waiting = [train(actor, step) for step in range(STEPS)]
+        kill_worker(actor, 0)
+        for future in waiting:
+            future.result(120)
+        weights = checkpoint_weights(actor)
+    assert weights == undisturbed
+
+
+def test_a_killed_rollout_worker_restarts_with_its_synced_weights(
+    cluster: plexrl.Cluster,
+) -> None:
+    with cluster.create_job("victim") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        rollout = job.rollout_deployment("rollout", MODEL)
+        train(actor, 0)
+        rollout.sync_weights(actor).result()
+        sampling = plexrl.SamplingParams(max_tokens=6, seed=2)
+        before = rollout.generate([[3, 4, 5]], n=4, sampling=sampling).result()
+        kill_worker(rollout, 0)
+        after = rollout.generate([[3, 4, 5]], n=4, sampling=sampling).result(120)
+    assert [s.tokens for s in after.samples[0]] == [s.tokens for s in before.samples[0]]
+
+
+@pytest.mark.parametrize(
+    "module", ["plexrl.router", "plexrl.scheduler", "plexrl.statemanager", "plexrl.worker"]
+)
+def test_a_killed_part_is_restarted_without_lost_or_repeated_operations(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, undisturbed: bytes, module: str
+) -> None:
+    with cluster.create_job("patient") as job, cluster.create_job("other") as second:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        other = second.train_deployment("actor", MODEL, workers=2)
+        waiting = []
+        for step in range(STEPS):
+            waiting.append(train(actor, step))
+            other.barrier()
+            if step in (2, 5):
+                process_of(embedded, module).send_signal(signal.SIGKILL)
+        for future in waiting:
+            future.result(120)
+        weights = checkpoint_weights(actor)
+    assert weights == undisturbed
+
+
+RANK_THAT_DIES = """
+import os, sys, torch.distributed as dist
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+os._exit(0)
+"""
+
+
+def test_ranks_do_not_wait_for_ranks_of_a_dead_agent(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    name = hashlib.sha256(b"again/actor").hexdigest()[:12]
+    meeting_place = Folders.of(embedded.data_dir).run / f"r-{name}-1"
+    # As after `kill -9` of an agent whose workers have just connected.
+    command = [sys.executable, "-c", RANK_THAT_DIES, str(meeting_place)]
+    former = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+    assert [each.wait(60) for each in former] == [0, 0]
+    assert meeting_place.exists()
+    with cluster.create_job("again", job_id="again") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        actor.barrier().result(60)
+        assert actor.status()["incarnation"] == 1
+
+
+def test_workers_die_with_their_agent(embedded: EmbeddedCluster, cluster: plexrl.Cluster) -> None:
+    with cluster.create_job("orphans") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        actor.barrier().result()
+        agent = process_of(embedded, "plexrl.worker")
+        below = agent.children(recursive=True)
+        assert len(below) >= 3, "the fork server and two workers"
+        agent.kill()
+        wait_until(lambda: not any(p.is_running() for p in below), "workers outlive their agent")
+        actor.barrier().result(120)
+
+
+CONTROLLER = """
+import sys, time, plexrl
+with plexrl.connect() as cluster:
+    job = cluster.create_job(
+        "orphan",
+        job_id=sys.argv[1],
+        controller_timeout_s=0.5,
+        reattach_timeout_s=float(sys.argv[2]),
+    )
+    actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789sr=", seed=6))
+    actor.barrier().result()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def orphan(embedded: EmbeddedCluster, job: str, reattach_timeout_s: float) -> None:
+    """Start a controller, and kill it once its job runs."""
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, job, str(reattach_timeout_s)],
+        env={**os.environ, "PLEXRL_URL": embedded.url, "PLEXRL_API_KEY": embedded.api_key},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert controller.stdout is not None
+    assert controller.stdout.readline() == "ready\n"
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+
+
+def test_the_job_of_a_dead_controller_can_be_attached_again(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    orphan(embedded, "orphan-1", 300.0)
+    watched = cluster.attach_job("orphan-1", heartbeat=False)
+    wait_until(lambda: not watched.status()["attached"], "the job was never detached")
+    with cluster.attach_job("orphan-1") as job:
+        assert job.status()["attached"]
+        actor = job.train_deployment("actor", MODEL)
+        rollout = job.rollout_deployment("rollout", MODEL)
+        assert job.rollout_deployment("rollout", MODEL).deployment == rollout.deployment
+        assert train(actor, 0).result().metrics["grad_norm"] > 0
+    assert watched.status()["state"] == "COMPLETED"
+
+
+def test_the_job_of_a_dead_controller_ends_if_nobody_attaches(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster
+) -> None:
+    orphan(embedded, "orphan-2", 0.5)
+    watched = cluster.attach_job("orphan-2", heartbeat=False)
+    wait_until(lambda: watched.status()["state"] == "CANCELLED", "the job lives for ever")
+    assert "silent" in watched.status()["reason"]

@@ -1,0 +1,95 @@
+"""Options of `plexrl up`, accepted and refused."""
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions, check_argument
+from plexrl.cluster.parts import check_shared_memory, router_parts, scheduler_part
+from plexrl.errors import InvalidRequestError
+from plexrl.process.folders.folders import Folders
+from plexrl.scheduler.dispatch import ordering
+from plexrl.scheduler.placement import policies
+from tests.small_disk import small_disk
+
+
+def test_offered_policies_and_orderings_are_the_schedulers() -> None:
+    assert POLICIES == policies.POLICIES
+    assert tuple(ordering.ORDERINGS) == ORDERINGS
+
+
+@pytest.mark.parametrize(
+    "authority",
+    [
+        *("u:pw@h/db", "u:p[w@h/db", "u:p/w@h/db", "u:p?w@h/db", "u:p#w@h/db"),
+        *("u@h/db?password=pw", "u@h/db?sslpassword=pw"),
+    ],
+)
+def test_a_journals_password_is_found_anywhere_in_the_url(authority: str) -> None:
+    url = f"postgresql://{authority}"
+    found = make_url(url)
+    assert found.password or found.query, "the journal is opened with it"
+    with pytest.raises(InvalidRequestError, match="holds a password") as caught:
+        check_argument(url)
+    assert "w@" not in caught.value.message
+
+
+@pytest.mark.parametrize("journal", ["postgresql://u@h/db?connect_timeout=3", "/data/a:b@c"])
+def test_a_journal_without_a_password_may_be_an_argument(journal: str) -> None:
+    check_argument(journal)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"policy": "tetris"}, "use one of isolated, pack, spread"),
+        ({"ordering": "lifo"}, "use one of hrrs"),
+        ({"pending_operations_max": 0}, "pending_operations_max is 0: it must be at least 1"),
+        ({"otlp_endpoint": "collector:4318"}, "is not a URL"),
+        ({"journal": ""}, "give a path or postgresql"),
+        ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(
+    tmp_path: Path, options: dict[str, object], names: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=names):
+        ClusterOptions(data_dir=tmp_path, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["postgresql://me@host/plexrl", "/somewhere/events.sqlite"])
+def test_the_journal_may_be_outside_the_data_directory(tmp_path: Path, url: str) -> None:
+    options = ClusterOptions(data_dir=tmp_path, journal=url)
+    folders = Folders.of(tmp_path)
+    folders.make()
+    try:
+        scheduler = scheduler_part(options, folders, "digest")
+    finally:
+        folders.remove()
+    assert scheduler.config["journal"] == url
+
+
+def test_routers_get_only_the_given_bounds(tmp_path: Path) -> None:
+    options = ClusterOptions(data_dir=tmp_path, connections_max=99, header_timeout_s=1.5)
+    (router,) = router_parts(options, Folders.of(tmp_path), [1])
+    assert router.config["connections_max"] == 99
+    assert router.config["header_timeout_s"] == 1.5
+    assert "json_bytes_max" not in router.config
+
+
+def test_a_host_tier_that_shared_memory_cannot_hold_is_refused_with_advice(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "shm", "64m") as memory:
+        options = ClusterOptions(data_dir=tmp_path, host_memory_bytes=1 << 30)
+        with pytest.raises(InvalidRequestError, match=r"1\.00 GiB .* 0\.06 GiB: .*--shm-size"):
+            check_shared_memory(options, memory.path)
+        fitting = ClusterOptions(data_dir=tmp_path, host_memory_bytes=48 << 20)
+        check_shared_memory(fitting, memory.path)
+
+
+def test_the_lease_defaults_to_the_schedulers(tmp_path: Path) -> None:
+    folders = Folders.of(tmp_path)
+    chosen = ClusterOptions(data_dir=tmp_path, lease_s=30.0)
+    assert scheduler_part(chosen, folders, "digest").config["lease_s"] == 30.0
+    usual = ClusterOptions(data_dir=tmp_path)
+    assert "lease_s" not in scheduler_part(usual, folders, "digest").config

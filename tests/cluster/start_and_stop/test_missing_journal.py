@@ -1,0 +1,97 @@
+"""A missing journal is not replaced silently while state of former jobs exists."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import plexrl
+from plexrl.cluster.embedded.start import start_embedded
+from tests.cluster.tools import VOCABULARY, checkpoint_weights
+from tests.scheduler.postgres import PostgresServer, server_folder
+
+START_S = 60
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A data directory with a checkpoint, whose journal is gone."""
+    running = start_embedded(tmp_path / "data", gpus_per_node=1)
+    with plexrl.connect(running.url, running.api_key) as cluster:
+        actor = cluster.create_job("kept", job_id="kept").train_deployment(
+            "actor", plexrl.tiny_qwen2(VOCABULARY)
+        )
+        checkpoint_weights(actor)
+    running.close()
+    (tmp_path / "data" / "journal.sqlite").unlink()
+    return tmp_path / "data"
+
+
+def command(data: Path, *words: str) -> list[str]:
+    where = ("--data-dir", str(data), "--gpus-per-node", "1")
+    return [sys.executable, "-m", "plexrl.cli.app", "up", *where, *words]
+
+
+@contextmanager
+def up(data: Path, *words: str) -> Iterator[str]:
+    """The first line that `plexrl up --json` prints; ended afterwards."""
+    process = subprocess.Popen(
+        command(data, "--json", *words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline()
+    finally:
+        process.terminate()
+        process.wait(START_S)
+        process.stdout.close()
+
+
+def test_up_refuses_a_missing_journal_unless_new_journal_is_given(data: Path) -> None:
+    for _ in range(2):
+        with up(data) as line:
+            error = json.loads(line)["error"]
+        assert error["code"] == "journal_missing"
+        assert "--new-journal" in error["message"]
+        assert Path(error["details"]["found"]).exists()
+    with up(data, "--new-journal") as line:
+        assert json.loads(line)["url"].startswith("http://")
+    with up(data) as line:
+        assert "url" in json.loads(line), "the new journal counts as this directory's from then on"
+    assert (data / "checkpoints" / "kept" / "end" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_up_prompts_at_a_terminal(data: Path) -> None:
+    for answer, expected in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(command(data), stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        os.write(ours, answer)
+        seen = b""
+        try:
+            while expected not in seen or b"Begin a new journal" not in seen:
+                seen += os.read(ours, 4096)
+        finally:
+            process.terminate()
+            process.wait(START_S)
+            os.close(ours)
+
+
+@pytest.mark.slow
+def test_an_empty_database_with_old_state_is_refused(data: Path) -> None:
+    binaries = server_folder()
+    if binaries is None:
+        pytest.skip("no PostgreSQL server is installed (initdb was not found)")
+    server = PostgresServer(binaries)
+    try:
+        with up(data, "--journal", server.database()) as line:
+            assert json.loads(line)["error"]["code"] == "journal_missing"
+    finally:
+        server.close()

@@ -1,0 +1,247 @@
+"""A cluster leaves nothing behind, however it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import plexrl
+from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.embedded.start import start_embedded
+from plexrl.cluster.supervisor import Supervisor, run_supervisor
+from plexrl.errors import ConflictError
+from plexrl.process.folders.folders import Folders
+from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
+
+MODEL = plexrl.tiny_qwen2(VOCABULARY)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process_and_removes_every_file(
+    tmp_path: Path, sig: signal.Signals
+) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=2)
+    folders = Folders.of(tmp_path)
+    with plexrl.connect(running.url, running.api_key) as cluster:
+        actor = cluster.create_job("cut-off").train_deployment("actor", MODEL, workers=2)
+        actor.forward_backward(some_batch(1), plexrl.losses.grpo()).result()
+    children = psutil.Process(running.pid).children(recursive=True)
+    assert len(children) >= 7, "router, scheduler, StateManager, agent, fork server, two workers"
+    os.kill(running.pid, sig)
+    running.close()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    assert not folders.run.exists()
+    assert not folders.shared_memory.exists()
+    assert not (tmp_path / "cluster.json").exists()
+
+
+class NeverStarting:
+    """Nodes whose start never ends."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    async def start(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_signal_ends_a_starting_cluster(tmp_path: Path) -> None:
+    nodes = NeverStarting()
+    supervisor = Supervisor(ClusterOptions(data_dir=tmp_path), nodes=lambda *_: nodes)
+    run_supervisor(supervisor, lambda _: None, None)
+    assert nodes.stopped
+    assert not Folders.of(tmp_path).run.exists()
+
+
+def test_processes_of_a_killed_supervisor_end_and_the_next_one_cleans_up(
+    tmp_path: Path,
+) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=1)
+    children = psutil.Process(running.pid).children(recursive=True)
+    os.kill(running.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    again = start_embedded(tmp_path, gpus_per_node=1)
+    with plexrl.connect(again.url, again.api_key) as cluster:
+        assert cluster.status()["nodes"] == 1
+    again.close()
+    assert not Folders.of(tmp_path).shared_memory.exists()
+    running.close()
+
+
+EMBEDDING = """
+import sys, threading, time
+from pathlib import Path
+from plexrl.cluster.embedded.start import start_embedded
+def start():
+    print(start_embedded(Path(sys.argv[1]), gpus_per_node=1).pid, flush=True)
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+time.sleep(600)
+"""
+
+
+def test_a_killed_controllers_embedded_cluster_ends_and_cleans_up(tmp_path: Path) -> None:
+    """The cluster is started from a thread; the end of that thread must not end it."""
+    controller = subprocess.Popen(
+        [sys.executable, "-c", EMBEDDING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert controller.stdout is not None
+    supervisor = psutil.Process(int(controller.stdout.readline()))
+    assert supervisor.is_running()
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    wait_until(lambda: not supervisor.is_running(), "the cluster outlives its controller")
+    assert not Folders.of(tmp_path).shared_memory.exists()
+
+
+@pytest.mark.slow
+def test_a_restart_on_the_same_data_continues_its_jobs(tmp_path: Path) -> None:
+    first = start_embedded(tmp_path, gpus_per_node=2)
+    with plexrl.connect(first.url, first.api_key) as cluster:
+        actor = cluster.create_job("long", job_id="long").train_deployment(
+            "actor", MODEL, workers=2
+        )
+        for step in range(3):
+            actor.forward_backward(some_batch(step), plexrl.losses.grpo())
+            actor.optim_step(learning_rate=1e-2).result()
+        want = actor.forward(some_batch(9)).result().logprobs
+    first.close()
+    second = start_embedded(tmp_path, gpus_per_node=2)
+    try:
+        with (
+            plexrl.connect(second.url, second.api_key) as cluster,
+            cluster.attach_job("long") as job,
+        ):
+            actor = job.train_deployment("actor", MODEL, workers=2)
+            got = actor.forward(some_batch(9)).result(120).logprobs
+    finally:
+        second.close()
+    assert all((a == b).all() for a, b in zip(want, got, strict=True))
+
+
+def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=1)
+    try:
+        with plexrl.connect(running.url, running.api_key) as cluster:
+            health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
+            assert (health["ok"], health["restarts"], health["conditions"]) == (True, 0, [])
+            process_of(running, "plexrl.scheduler").kill()
+            wait_until(lambda: cluster.status()["restarts"] == 1, "no restart is reported")
+            wait_until(lambda: not cluster.status()["conditions"], "a condition does not end")
+            status = cluster.status()
+            assert list(status["parts"]) == ["scheduler"]
+            assert status["parts"]["scheduler"]["last_restart_at"] == status["last_restart_at"]
+            with plexrl.connect(running.url, cluster.create_tenant("alice")) as tenant:
+                status = tenant.status()
+                assert status["restarts"] == 1
+                assert "parts" not in status
+            health = httpx.get(f"{running.url}/v1/health", timeout=60).json()
+            assert (health["ok"], health["restarts"]) == (True, 1)
+            assert "scheduler" not in str(health["conditions"])
+            figures = httpx.get(f"{running.url}/v1/metrics", timeout=60).text
+            assert "plexrl_part_restarts_total 1.0" in figures
+            shown = subprocess.run(
+                [sys.executable, "-m", "plexrl.cli.app", "status", "--data-dir", str(tmp_path)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            assert "parts restarted" in shown
+            assert "1, the last at 20" in shown
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]")]
+)
+def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
+    tmp_path: Path, host: str, own: str
+) -> None:
+    where = ("--data-dir", str(tmp_path), "--gpus-per-node", "1", "--host", host, "--json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "plexrl.cli.app", "up", *where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    endpoint = json.loads(process.stdout.readline())
+    try:
+        assert endpoint["url"].startswith(f"http://{own}:")
+        assert httpx.get(f"{endpoint['url']}/v1/health", timeout=60).json()["scheduler"]
+        (router,) = [
+            each
+            for each in psutil.Process(process.pid).children(recursive=True)
+            if "plexrl.router" in each.cmdline()
+        ]
+        addresses = {c.laddr.ip for c in router.net_connections() if c.status == "LISTEN"}
+        assert addresses == {host}
+    finally:
+        process.terminate()
+        _, output = process.communicate(timeout=60)
+    is_exposed = host != "127.0.0.1"
+    assert ("without TLS" in output) == is_exposed
+    log = (tmp_path / "logs" / "up.log").read_text()
+    for line in ("scheduler runs as process", "the cluster is up", "the cluster has ended"):
+        assert line in log
+    assert ("without TLS" in log) == is_exposed
+    assert endpoint["api_key"] not in log
+
+
+def test_two_clusters_on_one_data_directory_are_refused(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=1)
+    try:
+        with pytest.raises(ConflictError):
+            start_embedded(tmp_path, gpus_per_node=1)
+    finally:
+        running.close()
+
+
+def test_the_command_line_shows_the_running_cluster(tmp_path: Path) -> None:
+    running = start_embedded(tmp_path, gpus_per_node=3)
+
+    def cli(*words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "plexrl.cli.app", *words, "--data-dir", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    try:
+        with plexrl.connect(running.url, running.api_key) as cluster:
+            job = cluster.create_job("shown", job_id="shown")
+            job.train_deployment("actor", MODEL).barrier().result()
+            assert json.loads(cli("status", "--json").stdout)["gpus"] == 3
+            assert json.loads(cli("nodes", "--json").stdout)[0]["gpus_reserved"] == 1
+            assert json.loads(cli("jobs", "--json").stdout)[0]["job"] == "shown"
+            assert "actor" in cli("jobs", "shown").stdout
+            assert "is ready" in json.loads(cli("logs", "shown", "--json").stdout)[0]["text"]
+            missing = cli("jobs", "nobody", "--json")
+            assert missing.returncode == 1
+            assert json.loads(missing.stdout)["error"]["code"] == "unknown_job"
+            job.finish()
+            wait_until(
+                lambda: cluster.nodes()[0]["gpus_reserved"] == 0, "an ended job keeps its GPU"
+            )
+    finally:
+        running.close()
+    gone = cli("status")
+    assert gone.returncode == 1
+    assert "plexrl up" in gone.stderr

@@ -1,0 +1,39 @@
+"""Tables of the documentation agree with the tables of the code."""
+
+import re
+from collections.abc import Iterator
+
+from plexrl.model.capabilities import BACKENDS
+from plexrl.sim.workload.policies import SIM_POLICIES
+from tests.docs.pages import ROOT
+
+
+def rows(page: str, head: str) -> Iterator[list[str]]:
+    """The cells of each row of the table with this head."""
+    lines = iter((ROOT / "docs" / page).read_text().splitlines())
+    assert head in lines, f"{page} has no table {head}"
+    next(lines)
+    for line in lines:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_guide_lists_the_axes_of_every_backend() -> None:
+    shown = {
+        (kind, re.findall(r"`(\w+)`", backend)[0]): re.findall(r"\b(?:dp|tp|pp|cp|ep)\b", axes)
+        for kind, backend, axes in rows("sdk.md", "| kind | backend | axes |")
+    }
+    for key, axes in shown.items():
+        shown[key] = list(dict.fromkeys(axes))
+    assert shown == {(each.kind, each.backend): list(each.axes) for each in BACKENDS}
+
+
+def test_the_guide_lists_the_placement_of_every_simulated_policy() -> None:
+    head = "| policy | where jobs go | who goes next | source |"
+    shown = {name.strip("`"): placement for name, placement, *_ in rows("simulating.md", head)}
+    assert shown.keys() == SIM_POLICIES.keys()
+    for name, placement in shown.items():
+        for like in re.findall(r"^as `([\w+-]+)`", placement):
+            settings = SIM_POLICIES[name].settings
+            assert settings["policy"] == SIM_POLICIES[like].settings["policy"], name

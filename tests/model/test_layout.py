@@ -1,0 +1,53 @@
+"""Which models a tensor-parallel layout can cut."""
+
+import json
+from typing import Any
+
+import pytest
+
+from plexrl.errors import InvalidRequestError, LayoutError
+from plexrl.model.layout import check_tensor_parallel
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import ModelSpec
+
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+}
+
+
+def model(**changes: Any) -> ModelSpec:
+    return ModelSpec(architecture="llama", config_json=json.dumps({**SIZES, **changes}))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 6])
+def test_tp_may_be_whatever_divides_heads_and_key_value_heads(tp: int) -> None:
+    check_tensor_parallel(model(), Parallelism(tp=tp, dp=5))
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "message"),
+    [
+        (4, {}, "num_key_value_heads is 6: .* use 3 "),
+        (12, {}, "num_key_value_heads is 6: .* use 6 "),
+        (5, {}, "num_attention_heads is 12: .* use 3 "),
+        (24, {"num_key_value_heads": None}, "num_attention_heads is 12: .* use 12 "),
+        (6, {"vocab_size": 10}, "vocab_size is 10: the last rank would get no part"),
+        (6, {"intermediate_size": 5}, "intermediate_size is 5: the last rank"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused_with_what_can(
+    tp: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message) as refused:
+        check_tensor_parallel(model(**changes), Parallelism(tp=tp))
+    assert refused.value.details["field"] == "tp"
+
+
+def test_a_configuration_without_sizes_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="lacks a size"):
+        check_tensor_parallel(ModelSpec(architecture="llama"), Parallelism(tp=2))

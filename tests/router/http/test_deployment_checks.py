@@ -1,0 +1,208 @@
+"""Checks of deployment requests: backend, layout, model and sizes."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from plexrl.errors import (
+    InvalidRequestError,
+    LayoutError,
+    UnsupportedDtypeError,
+    UnsupportedModelError,
+)
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.http.deployment_checks import check_deployment, state_bytes
+from plexrl.router.http.schemas import DeploymentRequest
+
+
+def request(kind: str = "train", **fields: Any) -> DeploymentRequest:
+    model = tiny_qwen2("0123456789")
+    sent = {"architecture": model.architecture, "config_json": model.config_json}
+    return DeploymentRequest.model_validate({"name": "a", "kind": kind, "model": sent, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "dp"),
+    [
+        ({}, 1),
+        ({"workers": 3}, 3),
+        ({"parallelism": {"dp": 4}}, 4),
+        ({"workers": 4, "parallelism": {"dp": 4}}, 4),
+    ],
+)
+def test_the_layout_and_the_number_of_workers_follow_from_one_another(
+    fields: dict[str, Any], dp: int
+) -> None:
+    spec, _ = check_deployment(request(**fields))
+    assert spec.backend == "fsdp"
+    assert spec.workers == spec.layout.world_size == dp
+    assert spec.parallelism == Parallelism(dp=dp)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"workers": 3, "parallelism": {"dp": 4}}, "workers", "workers is 3, but dp=4 needs 4"),
+        ({"parallelism": {"dp": 0}}, "dp", "parallelism.dp is 0"),
+        ({"parallelism": {"dp": 2, "ep": 3}}, "ep", "ep must divide dp·cp"),
+        ({"parallelism": {"dp": 2, "cp": 2}}, "cp", "'fsdp' does not support cp.*fsdp: dp, tp"),
+        ({"parallelism": {"tp": 4}}, "tp", "num_key_value_heads is 2.*use 2"),
+        ({"parallelism": {"pp": 2}}, "pp", "does not support pp"),
+        ({"backend": "megatron", "parallelism": {"pp": 3}}, "pp", "2 layers"),
+    ],
+)
+def test_an_invalid_layout_is_refused_by_field(
+    fields: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message) as refused:
+        check_deployment(request(**fields))
+    assert refused.value.details["field"] == field
+
+
+@pytest.mark.parametrize("field", ["max_sequence_tokens", "max_concurrent_samples"])
+def test_engine_limits_are_checked_before_creation(field: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        request("rollout", **{field: 10**9})
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 2**80])
+@pytest.mark.parametrize("where", ["model", "lora"])
+def test_an_out_of_range_seed_is_refused(where: str, seed: int) -> None:
+    sent: dict[str, Any] = {
+        "model": {"architecture": "qwen2", "seed": seed},
+        "lora": {"rank": 1, "seed": seed},
+    }
+    with pytest.raises(ValidationError, match=f"{where}.seed"):
+        request(**{where: sent[where]})
+
+
+def test_state_bytes_count_what_megatron_replicates() -> None:
+    bytes_per_parameter = {}
+    for layout in ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "pp": 2}):
+        spec, count = check_deployment(request(backend="megatron", parallelism=layout))
+        bytes_per_parameter[spec.layout.describe()] = state_bytes(spec, count) // count
+    # Parameters and reduction buffers on both data ranks, gradients and moments once.
+    assert bytes_per_parameter == {"tp=2": 16, "dp=2": 28, "dp=2 tp=2 pp=2": 28}
+
+
+def test_a_trainer_may_use_bf16_and_activation_checkpointing() -> None:
+    fields: dict[str, Any] = {"compute_dtype": "bfloat16", "activation_checkpointing": True}
+    spec, _ = check_deployment(request(parallelism={"dp": 2, "tp": 2}, **fields))
+    assert (spec.compute_dtype, spec.activation_checkpointing) == ("bfloat16", True)
+    assert spec.layout == Parallelism(dp=2, tp=2)
+    with pytest.raises(UnsupportedDtypeError, match="trains in float32, not bfloat16"):
+        check_deployment(request("rollout", compute_dtype="bfloat16"))
+    with pytest.raises(InvalidRequestError, match=r"has no activation_checkpointing.*fsdp"):
+        check_deployment(request("forward", activation_checkpointing=True))
+
+
+def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -> None:
+    spec, parameters = check_deployment(request("rollout"))
+    assert (spec.backend, spec.workers, spec.layout) == ("torch", 1, Parallelism())
+    assert state_bytes(spec, parameters) == 4 * parameters
+    spec, _ = check_deployment(request("rollout", parallelism={"dp": 3, "tp": 2}))
+    assert spec.workers == 6
+    assert state_bytes(spec, parameters) == 3 * 4 * parameters
+    with pytest.raises(LayoutError, match="torch: dp, tp"):
+        check_deployment(request("rollout", parallelism={"pp": 2}))
+    with pytest.raises(LayoutError, match=r"tp is 4 .* num_key_value_heads is 2"):
+        check_deployment(request("rollout", parallelism={"tp": 4}))
+    with pytest.raises(LayoutError, match="adapters only without tp"):
+        check_deployment(request("rollout", parallelism={"tp": 2}, lora={"rank": 2}))
+    # Each of two ranks caches one of the two heads.
+    budget = {"max_sequence_tokens": 100, "kv_cache_bytes": 256 * 112}
+    check_deployment(request("rollout", parallelism={"tp": 2}, **budget))
+    with pytest.raises(InvalidRequestError, match="needs 57344 bytes"):
+        check_deployment(request("rollout", **budget))
+
+
+def test_a_cache_must_hold_at_least_one_sequence() -> None:
+    # 2 layers, keys and values of 2 heads of 16 float32 numbers: 512 bytes a token.
+    least = 512 * 112
+    fields = {"max_sequence_tokens": 100, "kv_cache_bytes": least}
+    assert check_deployment(request("rollout", **fields))[0].kv_cache_bytes == least
+    half = {**fields, "dtype": "bfloat16", "kv_cache_bytes": least // 2}
+    assert check_deployment(request("rollout", **half))[0].kv_cache_bytes == least // 2
+    fields["kv_cache_bytes"] = least - 1
+    with pytest.raises(InvalidRequestError, match=rf"takes {least} bytes on each worker"):
+        check_deployment(request("rollout", **fields))
+    with pytest.raises(InvalidRequestError, match="has no cache"):
+        check_deployment(request(kv_cache_bytes=least))
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "head"),
+    [
+        ("train", "fsdp", "causal"),
+        ("train", "megatron", "causal"),
+        ("train", "deepspeed", "causal"),
+        ("rollout", "torch", "causal"),
+        ("rollout", "vllm", "causal"),
+        ("forward", "torch", "causal"),
+        ("forward", "torch", "reward"),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "gemma3_text", "rnn"])
+def test_an_unsupported_model_is_refused_with_the_supported_ones(
+    kind: str, backend: str, head: str, architecture: str
+) -> None:
+    model = {"architecture": architecture, "config_json": '{"n_embd": 64}', "head": head}
+    with pytest.raises(UnsupportedModelError, match=f"'{architecture}', which .*qwen2") as refused:
+        check_deployment(request(kind=kind, backend=backend, model=model))
+    assert refused.value.details["architecture"] == architecture
+    assert "qwen2" in str(refused.value.details["supported"])
+
+
+def test_a_model_with_experts_is_refused_with_the_backend_that_supports_them() -> None:
+    for kind in ("train", "rollout", "forward"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"a backend that runs it: megatron \(train"
+        ):
+            check_deployment(request(kind=kind, model={"architecture": "qwen3_moe"}))
+
+
+def test_a_directory_whose_configuration_names_no_architecture_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match="names no architecture"):
+        check_deployment(request(model={"path": str(tmp_path)}))
+
+
+MODEL = tiny_qwen2("0123456789")
+SIZES = sorted(name for name, value in MODEL.config.items() if not isinstance(value, bool))
+ODD = st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers())
+
+
+@given(
+    st.sampled_from(["llama", "qwen2", "qwen3_moe", "mistral", "bert"]),
+    st.sampled_from(["fsdp", "megatron", "torch", "vllm"]),
+    st.dictionaries(
+        st.sampled_from([*SIZES, "head_dim", "num_experts", "rms_norm_eps", "num_experts_per_tok"]),
+        ODD,
+        max_size=3,
+    ),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_any_configuration_is_accepted_or_refused_with_a_typed_error(
+    architecture: str, backend: str, changes: dict[str, object], with_lora: bool, tp: int
+) -> None:
+    kind = "rollout" if backend in ("torch", "vllm") else "train"
+    config = json.dumps({**MODEL.config, **changes}).replace("NaN", "null").replace("Infinity", "9")
+    body = request(
+        kind=kind,
+        backend=backend,
+        model={"architecture": architecture, "config_json": config},
+        parallelism={"tp": tp},
+        lora={"rank": 4} if with_lora else None,
+        kv_cache_bytes=1 << 20 if kind == "rollout" else None,
+    )
+    with contextlib.suppress(InvalidRequestError):
+        spec, parameters = check_deployment(body)
+        assert state_bytes(spec, parameters) > 0

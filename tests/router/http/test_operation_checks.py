@@ -1,0 +1,164 @@
+"""Invalid operations are refused before anything changes, with the position of the fault."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl.errors import (
+    BatchShapeError,
+    InvalidRequestError,
+    NonFiniteInputError,
+    NoTokenCountsError,
+    TokenRangeError,
+)
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
+from plexrl.router.http.operation_checks import check_operation
+from plexrl.wire.tensors import Arrays
+
+MODEL = tiny_qwen2("0123456789")
+VOCABULARY_SIZE = 13
+TRAIN = DeploymentSpec(model=MODEL, kind="train", backend="fsdp", workers=1, max_sequence_tokens=32)
+ROLLOUT = DeploymentSpec(
+    model=MODEL, kind="rollout", backend="torch", workers=1, max_sequence_tokens=32
+)
+GRPO = {"loss": {"name": "grpo"}}
+
+
+def batch(lengths: list[int]) -> Arrays:
+    total = sum(lengths)
+    return {
+        "tokens": np.full(total, 3, dtype=np.int32),
+        "lengths": np.array(lengths, dtype=np.int32),
+        **{name: np.ones(total, dtype=np.float32) for name in ("mask", "logprobs", "advantages")},
+    }
+
+
+@given(st.lists(st.integers(2, 32), min_size=1, max_size=10))
+def test_a_valid_batch_is_accepted_with_its_size(lengths: list[int]) -> None:
+    checked = check_operation(TRAIN, "forward_backward", GRPO, batch(lengths))
+    assert checked.tokens == sum(lengths)
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    st.data(),
+    st.sampled_from([-1, VOCABULARY_SIZE, 2**31 - 1]),
+)
+def test_a_token_outside_the_vocabulary_is_reported_with_its_position(
+    lengths: list[int], data: st.DataObject, token: int
+) -> None:
+    arrays = batch(lengths)
+    row = data.draw(st.integers(0, len(lengths) - 1))
+    position = data.draw(st.integers(0, lengths[row] - 1))
+    arrays["tokens"][sum(lengths[:row]) + position] = token
+    with pytest.raises(TokenRangeError) as refused:
+        check_operation(TRAIN, "forward_backward", GRPO, arrays)
+    assert refused.value.details == {"row": row, "position": position}
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    st.data(),
+    st.sampled_from([np.nan, np.inf, -np.inf]),
+    st.sampled_from(["mask", "logprobs", "advantages"]),
+)
+def test_a_non_finite_value_is_reported_with_its_position(
+    lengths: list[int], data: st.DataObject, value: float, name: str
+) -> None:
+    arrays = batch(lengths)
+    row = data.draw(st.integers(0, len(lengths) - 1))
+    position = data.draw(st.integers(0, lengths[row] - 1))
+    arrays[name][sum(lengths[:row]) + position] = value
+    with pytest.raises(NonFiniteInputError) as refused:
+        check_operation(TRAIN, "forward_backward", GRPO, arrays)
+    assert refused.value.details == {"array": name, "row": row, "position": position}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": np.array([2, 2], dtype=np.int32)}, "add up to 4"),
+        ({"lengths": np.array([0, 5], dtype=np.int32)}, "row 0 has 0 tokens"),
+        ({"lengths": np.empty(0, dtype=np.int32)}, "no rows"),
+        ({"tokens": np.full(5, 3, dtype=np.int64)}, "tokens must be a one-dimensional int32"),
+        ({"mask": np.ones(4, dtype=np.float32)}, r"float32\[5\] is needed"),
+        ({"mask": np.ones(5, dtype=np.float64)}, "mask is float64"),
+        ({"mood": np.ones(5, dtype=np.float32)}, "mood are not used"),
+    ],
+)
+def test_arrays_of_a_wrong_shape_are_refused(change: Arrays, message: str) -> None:
+    with pytest.raises(BatchShapeError, match=message):
+        check_operation(TRAIN, "forward_backward", GRPO, {**batch([2, 3]), **change})
+
+
+def test_a_row_over_the_sequence_limit_is_refused() -> None:
+    with pytest.raises(BatchShapeError, match="row 1 has 33 tokens"):
+        check_operation(TRAIN, "forward_backward", GRPO, batch([2, 33]))
+
+
+def test_a_batch_with_an_all_zero_mask_is_refused() -> None:
+    nothing, first_only = batch([2, 3]), batch([2, 3])
+    nothing["mask"][:] = 0.0
+    first_only["mask"][:] = [1.0, 0.0, 1.0, 0.0, 0.0]
+    for arrays in (nothing, first_only, batch([1, 1])):
+        with pytest.raises(NoTokenCountsError, match="no token of the batch counts"):
+            check_operation(TRAIN, "forward_backward", GRPO, arrays)
+
+
+def test_rows_with_an_all_zero_mask_are_allowed_among_others() -> None:
+    arrays = batch([2, 3, 1])
+    arrays["mask"][:] = [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
+    assert check_operation(TRAIN, "forward_backward", GRPO, arrays).tokens == 6
+
+
+def test_advantages_and_custom_weights_may_all_be_zero() -> None:
+    alike = batch([2, 3])
+    alike["advantages"][:] = 0.0
+    check_operation(TRAIN, "forward_backward", GRPO, alike)
+    weights = {"weights": np.zeros(5, dtype=np.float32)}
+    arrays = {name: alike[name] for name in ("tokens", "lengths")} | weights
+    check_operation(TRAIN, "forward_backward", {"loss": {"name": "custom"}}, arrays)
+
+
+def test_a_negative_mask_is_refused_with_its_position() -> None:
+    arrays = batch([2, 3])
+    arrays["mask"][3] = -1.0
+    with pytest.raises(InvalidRequestError, match="mask is -1 in row 1 at position 1") as refused:
+        check_operation(TRAIN, "forward_backward", GRPO, arrays)
+    assert refused.value.details == {"row": 1, "position": 1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "params", "message"),
+    [
+        (TRAIN, "generate", {}, "not an operation of a train deployment"),
+        (ROLLOUT, "optim_step", {"learning_rate": 1}, "not an operation of a rollout deployment"),
+        (TRAIN, "publish", {}, "not an operation"),
+        (TRAIN, "optim_step", {}, "learning_rate"),
+        (TRAIN, "optim_step", {"learning_rate": 0.1, "betas": 1}, "no parameter 'betas'"),
+        (TRAIN, "optim_step", {"learning_rate": float("nan")}, "at least 0"),
+        (TRAIN, "optim_step", {"learning_rate": 0.1, "beta1": 1.0}, "beta1 is 1.0"),
+        (TRAIN, "forward_backward", {"loss": {"name": "sgd"}}, "sgd"),
+        (TRAIN, "forward_backward", {"loss": {"name": "ppo", "clip": 1}}, "no parameter 'clip'"),
+        (TRAIN, "forward_backward", {"loss": {"name": "ppo", "clip_low": -1}}, "clip_low"),
+        (TRAIN, "save_checkpoint", {"name": "a/b"}, "letters, digits"),
+        (TRAIN, "save_checkpoint", {"name": ".."}, "letters, digits"),
+        (ROLLOUT, "generate", {"samples_per_prompt": 0}, r"samples_per_prompt \(n\) is 0"),
+        (ROLLOUT, "generate", {"sampling": {"temperature": -1}}, "temperature"),
+        (ROLLOUT, "generate", {"sampling": {"top_p": 1.5}}, "top_p"),
+        (ROLLOUT, "generate", {"sampling": {"max_tokens": 0}}, "max_tokens is 0"),
+        (ROLLOUT, "generate", {"sampling": {"max_tokens": 1 << 40}}, "max_tokens is"),
+        (ROLLOUT, "generate", {"sampling": {"top_k": 1 << 40}}, "top_k is"),
+        (ROLLOUT, "generate", {"samples_per_prompt": 1 << 40}, r"samples_per_prompt \(n\) is"),
+        (ROLLOUT, "generate", {"sampling": {"beams": 4}}, "no parameter 'beams'"),
+    ],
+)
+def test_invalid_parameters_are_refused(
+    spec: DeploymentSpec, kind: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_operation(spec, kind, params, {})

@@ -1,0 +1,136 @@
+"""Explanations name the rule that causes a wait; estimates are compared with the real start."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from tests.scheduler.fake_cluster import FakeCluster
+
+
+def cluster_of(gpus: int = 2, **changes: object) -> FakeCluster:
+    cluster = FakeCluster(**changes)
+    cluster.start_node(gpus)
+    return cluster
+
+
+def submit(cluster: FakeCluster, job: str, **fields: object) -> None:
+    cluster.job(job, **fields)
+    cluster.deploy(f"{job}/actor")
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Number of Python and built-in calls that `work` makes."""
+    count = 0
+
+    def count_one(frame: FrameType, event: str, detail: object) -> None:
+        nonlocal count
+        del frame, detail
+        count += event in ("call", "c_call")
+
+    former = sys.getprofile()
+    sys.setprofile(count_one)
+    try:
+        work()
+    finally:
+        sys.setprofile(former)
+    return count
+
+
+def rules(cluster: FakeCluster, job: str) -> list[str]:
+    rows = cluster.core.explain_job(job, cluster.now)["operations"]
+    return [str(row["rule"]) for row in rows]
+
+
+def summary(cluster: FakeCluster, job: str) -> str:
+    return str(cluster.core.explain_job(job, cluster.now)["summary"])
+
+
+def test_a_waiting_job_reports_its_position_and_the_failed_modes() -> None:
+    cluster = cluster_of(policy="isolated")
+    for job in ("a", "b", "c"):
+        submit(cluster, job)
+        cluster.submit(f"{job}:1", f"{job}/actor", "barrier")
+    assert rules(cluster, "b") == ["capacity"]
+    assert rules(cluster, "c") == ["turn"]
+    assert "1 of the 1 others that wait have a higher priority" in summary(cluster, "c")
+    assert "0 GPUs are in no group, 2 of one kind are wanted" in summary(cluster, "c")
+
+
+def test_the_cost_of_a_poll_does_not_grow_with_the_backlog() -> None:
+    def steps_of_a_poll(backlog: int) -> int:
+        cluster = cluster_of(policy="isolated")
+        submit(cluster, "holder")
+        for index in range(backlog):
+            submit(cluster, f"j{index:04}", gang=index % 2, expected_s=float(index))
+        last = f"j{backlog - 1:04}"
+        cluster.submit(f"{last}:1", f"{last}/actor", "barrier")
+        return count_calls(lambda: cluster.core.operation_view(f"{last}:1", cluster.now))
+
+    assert steps_of_a_poll(600) < 2 * steps_of_a_poll(20)
+
+
+def test_a_waiting_job_reports_when_declared_lengths_free_gpus() -> None:
+    cluster = cluster_of(policy="isolated")
+    submit(cluster, "a", expected_s=500.0)
+    submit(cluster, "b")
+    cluster.submit("b:1", "b/actor", "barrier")
+    cluster.pass_time(100.0)
+    explanation = cluster.core.operation_view("b:1", cluster.now)["explanation"]
+    assert explanation["eta_s"] == 400.0
+
+
+def test_an_incomplete_gang_and_a_quota_are_explained() -> None:
+    cluster = cluster_of(4)
+    submit(cluster, "a", gang=2)
+    cluster.submit("a:1", "a/actor", "barrier")
+    assert rules(cluster, "a") == ["gang"]
+    assert "gang of 2 has 1" in summary(cluster, "a")
+
+
+def test_each_operation_of_a_running_job_is_explained() -> None:
+    cluster = cluster_of()
+    submit(cluster, "a")
+    submit(cluster, "b")
+    cluster.submit("a:0", "a/actor", "barrier")
+    assert rules(cluster, "a") == ["launching"]
+    cluster.settle()
+    for index in (1, 2):
+        cluster.submit(f"a:{index}", "a/actor", "barrier")
+    cluster.submit("b:1", "b/actor", "barrier")
+    assert rules(cluster, "a") == ["running", "order"]
+    assert rules(cluster, "b") == ["burst"]
+    assert summary(cluster, "a") == "it runs"
+    assert summary(cluster, "b").startswith("b:1 waits:")
+    rows = cluster.core.explain_job("b", cluster.now)["operations"]
+    assert (rows[0]["holder"], rows[0]["position"]) == ("a/actor", 0)
+    assert rows[0]["eta_s"] > 0
+    while not any(run.kind.value == "offload" for run in cluster.runs):
+        cluster.pass_time(0.1)
+        if cluster.runs and cluster.runs[0].kind.value == "barrier":
+            cluster.execute(cluster.runs[0])
+    assert rules(cluster, "b") == ["switch"]
+    cluster.settle()
+    assert summary(cluster, "b") == "it waits for its controller's next operation"
+
+
+def test_estimated_starts_are_compared_with_real_ones() -> None:
+    cluster = cluster_of()
+    for job in ("a", "b"):
+        submit(cluster, job)
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    assert cluster.core.explain_job("b", cluster.now)["eta_quality"]["estimates"] == 0
+    cluster.submit("a:1", "a/actor", "barrier")
+    cluster.submit("b:1", "b/actor", "barrier")
+    promised_s = cluster.core.operation_view("b:1", cluster.now)["explanation"]["eta_s"]
+    asked_at = cluster.now
+    cluster.pass_time(30.0)
+    cluster.settle()
+    started_at = cluster.core.operation_view("b:1", cluster.now)["started_at"]
+    quality = cluster.core.explain_job("b", cluster.now)["eta_quality"]
+    late_s = started_at - asked_at - promised_s
+    assert late_s > 25.0
+    assert quality["estimates"] == 1
+    assert abs(quality["mean_error_s"] - late_s) < 1e-9
+    assert quality["mean_late_s"] == quality["mean_error_s"]
+    assert quality["slipped"] == 1

@@ -1,0 +1,153 @@
+"""API keys: a tenant may have several, and no router accepts a revoked one."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from plexrl import errors
+from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.jobs.tenants import KEYS_MAX, key_id
+from plexrl.scheduler.state import events as ev
+from plexrl.wire.rpc import Peer
+from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.live_service import OPERATOR, Plain, digest, live, run_live
+from tests.scheduler.service.test_service import refusal
+
+OLD, NEW = digest("old"), digest("new")
+
+
+def cluster_with_a_tenant() -> FakeCluster:
+    cluster = FakeCluster()
+    cluster.send(ev.TenantCreated(tenant="operator", key_digest=digest("root"), is_operator=True))
+    cluster.send(ev.TenantCreated(tenant="t", key_digest=OLD))
+    return cluster
+
+
+def is_valid(cluster: FakeCluster, key: str) -> bool:
+    try:
+        cluster.core.authenticate(key)
+    except errors.AuthenticationError:
+        return False
+    return True
+
+
+def keys_of(cluster: FakeCluster, name: str) -> list[Plain]:
+    (view,) = [view for view in cluster.core.list_tenants(cluster.now) if view["tenant"] == name]
+    return list(view["keys"])
+
+
+def test_a_new_key_is_valid_at_once_and_the_old_one_until_it_is_revoked() -> None:
+    cluster = cluster_with_a_tenant()
+    cluster.now += 5.0
+    cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=NEW))
+    assert cluster.core.authenticate(OLD) == cluster.core.authenticate(NEW) == ("t", False)
+    assert [each["key"] for each in keys_of(cluster, "t")] == [key_id(OLD), key_id(NEW)]
+    assert [each["created_at"] for each in keys_of(cluster, "t")] == [1000.0, 1005.0]
+    for _ in range(2):
+        cluster.send(ev.ApiKeyRevoked(tenant="t", key=key_id(OLD)))
+        assert not is_valid(cluster, OLD), "a repeated request is answered as the first one"
+        assert is_valid(cluster, NEW)
+    with pytest.raises(errors.ConflictError, match="was revoked"):
+        cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=OLD))
+    cluster.send(ev.ApiKeyRevoked(tenant="t", key=key_id(NEW)))
+    assert keys_of(cluster, "t") == []
+
+
+def test_the_operators_last_key_and_a_tenants_seventeenth_are_refused() -> None:
+    cluster = cluster_with_a_tenant()
+    before = cluster.core.dump()
+    with pytest.raises(errors.ConflictError, match="rotate it first"):
+        cluster.send(ev.ApiKeyRevoked(tenant="operator", key=key_id(digest("root"))))
+    for tenant, key in (("t", "000000000000"), ("nobody", key_id(OLD)), ("t", "")):
+        with pytest.raises(errors.NotFoundError):
+            cluster.send(ev.ApiKeyRevoked(tenant=tenant, key=key))
+    with pytest.raises(errors.ConflictError, match="in use"):
+        cluster.send(ev.ApiKeyAdded(tenant="operator", key_digest=OLD))
+    assert cluster.core.dump() == before
+    for number in range(1, KEYS_MAX):
+        cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=digest(str(number))))
+    with pytest.raises(errors.ConflictError, match="revoke one first"):
+        cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=digest("one more")))
+
+
+def test_keys_survive_a_snapshot_also_one_from_before_a_tenant_had_several() -> None:
+    cluster = cluster_with_a_tenant()
+    cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=NEW))
+    cluster.send(ev.ApiKeyRevoked(tenant="t", key=key_id(NEW)))
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    assert restored.authenticate(OLD) == ("t", False)
+    with pytest.raises(errors.AuthenticationError):
+        restored.authenticate(NEW)
+
+    snapshot = msgspec.msgpack.decode(cluster.core.dump())
+    for tenant in snapshot["state"]["tenants"].values():
+        (tenant["key_digest"],) = tenant.pop("keys")
+        del tenant["revoked"]
+    restored = SchedulerCore.restore(cluster.config, msgspec.msgpack.encode(snapshot))
+    assert restored.authenticate(OLD) == ("t", False)
+    assert restored.authenticate(digest("root")) == ("operator", True)
+
+
+def test_a_revocation_is_answered_once_every_router_has_dropped_the_key(tmp_path: Path) -> None:
+    async def talk() -> None:
+        forgotten: list[str] = []
+
+        async def forget(_: Peer, __: Plain) -> Plain:
+            forgotten.append("other")
+            return {}
+
+        async def refuse(_: Peer, __: Plain) -> Plain:
+            raise errors.UnavailableError("not now")
+
+        async with live(tmp_path) as cluster:
+            router = await cluster.router("asking", {"forget_callers": forget})
+            await cluster.router("other", {"forget_callers": forget})
+            refusing = await cluster.router("refusing", {"forget_callers": refuse})
+            (key,) = await keys_of_a(router)
+            assert key["key"] == key_id(digest("a"))
+            assert key["last_used_at"] is None
+            await router.call("authenticate", {"key_digest": digest("a")})
+            (key,) = await keys_of_a(router)
+            assert key["last_used_at"] >= key["created_at"]
+            assert digest("a") not in str(key)
+            for forbidden in (
+                ("list_keys", {"name": "a"}),
+                ("add_key", {"name": "a", "key_digest": NEW}),
+                ("revoke_key", {"name": "a", "key": key["key"]}),
+            ):
+                method, params = forbidden
+                error = await refusal(router, method, {"tenant": "a", **params})
+                assert isinstance(error, errors.PermissionDeniedError), method
+            fields = {**OPERATOR, "name": "a", "key": key["key"]}
+            await router.call("revoke_key", fields)
+            assert len(forgotten) == 2
+            with pytest.raises(errors.ConnectionLostError):
+                await refusing.call("status", OPERATOR)
+            error = await refusal(router, "authenticate", {"key_digest": digest("a")})
+            assert isinstance(error, errors.AuthenticationError)
+
+    run_live(talk)
+
+
+async def keys_of_a(router: Peer) -> list[Plain]:
+    return list((await router.call("list_keys", {**OPERATOR, "name": "a"}))["keys"])
+
+
+def test_the_configured_operator_key_is_valid_unless_revoked(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            await cluster.router()
+        async with live(tmp_path, operator_key_digest=NEW) as cluster:
+            router = await cluster.router()
+            for key in (digest("operator"), NEW):
+                answer = await router.call("authenticate", {"key_digest": key})
+                assert answer["is_operator"], "a new key file does not end the former key"
+            fields = {**OPERATOR, "name": "operator", "key": key_id(digest("operator"))}
+            await router.call("revoke_key", fields)
+        async with live(tmp_path) as cluster:
+            router = await cluster.router()
+            error = await refusal(router, "authenticate", {"key_digest": digest("operator")})
+            assert isinstance(error, errors.AuthenticationError), "a restart revived a revoked key"
+
+    run_live(talk)

@@ -1,0 +1,148 @@
+"""The CPU device: reuse of idle segments, and checks of adopted files."""
+
+import fcntl
+import os
+
+import pytest
+
+from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.device.backend import Segment
+from plexrl.statemanager.device.cpu.arena import CpuArena
+from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
+from plexrl.statemanager.device.filled_allocation import allocate_filled
+from tests.statemanager.device_rigs import read, segments, write
+
+MIB = 1 << 20
+F_SEAL_FUTURE_WRITE = 0x10
+"""Linux value; the `fcntl` module lacks it."""
+UID, OTHER_UID = 1000, 1001
+
+
+def inode(segment_fd: int) -> int:
+    return os.fstat(segment_fd).st_ino
+
+
+def inodes(device: CpuDevice, uid: int, nbytes: int = MIB) -> set[int]:
+    """Allocate and recycle memory; returns its files."""
+    loan = allocate_filled(device, nbytes, device=0, uid=uid)
+    fds = loan.descriptors()
+    found = {inode(fd) for fd in fds}
+    for fd in fds:
+        os.close(fd)
+    device.recycle(loan)
+    return found
+
+
+def test_a_segment_is_reused_for_the_same_user_only() -> None:
+    device = CpuDevice()
+    first = inodes(device, UID)
+    assert inodes(device, UID) == first
+    assert not inodes(device, OTHER_UID) & first
+    device.close()
+
+
+def test_freed_memory_is_not_reused() -> None:
+    device = CpuDevice()
+    loan = device.allocate(MIB, device=0, uid=UID)
+    fds = loan.descriptors()
+    taken = {inode(fd) for fd in fds}
+    device.free(loan)
+    assert not inodes(device, UID) & taken
+    for fd in fds:
+        os.close(fd)
+    device.close()
+
+
+def test_idle_memory_is_evicted_and_never_exceeds_the_peak() -> None:
+    device = CpuDevice(bytes_max=4 * MIB)
+    loans = [device.allocate(MIB, device=0, uid=UID) for _ in range(3)]
+    for loan in loans:
+        device.recycle(loan)
+    assert device.usage(0).idle_bytes == 3 * MIB
+    large = device.allocate(4 * MIB, device=0, uid=UID)
+    usage = device.usage(0)
+    assert (usage.lent_bytes, usage.idle_bytes, usage.free_bytes) == (4 * MIB, 0, 0)
+    device.recycle(large)
+    odd = [device.allocate(256 * 1024, device=0, uid=OTHER_UID) for _ in range(4)]
+    usage = device.usage(0)
+    assert usage.lent_bytes + usage.idle_bytes <= 4 * MIB
+    for loan in odd:
+        device.free(loan)
+    device.close()
+    assert device.usage(0).idle_bytes == 0
+
+
+def test_prefaulted_memory_is_allocated_first() -> None:
+    device = CpuDevice(prefault_bytes=128 * MIB)
+    assert device.usage(0).idle_bytes == 128 * MIB
+    loan = device.allocate(64 * MIB, device=0, uid=UID)
+    assert loan.is_clean, "new memory needs no clearing"
+    assert device.usage(0).idle_bytes == 64 * MIB
+    device.free(loan)
+    device.close()
+
+
+def test_an_attach_keeps_earlier_writes() -> None:
+    device = CpuDevice()
+    arena = CpuArena(3 * MIB)
+    arena.buffer[0], arena.buffer[2 * MIB], arena.buffer[-1] = 1, 2, 3
+    loan = allocate_filled(device, arena.nbytes, device=0, uid=UID)
+    arena.attach(segments(loan), keep_contents=True)
+    assert (arena.buffer[0], arena.buffer[2 * MIB], arena.buffer[-1]) == (1, 2, 3)
+    assert read(loan, 2 * MIB, 1) == b"\x02"
+    arena.detach()
+    assert not any(arena.buffer)
+    device.recycle(loan)
+    device.close()
+
+
+def test_an_arena_that_cannot_be_attached_keeps_its_contents() -> None:
+    device = CpuDevice()
+    arena = CpuArena(3 * MIB // 2)
+    arena.buffer[0], arena.buffer[-1] = 1, 2
+    loan = allocate_filled(device, arena.nbytes, device=0, uid=UID)
+    whole = segments(loan)
+    os.close(whole[-1].fd)
+    unreadable = os.open("/proc/self/status", os.O_RDONLY)
+    broken = [*whole[:-1], Segment(fd=unreadable, nbytes=whole[-1].nbytes)]
+    with pytest.raises(Exception, match="cannot be mapped"):
+        arena.attach(broken, keep_contents=True)
+    assert (arena.buffer[0], arena.buffer[-1]) == (1, 2)
+    assert not arena.is_attached
+    write(loan, 0, b"\x09")
+    assert arena.buffer[0] == 1, "the failed attach left its mapping in the arena"
+    device.free(loan)
+    device.close()
+
+
+@pytest.mark.parametrize(
+    "seals",
+    [
+        0,
+        fcntl.F_SEAL_SHRINK,
+        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+        SEALS | fcntl.F_SEAL_WRITE,
+    ],
+)
+def test_a_file_without_the_seals_is_not_mapped(seals: int) -> None:
+    device = CpuDevice()
+    fd = os.memfd_create("plexrl-forged", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MIB)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(InvalidRequestError, match="seals"):
+        device.adopt([fd], [MIB], device=0, uid=UID)
+    assert device.usage(0).lent_bytes == 0
+    os.close(fd)
+
+
+def test_a_worker_cannot_resize_or_seal_a_segment() -> None:
+    device = CpuDevice()
+    loan = device.allocate(MIB, device=0, uid=UID)
+    (fd,) = loan.descriptors()
+    for nbytes in (0, 4096, 2 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    os.close(fd)
+    device.free(loan)

@@ -1,0 +1,112 @@
+"""A whole StateManager for GPUs, on the emulated driver: offloads, loads and what is left of them.
+
+The daemon and two jobs share emulated devices; what runs beside the driver is what runs on a node.
+It proves our calls, not the hardware: `tests/gpu` does that where there is a GPU.
+"""
+
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.gpu.job import GpuJob
+from plexrl.errors import DeviceMemoryFullError, InvalidRequestError
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.server import Server
+from plexrl.statemanager.device.backend import DeviceKind
+from plexrl.statemanager.device.cuda.device import CudaDevices
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
+from plexrl.statemanager.store.store import Store
+from tests.statemanager.conftest import wait_until
+from tests.statemanager.emulated_cuda import EmulatedCuda
+
+MIB = 1 << 20
+STATE = 5 * MIB
+SWITCHES = 20
+
+
+class Node(NamedTuple):
+    listen: str
+    key: TicketKey
+    daemon: EmulatedCuda
+    worker: EmulatedCuda
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A daemon in this process, whose device fits one and a half states."""
+    name = f"daemon-{uuid.uuid4().hex[:8]}"
+    drivers = [EmulatedCuda(name, device_bytes=STATE * 3 // 2) for _ in range(2)]
+    drivers[1].enter(0)
+    with tempfile.TemporaryDirectory(prefix="plexrl-", dir="/dev/shm") as host_dir:
+        config = StateManagerConfig(
+            node="gpu",
+            listen=str(Path(host_dir) / "s.sock"),
+            host_dir=f"{host_dir}/host",
+            host_bytes=32 * MIB,
+            nvme_dir=str(tmp_path / "nvme"),
+            nvme_bytes=32 * MIB,
+            device=DeviceKind.CUDA,
+        )
+        Path(config.host_dir).mkdir()
+        devices = CudaDevices(drivers[0])
+        store = Store(config, on_map=devices.register_host, on_unmap=devices.unregister_host)
+        server = Server(config, store, devices)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        yield Node(config.listen, read_ticket_key(config.ticket_key_path), *drivers)
+        server.close()
+        thread.join()
+        store.close()
+    for driver in drivers:
+        driver.check_nothing_left()
+
+
+def test_two_jobs_alternate_on_a_device_for_one(node: Node) -> None:
+    jobs = [GpuJob(node.worker, node.listen, node.key, f"job{index}", STATE) for index in range(2)]
+    jobs[0].fill()
+    with pytest.raises(DeviceMemoryFullError, match="offload another job"):
+        jobs[1].fill()
+    assert jobs[0].offload(1) == STATE
+    assert node.daemon.taken_bytes(0) == 0, "offloading returns the memory to the driver"
+    jobs[1].fill()
+    jobs[1].offload(1)
+    assert node.daemon.pinned, "the host tier is pinned"
+    jobs[0].load(1)
+    for turn in range(SWITCHES):
+        leaving, coming = jobs[turn % 2], jobs[1 - turn % 2]
+        leaving.check(turn)
+        leaving.offload(turn + 2)
+        assert node.daemon.taken_bytes(0) == 0
+        coming.load(turn + 1 if turn else 1)
+        assert STATE <= node.daemon.taken_bytes(0) < STATE + MIB
+    for job in jobs:
+        job.close()
+    del jobs, job, leaving, coming
+    wait_until(lambda: node.daemon.taken_bytes(0) == 0)
+
+
+def test_a_job_that_ends_frees_its_memory(node: Node) -> None:
+    job = GpuJob(node.worker, node.listen, node.key, "job", STATE)
+    job.fill()
+    assert node.daemon.taken_bytes(0) >= STATE
+    job.close()
+    del job
+    wait_until(lambda: node.daemon.taken_bytes(0) == 0)
+
+
+def test_an_arena_of_a_cpu_node_is_refused(node: Node) -> None:
+    ticket = node.key.mint(Claims(role=Role.WORKER, job="job", deployment="job/actor"))
+    client = StateManagerClient(
+        node.listen, deployment="job/actor", rank=0, world_size=1, ticket=ticket
+    )
+    with pytest.raises(InvalidRequestError, match="allocates cuda memory"):
+        client.register(Arena(4096), (), group="g", token=1)
+    client.close()

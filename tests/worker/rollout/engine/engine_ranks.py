@@ -1,0 +1,154 @@
+"""What the ranks of the tensor-parallel tests run: functions a spawned process finds by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
+from plexrl.wire.operations import SamplingParams
+from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.rollout.engine import Engine, Generation, TorchRolloutBackend
+from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
+from plexrl.worker.state.arena_tensors import view
+
+VOCABULARY = "0123456789abcdefgh"
+"""With three special tokens 21, so that two ranks hold 11 and 10 rows."""
+OLD, NEW = tiny_qwen2(VOCABULARY, seed=2), tiny_qwen2(VOCABULARY, seed=5)
+PROMPTS = [[3, 4, 5, 6, 7, 8], [9], list(range(3, 20))]
+SEQUENCE_TOKENS = 64
+
+
+def generation(name: str, n: int = 2, **sampling: Any) -> Generation:
+    params = SamplingParams(**{"ignore_eos": True, "seed": 1, "max_tokens": 24, **sampling})
+    return Generation(
+        name=name, prompts=PROMPTS, samples_per_prompt=n, sampling=params, emit=None, weights_seq=0
+    )
+
+
+class Leader(LeadingEngine):
+    """Broadcasts weight updates and offloads too, which a worker receives as operations."""
+
+    def weights_changed(self, weights_seq: int) -> None:
+        self._engine.weights_changed(weights_seq)
+        self._calls.add("weights_changed", weights_seq)
+
+    def drop_cache(self) -> None:
+        self._engine.drop_cache()
+        self._calls.send("drop_cache")
+
+    def close(self) -> None:
+        """Let the other ranks return from `follow`."""
+        self._calls.send("close")
+
+
+def follow(engine: Engine, group: RankGroup, pull: Callable[[], None]) -> None:
+    """Repeat the leader's calls until it closes; `pull` replaces this rank's weights."""
+    while True:
+        for name, arguments in group.receive():
+            if name == "close":
+                return
+            if name == "weights_changed":
+                pull()
+            getattr(engine, name)(*arguments)
+
+
+def drive(engine: Engine | Leader, pull: Callable[[], None]) -> dict[str, Generation]:
+    """A history with every call of an engine; `pull` replaces this rank's weights."""
+    made = {name: generation(name, seed=index) for index, name in enumerate(("one", "two"))}
+    greedy = made["greedy"] = generation("greedy", n=1, temperature=0.0)
+    engine.submit(made["one"])
+    for _ in range(3):
+        engine.step()
+    engine.submit(made["two"])
+    engine.submit(greedy)
+    for _ in range(3):
+        engine.step()
+    engine.interrupt("two")
+    engine.drop_cache()
+    engine.step()
+    engine.pause()
+    pull()
+    engine.weights_changed(1)
+    engine.resume()
+    while engine.has_work:
+        engine.step()
+    made["late"] = generation("late", n=3, top_k=5)
+    engine.submit(made["late"])
+    engine.step()
+    engine.abort("late")
+    while engine.has_work:
+        engine.step()
+    return made
+
+
+def backend(rank: int, ranks: int, folder: Path) -> TorchRolloutBackend:
+    spec = DeploymentSpec(
+        model=OLD,
+        kind="rollout",
+        backend="torch",
+        workers=ranks,
+        max_sequence_tokens=SEQUENCE_TOKENS,
+        max_concurrent_samples=8,
+    )
+    group = RankGroup(rank=rank, size=ranks)
+    made = TorchRolloutBackend(spec, folder, group)
+    made.build()
+    return made
+
+
+def pull(made: TorchRolloutBackend) -> None:
+    """This rank's boxes of the new weights, and nothing else."""
+    new = dict(named_parameters(build_model(NEW)))
+    for piece in made.slices():
+        box = tuple(
+            slice(first, first + extent)
+            for first, extent in zip(piece.offset, piece.shape, strict=True)
+        )
+        view(made.arena, piece).copy_(new[piece.key.name].data[box])
+
+
+def run(rank: int, ranks: int, store: str, folder: str) -> None:
+    """One rank of a generation; the leader leaves `found.pt`."""
+    torch.set_num_threads(1)
+    meeting = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    made = backend(rank, ranks, Path(folder))
+    group = RankGroup(rank=rank, size=ranks)
+    if rank:
+        follow(made.engine, group, lambda: pull(made))
+    else:
+        engine = Leader(made.engine, EngineCalls(group))
+        found = drive(engine, lambda: pull(made))
+        engine.close()
+        parts = {
+            name: (one.tokens, one.logprobs, one.finish, one.mixed_segments())
+            for name, one in found.items()
+        }
+        torch.save(parts, Path(folder) / "found.pt")
+    made.engine.check_invariants()
+    torch.save(
+        {
+            "stats": made.engine.stats(),
+            "gathered": made.gather(str(rank)),
+            "arena_bytes": sum(piece.nbytes for piece in made.slices()),
+        },
+        Path(folder) / f"rank{rank}.pt",
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def alone() -> dict[str, Generation]:
+    """What one process finds."""
+    model = build_model(OLD)
+
+    def pull_all() -> None:
+        with torch.no_grad():
+            for home, source in zip(model.parameters(), build_model(NEW).parameters(), strict=True):
+                home.copy_(source)
+
+    return drive(Engine(model, slots=8, sequence_tokens_max=SEQUENCE_TOKENS), pull_all)

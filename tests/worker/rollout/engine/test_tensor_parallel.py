@@ -1,0 +1,101 @@
+"""One engine on two gloo processes against the same engine in one."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl.errors import InvalidRequestError
+from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.rollout.shards import box_of
+from tests.worker.rollout.engine import engine_ranks as ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks left what they found."""
+    made = tmp_path_factory.mktemp("ranks")
+    mp.spawn(  # type: ignore[no-untyped-call, attr-defined]
+        ranks.run, args=(2, str(made / "store"), str(made)), nprocs=2
+    )
+    return made
+
+
+def test_two_ranks_draw_what_one_draws(folder: Path) -> None:
+    found = torch.load(folder / "found.pt", weights_only=False)
+    wanted = ranks.alone()
+    for name, one in wanted.items():
+        tokens, logprobs, finish, segments = found[name]
+        assert [row.tolist() for row in tokens] == [row.tolist() for row in one.tokens]
+        for row, own in zip(logprobs, one.logprobs, strict=True):
+            assert np.allclose(row, own, atol=1e-4)
+        assert finish == one.finish
+        assert segments == one.mixed_segments()
+    assert len(wanted["one"].mixed_segments()) == 12, "the update came in the middle"
+
+
+def test_both_ranks_have_the_same_counts_and_half_of_the_weights(folder: Path) -> None:
+    of: list[Any] = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert of[0]["stats"] == of[1]["stats"]
+    whole = sum(4 * parameter.numel() for _, parameter in named_parameters(build_model(ranks.OLD)))
+    for one in of:
+        assert one["gathered"] == ["0", "1"]
+        assert one["arena_bytes"] < 0.52 * whole, "norms are all that is on both"
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9))
+def test_boxes_make_up_the_tensor_once(count: int, extent: int, width: int) -> None:
+    for name, shape in {
+        "model.embed_tokens.weight": (extent, width),
+        "model.layers.0.self_attn.q_proj.weight": (count * extent, width),
+        "model.layers.0.self_attn.k_proj.bias": (count * extent,),
+        "model.layers.0.mlp.down_proj.weight": (width, count * extent),
+    }.items():
+        covered = np.zeros(shape, dtype=int)
+        for rank in range(count):
+            box = box_of(name, shape, rank, count)
+            assert covered[box.index].shape == box.shape
+            covered[box.index] += 1
+        assert (covered == 1).all()
+    norm = "model.layers.0.input_layernorm.weight"
+    assert box_of(norm, (width,), count - 1, count).shape == (width,)
+
+
+def test_what_cannot_be_shared_equally_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"k_proj.weight has 32 rows, which 3 tensor-"):
+        box_of("model.layers.0.self_attn.k_proj.weight", (32, 64), 1, 3)
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    os._exit(9)
+try:
+    while True:
+        dist.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    print(is_lost_rank_error(error), is_lost_rank_error(RuntimeError("another shape was expected")))
+os._exit(0)
+"""
+
+
+def test_a_collective_that_lost_a_rank_is_distinguished_from_an_own_fault(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    first, second = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    printed, _ = first.communicate()
+    second.communicate()
+    assert printed.decode() == "True False\n"

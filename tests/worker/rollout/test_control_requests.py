@@ -1,0 +1,142 @@
+"""Orders and questions to an engine, between two tokens and past its operations."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import tiny_qwen2
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.wire.framing import recv_frame
+from plexrl.wire.operations import GenerateParams, OperationKind, SamplingParams
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.process.server import Connection, Request
+from plexrl.worker.rollout.control_requests import ControlRequests
+from plexrl.worker.rollout.engine import TorchRolloutBackend
+from plexrl.worker.rollout.token_streams import TokenStreams
+from plexrl.worker.state.state_mover import StateMover
+
+
+class Router:
+    """Asks one worker's controls."""
+
+    def __init__(self, backend: TorchRolloutBackend, socket_path: Path) -> None:
+        # Nothing here moves state, so nobody listens there.
+        self.client = StateManagerClient(
+            str(socket_path), deployment="j/r", rank=0, world_size=1, ticket=b""
+        )
+        self.mover = StateMover(backend, self.client, "g")
+        self.controls = ControlRequests(backend, self.mover, TokenStreams())
+        self._socket, self._there = socket.socketpair()
+        self._socket.settimeout(20.0)
+        self._connection = Connection(self._there)
+
+    def send(self, **header: Any) -> bool:
+        return self.controls.handle(Request(self._connection, header, bytearray()))
+
+    def ask(self, request: str, **fields: Any) -> dict[str, Any]:
+        assert self.send(request=request, ask="a", **fields)
+        header, _ = recv_frame(self._socket)
+        assert (header["operation"], header["token"]) == ("a", 0)
+        return header
+
+    def close(self) -> None:
+        self._socket.close()
+        self._there.close()
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> TorchRolloutBackend:
+    spec = DeploymentSpec(
+        model=tiny_qwen2("0123", hidden=32),
+        kind="rollout",
+        backend="torch",
+        workers=1,
+        max_sequence_tokens=40,
+        max_concurrent_samples=2,
+    )
+    return TorchRolloutBackend(spec, tmp_path)
+
+
+@pytest.fixture
+def router(backend: TorchRolloutBackend, tmp_path: Path) -> Iterator[Router]:
+    made = Router(backend, tmp_path / "nobody.sock")
+    yield made
+    made.close()
+
+
+def call(operation: str) -> BackendCall:
+    sampling = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+    return BackendCall(
+        operation=operation,
+        kind=OperationKind.GENERATE,
+        params=GenerateParams(sampling=sampling),
+        rank_params={},
+        arrays={"tokens": np.array([3, 4], np.int32), "lengths": np.array([2], np.int32)},
+        seq=0,
+    )
+
+
+def begin(router: Router, backend: TorchRolloutBackend, operation: str) -> None:
+    backend.submit(call(operation), None)
+    router.controls.generation_began(operation)
+
+
+def test_the_order_to_end_a_generation_may_come_before_it(
+    router: Router, backend: TorchRolloutBackend
+) -> None:
+    assert router.send(request="abort", operation="early")
+    backend.build()
+    router.mover.is_resident = True
+    assert router.send(request="abort", operation="never")
+    for operation in ("early", "other"):
+        begin(router, backend, operation)
+    [(name, result)] = backend.step()
+    assert (name, result.arrays["lengths"].tolist()) == ("early", [0])
+    while not (ended := backend.step()):
+        continue
+    assert [(name, len(result.arrays["tokens"])) for name, result in ended] == [("other", 8)]
+
+
+def test_a_pause_ends_when_its_time_is_over_and_not_before(
+    router: Router, backend: TorchRolloutBackend
+) -> None:
+    assert router.ask("pause", for_s=60.0)["error"]["code"] == "conflict", "it has no weights yet"
+    assert router.controls.paused_for_s() is None
+    backend.build()
+    router.mover.is_resident = True
+    begin(router, backend, "one")
+    assert router.ask("pause", for_s=3600.0)["answer"]["paused"]
+    router.controls.resume_if_due()
+    assert not backend.has_work
+    assert 0 < (router.controls.paused_for_s() or 0) <= 3600
+    # Once more, for no time at all.
+    assert router.ask("pause", for_s=0.0)["answer"]["paused"]
+    router.controls.resume_if_due()
+    assert backend.has_work
+    assert not router.ask("resume")["answer"]["paused"]
+    assert router.controls.paused_for_s() is None
+    assert not router.ask("engine_stats")["answer"]["paused"]
+
+
+def test_nobody_has_an_engine_go_on_whose_weights_are_of_no_version(
+    router: Router, backend: TorchRolloutBackend
+) -> None:
+    backend.build()
+    router.mover.is_resident = True
+    begin(router, backend, "one")
+    assert router.ask("pause", for_s=0.0)["answer"]["paused"]
+    router.client._puller.is_torn = True
+    router.controls.resume_if_due()
+    assert router.ask("resume")["error"]["code"] == "conflict"
+    assert not backend.has_work
+    assert router.controls.paused_for_s() is None, "it waits for what its agent does to it"
+
+
+def test_what_is_no_control_is_left_to_others(router: Router) -> None:
+    assert not router.send(request="run", command={})
+    assert router.send(request="abort", operation="none")

@@ -1,0 +1,112 @@
+"""What a worker does about checkpoints without a model: agreeing, waiting, reading."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StateLostError
+from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
+from plexrl.statemanager.checkpoint.write.progress import Progress
+from plexrl.statemanager.checkpoint.write.publish import announce
+from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
+from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_hf_parameters
+from plexrl.worker.state.rank_agreement import on_all_ranks
+from tests.statemanager.checkpoint import versions as v
+
+TENSORS: v.Tensors = {v.key("w"): v.random_tensor(np.random.default_rng(1), "F32", (9, 5))}
+
+
+def write(target: Path, checkpoint_format: CheckpointFormat) -> None:
+    wanted = CheckpointSpec(
+        target=target,
+        node="n",
+        format=checkpoint_format,
+        model_dtype=None,
+        shard_bytes_max=SHARD_BYTES_MAX,
+        overwrite=True,
+    )
+    write_checkpoint(wanted, v.versions(TENSORS, 2), None, Progress())
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("checkpoint_format", list(CheckpointFormat))
+def test_parameters_come_from_a_checkpoint_of_any_format(
+    tmp_path: Path, checkpoint_format: CheckpointFormat
+) -> None:
+    write(tmp_path / "c", checkpoint_format)
+    assert bits(load_hf_parameters(tmp_path / "c")["w"]) == TENSORS[v.key("w")][1].tobytes()
+
+
+def test_parameters_come_from_any_hugging_face_directory(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(6.0)}, tmp_path / "model.safetensors")
+    assert torch.equal(load_hf_parameters(tmp_path)["w"], torch.arange(6.0))
+
+
+def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    write(tmp_path / "c", CheckpointFormat.HF)
+    file = tmp_path / "c" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptStateError, match="digest"):
+        load_hf_parameters(tmp_path / "c")
+
+
+def test_a_load_waits_for_the_checkpoint_that_is_coming(tmp_path: Path) -> None:
+    announce(tmp_path / "c", "n")
+    writer = threading.Timer(0.2, write, (tmp_path / "c", CheckpointFormat.BOTH))
+    writer.start()
+    assert list(load_hf_parameters(tmp_path / "c")) == ["w"]
+    writer.join()
+    with pytest.raises(CheckpointNotFoundError):
+        load_hf_parameters(tmp_path / "never")
+
+
+def test_nothing_is_filled_unless_every_rank_can(tmp_path: Path) -> None:
+    write(tmp_path / "c", CheckpointFormat.BOTH)
+    slices = v.wanted(TENSORS, v.rows(TENSORS, 1)[0])
+    memory = bytearray(slices[0].nbytes)
+
+    def gather(value: str) -> list[str]:
+        return [value, '{"error": {"code": "state_lost", "message": "gone", "details": {}}}']
+
+    with pytest.raises(StateLostError, match="gone"):
+        fill_from_checkpoint(tmp_path / "c", slices, lambda _: memoryview(memory), gather)
+    assert not any(memory)
+    fill_from_checkpoint(tmp_path / "c", slices, lambda _: memoryview(memory), lambda x: [x])
+    assert bytes(memory) == TENSORS[v.key("w")][1].tobytes()
+
+
+def test_a_load_that_breaks_off_does_not_pass_for_one_that_changed_nothing(tmp_path: Path) -> None:
+    """A typed error would say that the state is as it was, and no worker would be restarted."""
+    write(tmp_path / "c", CheckpointFormat.BOTH)
+    slices = v.wanted(TENSORS, v.rows(TENSORS, 1)[0])
+    memory = bytearray(slices[0].nbytes)
+
+    def damaged_meanwhile(value: str) -> list[str]:
+        for file in (tmp_path / "c").rglob("*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        return [value]
+
+    with pytest.raises(RuntimeError, match="while it was read"):
+        fill_from_checkpoint(
+            tmp_path / "c", slices, lambda _: memoryview(memory), damaged_meanwhile
+        )
+
+
+def test_ranks_agree_on_values_and_on_the_first_failure() -> None:
+    def fail() -> str:
+        raise CorruptStateError("mine")
+
+    assert on_all_ranks(lambda value: [value, value], lambda: "x") == ["x", "x"]
+    with pytest.raises(CorruptStateError, match="mine"):
+        on_all_ranks(lambda value: ['{"value": ""}', value], fail)

@@ -1,0 +1,185 @@
+"""The ranks of one engine go on together after a sync in flight, or not at all.
+
+Ranks are threads here, and what they pull from is replaced: no source fails for one rank alone when
+it is asked to.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from plexrl.errors import StateLostError, UnavailableError
+from plexrl.statemanager.layout.keys import StatePart
+from plexrl.statemanager.transfer.pull import PullMode
+from plexrl.wire.operations import OperationKind
+from plexrl.worker.process.backend import (
+    BackendCall,
+    BackendResult,
+    Emit,
+    RolloutBackend,
+)
+from plexrl.worker.process.command import RunCommand
+from plexrl.worker.rollout.protocol import EngineStats
+from plexrl.worker.state.state_mover import StateMover
+from plexrl.worker.state.weight_sync import SplitVersionError
+
+if TYPE_CHECKING:
+    from plexrl.statemanager.client.client import StateManagerClient
+
+COMMAND = RunCommand(
+    operation="o",
+    kind=OperationKind.SYNC_WEIGHTS,
+    params_json='{"source": "a", "in_flight": true}',
+    sources=("s",),
+    source="a",
+    source_seq=3,
+    seq=5,
+    token=1,
+    trainer_step=2,
+)
+PULLED = SimpleNamespace(
+    bytes_by_source={},
+    bytes_moved=1,
+    bytes_wanted=1,
+    fraction=1.0,
+    mode=PullMode.FULL,
+    seconds=0.1,
+    tier="host",
+)
+
+
+@dataclass(eq=False)
+class Group:
+    """What the ranks say to each other."""
+
+    said: dict[int, str] = field(default_factory=dict)
+    met: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
+
+
+class Idle(RolloutBackend):
+    """A rollout backend of which a sync uses nothing but what `Rank` defines."""
+
+    has_work = False
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def slices(self) -> tuple[()]:
+        return ()
+
+    def live_parts(self) -> frozenset[StatePart]:
+        raise NotImplementedError
+
+    def before_offload(self) -> None:
+        raise NotImplementedError
+
+    def after_load(self, parts: frozenset[StatePart]) -> None:
+        raise NotImplementedError
+
+    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
+        raise NotImplementedError
+
+    def run(self, call: BackendCall) -> BackendResult:
+        raise NotImplementedError
+
+    def submit(self, call: BackendCall, emit: Emit | None) -> None:
+        raise NotImplementedError
+
+    def abort(self, operation: str) -> None:
+        raise NotImplementedError
+
+    def interrupt(self, operation: str) -> BackendResult | None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Rank(Idle):
+    """A rank's engine, and its client of the StateManager; `fault` is what its pull meets."""
+
+    rank: int
+    group: Group
+    fault: Exception | None
+    is_torn: bool = False
+    paused: bool = False
+    is_new: bool = False
+
+    def step(self) -> list[Any]:
+        raise AssertionError("nobody steps during a sync")
+
+    def stats(self) -> EngineStats:
+        return cast("EngineStats", self)
+
+    def pause(self, *, recompute_kv: bool = True) -> None:
+        assert recompute_kv
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def pull(self, **wanted: Any) -> Any:
+        assert wanted["seq"] == 3
+        assert self.paused
+        if self.fault is not None:
+            raise self.fault
+        return PULLED
+
+    def after_pull(self, *, seq: int, trainer_step: int) -> None:
+        assert (seq, trainer_step) == (5, 2)
+        self.is_new = True
+
+    def gather(self, value: str) -> list[str]:
+        self.group.said[self.rank] = value
+        self.group.met.wait()
+        return list(self.group.said.values())
+
+
+def synced(*ranks: Rank) -> list[Any]:
+    """Result or error of the sync on each rank, and whether its weights mix two versions."""
+
+    def one(rank: Rank) -> Any:
+        mover = StateMover(rank, cast("StateManagerClient", rank), "g")
+        mover.is_resident = True
+        try:
+            found: Any = mover.move(COMMAND)["weights_seq"]
+        except Exception as error:
+            found = error
+        return found, mover.is_torn
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(one, ranks))
+
+
+def pair(first: Exception | None, second: Exception | None, **fields: Any) -> tuple[Rank, Rank]:
+    group = Group()
+    return Rank(0, group, first), Rank(1, group, second, **fields)
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_ranks_that_have_all_pulled_are_as_they_were(was_paused: bool) -> None:
+    ranks = pair(None, None)
+    for rank in ranks:
+        rank.paused = was_paused
+    assert synced(*ranks) == [(3, False), (3, False)]
+    assert [rank.paused for rank in ranks] == [was_paused, was_paused]
+
+
+def test_ranks_that_are_all_refused_go_on_with_the_former_weights() -> None:
+    fault = StateLostError("the version is gone")
+    ranks = pair(fault, fault)
+    assert synced(*ranks) == [(fault, False), (fault, False)]
+    assert not any(rank.paused or rank.is_new for rank in ranks)
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_no_token_is_drawn_while_ranks_have_weights_of_two_versions(is_torn: bool) -> None:
+    fault = UnavailableError("its sources are gone", retry_after_s=1.0)
+    ranks = pair(None, fault, is_torn=is_torn)
+    found = synced(*ranks)
+    assert [type(error) for error, _ in found] == [SplitVersionError] * 2
+    assert "its sources are gone" in str(found[1][0])
+    assert all(is_lost for _, is_lost in found), "so the workers begin anew"
+    assert all(rank.paused for rank in ranks)

@@ -1,0 +1,82 @@
+"""What the ranks of the layer-by-layer test run."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from plexrl.statemanager.layout.keys import StatePart
+from plexrl.wire.operations import ForwardBackwardParams, OperationKind
+from plexrl.worker.process.backend import BackendCall
+from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.training.backend import TrainingBackend
+from plexrl.worker.training.fsdp.model import LAYERWISE_PARAMETERS, FsdpModel
+from plexrl.worker.training.model import TrainingRank
+from tests.worker.training.cases import Case
+from tests.worker.training.ranks import ADAM, LOSS, batch
+
+LAYERWISE = (LAYERWISE_PARAMETERS, 1)
+STEPS = 2
+
+
+def train_both_ways(rank: int, case: Case, folder: str) -> None:
+    """The same steps with a model gathered at once and one gathered layer by layer."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", case.layout.world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=case.layout.world_size,
+    )
+    # With activations computed again a layer is gathered a third time, for that.
+    spec = replace(case.spec, activation_checkpointing=True)
+    place = TrainingRank(spec=spec, rank=rank)
+    both = [
+        TrainingBackend(place, FsdpModel(place, layerwise_parameters=least), Path(folder))
+        for least in LAYERWISE
+    ]
+    for made in both:
+        made.build()
+    for index in range(STEPS):
+        for made in both:
+            _run(made, OperationKind.FORWARD_BACKWARD, 2 * index + case.layout.coordinates(rank).dp)
+            made.before_offload()
+            _run(made, OperationKind.OPTIM_STEP, 0)
+    kept = [_parameters(made) for made in both]
+    # Only one of them has parts of FSDP below the whole.
+    assert [len(_gathered_apart(made)) for made in both] == [1, 3]
+    assert kept[0].keys() == kept[1].keys()
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    dist.barrier()
+    # Gloo's threads now and then abort an interpreter that unwinds round them.
+    os._exit(0)
+
+
+def _run(made: TrainingBackend, kind: OperationKind, seed: int) -> None:
+    backward = kind == OperationKind.FORWARD_BACKWARD
+    made.run(
+        BackendCall(
+            operation="o",
+            kind=kind,
+            params=ForwardBackwardParams(loss=LOSS) if backward else ADAM,
+            rank_params={"micro_batches": 2, "denominator": 9.0},
+            arrays=batch(seed) if backward else {},
+            seq=1,
+        )
+    )
+
+
+def _parameters(made: TrainingBackend) -> dict[str, torch.Tensor]:
+    return {
+        piece.key.name: view(made.arena, piece).clone()
+        for piece in made.slices()
+        if piece.key.part == StatePart.PARAMETER
+    }
+
+
+def _gathered_apart(made: TrainingBackend) -> list[FSDPModule]:
+    assert isinstance(made.model, FsdpModel)
+    return [each for each in made.model._model.modules() if isinstance(each, FSDPModule)]

@@ -1,0 +1,43 @@
+"""Rows end to end, as Megatron's ranks run them."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.model.parallelism import Parallelism
+from plexrl.router.dispatch.plan import plan_batch
+from plexrl.worker.batches.packed_batches import packed_micro_batches
+from plexrl.worker.training.megatron.packed_rows import pack_rows
+from tests.worker.batches.test_packed_batches import batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8), cp=st.integers(1, 3))
+def test_every_token_has_its_position_and_the_token_it_predicts(
+    lengths: list[int], cp: int
+) -> None:
+    arrays = batch(lengths)
+    plan = plan_batch(Parallelism(cp=cp), lengths, micro_batch_tokens=10, packs=True)
+    for rank, part in enumerate(plan.inputs(arrays)):
+        packed = [pack_rows(each, rank, cp) for each in packed_micro_batches(part, cp)]
+        tokens = np.concatenate([each.tokens_T.numpy() for each in packed])
+        assert np.array_equal(tokens, part["tokens"])
+        if cp > 1:
+            positions = np.concatenate([each.positions_T.numpy() for each in packed])
+            assert np.array_equal(positions, part["positions"])
+        for each in packed:
+            assert sum(each.row_map.lengths) == len(each.tokens_T)
+            # Tokens are numbered in the order of the batch.
+            predicting = each.tokens_T[each.predicts]
+            assert (each.targets_T[each.predicts] == predicting + 1).all()
+            assert len(each.result_index) == len(each.predicts)
+
+
+def test_a_micro_batch_without_rows_runs_one_token_of_padding() -> None:
+    plan = plan_batch(Parallelism(dp=2, cp=2), [5], micro_batch_tokens=10, packs=True)
+    part = plan.inputs(batch([5]))[2]
+    (each,) = packed_micro_batches(part, 2)
+    packed = pack_rows(each, 0, 2)
+    assert packed.row_map.lengths == (1,)
+    assert len(packed.predicts) == 0
+    assert not packed.unpacked(packed.positions_T.float()).any()
