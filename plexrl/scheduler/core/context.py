@@ -1,4 +1,4 @@
-"""What one `handle` call works with: the state, the commands it has decided on, and its to-do."""
+"""Context of a `handle` call: the state, indexes, the commands so far, and the pending steps."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from plexrl.scheduler.state.records import Deployment, Group, HeldTime, Job, Sta
 from plexrl.scheduler.state.timers import Subject, Timer, TimerKind
 
 TIMERS_MIN = 1024
-"""Fewer are not worth a look."""
+"""Fewer timers are never swept."""
 
 
 @dataclass(slots=True)
@@ -30,62 +30,62 @@ class Context:
     commands: list[Command] = field(default_factory=list)
     discards: list[BlobRef] = field(default_factory=list)
     dirty: dict[GroupId, None] = field(default_factory=dict)
-    """Groups whose next step must be decided again, in the order they were touched; those among
-    them that are no more are passed over."""
+    """Groups whose next step must be decided, in the order in which they were touched. Groups that
+    were removed since are skipped."""
     place_waiting: bool = False
     timers: list[Timer] = field(default_factory=list)
-    """Heap of (time, what to look at again); an entry may have become pointless."""
+    """Heap of (time, subject); an entry may have become pointless."""
     timer_at: float | None = None
-    """Of the last `SetTimer` that has not come due."""
+    """Time of the last `SetTimer` that is not due yet."""
     wakes_sooner: bool = False
-    """Something was to be looked at before that."""
+    """A timer earlier than `timer_at` was added."""
     policy: PlacementPolicy = field(init=False)
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
     history: int = field(init=False)
-    """Of the configuration, as `ended_jobs` is: every event asks for both."""
+    """From the configuration, as `ended_jobs`; every event reads both."""
     ended_jobs: int = field(init=False)
     profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)
-    """Derived from the state; so is `waiting`."""
+    """Derived from the state, as `waiting`."""
     waiting: Waiting = field(default_factory=Waiting)
     """Deployments without GPUs."""
     cycles_over: dict[DeploymentId, None] = field(default_factory=dict)
-    """Deployments whose cycle ended in the event at hand."""
+    """Deployments whose cycle ended in this event."""
     newcomers: list[DeploymentId] = field(default_factory=list)
-    """Created by the event at hand."""
+    """Deployments that were created by this event."""
     relocating: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose move waits for an operation boundary."""
     contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)
-    """Predicted already under these settings, for whoever waits is tried on a group many times."""
+    """Cache of predictions under these settings: a waiting deployment tries a group many times."""
     live_jobs: dict[TenantId, int] = field(default_factory=dict)
-    """Jobs that have not ended, of tenants that have some; derived from the state."""
+    """Number of live jobs of each tenant that has some; derived from the state."""
     detached: dict[JobId, None] = field(default_factory=dict)
-    """Live jobs that have no controller and are not set aside; derived from the state."""
+    """Live jobs without a controller that are not set aside; derived from the state."""
     _held: dict[TenantId, tuple[int, dict[JobId, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ended = [job for job in self.state.jobs.values() if job.state.is_final]
         if len(ended) > len(self.state.ended):
-            # Of a snapshot from before their order was kept.
+            # An old snapshot has no order.
             ended.sort(key=lambda job: (job.ended_at or 0.0, job.job))
             self.state.ended = {job.job: None for job in ended}
         for tenant in self.state.tenants.values():
             if tenant.key_digest:
-                # Of a snapshot from before a tenant could have several keys.
+                # An old snapshot has one key.
                 tenant.keys, tenant.key_digest = {tenant.key_digest: 0.0}, ""
         for job in self.state.jobs.values():
             if not job.state.is_final:
                 self.count_live_job(job.tenant, +1)
                 if not job.attached and not job.is_set_aside:
                     self.detached[job.job] = None
-        # Of a snapshot from before it was kept, it is lower.
+        # An old snapshot has none.
         tokens = (group.token for group in self.state.groups.values())
         self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
         self.reconfigure(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Go on under these settings; make anew what follows from them and the state."""
+        """Use these settings, and derive the indexes again."""
         self.config = config
         self.history, self.ended_jobs = config.history, config.ended_jobs
         self.policy = make_policy(config.policy)
@@ -102,7 +102,7 @@ class Context:
         )
         for deployment in self.state.deployments.values():
             if deployment.ranks and not deployment.nodes:
-                # Of a snapshot from before they were kept.
+                # An old snapshot has none.
                 deployment.nodes = tuple(sorted({rank.node for rank in deployment.ranks}))
             if deployment.moves.planned is not None:
                 self.relocating[deployment.deployment] = None
@@ -113,14 +113,14 @@ class Context:
                 self._count_held(self.job(deployment.job).tenant, deployment, +1)
 
     def wait(self, deployment: Deployment) -> None:
-        """The deployment waits for GPUs, behind all that do."""
+        """Put the deployment into the queues for GPUs, after all others."""
         job = self.job(deployment.job)
         self.waiting.enter(deployment, job)
         if self._is_placed(job):
             self.waiting.mark_partial(deployment.deployment)
         elif not job.gang:
             self._line_up([deployment], job)
-            # Those of a job that has lost its last GPUs stand in queues again.
+            # The job has lost its last GPUs: its other deployments are in queues again.
             for name in job.deployments:
                 if name in self.waiting.of_partial_jobs:
                     self._line_up([self.deployment(name)], job)
@@ -136,7 +136,7 @@ class Context:
         return any(self.state.deployments[name].group is not None for name in job.deployments)
 
     def hold(self, deployment: Deployment, sign: int, now: float) -> None:
-        """Count (or, negative, discount) the deployment's GPUs among those its tenant holds."""
+        """Add the deployment's GPUs to those that its tenant holds, or subtract them."""
         tenant = self.job(deployment.job).tenant
         held = self.state.held.get(tenant)
         if held is None:
@@ -166,7 +166,7 @@ class Context:
                 self.waiting.mark_partial(name)
 
     def count_live_job(self, tenant: TenantId, sign: int) -> None:
-        """Count (or, negative, discount) a job of the tenant among those that have not ended."""
+        """Add a live job to the tenant's count, or subtract one."""
         count = self.live_jobs.get(tenant, 0) + sign
         if count:
             self.live_jobs[tenant] = count
@@ -179,16 +179,16 @@ class Context:
         return gpus, len(jobs)
 
     def emit(self, command: Command) -> None:
-        """Add a command to this call's answer."""
+        """Add a command to the result of this call."""
         self.commands.append(command)
 
     def touch(self, group: GroupId | None) -> None:
-        """Have the group's next step decided before this call returns."""
+        """Decide the group's next step before this call returns."""
         if group is not None:
             self.dirty[group] = None
 
     def wake(self, at: float, what: Subject) -> None:
-        """Look at `what` again at `at`."""
+        """Set a timer for `what`."""
         heapq.heappush(self.timers, (at, what))
         if self.timer_at is not None and at < self.timer_at:
             self.wakes_sooner = True
@@ -196,8 +196,8 @@ class Context:
             self._sweep_timers()
 
     def _sweep_timers(self) -> None:
-        """Throw away timers of what has ended: most deadlines and silences never come."""
-        # What is sorted is a heap, and the same one in every process.
+        """Remove pointless timers: most deadlines and controller timeouts are never reached."""
+        # A sorted list is a heap, and is the same in every process.
         self.timers = sorted({timer for timer in self.timers if self._has_purpose(timer[1])})
         self.state.timers_swept = len(self.timers)
 
@@ -212,7 +212,7 @@ class Context:
         return kind is not TimerKind.GROUP or GroupId(name) in self.state.groups
 
     def due(self, now: float) -> list[Subject]:
-        """What was to be looked at by `now`, without repetitions, oldest first."""
+        """Take the due subjects, without repetition, oldest first."""
         found: dict[Subject, None] = {}
         while self.timers and self.timers[0][0] <= now:
             found[heapq.heappop(self.timers)[1]] = None
@@ -221,13 +221,12 @@ class Context:
         return list(found)
 
     def discard(self, blob: BlobRef | None) -> None:
-        """Give a blob up at the end of this call."""
+        """Delete a blob at the end of this call."""
         if blob is not None:
             self.discards.append(blob)
 
     def add_own_commands(self, commands: list[Command]) -> None:
-        """Complete this call's commands: what is given up, and the wake-up where an earlier one is
-        needed."""
+        """Add the commands for deleted blobs, and for a timer earlier than the pending one."""
         self.wakes_sooner = False
         if self.discards:
             commands.append(DiscardBlobs(blobs=tuple(self.discards)))
@@ -246,5 +245,5 @@ class Context:
         return self.state.deployments[deployment]
 
     def group_of(self, deployment: Deployment) -> Group | None:
-        """The group a deployment is placed on; absent while it waits for GPUs or has ended."""
+        """The group of a deployment; None while it waits for GPUs, and after its end."""
         return None if deployment.group is None else self.state.groups[deployment.group]

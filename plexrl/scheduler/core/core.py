@@ -1,8 +1,8 @@
-"""The scheduler's one door: `commands = core.handle(event, now)` (design: decide in pure cores).
+"""The scheduler core: `commands = core.handle(event, now)`.
 
-Synchronous and free of clocks, I/O and chance: the live service and the simulator drive the same
-object, and a journal of (event, now) replayed into a new one gives the same state. An event is
-checked whole before anything changes, so a refused one leaves no trace.
+The core is synchronous, and free of clocks, I/O and randomness. The live service and the simulator
+use the same object, and a journal of (event, now), replayed into a new core, gives the same state.
+An event is checked before anything changes, so a refused event has no effect.
 """
 
 from collections.abc import Iterable
@@ -144,9 +144,9 @@ class SchedulerCore:
         }
 
     def handle(self, event: ev.Event, now: float, skipped: frozenset[str] = NONE) -> list[Command]:
-        """Take in `event` at `now` (seconds, never less than before); returns what to do.
+        """Handle `event` at `now` (seconds, never decreasing); returns the commands.
 
-        `skipped` names steps that failed when the same event was taken in before.
+        `skipped` names steps that failed when the same event was handled before.
 
         Raises:
             PlexRLError: the event is refused, and nothing has changed.
@@ -170,22 +170,22 @@ class SchedulerCore:
         return commands
 
     def become(self, other: "SchedulerCore") -> None:
-        """Go on as `other`, which nobody uses any more."""
+        """Take over the state of `other`, which must not be used any more."""
         self._begin(other._context)
 
     @property
     def config(self) -> SchedulerConfig:
-        """What the core was made with; `SchedulerStarted` may have changed its settings since."""
+        """The configuration at construction; `SchedulerStarted` may have changed settings since."""
         return self._config
 
     def dump(self) -> bytes:
-        """All that the core knows, for `restore`; to be called between events only."""
+        """A snapshot for `restore`; call it between events only."""
         return encode(self._context)
 
     @classmethod
     def restore(cls, config: SchedulerConfig, body: bytes) -> "SchedulerCore":
-        """The core that wrote `body`: it decides as that one would have. The core's settings are
-        those of then, until the next `SchedulerStarted`.
+        """The core that wrote the snapshot `body`: its decisions are the same. Its settings are
+        those of the snapshot, until the next `SchedulerStarted`.
 
         Raises:
             StorageError: another version of PlexRL wrote it.
@@ -195,7 +195,7 @@ class SchedulerCore:
         return core
 
     def check_invariants(self) -> None:
-        """Assert the laws of `plexrl.scheduler.state.records`."""
+        """Assert the invariants of `plexrl.scheduler.state`."""
         check(self._context)
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
@@ -297,7 +297,7 @@ class SchedulerCore:
         if deployment is None or not 0 <= event.rank < len(deployment.ranks):
             return
         if has_gpu(self._context, deployment.ranks[event.rank]):
-            # Else its node was lost meanwhile: a node that comes back names its workers.
+            # Else its node was lost: a node that comes back reports its workers.
             worker_ready(self._context, deployment, event.rank, event.address, now)
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
@@ -311,12 +311,12 @@ class SchedulerCore:
             restart(self._context, deployment, reason, now)
 
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
-        """The deployment if that incarnation of its workers is the one that is wanted."""
+        """The deployment, if that incarnation of its workers is the present one."""
         deployment = self._context.state.deployments.get(name)
         if deployment is None or deployment.processes.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
-        # Where a launch waits for room, the processes of before it are stopped.
+        # While a launch waits for free space, the former processes are stopped.
         waits = deployment.processes.launch_at is not None
         return None if waits or deployment.state in gone else deployment
 
@@ -362,7 +362,7 @@ class SchedulerCore:
         cancel(self._context, operation, now)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
-        """Time has passed, as with every event; the wake-up that was asked for is used up."""
+        """The pending wake-up has fired; due timers are handled after every event."""
         del event, now
         self._context.timer_at = None
 
@@ -379,20 +379,20 @@ class SchedulerCore:
         return find_operation(self._context.state, name)
 
     def tenant_of_job(self, job: JobId) -> TenantId:
-        """Whose job it is. Raises `UnknownJobError`."""
+        """The owner of a job. Raises `UnknownJobError`."""
         return self._job(job).tenant
 
     def tenant_of_deployment(self, deployment: DeploymentId) -> TenantId:
-        """Whose deployment it is. Raises `UnknownDeploymentError`."""
+        """The owner of a deployment. Raises `UnknownDeploymentError`."""
         return self.tenant_of_job(self._deployment(deployment).job)
 
     def tenant_of_operation(self, operation: OperationId) -> TenantId:
-        """Whose operation it is. Raises `UnknownOperationError`."""
+        """The owner of an operation. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
 
     def operation_view(self, operation: OperationId, now: float) -> View:
-        """One operation, and as `job_failure` the error of what fails for its job's first
-        unacknowledged failure. Raises `UnknownOperationError`."""
+        """One operation, with the first unacknowledged failure of its job as `job_failure`. Raises
+        `UnknownOperationError`."""
         found = self._operation(operation)
         job = self._job(self._deployment(found.deployment).job)
         failure = failure_view(job_failure(self._context.state, job))
@@ -407,18 +407,19 @@ class SchedulerCore:
         deployment: DeploymentId | None = None,
         operation: OperationId | None = None,
     ) -> None:
-        """Refuse the question of a former controller about its job, or a part of it; what is not
-        known, or another tenant's, is left to whoever answers. Raises `ControllerReplacedError`."""
+        """Refuse a query of a former controller about its job or a part of it. Unknown names and
+        those of other tenants pass: the query itself refuses them. Raises
+        `ControllerReplacedError`."""
         found = job_named(self._context.state, job, deployment, operation)
         if found is not None and tenant in (None, found.tenant):
             check_controller(found, controller)
 
     def is_final(self, operation: OperationId) -> bool:
-        """Whether nothing more comes of it. Raises `UnknownOperationError`."""
+        """Whether the operation has ended. Raises `UnknownOperationError`."""
         return self._operation(operation).state.is_final
 
     def ended_since(self, count: int) -> tuple[int, list[OperationId] | None]:
-        """(operations ended so far, names of those behind the first `count`; None: forgotten)."""
+        """(number of ended operations, names of those after the first `count`; None: dropped)."""
         return ended_since(self._context.state, count)
 
     def deployment_view(self, deployment: DeploymentId, now: float) -> View:
@@ -432,7 +433,7 @@ class SchedulerCore:
         return job_view(self._context, self._job(job))
 
     def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> View:
-        """Why a job waits or runs as it does; an operator `sees_all`. Raises `UnknownJobError`."""
+        """Why a job waits or how it runs; an operator `sees_all`. Raises `UnknownJobError`."""
         return explain_job(self._context, self._job(job), now, sees_all=sees_all)
 
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
@@ -442,11 +443,11 @@ class SchedulerCore:
         return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
-        """The ids of all jobs of a tenant that are remembered."""
+        """Ids of all stored jobs of a tenant."""
         return [job.job for job in self._context.state.jobs.values() if job.tenant == tenant]
 
     def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
-        """All nodes, as a tenant or (None) the operator may see them."""
+        """All nodes, as visible to a tenant or (None) the operator."""
         nodes = self._context.state.nodes.values()
         return [node_view(self._context, node, tenant) for node in nodes]
 
@@ -458,15 +459,15 @@ class SchedulerCore:
     def operation_log(
         self, tenant: TenantId | None, wanted: ListOperations, now: float
     ) -> list[View]:
-        """Finished operations behind index `wanted.after`, oldest first."""
+        """Finished operations after index `wanted.after`, oldest first."""
         return operation_log(self._context, tenant, wanted, now)
 
     def status(self, now: float, tenant: TenantId | None = None) -> View:
-        """The cluster in a few numbers, as a tenant or (None) the operator may see them."""
+        """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._context, tenant, now)
 
     def held_deployments(self) -> list[View]:
-        """Those whose work waits for room, with the reason."""
+        """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._context, self._context.state.deployments)
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
@@ -478,15 +479,15 @@ class SchedulerCore:
         return authenticate(self._context.state, key_digest)
 
     def usage(self, tenant: TenantId | None) -> list[View]:
-        """What a tenant, or all, used: a row for each job and kind of operation."""
+        """Use of a tenant, or of all: a row for each job and kind of operation."""
         return usage_view(self._context, tenant)
 
     def sharing(self, tenant: TenantId | None, now: float) -> list[View]:
-        """What a tenant, or all, saved by sharing groups: a row for each job that had GPUs."""
+        """Savings of a tenant, or of all, by sharing groups: a row for each job that had GPUs."""
         return sharing_view(self._context.state, tenant, now)
 
     def list_tenants(self, now: float) -> list[View]:
-        """All tenants with their limits, holdings and use."""
+        """All tenants, with their limits, GPUs and use."""
         tenants = self._context.state.tenants.values()
         return [tenant_view(self._context, tenant, now) for tenant in tenants]
 

@@ -1,9 +1,9 @@
-"""The next step of a node group: who has the lock, what runs, when to switch (PlexRL §4.4, §5.2.2).
+"""Next step of a node group: lock holder, dispatch, context switch (PlexRL §4.4, §5.2.2).
 
-A group is looked at after every event that touched it. Its holder's burst goes on while the holder
-has something to run; a burst that has paused is waited for a moment, since the next operation of a
-cycle usually follows at once; then the member of highest response ratio gets the lock, under a new
-fencing token, by an offload of the holder and a load of its own state.
+A group's step follows each event that touches the group. The holder's burst continues while the
+holder has operations. After the last one the holder keeps the lock for a moment, because the next
+operation of a cycle usually follows at once. Then the member with the highest response ratio gets
+the lock: the holder is offloaded, and the member's state is loaded under a new fencing token.
 """
 
 from collections.abc import Sequence
@@ -38,14 +38,14 @@ _OFFLOAD: Final = OperationKind.OFFLOAD
 _GENERATE: Final = OperationKind.GENERATE
 
 GAP_MARGIN = 4.0
-"""The holder's next operation is waited for up to this many times the usual gap in its bursts."""
+"""Maximum wait for the holder's next operation, as a multiple of the usual gap in its bursts."""
 
 LOOK_AHEAD = 32
-"""Waiting operations of a member that are looked at to say how long its burst will be."""
+"""Number of queued operations that are used to predict the length of a burst."""
 
 
 def advance(context: Context, group: Group, now: float) -> None:
-    """Decide everything about `group` that can be decided now."""
+    """Decide and start the next step of `group`."""
     if context.relocating and _move_out(context, group, now):
         return
     if group.holder is None:
@@ -75,7 +75,7 @@ def advance(context: Context, group: Group, now: float) -> None:
                 _switch(context, group, holder, chosen, now)
                 return
             if not holder.queue:
-                # All who wait keep out of a critical segment, and the holder has had its moment.
+                # All waiting members are held back from a critical segment; the holder is idle.
                 end_burst(holder, now)
                 _anticipate(context, group, holder, now, held_back=True)
                 return
@@ -89,7 +89,7 @@ def advance(context: Context, group: Group, now: float) -> None:
 
 
 def next_operation(context: Context, deployment: Deployment) -> Operation | None:
-    """The head of the queue if it could run now, were its WPG on the device."""
+    """The head of the queue, if only the load of its WPG is missing to run it."""
     if not deployment.queue:
         return None
     head = context.state.operations[deployment.queue[0]]
@@ -102,7 +102,7 @@ def _is_over(context: Context, name: OperationId) -> bool:
 
 
 def wants_the_group(context: Context, deployment: Deployment, now: float) -> bool:
-    """It has something to run, processes to run it, and no back-off to sit out."""
+    """Whether the deployment has an operation to run, ready processes, and no back-off."""
     queue = deployment.queue
     if not queue or deployment.state is not _READY or now < deployment.backoff.until:
         return False
@@ -113,14 +113,14 @@ def wants_the_group(context: Context, deployment: Deployment, now: float) -> boo
 
 
 def candidate(context: Context, group: Group, deployment: Deployment) -> Candidate:
-    """The burst that `deployment` has waiting, as the ordering rules see it."""
+    """The waiting burst of `deployment`, as input for the ordering."""
     estimates = deployment.estimates
     queue = deployment.queue
     head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
     if queue:
         operations = context.state.operations
         head = operations[queue[0]]
-        # The queue is in order of submission; what a fault put back in front is older still.
+        # The queue is in order of submission, including operations that a fault put back.
         arrived_at = head.submitted_at
         head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
         for name in queue[1:LOOK_AHEAD]:
@@ -143,7 +143,7 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
 
 
 def _turns_away(group: Group, deployment: Deployment) -> int:
-    """Places behind the holder in the fixed cycle of members; the holder itself is last."""
+    """Distance from the holder in the fixed order of members; the holder is last."""
     members, holder = group.members, group.holder
     if holder is None or holder == deployment.deployment:
         return len(members)
@@ -153,7 +153,7 @@ def _turns_away(group: Group, deployment: Deployment) -> int:
 def _waiting(
     context: Context, group: Group, now: float, besides: Deployment | None = None
 ) -> list[Deployment]:
-    """All members but one that want the group."""
+    """All members that want the group, except `besides`."""
     deployments = context.state.deployments
     found = []
     for name in group.members:
@@ -164,19 +164,19 @@ def _waiting(
 
 
 def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: float) -> Deployment:
-    """The one of `waiting`, of which there is at least one, that the ordering rule puts first."""
+    """The first of `waiting`, which is not empty, by the ordering."""
     if len(waiting) == 1:
         return waiting[0]
     candidates = [candidate(context, group, each) for each in waiting]
     best = first(context.ordering, candidates, now, context.config.starvation_bound_s)
-    assert best is not None, f"{group.group}: nobody is first"
+    assert best is not None, f"{group.group}: no candidate is first"
     return context.deployment(DeploymentId(best.name))
 
 
 def _first_not_held_back(
     context: Context, group: Group, waiting: Sequence[Deployment], now: float
 ) -> Deployment | None:
-    """The first of `waiting` that need not keep out of a critical segment."""
+    """The first of `waiting` that is not held back from a critical segment."""
     if not context.policy.guards_slack:
         return _first(context, group, waiting, now) if waiting else None
     left = list(waiting)
@@ -189,7 +189,7 @@ def _first_not_held_back(
 
 
 def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
-    """Whether the burst that is next in order must keep out of a critical segment; looks again."""
+    """Whether the next burst must stay out of a critical segment; if so, sets a timer."""
     if has_exclusive_slots(chosen):
         return False
     wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
@@ -200,7 +200,7 @@ def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -
 
 
 def _move_out(context: Context, group: Group, now: float) -> bool:
-    """Carry on the moves of members that are between operations; True where the group waits."""
+    """Continue the moves of members that are between operations. True if the group must wait."""
     for name in list(group.members):
         member = context.deployment(name)
         if not is_due(context, member):
@@ -216,7 +216,7 @@ def _move_out(context: Context, group: Group, now: float) -> bool:
 
 
 def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
-    """Whether the holder's burst goes on, whoever waits."""
+    """Whether the holder's burst continues, even if others wait."""
     if not holder.queue or not context.ordering.holds_bursts:
         return False
     if not wants_the_group(context, holder, now):
@@ -228,7 +228,7 @@ def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
 def _may_be_relieved(
     context: Context, group: Group, holder: Deployment, waiting: Sequence[Deployment], now: float
 ) -> bool:
-    """Whether one of those `waiting` may take the lock from a `holder` that runs nothing."""
+    """Whether one of `waiting` may take the lock from an idle `holder`."""
     ordering = context.ordering
     if wants_the_group(context, holder, now):
         if _first(context, group, [holder, *waiting], now) is not holder:
@@ -246,8 +246,8 @@ def _may_be_relieved(
 
 
 def _hold_s(context: Context, holder: Deployment) -> float:
-    """How long the next operation of a burst is worth waiting for: not longer than it would take to
-    switch away and back."""
+    """Maximum wait for the next operation of a burst: at most the time of a switch away and
+    back."""
     usual_s = GAP_MARGIN * (holder.estimates.gap_seconds or 0.0)
     return min(max(context.config.burst_hold_s, usual_s), round_trip_s(context, holder))
 
@@ -255,12 +255,11 @@ def _hold_s(context: Context, holder: Deployment) -> float:
 def _anticipate(
     context: Context, group: Group, holder: Deployment, now: float, *, held_back: bool = False
 ) -> None:
-    """Switch a group that nobody waits for to the member whose next burst is expected first.
+    """Switch an idle group to the member whose next burst is expected first.
 
-    Only once the holder's own burst is known to be over. A wrong guess costs little: whoever comes
-    instead needs a switch either way, and one that comes during the offload is handed the group.
-    Where members wait but are held back, it is for one with time of its own, and only such a one is
-    switched to.
+    It needs an ended burst of the holder. A wrong prediction costs little: another member needs a
+    switch in any case, and one that arrives during the offload gets the group. With `held_back`,
+    waiting members are held back for one with exclusive slots, and only such a member is chosen.
     """
     if (
         not context.anticipates
@@ -276,9 +275,9 @@ def _anticipate(
 def _expected_next(
     context: Context, group: Group, now: float, *, critical: bool = False
 ) -> Deployment | None:
-    """The member whose next burst is due first, by when its last one ended and its usual pause.
+    """The member whose next burst is due first, by the end of its last one and its usual pause.
 
-    `critical`: of those with time of their own that have not asked yet.
+    `critical`: only among members with exclusive slots and empty queues.
     """
     deployments = context.state.deployments
     first_due: Deployment | None = None
@@ -289,7 +288,7 @@ def _expected_next(
         if ended_at is None or member.state is not _READY:
             continue
         think_s = member.estimates.think_seconds
-        # One that is late by more than it usually takes may have stopped for good.
+        # A member that is very late may have stopped for good.
         if (
             think_s is None
             or now > ended_at + EXPECTED_PAUSES * think_s
@@ -305,7 +304,7 @@ def _expected_next(
 
 
 def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """While the holder works, have the state of whoever is next brought into host memory."""
+    """While the holder works, prefetch the state of the next member into host memory."""
     waiting = _waiting(context, group, now, besides=holder)
     if waiting:
         prefetch(context, group, _first(context, group, waiting, now), now)
@@ -316,9 +315,9 @@ def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) 
 
 
 def successor(context: Context, group: Group, now: float) -> Deployment | None:
-    """Who gets the lock that the holder has just given back.
+    """The member that gets the lock after the holder's offload.
 
-    The member that the switch was begun for, unless it was only expected and another waits by now.
+    It is the incoming member, unless that was only expected and another one waits.
     """
     if group.incoming is None:
         return None
@@ -333,7 +332,7 @@ def successor(context: Context, group: Group, now: float) -> Deployment | None:
 
 
 def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
-    """Give the free lock to `deployment` and bring its state onto the GPUs."""
+    """Give the free lock to `deployment`, and load its state."""
     group_lock.grant(context.state, group, deployment.deployment)
     load(context, group, deployment, now)
 
@@ -343,7 +342,7 @@ def load(context: Context, group: Group, deployment: Deployment, now: float) -> 
     deployment.switch_times.begin(now)
     wpg.begin_load(deployment)
     if group.prefetched == deployment.deployment:
-        # Once it has left the GPUs again, its state may lie on NVMe again.
+        # After the next offload its state may lie on NVMe.
         group.prefetched = None
     start_move(context, group, deployment, _LOAD, deployment.replay.durable_seq, now)
 
@@ -351,14 +350,14 @@ def load(context: Context, group: Group, deployment: Deployment, now: float) -> 
 def _switch(
     context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
 ) -> None:
-    """Offload the holder; its completion hands the lock to `rival`."""
+    """Offload the holder; after that the lock goes to `rival`."""
     group_lock.begin_switch(group, rival.deployment)
     rival.switch_times.begin(now)
     _offload(context, group, holder, now)
 
 
 def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """Take the holder's state off the GPUs; no operation of the old token runs any more."""
+    """Offload the holder's state under a new token."""
     end_burst(holder, now)
     group_lock.fence(context.state, group)
     wpg.begin_offload(holder)
@@ -366,7 +365,7 @@ def _offload(context: Context, group: Group, holder: Deployment, now: float) -> 
 
 
 def end_burst(holder: Deployment, now: float) -> None:
-    """Close the books on the holder's burst; one that ran nothing is none."""
+    """End the holder's burst, and measure it if it ran something."""
     tokens = holder.burst.tokens
     length_s = holder.burst.end(now)
     if length_s is not None:
@@ -374,15 +373,15 @@ def end_burst(holder: Deployment, now: float) -> None:
 
 
 def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """Start what the holder's order allows: one operation, or generates side by side, and beside
-    those one sync that is to be in flight; what follows it waits for it."""
+    """Start the operations that may run at the same time: one, or several generations with at most
+    one in-flight sync."""
     while True:
         head = next_operation(context, holder)
         if head is None or now < holder.backoff.until:
             return
         if holder.running:
             if head.token == group.token:
-                # It was held, and is sent again under another token once these have ended.
+                # A retry needs a new token, so it waits for the runs under this one.
                 return
             if head.kind != _GENERATE and not head.in_flight:
                 return
@@ -400,7 +399,7 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
 
 
 def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
-    """Whether a recovery would repeat as many mutations, or as much computing, as it may."""
+    """Whether a recovery would replay the maximum number of mutations or compute time."""
     log, config = holder.replay.log, context.config
     if len(log) >= config.snapshot_operations:
         return True
@@ -410,8 +409,8 @@ def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
 
 
 def _leans_on_its_source(holder: Deployment, now: float) -> bool:
-    """Whether a recovery of a forward deployment would replay a sync or load of weights: it keeps
-    them for long after its trainer's are published no more, so it is to be stored before that."""
+    """Whether the replay log of a forward deployment needs weights of a sync or load: these may be
+    gone later, so it needs a snapshot now."""
     return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)
 
 
@@ -421,23 +420,23 @@ def _snapshot(context: Context, group: Group, holder: Deployment, now: float) ->
 
 
 def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
-    """Count `head` to the holder's burst, or to a new one if the holder was idle for too long."""
+    """Add `head` to the holder's burst, or to a new one after a long pause."""
     idle_since = holder.burst.idle_since
     if holder.burst.started_at is not None and idle_since is not None and now > idle_since:
         if now - idle_since > _gap_s_max(context, holder):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
-            # One that was there already says nothing of how long its controller takes.
+            # An operation that was queued before does not measure its controller's pause.
             holder.estimates.observe_gap(now - idle_since)
     _observe_pause(context, holder, head)
     holder.burst.serve(head.tokens, now)
 
 
 def _observe_pause(context: Context, holder: Deployment, head: Operation) -> None:
-    """Learn from the pause before `head`, if it is the first operation of a burst.
+    """Measure the pause before `head`, if it is the first operation of a burst.
 
-    A pause no longer than a switch away and back was one inside a burst, which was broken up for
-    want of knowing how long this controller takes.
+    A pause shorter than a switch away and back was a gap inside a burst, which the switch split
+    because the controller's usual gap was unknown.
     """
     ended_at = holder.burst.ended_at
     if ended_at is None or holder.burst.served_at > ended_at or head.submitted_at <= ended_at:
@@ -450,7 +449,7 @@ def _observe_pause(context: Context, holder: Deployment, head: Operation) -> Non
 
 
 def _gap_s_max(context: Context, deployment: Deployment) -> float:
-    """A longer pause lies between two bursts."""
+    """Maximum pause inside a burst."""
     hold_s = context.config.burst_hold_s
     switch_s = round_trip_s(context, deployment)
     return switch_s if switch_s > hold_s else hold_s

@@ -1,9 +1,8 @@
-"""The controllers of jobs: who may act for a job, and what it has been told.
+"""Controllers of jobs: heartbeats, attachment, fencing, acknowledgement of failures.
 
-A controller names itself by a token of its own choice. The last one that submitted or attached a
-job is its controller; a call with any other token is refused, so a controller that was taken for
-dead learns that it has been replaced. Calls without a token are an operator's, or of a controller
-that does without fencing.
+A controller chooses a token. The last controller that submitted or attached a job is the job's
+controller, and a call with another token is refused: a controller that was replaced is fenced off.
+Calls without a token come from an operator, or from a controller that uses no fencing.
 """
 
 from typing import TYPE_CHECKING
@@ -29,16 +28,16 @@ if TYPE_CHECKING:
     from plexrl.ids import OperationId
 
 DETACHED = "detached"
-"""What a controller says that leaves its job to another one."""
+"""Outcome that detaches the job, so that another controller can attach it."""
 
 OUTCOMES = frozenset({*ENDINGS, DETACHED})
 
 
 def check_controller(job: Job, controller: str) -> None:
-    """Refuse a token that is not that of the job's present controller.
+    """Refuse a token other than that of the job's present controller.
 
     Raises:
-        ControllerReplacedError: it is of a former one.
+        ControllerReplacedError: the token belongs to a former controller.
     """
     if controller and controller != job.controller:
         raise ControllerReplacedError(
@@ -49,7 +48,7 @@ def check_controller(job: Job, controller: str) -> None:
 
 
 def seen(context: Context, job: Job, now: float) -> None:
-    """The job's controller has shown that it lives."""
+    """The job's controller is alive; a detached job is attached again."""
     job.seen_at = now
     if not job.attached:
         job.attached = True
@@ -59,16 +58,16 @@ def seen(context: Context, job: Job, now: float) -> None:
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:
-    """Take in a heartbeat."""
+    """Handle a heartbeat."""
     job = find_live_job(context.state, event.job)
     check_controller(job, event.controller)
     seen(context, job, now)
 
 
 def controller_attached(context: Context, event: ControllerAttached, now: float) -> None:
-    """Take in that a process became a job's controller."""
+    """Make a process the job's controller."""
     if not event.controller:
-        raise InvalidRequestError("a controller that attaches a job names its token")
+        raise InvalidRequestError("attach a job with a controller token: it is empty")
     job = find_live_job(context.state, event.job)
     take_over(context, job, event.controller, now, keep_gradients=event.keep_gradients)
     seen(context, job, now)
@@ -77,10 +76,10 @@ def controller_attached(context: Context, event: ControllerAttached, now: float)
 def take_over(
     context: Context, job: Job, controller: str, now: float, *, keep_gradients: bool = False
 ) -> None:
-    """Make the controller with this token the job's only one; asked again, it changes nothing.
+    """Make the controller with this token the job's only one; a repeated call changes nothing.
 
-    It may not know of gradients that wait for a step, and would have them added to its own: they
-    are dropped unless it wants to keep them.
+    Gradients that wait for a step are dropped unless `keep_gradients`: a new controller may not
+    expect them, and they would be added to its own.
     """
     if job.controller == controller:
         return
@@ -93,7 +92,7 @@ def take_over(
 
 
 def failure_acknowledged(context: Context, event: FailureAcknowledged, now: float) -> None:
-    """Take in that the controller knows of a failure; of one that is past it changes nothing."""
+    """Acknowledge a failure; one that was acknowledged before changes nothing."""
     del now
     state = context.state
     failed: list[OperationId] = []
@@ -112,8 +111,8 @@ def failure_acknowledged(context: Context, event: FailureAcknowledged, now: floa
 
 
 def job_finished(context: Context, event: JobFinished, now: float) -> None:
-    """End a job as its controller says; with a failure that it took no note of, as failed. One that
-    is only to be detached lives on, as if its controller had been silent for its timeout."""
+    """End or detach a job. A job with an unacknowledged failure does not end as completed but as
+    failed. A detached job continues as if its controller had timed out."""
     job = find_job(context.state, event.job)
     if event.outcome not in OUTCOMES:
         known = ", ".join(sorted(OUTCOMES))
@@ -130,5 +129,5 @@ def job_finished(context: Context, event: JobFinished, now: float) -> None:
     if failure is not None and outcome == "completed":
         outcome = "failed"
         message = read_error(failure.error_json).message
-        reason = f"its controller took no note that {failure.operation} failed: {message}"
+        reason = f"its controller did not acknowledge that {failure.operation} failed: {message}"
     end_job(context, job, ENDINGS[outcome], reason, now)

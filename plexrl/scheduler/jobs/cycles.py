@@ -1,4 +1,4 @@
-"""What follows from a cycle that is over: profile, plan, service level, repacking."""
+"""Steps after a cycle has ended: profile, reservation, service level, repacking."""
 
 from plexrl.scheduler.capacity.overlaps import update_reservation
 from plexrl.scheduler.capacity.shift_search import is_off_plan
@@ -15,16 +15,16 @@ from plexrl.scheduler.state.records import Deployment
 
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
-    """Take in the deployment's newest cycle."""
+    """Use the deployment's newest cycle."""
     if deployment.group is None or not deployment.shares:
         return
     if refresh(deployment, context.profiler):
         remember(context, deployment)
         if context.policy.repacks:
-            # Only these policies plan by time; the others count members.
+            # Other policies do not plan by time.
             _follow(context, deployment)
         if context.policy.plans_by_profile:
-            # Its group may take others now.
+            # Its group may now take others.
             context.place_waiting = context.place_waiting or bool(context.waiting)
         change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)
         consider_repacking(context, deployment, now)
@@ -38,19 +38,19 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
 
 
 def remember(context: Context, deployment: Deployment) -> None:
-    """Keep the profile for the next job of the same tenant and name (warm start)."""
+    """Store the profile for the next job of the same tenant and name (warm start)."""
     assert deployment.trace is not None
     profiles = context.state.profiles
     key = profile_key(context, deployment)
     profiles.pop(key, None)
     profiles[key] = deployment.trace
-    # More than one where the setting has been lowered.
+    # There may be several if the setting was reduced.
     while len(profiles) > context.config.profiles:
         del profiles[next(iter(profiles))]
 
 
 def profile_key(context: Context, deployment: Deployment) -> str:
-    """What a later deployment must have in common with this one to begin with its profile."""
+    """Key of the profile: a later deployment with the same key starts with it."""
     job = context.job(deployment.job)
     name = deployment.deployment.rsplit("/", 1)[-1]
     parts = (job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes))
@@ -58,7 +58,7 @@ def profile_key(context: Context, deployment: Deployment) -> str:
 
 
 def _follow(context: Context, deployment: Deployment) -> None:
-    """Lay the reservation where the job really runs."""
+    """Shift the reservation to where the job really runs."""
     cycle = deployment.cycles.open
     started_at = (
         cycle.started_at if cycle is not None else deployment.cycles.measured[-1].started_at

@@ -1,4 +1,4 @@
-"""Jobs, WPGs and nodes from start to end."""
+"""Life of jobs and WPGs: placement, launch, restart, end; and routers' connections."""
 
 from typing import Final
 
@@ -30,7 +30,7 @@ _ADMITTED: Final = JobState.ADMITTED
 _DEVICE: Final = Residency.DEVICE
 
 NO_ROOM_PAUSE_S = 2.0
-"""Between two starts of processes that find no room on a disk."""
+"""Pause between two launches that find no free disk space."""
 
 ENDINGS = {
     "completed": JobTrigger.COMPLETED,
@@ -40,7 +40,7 @@ ENDINGS = {
 
 
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
-    """End a job and give back everything it held."""
+    """End a job, and release everything it holds."""
     change_job(job, trigger)
     job.reason = reason
     job.ended_at = now
@@ -92,18 +92,18 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
         context.hold(deployment, -1, now)
         vacate(context, deployment, now)
     wpg.end(deployment)
-    # What nobody asks for any more would be written into every snapshot.
+    # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
     deployment.cycles.end(waiting_part(deployment.cycles.measured))
 
 
 def place_waiting(context: Context, now: float) -> None:
-    """Give GPUs to every deployment whose turn it is, and start its workers."""
+    """Place all deployments that admission chooses, and start their workers."""
     for deployment in admit(context, now):
         context.touch(deployment.group)
         job = context.job(deployment.job)
         if deployment.processes.incarnation:
-            # It had GPUs before, and lost them with their node.
+            # It had GPUs before, and lost them.
             settle(context, deployment)
         else:
             wpg.launch_first(deployment)
@@ -117,7 +117,7 @@ def place_waiting(context: Context, now: float) -> None:
 
 
 def _placed(context: Context, job: Job) -> None:
-    """All deployments of the job have GPUs."""
+    """Record that all deployments of the job have GPUs."""
     change_job(job, JobTrigger.PLACED)
     if job.state is _ADMITTED:
         for name in job.deployments:
@@ -141,7 +141,7 @@ def granted(context: Context, deployment: Deployment) -> None:
 
 
 def launch(context: Context, deployment: Deployment) -> None:
-    """Start the next incarnation of the WPG's processes, where all its nodes are there."""
+    """Start the next incarnation of the WPG's processes, if all its nodes are connected."""
     before = deployment.processes.incarnation or last_incarnation(
         context.state, deployment.deployment
     )
@@ -150,14 +150,14 @@ def launch(context: Context, deployment: Deployment) -> None:
 
 
 def has_gpu(context: Context, rank: RankPlacement) -> bool:
-    """Whether the rank's node is there, and still has that GPU."""
+    """Whether the rank's node is connected, and still has that GPU."""
     node = context.state.nodes[rank.node]
     return node.alive and rank.gpu < node.gpus
 
 
 def send_launch(context: Context, deployment: Deployment) -> None:
-    """Issue (or issue again) the launch of the current incarnation. One that waits for room is
-    stopped, and another follows it."""
+    """Send, or send again, the launch of the present incarnation; nothing while a launch waits for
+    free disk space."""
     if deployment.processes.launch_at is not None:
         return
     if not all(has_gpu(context, rank) for rank in deployment.ranks):
@@ -179,7 +179,7 @@ def send_launch(context: Context, deployment: Deployment) -> None:
 def restart(
     context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
 ) -> None:
-    """Start the WPG over from its last complete version; its group goes to others meanwhile."""
+    """Restart the WPG from its last complete version; other members use its group meanwhile."""
     if stop(context, deployment, reason, now, counts=counts):
         launch(context, deployment)
 
@@ -187,8 +187,8 @@ def restart(
 def restart_when_there_is_room(
     context: Context, deployment: Deployment, reason: str, now: float
 ) -> None:
-    """As `restart`, for processes that ended because a file system was full: that is no failure of
-    theirs, and they are tried again for as long as it lasts."""
+    """As `restart`, for processes that ended because a file system was full. It counts as no
+    failure of the WPG, and is retried without limit."""
     if stop(context, deployment, reason, now, counts=False):
         deployment.backoff.report(StorageFullError.code, reason, now)
         launch_at = now + NO_ROOM_PAUSE_S
@@ -197,7 +197,7 @@ def restart_when_there_is_room(
 
 
 def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
-    """Start the processes that waited for room."""
+    """Start the processes that waited for free disk space."""
     at = deployment.processes.launch_at
     if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
         launch(context, deployment)
@@ -206,8 +206,8 @@ def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
 def stop(
     context: Context, deployment: Deployment, reason: str, now: float, *, counts: bool = True
 ) -> bool:
-    """Give the WPG's processes up; what ran is queued again. False: that was once too often, and
-    the job has ended. `counts`: as one more failure of the WPG."""
+    """Stop the WPG's processes, and queue its runs again. `counts`: it counts as a failure of the
+    WPG. False: there were too many failures, and the job has ended."""
     job = context.job(deployment.job)
     if counts:
         deployment.processes.fail()
@@ -217,16 +217,16 @@ def stop(
         operation = context.state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
-        # What a fault made void is nobody's use.
+        # Work that a fault discarded is not billed.
         operation.gpu_seconds = 0.0
-    # Nobody wants these run again, and the timer of a deadline that has passed is used up.
+    # These must not run again: cancelled, or past a deadline whose timer has fired.
     over = [name for name in interrupted if is_over(context.state.operations[name], now)]
     for name in over:
         operation = context.state.operations[name]
         fail(context, operation, early_end(operation, now), now)
     deployment.queue[:0] = [name for name in interrupted if name not in over]
     if deployment.moving is not None:
-        # It is made anew when it is needed again, under a name of its own.
+        # A new move, with a new name, is made when it is needed.
         del context.state.operations[deployment.moving.operation]
         deployment.moving = None
     if deployment.processes.failures > context.config.launch_attempts:
@@ -259,7 +259,7 @@ def stop(
 def worker_ready(
     context: Context, deployment: Deployment, rank: int, address: str, now: float
 ) -> None:
-    """A rank of the current incarnation listens."""
+    """A worker of the present incarnation is ready."""
     if deployment.processes.add(rank, address) < deployment.workers:
         return
     deployment.processes.connect()
@@ -269,12 +269,12 @@ def worker_ready(
         if not deployment.queue and not deployment.replay.log:
             deployment.backoff.clear()
         if now < deployment.backoff.until and deployment.group is not None:
-            # The group that was to be looked at then may have been another.
+            # The timer that was set may name another group.
             context.wake(deployment.backoff.until, timers.group_step(deployment.group))
 
 
 def router_joined(context: Context, event: RouterJoined, now: float) -> None:
-    """A router is there to carry out what is in flight."""
+    """A router connected: it gets all runs in flight."""
     del now
     if event.router not in context.state.routers:
         context.state.routers.append(event.router)
@@ -282,7 +282,7 @@ def router_joined(context: Context, event: RouterJoined, now: float) -> None:
 
 
 def router_lost(context: Context, event: RouterLost, now: float) -> None:
-    """A router is gone; another carries out what is in flight."""
+    """A router was lost: another gets all runs in flight."""
     del now
     if event.router in context.state.routers:
         context.state.routers.remove(event.router)
@@ -291,7 +291,7 @@ def router_lost(context: Context, event: RouterLost, now: float) -> None:
 
 
 def excuse_silence(context: Context, event: Event, now: float) -> None:
-    """Silence while the scheduler was away is not the controllers' doing."""
+    """Reset controller timeouts: the scheduler received no heartbeats while it was down."""
     del event
     for job in context.state.jobs.values():
         if not job.state.is_final:
@@ -299,7 +299,7 @@ def excuse_silence(context: Context, event: Event, now: float) -> None:
 
 
 def detach(context: Context, job: Job) -> None:
-    """The job has no controller: it gives its GPUs to jobs that wait."""
+    """The job has no controller: its GPUs may go to jobs that wait."""
     job.attached = False
     if not job.is_set_aside:
         context.detached[job.job] = None
@@ -307,7 +307,7 @@ def detach(context: Context, job: Job) -> None:
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:
-    """Look at how long the job's controller has been silent."""
+    """Apply the timeouts of the job's controller."""
     if job.state.is_final:
         return
     gone_at = job.seen_at + job.controller_timeout_s
@@ -329,7 +329,7 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
 
 
 def issue_again(context: Context) -> None:
-    """Send every run in flight once more: the router that had it may be gone."""
+    """Send all runs in flight again: the router that had them may be gone."""
     for deployment in context.state.deployments.values():
         if deployment.moving is not None:
             context.emit(deployment.moving)

@@ -1,11 +1,10 @@
-"""From a deployment's own runs to its demand trace (PlexRL §4.3.2, §5.2.1).
+"""Profiler: measures a deployment's demand trace from its runs (PlexRL §4.3.2, §5.2.1).
 
-A cycle runs from the first operation behind one publish (or, in jobs that publish nothing, behind
-one optimizer step; of a forward deployment, behind one `forward`) to the next. What the deployment
-waited for the group in between is taken out of its clock, so that a trace says what the job would
-do alone, whoever it shares with. The trace is the median of several cycles, warm-up dropped; the
-median of cycles that agree on the number of segments is left alone by a straggler, a checkpoint, an
-evaluation.
+A cycle lasts from the first operation after a publish to the first one after the next publish. In
+jobs that never publish, an optimizer step ends the cycle; in forward deployments, a `forward` does.
+The cycle's clock stops while the deployment waits for the group, so a trace shows the job as it
+would run alone. The trace is the median of several cycles after the warm-up. Only cycles with the
+most common number of segments count, so stragglers, checkpoints and evaluations do not distort it.
 """
 
 from collections import Counter
@@ -26,19 +25,19 @@ from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 
 MERGE_PART = 0.02
-"""Segments nearer than this part of the period are one: the controller's own short steps."""
+"""Segments are merged if their gap is a smaller part of the period: the controller's own steps."""
 
 MAD_TO_DEVIATION = 1.4826
-"""Median absolute deviation to standard deviation, for a normal law."""
+"""Median absolute deviation to standard deviation, for a normal distribution."""
 
 DRIFT_CYCLES = 3
-"""In a row that a profile must miss before it is made anew: one slow step is no drift."""
+"""Consecutive deviating cycles that renew a profile: one slow step is no drift."""
 
 SAME_SPAN_S = 1e-3
-"""A shorter pause between two runs is none."""
+"""Shorter pauses between two runs are ignored."""
 
 SPANS_MAX = 1024
-"""Spans of one cycle that are kept; a cycle that has more is no cycle that a plan could use."""
+"""Maximum number of spans of a cycle; a plan could not use more."""
 
 
 _PUBLISH: Final = OperationKind.PUBLISH
@@ -48,16 +47,16 @@ _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerConfig:
-    """When a profile is complete, and when it is out of date."""
+    """Conditions for a complete and for an outdated profile."""
 
     cycles: int
-    """Clean cycles that make a profile."""
+    """Measured cycles that complete a profile."""
     drift_tolerance: float
     """Relative change of period or busy time that counts as drift."""
 
 
 def run_began(deployment: Deployment, now: float) -> None:
-    """An operation starts on the group: note what it waited, and a new cycle's beginning."""
+    """An operation starts on the group: record its wait, and the start of a cycle."""
     since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.burst.stop_wanting()
     cycle = deployment.cycles.open
@@ -70,8 +69,8 @@ def run_began(deployment: Deployment, now: float) -> None:
 def run_ended(
     deployment: Deployment, kind: OperationKind, began_at: float, now: float, *, overlapped: bool
 ) -> None:
-    """An operation has left the group. `overlapped`: a rollout of the job was under way by then, so
-    that what follows may not have waited for this operation."""
+    """An operation has ended. `overlapped`: a rollout of the job was running at that time, so the
+    operations that follow may not depend on this one."""
     cycle = deployment.cycles.open
     if cycle is None:
         return
@@ -90,8 +89,8 @@ def run_ended(
 
 
 def next_began(deployment: Deployment, now: float) -> bool:
-    """An operation is about to start: if a cycle's end has passed, the next one began when this
-    operation could first have run. True where a cycle is over."""
+    """An operation is about to start. If the cycle has ended, the next one began when this
+    operation could first have run. True if a cycle has ended."""
     cycle = deployment.cycles.open
     if cycle is None or not cycle.ends:
         return False
@@ -110,13 +109,13 @@ def next_began(deployment: Deployment, now: float) -> bool:
 
 
 def forget_open_cycle(deployment: Deployment) -> None:
-    """Workers were lost or moved: the cycle at hand is no measure of anything."""
+    """Drop the open cycle: its workers were lost or moved."""
     deployment.cycles.restart()
     deployment.burst.stop_wanting()
 
 
 def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
-    """The demand trace that these cycles agree on; None where there is nothing to see."""
+    """The median demand trace of these cycles; None if they have no busy time."""
     periods = [cycle.length_s - cycle.waited_s for cycle in cycles]
     if not periods:
         return None
@@ -154,7 +153,7 @@ def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
 
 
 def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
-    """Make or renew the deployment's trace where its cycles call for it; True where it changed."""
+    """Measure the deployment's trace, or renew it after a drift. True if the trace changed."""
     cycles = deployment.cycles.measured
     trace = deployment.trace
     if trace is None or not trace.cycles:
@@ -163,7 +162,7 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
         deployment.trace = profile(cycles) or trace
         return deployment.trace is not trace
     if len(cycles) < DRIFT_CYCLES or _fits(trace, cycles[-1], config.drift_tolerance):
-        # As nearly always: the others need not be looked at.
+        # The usual case: the older cycles need no check.
         return False
     if not has_drifted(trace, cycles[-DRIFT_CYCLES:], config.drift_tolerance):
         return False
@@ -175,7 +174,7 @@ def refresh(deployment: Deployment, config: ProfilerConfig) -> bool:
 
 
 def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -> bool:
-    """Whether each of the newest cycles misses the trace, all in the same direction."""
+    """Whether all of the newest cycles deviate from the trace in the same direction."""
     if len(cycles) < DRIFT_CYCLES:
         return False
     period_s, busy_s = trace.period_s, trace.busy_s
@@ -187,14 +186,14 @@ def has_drifted(trace: DemandTrace, cycles: Sequence[Cycle], tolerance: float) -
 
 
 def _fits(trace: DemandTrace, cycle: Cycle, tolerance: float) -> bool:
-    """Whether a cycle is as the trace has it, so that no drift can end with it."""
+    """Whether a cycle agrees with the trace, so that there is no drift."""
     if abs((cycle.length_s - cycle.waited_s) / trace.period_s - 1.0) > tolerance:
         return False
     return abs(cycle.busy_s / trace.busy_s - 1.0) <= tolerance
 
 
 def waiting_part(cycles: Sequence[Cycle]) -> float | None:
-    """waiting / (waiting + running) over these cycles (PlexRL §7.2); None where there are none."""
+    """waiting / (waiting + running) over these cycles (PlexRL §7.2); None if there are none."""
     total_s = waited_s = 0.0
     for cycle in cycles:
         total_s += cycle.length_s
@@ -207,7 +206,7 @@ def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
         deployment.cycles.end_with_publish()
         return True
     if deployment.kind == "forward":
-        # It has no steps: what it is asked once a step of its job is the nearest thing to one.
+        # It has no steps; it runs one `forward` in each step of its job.
         return kind == _FORWARD
     return kind == _OPTIM_STEP and not deployment.cycles.publishes
 

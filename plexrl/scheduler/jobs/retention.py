@@ -1,11 +1,9 @@
-"""Ended jobs are remembered up to a bound; then the one that ended first is forgotten.
+"""Retention of ended jobs: past a limit, the job that ended first is dropped.
 
-With it go its deployments and what it used; of these its tenant's totals stay. What is known of a
-forgotten job is what is known of one that never was: a question for it, or for an operation of it
-that is still in the history, finds nothing, and its id may be used again: the operations of before
-are not those of the job that has it then, and its workers' incarnations go on behind the former
-ones, so that no late report of these is taken for one of theirs. Nothing that is decided hangs on
-what is forgotten: whoever lives has no tie to a job that has ended.
+A dropped job's deployments and use go with it; its tenant's totals stay. A query for a dropped job,
+or for an operation of it, finds nothing. The job's id may be used again. The new job does not own
+the old operations, and its workers' incarnations continue after the old ones, so that a late report
+of an old worker is not taken for a new one's. Decisions never read dropped jobs.
 """
 
 from plexrl.ids import DeploymentId
@@ -14,11 +12,11 @@ from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, ForgottenJobs, State
 
 INCARNATIONS_MAX = 4096
-"""Forgotten deployments whose last incarnation is known of each; of older ones the highest is."""
+"""Dropped deployments whose last incarnation is stored; of older ones only the highest is."""
 
 
 def forget_ended(context: Context) -> None:
-    """Keep to the bound; to be called between events, for one event may end many jobs."""
+    """Drop ended jobs above the limit; call it after an event, which may end many jobs."""
     state = context.state
     while len(state.ended) > context.config.ended_jobs:
         name = next(iter(state.ended))
@@ -34,7 +32,7 @@ def forget_ended(context: Context) -> None:
 
 
 def forget_oldest(context: Context) -> None:
-    """Keep to the bound of operations that are in the history."""
+    """Drop operations from the history above its limit."""
     state = context.state
     finished = state.finished
     while len(finished) > context.history:
@@ -43,28 +41,28 @@ def forget_oldest(context: Context) -> None:
         if oldest.result is not None:
             context.discard(oldest.result)
         if oldest.is_logged:
-            # A recovery may still repeat it; it goes with the log.
+            # A recovery may still repeat it: it is dropped with the log.
             oldest.is_forgotten = True
         else:
             del state.operations[name]
 
 
 def owner_of(state: State, operation: Operation) -> Deployment | None:
-    """The deployment that the operation was submitted to; None where its job is forgotten, also if
-    another job has the name by now."""
+    """The deployment that the operation was submitted to; None if its job was dropped, even if
+    another job has the name."""
     found = state.deployments.get(operation.deployment)
     return None if found is None or operation.submitted_at < found.created_at else found
 
 
 def last_incarnation(state: State, name: DeploymentId) -> int:
-    """Of the workers of forgotten deployments of that name, at least; 0: there were none."""
+    """Upper bound of the incarnations of dropped deployments of that name; 0: there were none."""
     return state.retired.get(name, state.retired_incarnation)
 
 
 def retire(
     state: State, name: DeploymentId, incarnation: int, kept: int = INCARNATIONS_MAX
 ) -> None:
-    """A deployment whose workers were of `incarnation` at last is forgotten."""
+    """Store the last incarnation of a dropped deployment."""
     state.retired.pop(name, None)
     state.retired[name] = incarnation
     if len(state.retired) > kept:

@@ -1,4 +1,4 @@
-"""What sharing groups saved, by job: GPU time of groups of their own, less that of the shared ones.
+"""GPU time that sharing saved, by job: time of separate groups minus time of the shared ones.
 
     reserved = sum over the job's deployments of workers * time on a group
     waited   = the job's GPUs * time that a deployment of it waited for other members of its group
@@ -6,16 +6,15 @@
     held     = sum over its deployments of workers * integral of dt / members of the group then
     saved    = isolated - held
 
-`isolated` is what the job would have reserved, had each of its deployments had a group of its own:
-nobody would have waited for others, and the job would have ended earlier by that, with all its
-GPUs, those of its rollouts too. A job that does something else meanwhile is not prolonged by the
-whole wait, so `saved` is rather too low than too high. Of each group's time every member is given
-an equal part, so the sum of `held` over all jobs is the GPU time of the groups that there were. A
-job that shares with nobody waits for nobody, and saves 0. One whose waits and switches cost more
-than the sharing won has saved less than 0, and says so.
+`isolated` is the GPU time that the job would have reserved with a group of its own for each of its
+deployments: without waiting it would have ended earlier, with all its GPUs, its rollouts' included.
+A job that does other work while it waits is not prolonged by the whole wait, so `saved` is a lower
+bound. Each member gets an equal part of its group's time, so `held`, summed over all jobs, is the
+GPU time of all groups. A job that shares with no other saves 0. The value is negative if waits and
+switches cost more than sharing saved.
 
-Groups are settled when a member comes or goes, waits when they end. `sharing_view` adds what has
-passed since.
+Groups are settled when a member joins or leaves, waits when they end. `sharing_view` adds the time
+since then.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ View = dict[str, Any]
 
 
 def settle_group(state: State, group: Group, now: float) -> None:
-    """Count the group's time since the last call; to be called before its members change."""
+    """Count the group's time since the last call; call it before the members change."""
     for job, reserved, held in _parts_since(state, group, now):
         sharing = state.jobs[job].sharing
         sharing.reserved_gpu_seconds += reserved
@@ -39,8 +38,8 @@ def settle_group(state: State, group: Group, now: float) -> None:
 
 
 def note_wait(state: State, group: Group, deployment: Deployment, now: float) -> None:
-    """Count the wait of `deployment`, a member of `group`, up to now: it begins to run, or leaves.
-    A wait that is counted twice, or beside another one of the job, counts once."""
+    """Count the wait of `deployment`, a member of `group`, up to now, when it starts to run or
+    leaves. Overlapping waits of one job count once."""
     span = _wait(group, deployment, now)
     if span is None:
         return
@@ -68,7 +67,7 @@ def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[View
             if span is not None:
                 job = state.jobs[deployment.job]
                 waited = _fresh_s(job, span) * _gpus(state, job)
-                # Waits that are under way end now, all of them: the longest one covers the others.
+                # All open waits end now: the longest one covers the others.
                 open_waits[job.job] = max(open_waits.get(job.job, 0.0), waited)
     rows: list[View] = []
     for job in state.jobs.values():
@@ -114,13 +113,13 @@ def _parts_since(state: State, group: Group, now: float) -> list[tuple[JobId, fl
 
 
 def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
-    """Since when `deployment` has waited for other members, and until when there were any."""
+    """The time span in which `deployment` has waited for other members."""
     since = deployment.burst.wants_since
     if since is None or now <= since or deployment.state != WpgState.READY:
         return None
     switched_at = deployment.switch_times.ended_at
     if deployment.residency == Residency.DEVICE and (switched_at is None or switched_at <= since):
-        # It had the group all the time: what it waited for was its own.
+        # It had the group all the time, and waited for its own work.
         return None
     since = max(since, deployment.processes.ready_at)
     until = now if len(group.members) > 1 else group.alone_since
@@ -128,7 +127,7 @@ def _wait(group: Group, deployment: Deployment, now: float) -> _Span | None:
 
 
 def _fresh_s(job: Job, span: _Span) -> float:
-    """Seconds of `span` that are not counted yet."""
+    """Seconds of `span` that were not counted before."""
     sharing = job.sharing
     if span.since >= sharing.wait_until:
         return span.until - span.since

@@ -25,17 +25,17 @@ KEY_ID_CHARACTERS = 12
 KEYS_MAX = 16
 """Valid keys of one tenant."""
 REVOKED_MAX = 100
-"""Revoked keys of one tenant that are remembered."""
+"""Revoked keys of one tenant that are stored."""
 PAST_BUDGET = frozenset({OperationKind.SAVE_CHECKPOINT})
-"""Operations that a tenant may submit although its GPU-seconds are used up: those that save what
-the others have computed. They are billed like any other."""
+"""Operations that a tenant may submit after its GPU-seconds are used up: they save computed
+results. They are billed like all others."""
 
 
 def tenant_created(context: Context, event: TenantCreated, now: float) -> None:
-    """Know a tenant from now on.
+    """Add a tenant.
 
     Raises:
-        ConflictError: the name is another key's.
+        ConflictError: a tenant with that name and other keys exists.
     """
     known = context.state.tenants.get(event.tenant)
     if known is not None and event.key_digest not in known.keys:
@@ -47,12 +47,12 @@ def tenant_created(context: Context, event: TenantCreated, now: float) -> None:
 
 
 def key_id(digest: str) -> str:
-    """By what a key is named: enough of its digest to tell a tenant's keys apart."""
+    """Id of an API key: the first characters of its digest."""
     return digest[:KEY_ID_CHARACTERS]
 
 
 def api_key_added(context: Context, event: ApiKeyAdded, now: float) -> None:
-    """Take one more key of a tenant.
+    """Add an API key to a tenant.
 
     Raises:
         NotFoundError: there is no such tenant.
@@ -75,7 +75,7 @@ def api_key_added(context: Context, event: ApiKeyAdded, now: float) -> None:
 
 
 def api_key_revoked(context: Context, event: ApiKeyRevoked, now: float) -> None:
-    """Take a key of a tenant for valid no longer; one that was revoked before stays so.
+    """Revoke a tenant's API key; a key that was revoked before stays revoked.
 
     Raises:
         NotFoundError: the tenant has no such key.
@@ -104,7 +104,7 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
 
     Raises:
         NotFoundError: there is no such tenant.
-        InvalidRequestError: a number makes no sense; nothing changed.
+        InvalidRequestError: a number is out of range; nothing changed.
     """
     tenant = _tenant(state, event.tenant)
     if not 0 < event.weight <= WEIGHT_MAX:
@@ -126,11 +126,11 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
 
 
 def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:
-    """Refuse new work of a tenant that has used up its GPU-seconds: a job, or an operation of a
-    `kind` that is not in `PAST_BUDGET`.
+    """Refuse a new job, or an operation of a `kind` not in `PAST_BUDGET`, of a tenant without GPU-
+    seconds left.
 
     Raises:
-        QuotaExceededError: it has.
+        QuotaExceededError: the tenant has used up its GPU-seconds.
     """
     tenant = state.tenants.get(name)
     if tenant is None or tenant.gpu_seconds_max is None or kind in PAST_BUDGET:
@@ -146,11 +146,11 @@ def check_budget(state: State, name: TenantId, kind: OperationKind | None = None
 
 
 def check_priority(state: State, name: TenantId, priority: int) -> None:
-    """Refuse a priority class that the tenant may not put its jobs in; an operator's may be any.
+    """Refuse a priority class above the tenant's highest; operators may use all classes.
 
     Raises:
         InvalidRequestError: there is no such class.
-        QuotaExceededError: it is above the tenant's highest.
+        QuotaExceededError: the class is above the tenant's highest.
     """
     if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
         raise InvalidRequestError(f"priority is between -{PRIORITY_MAX} and {PRIORITY_MAX}")
@@ -166,10 +166,10 @@ def check_priority(state: State, name: TenantId, priority: int) -> None:
 
 
 def check_live_jobs(context: Context, name: TenantId) -> None:
-    """Refuse one more job of a tenant that has as many as it may have at a time.
+    """Refuse a new job of a tenant with the maximum number of live jobs.
 
     Raises:
-        QuotaExceededError: it has.
+        QuotaExceededError: the tenant has that many.
     """
     tenant = context.state.tenants.get(name)
     bound = None if tenant is None else live_jobs_bound(context, tenant)
@@ -184,7 +184,7 @@ def check_live_jobs(context: Context, name: TenantId) -> None:
 
 
 def live_jobs_bound(context: Context, tenant: Tenant) -> int | None:
-    """How many of its jobs may be live; None: any number."""
+    """Maximum number of live jobs of a tenant; None: no limit."""
     if tenant.is_operator:
         return None
     if tenant.live_jobs_max is not None:
@@ -193,11 +193,10 @@ def live_jobs_bound(context: Context, tenant: Tenant) -> int | None:
 
 
 def check_gpus(context: Context, job: Job, workers: int) -> None:
-    """Refuse a deployment of that size which its tenant's quota could never hold beside the other
-    deployments of its job.
+    """Refuse a deployment that makes its job larger than its tenant's quota of GPUs.
 
     Raises:
-        QuotaExceededError: it asks for more GPUs than the tenant may hold at all.
+        QuotaExceededError: the job would need more GPUs than the tenant may hold.
     """
     tenant = context.state.tenants.get(job.tenant)
     workers += sum(context.deployment(name).workers for name in job.deployments)
@@ -215,7 +214,7 @@ def authenticate(state: State, key_digest: str) -> tuple[TenantId, bool]:
     """(tenant, is operator) of an API key's digest.
 
     Raises:
-        AuthenticationError: nobody has this key.
+        AuthenticationError: no tenant has this key.
     """
     for tenant in state.tenants.values():
         if key_digest in tenant.keys:

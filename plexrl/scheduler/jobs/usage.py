@@ -1,11 +1,11 @@
-"""What tenants used: GPU-seconds by job and kind of operation, exact to the journal (PlexRL §7.2).
+"""Use of tenants: GPU-seconds by job and kind of operation, exact to the journal (PlexRL §7.2).
 
 A run is billed for the time it held its group's GPUs, from its start to the report of its end. A
-context switch is billed to the job that gets the group: the load of its own state and the offload
-of whoever was there before, in anticipation too, where that job was only expected. The offload for
-a drain is the drained job's own. Of what a fault made necessary, a run cut off and a replay are
-nobody's; the load of the state into new workers is their job's.
-Operations that run side by side share the time they overlap in equal parts.
+context switch is billed to the job that gets the group: the load of its state, and the offload of
+the former holder, also if that job was only expected. The offload for a drain is billed to the
+drained job. After a fault, interrupted runs and replays are billed to no job; the load of the state
+into new workers is billed to their job. Operations that run at the same time share that time in
+equal parts.
 """
 
 from typing import Final
@@ -16,11 +16,11 @@ from plexrl.scheduler.state.records import Deployment, State, UsageRow
 from plexrl.wire.operations import OperationState
 
 _FAILED: Final = OperationState.FAILED
-"""Named once: to reach a member of an enumeration through its class takes longer than a call."""
+"""A module constant: access to a member through its enumeration is slow."""
 
 
 def meter(state: State, deployment: Deployment, now: float) -> None:
-    """Share the GPU time since the last call among the runs in flight."""
+    """Divide the GPU time since the last call among the runs in flight."""
     since = deployment.metered_at
     deployment.metered_at = now
     moving, running = deployment.moving, deployment.running
@@ -36,7 +36,7 @@ def meter(state: State, deployment: Deployment, now: float) -> None:
 
 
 def meter_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
-    """As `meter`, for a deployment that `operation` is in flight on: nearly always alone."""
+    """As `meter`, for a deployment that runs `operation`, nearly always alone."""
     others = len(deployment.running) - (deployment.moving is None)
     if others:
         meter(state, deployment, now)
@@ -48,11 +48,11 @@ def meter_run(state: State, deployment: Deployment, operation: Operation, now: f
 
 
 def bill(state: State, deployment: Deployment, operation: Operation) -> None:
-    """Enter a run that has come to its end; replays are entered nowhere."""
+    """Bill a run that has ended; replays are not billed."""
     cause, gpu_seconds = operation.caused_by, operation.gpu_seconds
     causer = deployment if cause is None else state.deployments.get(cause)
     if causer is None:
-        # Its job has ended and is forgotten; its tenant pays all the same.
+        # The job was dropped; its tenant is billed.
         payer_tenant = operation.paid_by
     else:
         payer = state.jobs[causer.job]
@@ -64,7 +64,7 @@ def bill(state: State, deployment: Deployment, operation: Operation) -> None:
         if operation.state is _FAILED:
             row.failed += 1
         row.gpu_seconds += gpu_seconds
-        # A sum that left 64 bits could not be written down any more.
+        # A snapshot cannot hold a sum above 64 bits.
         row.tokens = min(row.tokens + operation.tokens, TOTAL_MAX)
     tenant = None if payer_tenant is None else state.tenants.get(payer_tenant)
     if tenant is not None:
@@ -72,7 +72,7 @@ def bill(state: State, deployment: Deployment, operation: Operation) -> None:
 
 
 def count_failure(state: State, deployment: Deployment, operation: Operation) -> None:
-    """Enter an operation that failed before it began; it used nothing."""
+    """Count an operation that failed before it started."""
     usage = state.jobs[deployment.job].usage
     row = usage.get(operation.kind)
     if row is None:

@@ -1,7 +1,7 @@
-"""Bounds on what is accepted and not finished, for each deployment and each tenant.
+"""Back-pressure: limits of unfinished operations, for each deployment and each tenant.
 
-Past a bound a submission is refused, and told when there should be room: by the pace at which
-operations of that queue have ended lately. What has been accepted is never given up for it.
+Above a limit a submission is refused, with a time after which to retry, estimated from the rate at
+which operations ended lately. Accepted operations are never dropped.
 """
 
 import math
@@ -13,22 +13,22 @@ from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, InFlight, State
 
 RETRY_AFTER_S = 1.0
-"""Where nothing has ended yet to tell a pace by."""
+"""Used before an operation has ended: there is no rate yet."""
 RETRY_AFTER_S_MIN = 0.05
 RETRY_AFTER_S_MAX = 60.0
-"""Nobody is sent away for longer: the pace may change."""
+"""Upper bound, because the rate may change."""
 
 NEWEST = 0.25
-"""Weight of the newest end in the pace."""
+"""Weight of the newest end in the rate."""
 
 
 def check_room(
     context: Context, event: OperationSubmitted, deployment: Deployment, source: Deployment | None
 ) -> None:
-    """Refuse more than is to be kept waiting.
+    """Refuse a submission above a limit.
 
     Raises:
-        OverloadedError: a bound is reached; `details` name it and when to come back.
+        OverloadedError: a limit is reached; `details` name it and the time to retry.
     """
     config = context.config
     _check_queue(deployment, config.pending_operations_max)
@@ -65,7 +65,7 @@ def check_room(
 
 
 def taken_in(state: State, deployment: Deployment, operation: Operation) -> None:
-    """A caller's operation was accepted."""
+    """Count an accepted operation."""
     operation.is_counted = True
     payload_bytes = operation.payload_bytes
     of_deployment, of_tenant = deployment.in_flight, _of_tenant(state, deployment)
@@ -76,14 +76,14 @@ def taken_in(state: State, deployment: Deployment, operation: Operation) -> None
 
 
 def ended(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
-    """A caller's operation, which was counted, has come to its end, whichever."""
+    """Discount an operation that has ended."""
     operation.is_counted = False
     _note_end(deployment.in_flight, operation, now)
     _note_end(_of_tenant(state, deployment), operation, now)
 
 
 def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
-    """Seconds until one operation more, or so many bytes, should have ended."""
+    """Estimated seconds until an operation, or so many bytes, have ended."""
     if in_flight.gap_s is None:
         return RETRY_AFTER_S
     ends = 1
@@ -105,7 +105,7 @@ def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
     payload_bytes = operation.payload_bytes
     if payload_bytes:
         in_flight.payload_bytes -= payload_bytes
-    # Time without anything to do says nothing of the pace.
+    # Idle time does not count for the rate.
     since, ended_at = operation.submitted_at, in_flight.ended_at
     if ended_at is not None and ended_at > since:
         since = ended_at
@@ -133,7 +133,7 @@ def _check_queue(deployment: Deployment, bound: int) -> None:
 def _check_bytes(
     whose: str, bound: str, in_flight: InFlight, payload_bytes: int, bytes_max: int
 ) -> None:
-    # One that is larger than the bound by itself is let in alone.
+    # A payload above the limit is accepted if it is the only one.
     if not in_flight.payload_bytes:
         return
     over = in_flight.payload_bytes + payload_bytes - bytes_max

@@ -1,7 +1,8 @@
-"""Operations that end before their work is done: cancelled, or past their deadline.
+"""Cancellation and deadlines of operations.
 
-One that has not begun never runs. A generation that runs is ended with what it has, which changes
-no state; anything else that runs is finished, because to stop it would cost the WPG's state.
+An operation that has not started never runs. A running generation is stopped and returns its tokens
+so far, which changes no state. Other running operations are finished, because stopping one would
+lose the WPG's state.
 """
 
 from plexrl.errors import (
@@ -20,10 +21,10 @@ from plexrl.wire.operations import OperationKind, OperationState
 
 
 def cancel(context: Context, operation: Operation, now: float) -> None:
-    """Whoever asked for the operation does not want it any more.
+    """Cancel an operation.
 
     Raises:
-        ConflictError: it runs, and is finished.
+        ConflictError: it runs, and cannot be stopped.
     """
     if operation.state.is_final:
         return
@@ -38,18 +39,18 @@ def cancel(context: Context, operation: Operation, now: float) -> None:
 
 
 def await_deadline(context: Context, operation: Operation) -> None:
-    """Have `deadline_passed` called in time, if there is a deadline."""
+    """Set a timer for the deadline, if there is one."""
     if operation.deadline_at is not None:
         context.wake(operation.deadline_at, timers.deadline(operation.operation))
 
 
 def deadline_passed(context: Context, name: OperationId, now: float) -> None:
-    """The operation has had the time that its caller gave it; one that has ended is forgotten."""
+    """End an operation at its deadline, unless it has ended before."""
     operation = context.state.operations.get(name)
     if operation is None or operation.state.is_final:
         return
     if operation.deadline_at is None or now < operation.deadline_at:
-        # Another operation under the same id, after the first had left the history.
+        # Another operation with the same id, after the first one left the history.
         return
     if operation.state == OperationState.PENDING:
         fail_queued(context, operation, early_end(operation, now), now)
@@ -58,26 +59,26 @@ def deadline_passed(context: Context, name: OperationId, now: float) -> None:
 
 
 def is_over(operation: Operation, now: float) -> bool:
-    """Whether an operation that was not carried out is not to be begun again: its end was asked
-    for, or its deadline has passed."""
+    """Whether an interrupted operation must not start again: it was cancelled, or is past its
+    deadline."""
     deadline_at = operation.deadline_at
     return operation.is_aborted or (deadline_at is not None and now >= deadline_at)
 
 
 def early_end(operation: Operation, now: float) -> PlexRLError:
-    """Why an operation that has not been carried out ends."""
+    """The error of an operation that ends early."""
     if operation.deadline_at is None or now < operation.deadline_at:
         return OperationCancelledError(f"operation {operation.operation!r} was cancelled")
     given_s = operation.deadline_at - operation.submitted_at
     return DeadlineExceededError(
-        f"operation {operation.operation!r} was not carried out in the {given_s:g} s that it was "
-        "given: give it more, or see by `explain` what such operations wait for",
+        f"operation {operation.operation!r} was not carried out within its deadline of "
+        f"{given_s:g} s: set a longer deadline, or see with `explain` what it waits for",
         deadline_s=given_s,
     )
 
 
 def abort(context: Context, command: RunOperation) -> None:
-    """Have the workers end a run with what it has."""
+    """Have the workers stop a run, which returns its tokens so far."""
     context.emit(
         AbortOperation(
             operation=command.operation,

@@ -1,13 +1,13 @@
-"""A failed mutation halts its deployment until the job's controller has acknowledged it.
+"""A failed mutation halts its deployment until the job's controller acknowledges the failure.
 
-A controller need not read its futures, so a step that failed must not be followed by work that
-builds on it. From the moment a mutating operation fails, the operations of its deployment that
-change, keep or hand on its state (`HALTED`) fail with that cause, those that are queued already
-too. A sync fails with its source, and halts the deployment that was to get the weights. Operations
-that only read (`forward`, `generate`, `barrier`) go on. A failed checkpoint halts nothing, but must
-be acknowledged too before the job can end as completed.
+A controller may not read its futures, so work that depends on a failed step must not run. After a
+mutating operation fails, the operations of its deployment that change, store or publish its state
+(`HALTED`) fail with the same cause, including those in the queue. A sync fails with its source, and
+halts the deployment that would have received the weights. Operations that only read (`forward`,
+`generate`, `barrier`) run. A failed checkpoint halts nothing, but must be acknowledged before the
+job can end as completed.
 
-What a user cancels is no failure: the user knows.
+A cancellation is no failure.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,7 +25,7 @@ CODE = EarlierFailureError.code
 
 
 def failure_of(operation: Operation, error: PlexRLError, now: float) -> Failure:
-    """What is to be acknowledged after `operation` failed: itself, or the failure it failed of."""
+    """The failure to acknowledge after `operation` failed: its own, or the one that caused it."""
     if isinstance(error, EarlierFailureError):
         cause = error.details
         return Failure(
@@ -46,23 +46,23 @@ def failure_of(operation: Operation, error: PlexRLError, now: float) -> Failure:
 
 
 def read_error(error_json: str) -> PlexRLError:
-    """What a report says went wrong. One that cannot be read is journalled all the same, and must
-    not end every replay."""
+    """The error of a report. An unreadable report is in the journal too, and must not break
+    replays."""
     try:
         error = from_wire(msgspec.json.decode(error_json, type=dict[str, object]))
     except (ValueError, RecursionError):
         return ExecutionError(f"the run failed, and its report cannot be read: {error_json[:200]}")
-    # Only the scheduler finds that an operation failed because of another one.
+    # Only the scheduler decides that an operation failed because of another one.
     return ExecutionError(error.message) if isinstance(error, EarlierFailureError) else error
 
 
 def earlier_failure(failure: Failure) -> EarlierFailureError:
-    """The error of whatever is not carried out because of `failure`."""
+    """The error of operations that do not run because of `failure`."""
     cause = msgspec.json.decode(failure.error_json, type=dict[str, Any])
     return EarlierFailureError(
         f"the {failure.kind.value} {failure.operation!r} of {failure.deployment!r} failed before: "
-        f"{cause.get('message')} ({cause.get('code')}). What builds on it is not carried out until "
-        "its error is read from its future, or recover() is called",
+        f"{cause.get('message')} ({cause.get('code')}). Operations that depend on it do not run "
+        "until its error is read from its future, or recover() is called",
         operation=failure.operation,
         deployment=failure.deployment,
         kind=failure.kind.value,
@@ -71,17 +71,17 @@ def earlier_failure(failure: Failure) -> EarlierFailureError:
 
 
 def failure_view(failure: Failure | None) -> dict[str, Any] | None:
-    """`earlier_failure` as plain values."""
+    """`earlier_failure` in wire format."""
     return None if failure is None else earlier_failure(failure).to_wire()
 
 
 def halting_failure(deployment: Deployment) -> Failure | None:
-    """The first failure of a deployment that nobody has acknowledged."""
+    """The first unacknowledged failure of a deployment."""
     return deployment.unacknowledged[0] if deployment.unacknowledged else None
 
 
 def check_not_halted(deployments: Iterable[Deployment]) -> None:
-    """Raises `EarlierFailureError` where one of them has a failure that nobody acknowledged."""
+    """Raises `EarlierFailureError` if one of them has an unacknowledged failure that halts."""
     for deployment in deployments:
         for failure in deployment.unacknowledged:
             if failure.halts:
@@ -89,7 +89,7 @@ def check_not_halted(deployments: Iterable[Deployment]) -> None:
 
 
 def job_failure(state: State, job: Job) -> Failure | None:
-    """The first failure of a job that nobody has acknowledged."""
+    """The first unacknowledged failure of a job."""
     found: Failure | None = None
     for name in job.deployments:
         for failure in state.deployments[name].unacknowledged[:1]:
@@ -99,7 +99,7 @@ def job_failure(state: State, job: Job) -> Failure | None:
 
 
 def root_of(operation: Operation) -> OperationId:
-    """The operation whose failure made this one fail; itself, where there was none before."""
+    """The operation whose failure made this one fail, or this one."""
     if operation.error_json is None:
         return operation.operation
     error = msgspec.json.decode(operation.error_json, type=dict[str, Any])
@@ -109,7 +109,7 @@ def root_of(operation: Operation) -> OperationId:
 
 
 def acknowledge(state: State, job: Job, operations: Collection[OperationId]) -> None:
-    """The controller knows that these failed: what only they halted goes on."""
+    """Acknowledge the failures of these operations: deployments that only they halted continue."""
     for name in job.deployments:
         halting = state.deployments[name].unacknowledged
         halting[:] = [failure for failure in halting if failure.operation not in operations]

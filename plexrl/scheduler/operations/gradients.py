@@ -1,4 +1,4 @@
-"""How many `forward_backward`s of a deployment have gradients that wait for a step."""
+"""Counts `forward_backward`s whose gradients wait for a step."""
 
 from typing import Final
 
@@ -13,18 +13,18 @@ _DROPS_THEM: Final = frozenset(
 
 
 def gradients_after(kind: OperationKind, count: int) -> int:
-    """How many wait after an operation, where `count` did before it."""
+    """The count after an operation, if it was `count` before."""
     if kind == _FORWARD_BACKWARD:
         return count + 1
     return 0 if kind in _DROPS_THEM else count
 
 
 def gradients_to_come(context: Context, deployment: Deployment) -> int:
-    """How many will wait once everything that was accepted is done."""
+    """The count after all accepted operations."""
     count = deployment.waiting_gradients
     for name in (*deployment.running, *deployment.queue):
         operation = context.state.operations[name]
-        # One that is being replayed is counted.
+        # An operation that is replayed was counted before.
         if not operation.state.is_final:
             count = gradients_after(operation.kind, count)
     return count

@@ -1,9 +1,9 @@
-"""Operations that met a full disk, memory or queue, or a silent part, and changed nothing.
+"""Retry of runs that met a full disk, memory or queue, or an unavailable service.
 
-Such an operation is not failed: it goes back to the head of its queue and is tried again after a
-back-off. Others may have the group meanwhile, except while a recovery replays operations. `explain`
-and the status of the cluster tell the reason. Nothing bounds the number of tries; an
-operation's own deadline ends them.
+Such a run changed nothing and does not fail: the operation returns to the head of its queue, and is
+retried after a back-off. Other members may use the group meanwhile, except during a replay.
+`explain` and the cluster's status show the reason. The number of retries has no limit; an
+operation's deadline ends them.
 """
 
 from collections.abc import Iterable
@@ -26,30 +26,30 @@ from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group
 
 CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
-"""Errors that say that the same run succeeds later."""
+"""Errors of conditions that pass: the same run may succeed later."""
 
 
 def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
-    """Whether a run that ended with `error` is to be tried again."""
+    """Whether a run that ended with `error` is retried."""
     return state_intact and isinstance(error, CONDITIONS)
 
 
 def hold(
     context: Context, deployment: Deployment, operation: Operation, error: PlexRLError, now: float
 ) -> None:
-    """Have a run, which is no longer in flight, tried again after a back-off."""
+    """Retry a run, which is no longer in flight, after a back-off."""
     deployment.backoff.report(error.code, error.message, now)
     deployment.backoff.retry_later(now)
     assert deployment.group is not None, f"{operation.operation} ran without a group"
     context.wake(deployment.backoff.until, timers.group_step(deployment.group))
     context.touch(deployment.group)
-    # The cycle at hand is no measure of the job's demand.
+    # The open cycle does not measure the job's demand.
     deployment.cycles.abandon()
     if operation.operation in deployment.replay.replaying:
         return
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
-    # What came to nothing is nobody's use.
+    # Discarded work is not billed.
     operation.gpu_seconds = 0.0
     deployment.queue.insert(_place(context, deployment.queue, operation), operation.operation)
     if not deployment.running:
@@ -58,14 +58,14 @@ def hold(
 
 
 def renew_token(context: Context, group: Group, operation: Operation) -> None:
-    """Before a run that was held is sent again under the same grant: workers answer a run that they
-    know by its name, which is operation and token, with the answer they gave."""
+    """Give the group a new token before a run is retried under the same grant: workers answer a
+    repeated (operation, token) with their first answer."""
     if operation.token == group.token:
         fence(context.state, group)
 
 
 def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str, Any]]:
-    """Those of some deployments that are held, with the reason."""
+    """The deployments among `names` that retry runs, with the reason."""
     found = []
     for name in names:
         deployment = context.deployment(name)
@@ -84,7 +84,7 @@ def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str,
 
 
 def _place(context: Context, queue: list[OperationId], operation: Operation) -> int:
-    """Of an operation in a queue that it had left: behind only what was submitted before it."""
+    """Queue position of a returning operation: after all that were submitted before it."""
     operations = context.state.operations
     place = 0
     while place < len(queue) and operations[queue[place]].submitted_at < operation.submitted_at:

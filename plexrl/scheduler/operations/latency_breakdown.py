@@ -1,7 +1,7 @@
-"""Where an operation's time went, as the scheduler can tell and others report.
+"""Latency breakdown: how an operation spent its time.
 
-An operation waits, in its queue and for context switches of its group, and then runs: its payload
-and result travel, and the workers compute. What a run took beyond that is the control plane's.
+An operation waits in its queue and for context switches, and then runs: the router transfers its
+payload and result, and the workers compute. The rest of its time is overhead of the control plane.
 """
 
 from plexrl.scheduler.state.operation import Operation
@@ -9,7 +9,7 @@ from plexrl.scheduler.state.records import Deployment
 
 
 def note_start(deployment: Deployment, operation: Operation, now: float) -> None:
-    """Split the wait of an operation that starts now."""
+    """Split the waiting time of an operation that starts now."""
     submitted_at = operation.submitted_at
     switch_s = deployment.switch_times.seconds_since(submitted_at)
     operation.switch_s = switch_s

@@ -1,4 +1,4 @@
-"""One operation's way through the core: into a queue, onto its WPG, into the history."""
+"""Life of an operation in the core: queue, run, history."""
 
 from typing import Final
 
@@ -28,10 +28,10 @@ from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
-"""In the name of every operation that the scheduler makes for itself, and of no other."""
+"""Part of the ids of the scheduler's own operations, and of no others."""
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
-"""Operations that the scheduler makes for itself: no part of a job's demand."""
+"""The scheduler's own operations that move state; they do not count as a job's demand."""
 
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
@@ -41,18 +41,18 @@ _FAILS: Final = OperationTrigger.FAILED
 _CANCELLED: Final = OperationTrigger.CANCELLED
 _FAILED: Final = OperationState.FAILED
 _MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
-"""Kinds whose failure the controller is to acknowledge."""
+"""Kinds whose failure the controller must acknowledge."""
 
 _OPENINGS: dict[OperationKind, str] = {
     kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
 }
-"""Of the names of moves, behind the deployment's."""
+"""Middle parts of the ids of moves, after the deployment's id."""
 
 
 def enqueue(
     context: Context, event: OperationSubmitted, deployment: Deployment, now: float
 ) -> Operation:
-    """Take in a checked submission; a sync brings the publish it depends on with it."""
+    """Queue a checked submission; for a sync, also the publish that it depends on."""
     after: OperationId | None = None
     if event.source is not None:
         after = publish_name(context, event.operation)
@@ -76,8 +76,8 @@ def enqueue(
 
 
 def publish_name(context: Context, sync: OperationId, attempt: str = "") -> OperationId:
-    """A name for the publish that a sync needs. The sync's id may have been used before, by one
-    that is forgotten and whose publish is not."""
+    """An unused id for the publish that a sync needs: an earlier sync with the same id may have
+    left the history before its publish."""
     name = OperationId(f"{sync}{OWN_MARK}publish{attempt}")
     while name in context.state.operations:
         name = OperationId(f"{name}'")
@@ -87,7 +87,7 @@ def publish_name(context: Context, sync: OperationId, attempt: str = "") -> Oper
 def enqueue_publish(
     context: Context, source: Deployment, name: OperationId, serves: OperationId, now: float
 ) -> None:
-    """Have a trainer publish its weights for the sync `serves`."""
+    """Queue a publish of a trainer's weights for the sync `serves`."""
     operation = Operation(name, source.deployment, _PUBLISH, now, internal=True)
     operation.serves = serves
     context.state.operations[name] = operation
@@ -95,7 +95,7 @@ def enqueue_publish(
 
 
 def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> None:
-    """Have a trainer drop the gradients that will wait once what it has accepted is done."""
+    """Queue an operation that drops the gradients of a trainer's accepted operations."""
     name = OperationId(f"{deployment.deployment}{OWN_MARK}zero_grad.{context.state.moves_made}")
     context.state.moves_made += 1
     operation = Operation(name, deployment.deployment, OperationKind.ZERO_GRAD, now, internal=True)
@@ -108,7 +108,7 @@ def _queue(context: Context, deployment: Deployment, operation: OperationId, now
         deployment.burst.want(now)
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
-        # Behind another one it changes nothing about who goes next now.
+        # Only the head of a queue affects the order of members.
         context.touch(deployment.group)
 
 
@@ -121,7 +121,7 @@ def start(
     *,
     replay: bool = False,
 ) -> None:
-    """Send `operation`, which is no move, to its WPG under the group's present token."""
+    """Send `operation`, which is no move, to its WPG under the group's token."""
     state = context.state
     if deployment.running or deployment.moving is not None:
         meter(state, deployment, now)
@@ -176,7 +176,7 @@ def start_move(
     seq: int,
     now: float,
 ) -> None:
-    """Send the WPG an internal operation that moves its whole state. Nothing runs beside it."""
+    """Send the WPG a move of its whole state; no other operation runs at the same time."""
     state = context.state
     token = group.token
     number = f"{token}.{state.moves_made}"
@@ -188,7 +188,7 @@ def start_move(
     operation.token = token
     operation.group = group.group
     operation.started_at = now
-    # Nobody asked for it, so nobody has waited.
+    # The scheduler made it, so no caller waited.
     operation.queue_s = 0.0
     due_s: float | None = None
     if kind == _OFFLOAD:
@@ -215,7 +215,7 @@ def start_move(
         0,
         deployment.replay.durable_seq,
         due_s,
-        # A new version makes the former one the earlier one, unless the bounds reach back further.
+        # The former version becomes the earlier one, unless the limits allow an older one.
         deployment.replay.previous_seq,
     )
     deployment.moving = command
@@ -224,13 +224,13 @@ def start_move(
 
 
 def _statemanagers(context: Context, trainer: DeploymentId) -> tuple[str, ...]:
-    """Of the nodes that the trainer is on."""
+    """StateManagers of the nodes that the trainer is on."""
     nodes = context.state.nodes
     return tuple(nodes[node].statemanager for node in context.deployment(trainer).nodes)
 
 
 def _compare(context: Context, operation: Operation, now: float) -> None:
-    """Count how far the estimate of an operation's start was off."""
+    """Record the error of the estimated start of an operation."""
     assert operation.expected_at is not None
     errors = context.state.eta_errors
     late_s = now - operation.expected_at
@@ -239,7 +239,7 @@ def _compare(context: Context, operation: Operation, now: float) -> None:
     errors.late_s += max(0.0, late_s)
     said_s = operation.expected_at - operation.submitted_at
     errors.slipped += late_s > max(1.0, said_s)
-    # One that is held or interrupted starts again, and the estimate was of its first start.
+    # The estimate is for the first start; an interrupted operation starts again.
     operation.expected_at = None
 
 
@@ -250,8 +250,8 @@ def complete(
     event: OperationFinished,
     now: float,
 ) -> None:
-    """Record that a user operation or publish was carried out, and keep what a recovery would need.
-    A step that dropped its gradients was carried out and has failed."""
+    """Record a completed user operation or publish, and keep what a recovery needs. A step that
+    dropped its gradients is completed, and has failed."""
     if deployment.kind != "rollout":
         _note_run(context, deployment, operation, now)
     operation.result = event.result
@@ -295,9 +295,9 @@ def _note_run(context: Context, deployment: Deployment, operation: Operation, no
 def fail(
     context: Context, operation: Operation, error: PlexRLError, now: float, *, place: int = 0
 ) -> None:
-    """Record a failure; whoever depends on the operation fails with it.
+    """Record a failure; operations that depend on this one fail too.
 
-    `place` is where in its deployment's queue it stood; absent: before all of it.
+    `place` was its index in its deployment's queue; 0 if it was not queued.
     """
     is_cancelled = isinstance(error, OperationCancelledError)
     change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
@@ -312,14 +312,14 @@ def fail(
     dependent = _served(context, operation)
     if dependent is None:
         return
-    # One that is final is a sync that is to be repeated: it tries again without this publish.
+    # A final dependent is a sync that is replayed: it is retried without this publish.
     context.touch(context.deployment(dependent.deployment).group)
     if dependent.state == OperationState.PENDING:
         fail_queued(context, dependent, error, now)
 
 
 def fail_queued(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
-    """Have an operation fail that is still in its queue."""
+    """Fail an operation that is in its queue."""
     deployment = context.deployment(operation.deployment)
     place = deployment.queue.index(operation.operation)
     del deployment.queue[place]
@@ -335,13 +335,13 @@ def _halt(
     now: float,
     place: int = 0,
 ) -> None:
-    """Nothing that builds on a failed operation runs before the controller knows of the failure.
-    Whatever is before `place` in the queue was submitted earlier, and does not."""
+    """Fail the queued operations that depend on a failed one, until the controller acknowledges the
+    failure. Those before `place` in the queue were submitted earlier, and do not depend on it."""
     if not context.job(deployment.job).halts_on_failure:
         return
     failure = failure_of(operation, error, now)
     if any(each.operation == failure.operation for each in deployment.unacknowledged):
-        # This one is among those that fail because of it.
+        # This operation failed because of a failure that is recorded.
         return
     deployment.unacknowledged.append(failure)
     if not failure.halts:
@@ -353,8 +353,8 @@ def _halt(
 
 
 def _is_halted(context: Context, name: OperationId) -> bool:
-    """Whether a queued operation builds on its deployment's state. A publish for a sync that is
-    repeated after a fault does not: it hands on a state that the controller has been given."""
+    """Whether a queued operation depends on its deployment's state. A publish for a sync that is
+    replayed does not: it publishes a state from before the failure."""
     operation = context.state.operations[name]
     if operation.kind == _PUBLISH:
         dependent = _served(context, operation)
@@ -363,12 +363,12 @@ def _is_halted(context: Context, name: OperationId) -> bool:
 
 
 def _served(context: Context, operation: Operation) -> Operation | None:
-    """The operation that waits for this publish, while it is known."""
+    """The operation that waits for this publish, if it is in the history."""
     if operation.serves is None:
         return None
     served = context.state.operations.get(operation.serves)
     if served is None or served.after != operation.operation:
-        # Its id may have been used again, for a sync that waits for another publish.
+        # Another sync may have the same id, and wait for another publish.
         return None
     return served
 
@@ -380,7 +380,7 @@ def finish(
     event: OperationFinished,
     now: float,
 ) -> None:
-    """Record that an operation was carried out, and what was measured of it."""
+    """Record the end of an operation, and its measurements."""
     if event.error_json:
         change_operation(operation, _FAILS)
         error = read_error(event.error_json)
@@ -402,7 +402,7 @@ def _into_history(
     if operation.is_counted:
         ended(state, deployment, operation, now)
     if operation.source is not None:
-        # A move of the trainer may have waited for it.
+        # A move of the trainer may wait for it.
         context.touch(context.deployment(operation.source).group)
     if operation.started_at is not None:
         bill(state, deployment, operation)

@@ -1,4 +1,4 @@
-"""What follows from a finished or failed run."""
+"""Handlers of finished and failed runs."""
 
 from typing import Final
 
@@ -37,10 +37,10 @@ from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
 BACK_OFF_S = 2.0
-"""Before a switch that failed is tried again."""
+"""Back-off after a context switch that failed."""
 
 SNAPSHOT_BACK_OFF_S = 30.0
-"""Before a snapshot that found no room is tried again; training goes on meanwhile."""
+"""Back-off after a snapshot that found no free space; training continues meanwhile."""
 
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
@@ -49,7 +49,7 @@ _SUSPENDS: Final = JobTrigger.OFFLOADED
 
 
 def run_finished(context: Context, event: OperationFinished, now: float) -> None:
-    """A run completed; a report of any but the run in flight is of the past and changes nothing."""
+    """Handle a completed run; a late report of another run changes nothing."""
     state, name = context.state, event.operation
     operation = state.operations.get(name)
     deployment = None if operation is None else _at_work(state, operation, event.token)
@@ -67,11 +67,11 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         if command.replay:
             deployment.replay.replayed(name)
             if deployment.no_snapshot_until:
-                # The newest snapshot found no room: new work is done before the next one is tried.
+                # The last snapshot found no free space: new work runs before the next attempt.
                 deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         else:
-            # Only new work counts as progress: an operation that kills its worker would else be
-            # tried for ever, since every recovery loads and replays without harm.
+            # Only new work counts as progress. Else an operation that kills its worker would be
+            # retried for ever, since loads and replays succeed.
             deployment.processes.succeed()
             complete(context, deployment, operation, event, now)
         if not deployment.running:
@@ -86,7 +86,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
 
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
-    """A run ended without completing."""
+    """Handle a run that did not complete."""
     state = context.state
     operation = state.operations.get(event.operation)
     deployment = None if operation is None else _at_work(state, operation, event.token)
@@ -95,7 +95,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     meter_run(state, deployment, operation, now)
     error = read_error(event.error_json)
     if is_storage_full(error.code) and not event.state_intact:
-        # Some ranks have done it, or a part of it. It is done again by all, from the state before.
+        # Some ranks may have done a part of it: all ranks repeat it from the state before.
         if deployment.moving is not None and operation.kind == OperationKind.SNAPSHOT:
             deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         restart_when_there_is_room(context, deployment, error.message, now)
@@ -111,7 +111,7 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             )
             end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
-            # A model or a layout that cannot be, or a library that is not installed.
+            # The model or layout is invalid, or a library is not installed.
             reason = f"{deployment.deployment!r} cannot be built: {error.message}"
             end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif event.state_intact:
@@ -145,13 +145,13 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
             deployment.burst.pause(now)
         context.touch(deployment.group)
     else:
-        # Workers that say so are sound: only what they hold is not.
+        # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
 
 
 def _at_work(state: State, operation: Operation, token: FencingToken) -> Deployment | None:
-    """Whose run in flight it is; None: nobody's, or not under this token."""
+    """The deployment that runs the operation under this token; None if there is none."""
     if operation.token != token:
         return None
     deployment = owner_of(state, operation)
@@ -188,7 +188,7 @@ def _move_finished(
         wpg.end_load(deployment)
         deployment.switch_times.end(now)
         deployment.replay.begin_replay()
-        # Without anything to run the load was made in anticipation: no burst has begun.
+        # Without work the load was made in anticipation, and no burst begins.
         if deployment.queue or deployment.replay.replaying:
             deployment.burst.begin_loaded(now)
         else:
@@ -221,7 +221,7 @@ def _version_made(context: Context, deployment: Deployment, event: OperationFini
 
 
 def _hand_over(context: Context, group: Group, now: float) -> None:
-    """The holder is off the GPUs: the lock goes to the incoming member, if it is still there."""
+    """The holder is offloaded: the lock goes to the incoming member, if it is still ready."""
     incoming = successor(context, group, now)
     if incoming is None:
         group_lock.release(group)
@@ -237,7 +237,7 @@ def _move_called_off(
     now: float,
     reason: str,
 ) -> None:
-    """Nothing has moved: the state lies where it lay. Whoever wanted the move waits a while."""
+    """A move changed nothing. The deployment that needed it waits for a back-off."""
     group = _group_of(context, deployment)
     deployment.moving = None
     change_operation(operation, OperationTrigger.FAILED)
@@ -262,14 +262,14 @@ def _move_called_off(
     if deployment.moves.planned is not None:
         cancel_move(context, deployment, now)
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
-            # Nobody waits for the group: it goes on with its own work.
+            # No member waits for the group: the holder continues.
             return
     held_back.backoff.wait(now + BACK_OFF_S, reason)
     context.wake(held_back.backoff.until, timers.group_step(group.group))
 
 
 def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
-    """The last step of a training cycle: wake the sync that waits, and end the burst."""
+    """A publish ended a training cycle: wake the sync that waits, and end the burst."""
     deployment.published_seq = operation.seq
     for name in context.job(deployment.job).deployments:
         context.touch(context.deployment(name).group)
@@ -277,7 +277,7 @@ def _published(context: Context, deployment: Deployment, operation: Operation, n
 
 
 def _burst_over(context: Context, deployment: Deployment, now: float) -> None:
-    """A cycle's last step was made: unless more waits already, the group is free for others."""
+    """The last operation of a cycle has run: if no more work waits, the burst ends."""
     if not deployment.queue:
         end_burst(deployment, now)
         deployment.burst.forget_pause()

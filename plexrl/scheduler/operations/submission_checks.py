@@ -1,4 +1,4 @@
-"""What is refused of a submitted operation, whatever state its deployment is in."""
+"""Checks of a submitted operation that do not depend on its deployment's state."""
 
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.scheduler.operations.operations import OWN_MARK
@@ -8,26 +8,26 @@ from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 
 DEADLINE_S_MAX = 30 * 86_400
-"""A month: later than anybody waits, soon enough for a timer."""
+"""Maximum deadline, in seconds: a month."""
 
 
 def check_source(
     event: OperationSubmitted, deployment: Deployment, source: Deployment | None
 ) -> None:
-    """Refuse a name of the scheduler's own, a sync without a train deployment of its own job, and a
-    source for anything else.
+    """Refuse a reserved operation id, and a source that does not fit the kind of operation.
 
     Raises:
-        InvalidRequestError: it is one of these.
+        InvalidRequestError: the id is reserved, a sync names no train deployment of its job, or
+            another operation names a source.
     """
     if OWN_MARK in event.operation:
         raise InvalidRequestError(
-            f"operation id {event.operation!r}: {OWN_MARK!r} is for the scheduler's own names"
+            f"operation id {event.operation!r}: {OWN_MARK!r} is reserved for the scheduler"
         )
     if (event.kind == OperationKind.SYNC_WEIGHTS) != (source is not None):
         raise InvalidRequestError("sync_weights, and only it, names a source deployment")
     if event.in_flight and source is None:
-        raise InvalidRequestError(f"a {event.kind.value} cannot run in flight: only a sync can")
+        raise InvalidRequestError(f"a {event.kind.value} cannot be in_flight: only a sync can")
     if source is not None and (source.job != deployment.job or source.kind != "train"):
         raise InvalidRequestError(
             f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "
@@ -36,10 +36,10 @@ def check_source(
 
 
 def check_same(known: Operation, event: OperationSubmitted) -> None:
-    """Refuse an id that was used before, but for a repetition of the same request.
+    """Refuse an id that was used for another request.
 
     Raises:
-        ConflictError: it was another request.
+        ConflictError: the id was used for another request.
     """
     same = (known.deployment, known.kind, known.params_json, known.source)
     asked = (event.deployment, event.kind, event.params_json, event.source)
@@ -51,10 +51,10 @@ def check_same(known: Operation, event: OperationSubmitted) -> None:
 
 
 def check_deadline(event: OperationSubmitted) -> None:
-    """Refuse a deadline that has passed before it began, or that nobody waits for.
+    """Refuse a deadline outside its range.
 
     Raises:
-        InvalidRequestError: it is one of these.
+        InvalidRequestError: the deadline is not above 0, or above `DEADLINE_S_MAX`.
     """
     if event.deadline_s is not None and not 0 < event.deadline_s <= DEADLINE_S_MAX:
         raise InvalidRequestError(

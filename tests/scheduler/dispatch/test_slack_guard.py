@@ -5,8 +5,13 @@ from plexrl.scheduler.capacity.overlaps import has_exclusive_slots, overlap_s, u
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment, Reservation
+from tests.scheduler.dispatch.test_group_step import (
+    cycle,
+    finish_burst,
+    known_cluster,
+    on_the_trainers,
+)
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.test_anticipation import cycle, finish_burst, known_cluster, on_the_trainers
 
 HORIZON = 1200
 

@@ -466,7 +466,7 @@ def test_no_name_of_a_callers_is_a_name_of_the_schedulers(cluster: FakeCluster) 
     cluster.submit("x:publish", "a/actor", "forward_backward")
     cluster.submit("a/actor:load:1:1", "a/actor", "optim_step")
     cluster.submit("x", "a/rollout", "sync_weights", source="a/actor")
-    with pytest.raises(errors.InvalidRequestError, match="own names"):
+    with pytest.raises(errors.InvalidRequestError, match="reserved for the scheduler"):
         cluster.submit("y#publish", "a/actor", "forward_backward")
     cluster.settle()
     assert cluster.wpgs["a/actor"].device == ["x:publish", "a/actor:load:1:1"]

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from plexrl.scheduler.state import events as ev
+from tests.scheduler.core.test_core import with_jobs
 from tests.scheduler.fake_cluster import FakeCluster
-from tests.scheduler.test_core_examples import with_jobs
 
 
 @pytest.fixture
