@@ -1,4 +1,4 @@
-"""The built-in rollout engine beside `transformers`' `generate`, same model, same requests.
+"""Compares the built-in rollout engine with `generate` of `transformers` on the same requests.
 
     python benchmarks/engine.py [--quick] [--json]
 
@@ -36,7 +36,7 @@ SPEC = DeploymentSpec(
 )
 MODEL = build_model(SPEC.model)
 Request = tuple[list[int], int]
-"""A prompt and how many tokens are to follow."""
+"""A prompt and the number of tokens to generate."""
 
 
 def ragged(count: int) -> list[Request]:
@@ -52,7 +52,7 @@ def ragged(count: int) -> list[Request]:
 
 
 def even(count: int) -> list[Request]:
-    """Requests that are all alike in size."""
+    """Requests of equal size."""
     chance = random.Random(count)
     return [([chance.randrange(3, 90) for _ in range(32)], 64) for _ in range(count)]
 

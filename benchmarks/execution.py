@@ -1,4 +1,4 @@
-"""Throughput and added latency of the router, beside a bare uvicorn endpoint in the same run.
+"""Compares throughput and latency of the router with a bare uvicorn endpoint.
 
     python benchmarks/execution.py [--quick] [--json]
 
@@ -35,7 +35,7 @@ MANY = sized(16, quick=2)
 CLIENTS = sized((1, MANY, 256), quick=(1, MANY))
 ROUNDS = sized(2, quick=1)
 SECONDS = {SMALL_MB: sized(3.0, quick=0.1), LARGE_MB: sized(4.0, quick=0.1)}
-"""Of a round, by megabytes of a payload."""
+"""Seconds of a round, by megabytes of a payload."""
 AT_ONCE = {SMALL_MB: 256, LARGE_MB: 16}
 ROW_TOKENS = 512
 TOKEN_BYTES = 16
@@ -55,7 +55,7 @@ def payload(megabytes: int) -> bytes:
 
 
 def add(total: Outcome, part: Outcome) -> None:
-    """Take another round in."""
+    """Add a round."""
     total.seconds += part.seconds
     total.latencies_s += part.latencies_s
     total.refused += part.refused

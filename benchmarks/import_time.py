@@ -1,4 +1,4 @@
-"""How long `import plexrl` takes, beside starting Python with nothing.
+"""Compares the duration of `import plexrl` with an empty Python start.
 
 python benchmarks/import_time.py [--quick] [--json]
 """

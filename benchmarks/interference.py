@@ -44,7 +44,8 @@ PROFILED_CYCLES = 8
 UNBOUNDED = {"policy": "spread", "waiting_part_max": 1.0, "load_max": 8.0, "overlap_max": 1.0}
 """Scheduler settings under which no group is too busy."""
 RELATIVE, ABSOLUTE = 0.10, 0.01
-"""Bounds on the difference: of the measured part, and where that is below `RELATIVE`."""
+"""Bounds on the difference: relative to the measured part, and absolute if it is below
+`RELATIVE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ def run(task: tuple[Cell, int]) -> Run:
 
 
 def holds(predicted: float, measured: float) -> tuple[bool, str]:
-    """Whether a prediction is near enough, and by which of the two bounds."""
+    """Whether a prediction is within the bound, and which bound applies."""
     if measured < RELATIVE:
         return abs(predicted - measured) <= ABSOLUTE, "abs"
     return abs(predicted - measured) <= RELATIVE * measured, "rel"

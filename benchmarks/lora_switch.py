@@ -1,4 +1,4 @@
-"""A context switch between two jobs that train adapters on one model, beside two that train it all.
+"""Compares context switches of two adapter-training jobs with those of two full-training jobs.
 
     python benchmarks/lora_switch.py [--quick] [--json]
 
@@ -22,7 +22,7 @@ BATCH = plexrl.Batch.from_completions([[3, 4, 5, 6, 7, 8, 9]] * 8, [[4, 5, 6, 7,
 
 
 def moves(cluster: plexrl.Cluster, lora: plexrl.LoraSpec | None) -> list[dict[str, Any]]:
-    """The offloads and loads of two jobs that take turns, those of the first turns left out."""
+    """The offloads and loads of two alternating jobs, without the first ones."""
     jobs = [cluster.create_job(name) for name in ("one", "two")]
     actors = [job.train_deployment("actor", MODEL, lora=lora) for job in jobs]
     for index in range(2 * ROUNDS):

@@ -89,7 +89,7 @@ def measure(rows: Sequence[Row]) -> dict[tuple[Row, str, bool | None], list[Summ
     """One summary a seed, by (row, ordering, anticipation)."""
     kinds: dict[tuple[str, bool | None], None] = {("hrrs", None): None}
     kinds.update({(ordering, None): None for ordering in RIVALS.values()})
-    # What `hrrs` does by itself is not run twice.
+    # `hrrs` has anticipation by default, so this combination is not run twice.
     kinds.update({kind: None for kind in PARTS.values() if kind != ("hrrs", True)})
     tasks = [(row, *kind, seed) for row in rows for kind in kinds for seed in SEEDS]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:

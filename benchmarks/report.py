@@ -1,4 +1,4 @@
-"""How every benchmark reports: a table for people, one JSON object for programs."""
+"""Output of all benchmarks: a table for people, one JSON object for programs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Round trip of an empty admitted operation, beside a bare FastAPI no-op in the same run.
+"""Compares the round trip of an empty operation with a bare FastAPI no-op.
 
     python benchmarks/roundtrip.py [--quick] [--json]
 

@@ -1,9 +1,9 @@
-"""Runs every benchmark and keeps what it printed in `benchmarks/RESULTS.md`.
+"""Runs every benchmark and writes the output to `benchmarks/RESULTS.md`.
 
     python -m benchmarks.run_all [--quick]
 
-A benchmark is a module whose docstring has a command line with `[--quick]`. One that fails does not
-keep the others from running. With `--quick` the output goes to the terminal and nothing is kept.
+A benchmark is a module whose docstring has a command line with `[--quick]`. A failure does not stop
+the other benchmarks. With `--quick` the output goes to the terminal and no file is written.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The simulator: speed, memory, how near it comes to a live cluster, and the published figures.
+"""Measures the simulator: speed, memory, accuracy against a live cluster, and published figures.
 
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
@@ -15,7 +15,7 @@ from benchmarks.simulating import drain, fidelity, memory, packing, speed
 from benchmarks.sizes import sized
 
 LONG = sized(("drain",), quick=("drain", "fidelity"))
-"""Run by name only. With `--quick` each is left to its own module, which has it too."""
+"""Parts that are run by name only; with `--quick` their own modules run them."""
 
 PARTS = {
     "speed": speed.measure,

@@ -1,4 +1,4 @@
-"""How much a benchmark measures: what its figures need, or with `--quick` as little as runs."""
+"""Sizes of benchmarks: the usual size, or with `--quick` the smallest that runs."""
 
 import sys
 from typing import TypeVar
@@ -6,7 +6,7 @@ from typing import TypeVar
 Size = TypeVar("Size")
 
 QUICK = "--quick" in sys.argv
-"""Whether the benchmark only has to run: its figures then mean nothing."""
+"""Whether the benchmark is only a smoke test, with meaningless figures."""
 
 
 def sized(usual: Size, *, quick: Size) -> Size:

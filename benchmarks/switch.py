@@ -1,4 +1,4 @@
-"""A context switch between two jobs on one training group, beside the training it interrupts.
+"""Measures context switches between two jobs on one training group.
 
     python benchmarks/switch.py [--quick] [--json]
 
@@ -27,7 +27,7 @@ def train(actor: plexrl.TrainDeployment) -> None:
 
 
 def timed(cluster: plexrl.Cluster, actors: list[plexrl.TrainDeployment]) -> tuple[float, list[Any]]:
-    """(milliseconds of a step, the operations) of `ROUNDS` steps, the actors taking turns."""
+    """(milliseconds of a step, the operations) of `ROUNDS` steps of alternating actors."""
     rows = cluster.operations()
     while more := cluster.operations(after=rows[-1]["index"]):
         rows = more

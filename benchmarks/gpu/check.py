@@ -1,10 +1,10 @@
-"""Runs the tests and the benchmark for GPUs, each with a time limit, and keeps what came of them.
+"""Runs the GPU tests and the GPU benchmark with time limits, and stores the results.
 
     python -m benchmarks.gpu.check FOLDER
 
-`FOLDER/gpu_check.json` is written anew after each part, so that one that hangs, or the end of the
-machine's time, leaves the rest. Exit status: 0 all passed, 1 a part failed or took too long, 3
-there is no GPU. Takes nothing but Python's own library, so that it can say what is missing.
+`FOLDER/gpu_check.json` is rewritten after each part, so that results remain if a part hangs or the
+machine is taken away. Exit status: 0 all passed, 1 a part failed or timed out, 3 there is no GPU.
+The module needs only the standard library, so that it can report missing packages.
 """
 
 import json
@@ -77,7 +77,7 @@ def run(words: list[str], seconds: float) -> Plain:
 
 
 def versions() -> dict[str, str | None]:
-    """What is installed; None for what is not."""
+    """Versions of installed packages; None if missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -88,7 +88,7 @@ def versions() -> dict[str, str | None]:
 
 
 def part(name: str) -> Plain:
-    """What became of one part, its figures or counts with it."""
+    """The result of one part, with its figures or counts."""
     seconds, words = PARTS[name]
     found = run(words, seconds)
     if counts := re.findall(r"(\d+) (passed|failed|skipped|error)", found["output"]):

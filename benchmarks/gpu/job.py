@@ -1,4 +1,4 @@
-"""A process that stands for a job's worker on a GPU: one arena full of bits that can be checked."""
+"""A process that acts as a job's worker on a GPU, with one arena of verifiable contents."""
 
 import ctypes
 import random
@@ -72,7 +72,7 @@ class GpuJob:
         return report.bytes_moved
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         self._client.close()
         self._arena.close()
         self._driver.destroy_stream(self._stream)
@@ -104,7 +104,7 @@ class GpuJob:
 
 
 def serve_job(pipe: Connection, listen: str, key_file: str, name: str, nbytes: int) -> None:
-    """Carry out what the pipe says, (action, seq), until it says `end`."""
+    """Execute the actions (action, seq) from the pipe until `end`."""
     job = GpuJob(BoundDriver(), listen, read_ticket_key(Path(key_file)), name, nbytes)
     while True:
         action, seq = pipe.recv()

@@ -49,7 +49,7 @@ def tracked_bytes() -> int:
 
 
 def main() -> None:
-    """Fill the folder, and say how large it is."""
+    """Fill the folder and print its size."""
     parser = argparse.ArgumentParser(description="Pack the wheels for scripts/gpu_check.sh.")
     parser.add_argument("--python", default="3.12", help="version of the machine's Python")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-kit", help="folder")

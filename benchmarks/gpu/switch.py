@@ -1,4 +1,4 @@
-"""What a context switch costs on a GPU, beside a pinned copy of the same driver in the same run.
+"""Compares context switches on a GPU with pinned copies by the same driver.
 
     python -m benchmarks.gpu.switch [--quick] [--state-gib N] [--switches N] [--json]
 
@@ -36,7 +36,7 @@ GIB = 1 << 30
 TINY_BYTES = 2 << 20
 SHARED_MEMORY = "/dev/shm"
 SPARE_BYTES = sized(2 * GIB, quick=GIB // 4)
-"""Room of the host tier beside the two states."""
+"""Free space of the host tier in addition to the two states."""
 COPY_BYTES = sized(4 * GIB, quick=GIB // 4)
 REPEATS = 5
 
@@ -56,7 +56,7 @@ class Job:
         self.seq = 0
 
     def ask(self, action: str) -> Reply:
-        """Have it done; raises RuntimeError where the job met an error."""
+        """Execute an action; raises RuntimeError if the job reports an error."""
         self.seq += action == "offload"
         self._pipe.send((action, self.seq))
         reply: Reply = self._pipe.recv()

@@ -25,7 +25,7 @@ RETRY_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the clients do."""
+    """The parameters of the clients."""
 
     port: int
     clients: int
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of it."""
+    """The result of a load."""
 
     seconds: float = 0.0
     latencies_s: list[float] = field(default_factory=list)

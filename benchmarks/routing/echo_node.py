@@ -1,4 +1,4 @@
-"""A node whose workers answer at once, so that operations take what router and scheduler take.
+"""A node whose workers answer at once, to measure only the router and the scheduler.
 
     python -m benchmarks.routing.echo_node SCHEDULER_SOCKET FOLDER GPUS
 

@@ -1,4 +1,4 @@
-"""The processes that are measured: scheduler, router and a node of echo workers; a bare server."""
+"""Starts the measured processes: scheduler, router and a node of echo workers; a bare server."""
 
 import hashlib
 import json

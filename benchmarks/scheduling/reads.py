@@ -1,4 +1,4 @@
-"""What one read call costs while 10 000 deployments wait for GPUs.
+"""Measures read calls while 10 000 deployments wait for GPUs.
 
 Four backlogs: jobs alike, jobs of as many lengths as there are jobs, gangs, and jobs that declare
 a demand, no two the same. Every read call of a router is made a few times; the worst is shown.

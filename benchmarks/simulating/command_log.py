@@ -1,4 +1,4 @@
-"""What the scheduler decides, as one digest a policy: a refactoring leaves all of them as they are.
+"""Prints a digest of the scheduler's decisions per policy; a refactoring must not change any.
 
 Each policy runs three workloads: warm and without failures; cold, one step stale, operation by
 operation; and with failures of nodes and workers. The digest is SHA-256 over every event, its time
@@ -51,12 +51,12 @@ def digest(scenario: Scenario) -> tuple[int, str]:
     """Number of events, and SHA-256 of the log of events and commands."""
     run, found = TraceRun(scenario), hashlib.sha256()
 
-    def watch(event: ev.Event, commands: list[cmd.Command], now: float) -> None:
+    def observe(event: ev.Event, commands: list[cmd.Command], now: float) -> None:
         found.update(b"%r %s\n" % (now, ev.CODEC.encode(event)))
         for command in commands:
             found.update(b"  %s\n" % cmd.CODEC.encode(command))
 
-    run.shell.observe(watch)
+    run.shell.observe(observe)
     run.start()
     while run.shell.run(10_000) == 10_000:
         pass
@@ -65,7 +65,7 @@ def digest(scenario: Scenario) -> tuple[int, str]:
 
 
 def main() -> None:
-    """A line for each policy and workload."""
+    """Print a line for each policy and workload."""
     for policy in sys.argv[1:] or SIM_POLICIES:
         for name, scenario in scenarios(policy):
             events, hexdigest = digest(scenario)

@@ -1,4 +1,4 @@
-"""What the policies make of three months of jobs on 2 048 training GPUs.
+"""Compares policies on three months of jobs and 2 048 training GPUs.
 
 * `mix`: 90 days of the published 7B, 30B and 235B jobs (12 a day, published GPU counts, Philly's
   durations up to 14 days, 15 % jitter), all waiting at the start;
@@ -7,27 +7,26 @@
   cycles of the published profiles by size; `philly, stale` likewise;
 * `philly, backlog`: the same jobs, all waiting at the start.
 
-The cluster has training GPUs only: *days*, *of isolated* and *gap* count those alone, and
-`isolated` lets nobody pass a job that has waited ten minutes. The whole cluster stands beside it:
-*all GPU-h* are all training GPUs until the drain and rollout GPUs as long as their jobs ran, in
-thousands, compared with `isolated` and with `isolated+backfill`. The last row gives
-`isolated+backfill` an equal fleet: as many GPUs as `spread+backfill` had for training and, at its
-peak, for rollouts (`fleet`).
+The cluster has training GPUs only: *days*, *of isolated* and *gap* count those alone. `isolated`
+does not backfill past a job that has waited ten minutes. *all GPU-h* covers the whole cluster: all
+training GPUs until the drain and rollout GPUs while their jobs ran, in thousands, compared with
+`isolated` and `isolated+backfill`. The last row runs `isolated+backfill` on an equal fleet: as many
+GPUs as `spread+backfill` had for training and, at its peak, for rollouts (`fleet`).
 
-In full that is 1 to 2 million events a policy for the mix and 7 to 20 million for Philly. Without
-`--full` the jobs of the mix have an eighth of their cycles, and of Philly every eighth job is run,
-with an eighth of its cycles, on an eighth of the cluster, its arrivals eight times as fast again.
+In full, a policy has 1 to 2 million events for the mix and 7 to 20 million for Philly. Without
+`--full`, jobs of the mix have an eighth of their cycles. For Philly, every eighth job runs with an
+eighth of its cycles on an eighth of the cluster, with arrivals another eight times as fast.
 
     python -m benchmarks.simulating.drain mix [--quick] [--part 8] [--out results] [policy …]
 
-runs one workload whole, or of Philly every so manyth job with all of its cycles on so much smaller
-a cluster, one policy after the other. Each result is kept in the folder as it comes, and not made
-again; the table is of all that are there.
+runs one whole workload, one policy after the other; `--part N` runs every N-th job of Philly with
+all of its cycles on a cluster that is N times smaller. Each result is stored in the folder and
+reused; the table shows all stored results.
 
-*gap*: (isolated - drain) / (isolated - bound), a dash where `isolated` is at the bound or near it.
-*slower*: cycles than the same drawn ones alone, median/mean/95 %. *wait*: from submission to
-first GPUs, by the job's length alone (PlexRL Fig. 8). *fairness*: Jain's index over tenants' mean
-slowdowns, waiting included.
+*gap*: (isolated - drain) / (isolated - bound), a dash if `isolated` is at or near the bound.
+*slower*: slowdown of cycles relative to the same drawn cycles alone, median/mean/95 %. *wait*: from
+submission to the first GPUs, relative to the duration alone (PlexRL Fig. 8). *fairness*: Jain's
+index over tenants' mean slowdowns, waiting included.
 """
 
 import argparse
@@ -58,7 +57,7 @@ from plexrl.traces import Shape, TraceJob
 
 DAY_S = 86_400.0
 NODES = sized(256, quick=64)
-"""Of 8 GPUs: 2 048."""
+"""Nodes of 8 GPUs: 2 048 GPUs."""
 SAMPLE = sized(8, quick=1)
 SEED = 1
 POLICIES = sized(tuple(SIM_POLICIES), quick=("isolated", "isolated+backfill", "spread+backfill"))
@@ -67,12 +66,12 @@ CAP_S = sized(14 * DAY_S, quick=DAY_S / 24)
 PHILLY = Shape(compress=6.0, cap_s=CAP_S)
 BACKLOG = Shape(backlog=True, cap_s=CAP_S)
 PHILLY_STEP = sized(1, quick=500)
-"""Of the jobs of Philly only every so manyth is known at all."""
+"""Only every N-th job of Philly is run."""
 
 ISOLATED, BACKFILLED, SHARED = "isolated", "isolated+backfill", "spread+backfill"
 FLEET = "equal fleet"
 NEEDED = (ISOLATED, BACKFILLED, SHARED)
-"""Policies without which the others cannot be compared."""
+"""Policies that the comparison needs."""
 
 COLUMNS = (
     *("policy", "days", "of isolated", "gap", "all GPU-h", "of isolated", "of +backfill"),
@@ -82,7 +81,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A part of a trace: each `step`-th of its jobs, with one of so many cycles."""
+    """A sample of a trace: every `step`-th job, with a fraction of its cycles."""
 
     source: JobSource
     step: int = 1
@@ -104,7 +103,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Jobs and the cluster that they are run on."""
+    """Jobs and their cluster."""
 
     source: JobSource
     nodes: int
@@ -163,7 +162,7 @@ def _run(scenarios: Sequence[Scenario]) -> list[SimResult]:
 
 
 def table(found: Mapping[str, SimResult]) -> list[tuple[str, ...]]:
-    """A row for the bound and for each run; those of `NEEDED` are among them."""
+    """One row for the bound and one for each run, with those of `NEEDED`."""
     isolated = found[ISOLATED]
     bounds = isolated.bounds
     what = "path" if bounds.critical_path_s > bounds.area_s else "area"
@@ -186,7 +185,7 @@ def _row(name: str, result: SimResult, found: Mapping[str, SimResult]) -> tuple[
         f"{whole / 1000:,.0f}",
         *(f"{whole / whole_gpu_hours(found[each]):.1%}" for each in (ISOLATED, BACKFILLED)),
         "/".join(
-            # What is rounded to nothing has no sign.
+            # Adding 0 avoids a negative zero.
             f"{round(100 * each, 1) + 0.0:.1f}"
             for each in (slower.median, slower.mean, slower.p95)
         ),
@@ -235,7 +234,7 @@ def measure(*, full: bool) -> Part:
 
 
 def kept(folder: Path, name: str, run: str, scenario: Scenario) -> SimResult:
-    """The result in the folder, made first where it is not there.
+    """The result in the folder, computed if it does not exist.
 
     Raises:
         PlexRLError: the run came to no result.

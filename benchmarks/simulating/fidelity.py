@@ -1,22 +1,21 @@
-"""Cycle times of jobs on a live embedded cluster beside those that the simulator gives them.
+"""Compares cycle times on a live embedded cluster with those of the simulator.
 
     python -m benchmarks.simulating.fidelity [--quick] [--json] [--full]
 
 Jobs of different size share one training group: real controllers, processes, models and switches.
-Only the rollouts are played, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
+Only rollouts are simulated, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
 the batches). A cycle goes from the end of a publish to the end of the next.
 
-What the simulator is told: of each job alone on the group (`ALONE_CYCLES` cycles), what the control
-plane adds to each kind of operation; of the shared run, each cycle's own rollout and gaps and the
-seconds that the workers computed, and the moves' means. It is told no wait, no order and no cycle's
-length. *replay*: median cycles, and `|predicted / measured - 1|` cycle by cycle as median, mean and
-95th percentile. *law*: median cycles, predicted from the row that `plexrl traces record` makes of
-the run (waiting taken out) with drawn cycles. *alone*: predicting that nobody waits, which is what
-the other two have to beat. `fidelity_median_error` is the median of replay's errors over the cycles
-of all runs.
+Inputs of the simulator: from each job alone on the group (`ALONE_CYCLES` cycles), the control-plane
+overhead of each kind of operation; from the shared run, each cycle's own rollout and gaps, the
+workers' compute times, and the mean durations of moves. It receives no waits, orders or durations
+of shared cycles. *replay*: median cycles, and `|predicted / measured - 1|` cycle by cycle as
+median, mean and 95th percentile. *law*: median cycles predicted with drawn cycles from the row that
+`plexrl traces record` makes of the run. *alone*: the baseline, which predicts no waiting.
+`fidelity_median_error` is the median of replay's errors over the cycles of all runs.
 
-Rollouts are as long as makes the group's load `LOAD` by what the jobs need alone, so that a slow
-or busy machine gives the same contention. The machine's load average stands beside each run.
+The duration of rollouts is chosen so that the group has load `LOAD`, so a slow or busy machine has
+the same contention. The table has the machine's load average of each run.
 """
 
 import os
@@ -48,15 +47,15 @@ JOBS = (
     LiveJob(name="d", rows=6, hidden=384),
 )
 RUNS = sized((("hrrs", (2, 4)), ("fifo-bursts", (3,))), quick=(("hrrs", (1,)),))
-"""Ordering, and of how many of `JOBS` its runs are."""
+"""Numbers of jobs by ordering."""
 POLICIES = {"hrrs": "pack", "fifo-bursts": "fifo-lock"}
-"""The simulator's names of them, with placement by `pack`."""
+"""The simulator's policy of each ordering, with placement by `pack`."""
 LOAD = 0.75
 ALONE_CYCLES = sized(12, quick=4)
 CYCLES, FULL_CYCLES = sized(40, quick=4), 100
-"""Of each job in a shared run, at least."""
+"""Smallest number of cycles of each job in a shared run."""
 SEEDS = sized((1, 2, 3, 4, 5), quick=(1,))
-"""Of the draws by law."""
+"""Seeds of the drawn cycles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +66,11 @@ class Found:
     replay: Comparison
     law: tuple[JobError, ...]
     machine_load: float
-    """Processes that wanted a core, over the last minute of the run."""
+    """Load average of the machine over the last minute of the run."""
 
 
 def run_alone(embedded: EmbeddedCluster, job: LiveJob) -> tuple[Overheads, float]:
-    """What the control plane adds to the job's operations, and the group's seconds in a cycle."""
+    """Control-plane overhead of the job's operations, and seconds of a cycle on the group."""
     alone = run_live(embedded, [job], label="alone", cycles=ALONE_CYCLES, seed=0)
     actor = [row for row in alone.operations if row["deployment"].endswith("/actor")]
     beyond = overheads(actor)
@@ -86,7 +85,7 @@ def run_shared(
     alone: Mapping[str, tuple[Overheads, float]],
     cycles: int,
 ) -> Found:
-    """Run the jobs together, and predict that."""
+    """Run the jobs together and predict the run."""
     sharers = [
         replace(job, rollout_s=alone[job.name][1] * (len(jobs) / LOAD - 1.0)) for job in jobs
     ]
@@ -148,7 +147,7 @@ def measure(*, full: bool) -> Part:
 
 
 def _rows(found: Found) -> list[tuple[str, ...]]:
-    """A line for the run, and one for each job."""
+    """One row for the run and one for each job."""
     laws = {job.job: job for job in found.law}
     rows: list[tuple[str, ...]] = [
         (

@@ -1,7 +1,7 @@
-"""The whole cluster, training and rollout GPUs together.
+"""Compares policies on equal fleets of training and rollout GPUs.
 
-The simulated cluster has training GPUs only; rollout GPUs are as many as jobs ask for. So a drain
-time alone flatters a policy that runs more jobs at once: it also needs more rollout GPUs at once.
+The simulated cluster has training GPUs only, and rollout GPUs are unlimited. So the drain time
+alone favours a policy that runs more jobs at once, because it also needs more rollout GPUs at once.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from plexrl.traces import TraceJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneFleet:
-    """The same jobs, each of which takes its rollout GPUs out of the cluster as well."""
+    """The same jobs, with rollout GPUs taken from the cluster too."""
 
     source: JobSource
 

@@ -1,8 +1,7 @@
-"""Jobs of the live embedded cluster that share one training group, and what its log says of them.
+"""Runs jobs that share one training group of a live embedded cluster, and reads their log.
 
-A job's controller sleeps for its rollout, which stands for one on GPUs elsewhere, and then does
-what every controller does, with real operations on a real model: `forward`, `forward_backward` and
-`optim_step` together, `sync_weights`.
+A job's controller sleeps instead of a rollout on other GPUs, and then submits real operations on a
+real model: `forward`, `forward_backward` and `optim_step` together, `sync_weights`.
 """
 
 import threading
@@ -23,29 +22,29 @@ VOCABULARY = "0123456789sr="
 ROW_TOKENS = 48
 ANSWER_S = 300.0
 LOG_ROWS = 1000
-"""Of the operation log, a page."""
+"""Rows of a page of the operation log."""
 
 Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveJob:
-    """What one controller does."""
+    """The parameters of one controller."""
 
     name: str
     rows: int
-    """Of a mean batch."""
+    """Rows of a mean batch."""
     hidden: int
-    """Of the model, of two layers."""
+    """Hidden size of the two-layer model."""
     rollout_s: float = 0.02
-    """Mean, of a lognormal law."""
+    """Mean of the lognormal rollout duration."""
     sigma: float = 0.2
-    """Of the logarithm of a rollout's seconds, and of a batch's rows."""
+    """Sigma of the logarithms of a rollout's seconds and of a batch's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """What the cluster says of a run: its job views, its operation log and its clock at the end."""
+    """The job views, the operation log and the final clock of a run."""
 
     jobs: list[Plain]
     operations: list[Plain]
@@ -55,15 +54,15 @@ class LiveRun:
 def run_live(
     embedded: EmbeddedCluster, plans: Sequence[LiveJob], *, label: str, cycles: int, seed: int
 ) -> LiveRun:
-    """Run the jobs together until each has done its cycles; none stops before.
+    """Run the jobs together until each has completed its cycles; none stops earlier.
 
-    `label` is part of their names: the cluster knows jobs again by those, and would reckon with the
-    demand that they had in another run.
+    `label` is part of the job names, because the cluster reuses the profile of a job of the same
+    name.
     """
     with plexrl.connect(embedded.url, embedded.api_key) as cluster, ExitStack() as stack:
         jobs = [stack.enter_context(cluster.create_job(f"{label}-{plan.name}")) for plan in plans]
         models = [plexrl.tiny_qwen2(VOCABULARY, hidden=plan.hidden) for plan in plans]
-        # Rollouts take their GPUs first, so that the one that is left is everybody's.
+        # Rollouts take their GPUs first, so that the remaining GPU is shared.
         rollouts = [
             job.rollout_deployment("rollout", model)
             for job, model in zip(jobs, models, strict=True)
@@ -96,7 +95,7 @@ def run_live(
 
 
 def operation_log(job: plexrl.Job) -> list[Plain]:
-    """All that the cluster remembers of the job's operations."""
+    """All rows of the job in the operation log."""
     rows: list[Plain] = []
     while page := job.operations(after=rows[-1]["index"] if rows else 0, limit=LOG_ROWS):
         rows += page
@@ -104,7 +103,7 @@ def operation_log(job: plexrl.Job) -> list[Plain]:
 
 
 class _Together:
-    """Lets controllers begin at once, and go on until all have done their cycles."""
+    """Starts controllers together and ends them when all have completed their cycles."""
 
     def __init__(self, controllers: int, cycles: int) -> None:
         self._begin = threading.Barrier(controllers)
@@ -117,13 +116,13 @@ class _Together:
         self._begin.wait()
 
     def goes_on(self, done: int) -> bool:
-        """Whether a controller that has done so many cycles does another."""
+        """Whether a controller with `done` cycles runs another."""
         with self._lock:
             self._behind -= done == self._cycles
             return self._behind > 0
 
     def give_up(self) -> None:
-        """One has failed: let the others end."""
+        """End the other controllers after a failure."""
         with self._lock:
             self._behind = 0
         self._begin.abort()

@@ -1,4 +1,4 @@
-"""What discrete events cost where nothing is decided: SimPy, and a bare heap of callbacks."""
+"""Baselines of event loops without decisions: SimPy, and a bare heap of callbacks."""
 
 import heapq
 import time
@@ -14,7 +14,7 @@ DEPTH = 1000
 
 
 def simpy_rate(processes: int) -> float:
-    """Timeouts per second of the processor, by processes that only wait for the next one."""
+    """Timeouts per CPU second, by SimPy processes that only wait."""
     environment = simpy.Environment()
 
     def process(period_s: float) -> Generator[simpy.Timeout, None, None]:
@@ -28,7 +28,7 @@ def simpy_rate(processes: int) -> float:
 
 
 def heap_rate() -> float:
-    """Callbacks per second of the processor, each of which plans its next turn."""
+    """Callbacks per CPU second, each of which schedules its next call."""
     heap = [(number / DEPTH, number) for number in range(DEPTH)]
     happened = 0
 

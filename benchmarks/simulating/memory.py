@@ -1,8 +1,8 @@
-"""Peak memory of a run, and of one over a trace ten times as long.
+"""Measures the peak memory of a run, and of one over a trace ten times as long.
 
-What is remembered of ended jobs, of profiles and of predictions fills up to its bounds in the first
-few hundred jobs; tenants are remembered for ever, and there are `workloads.TENANTS` of them. So the
-second step of `--full`, from 2 000 to 20 000 jobs, is of a cluster that has been full for long.
+The retained state of ended jobs, profiles and predictions reaches its limits within a few hundred
+jobs; tenants (`workloads.TENANTS`) are kept forever. So the second step of `--full`, from 2 000 to
+20 000 jobs, starts from full retention.
 """
 
 import subprocess
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure(*, full: bool) -> Part:
-    """`full`: of a trace ten times as long once more, too."""
+    """`full`: also of a trace that is ten times longer again."""
     counts = [JOBS, TIMES * JOBS, *([TIMES**2 * JOBS] if full else ())]
     peaks = [_peak_mb(count) for count in counts]
     growths = [long / short for short, long in pairwise(peaks)]
@@ -50,7 +50,7 @@ def measure(*, full: bool) -> Part:
 
 
 def _peak_mb(jobs: int) -> float:
-    """Of a process of its own: a peak never falls again."""
+    """The peak of a separate process, because a peak never decreases."""
     found = subprocess.run(
         [sys.executable, "-m", "benchmarks.simulating.memory", str(jobs)],
         cwd=ROOT,

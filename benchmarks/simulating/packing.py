@@ -1,20 +1,20 @@
-"""Two jobs on one training group beside two groups: GPU-hours of a step (PlexRL §6.2, Tab. 1).
+"""Compares GPU-hours per step of two jobs on one group and on two groups (PlexRL §6.2, Tab. 1).
 
 The paper reports that two-job packing needs 31.36, 30.10 and 37.58 % fewer GPU-hours than the
 asynchronous split deployment. A job has T training and R rollout GPUs; alone a step of C seconds
 costs (T + R) C, and two jobs on one group cost (T / 2 + R) (1 + s) C each, if sharing slows their
 steps down by s. So the saving is 1 - (1 + s) (T / 2 + R) / (T + R).
 
-What stands where:
+Sources:
 
-* T is Tab. 1's: the product of its DP, CP, PP and TP, 8, 256 and 384.
-* R is not in the table's text, of which only the rollout's tensor-parallel size is left (2, 2 and
-  8). `plexrl.traces.generate.published` infers it from the savings themselves, so the column
-  *saved*, though simulated, is no independent proof of them. *at any R* shows what can be said
-  without: what is saved with a quarter, a third, a half and all of T for rollouts, and *R within 3
-  points* which counts (of whole engines) come near enough.
-* s is measured here, by the scheduler's own core: what sharing costs when cycles vary by 15 % and
-  switches take what the states' sizes say. It follows from the published seconds alone.
+* T is from Tab. 1: the product of DP, CP, PP and TP, which is 8, 256 and 384.
+* R is not in Tab. 1, which has only the rollout's tensor-parallel size (2, 2 and 8).
+  `plexrl.traces.generate.published` infers R from the published savings, so the column *saved* is
+  not an independent confirmation. *at any R* is independent: the saving with a quarter, a third, a
+  half and all of T for rollouts. *R within 3 points* lists the numbers of rollout GPUs, in whole
+  engines, with a saving near the published one.
+* s is measured here by the scheduler's own core, with 15 % jitter and switches by state size. It
+  follows from the published durations alone.
 
 Both jobs of a pair are of one size and begin together; each runs `CYCLES` cycles. Means over
 `SEEDS` seeds, `±` their standard error.
@@ -38,7 +38,7 @@ ROLLOUT_TENSOR_PARALLEL = {"7B": 2, "30B": 2, "235B": 8}
 """Tab. 1: GPUs of one engine."""
 TOLERANCE = 0.03
 RATIOS = (0.25, 1 / 3, 0.5, 1.0)
-"""Rollout by training GPUs."""
+"""Ratios of rollout to training GPUs."""
 CYCLES = sized(300, quick=3)
 SEEDS = sized((1, 2, 3, 4), quick=(1, 2))
 
@@ -81,7 +81,7 @@ def run(kind: ModelClass, *, groups: int, staleness: int, seed: int) -> SimResul
 
 
 def saving(training: int, rollout: float, slowdown: float) -> float:
-    """Part of a step's GPU-hours."""
+    """Saved part of a step's GPU-hours."""
     return 1.0 - (1.0 + slowdown) * (training / 2 + rollout) / (training + rollout)
 
 

@@ -1,4 +1,4 @@
-"""What one part of the benchmark comes to."""
+"""The result of one part of the benchmark."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Events a second through the real core, and what three months of a full cluster take."""
+"""Measures events per second of the real core, and extrapolates to three months."""
 
 import time
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ MAIN = "spread+backfill"
 
 MONTHS_DAYS = 92.0
 WARM_DAYS = sized(0.06, quick=0.005)
-"""Until all jobs are placed and have run some twenty cycles each."""
+"""Warm-up until all jobs are placed and have run some twenty cycles each."""
 EVENTS = sized(40_000, quick=1000)
-"""Of the stretch after that, from which three months are extrapolated."""
+"""Events after the warm-up, from which three months are extrapolated."""
 
 STEP = 512
 

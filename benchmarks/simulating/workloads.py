@@ -1,4 +1,4 @@
-"""Jobs for measuring speed and memory: a cluster that is full all the time."""
+"""Workloads for measuring speed and memory on a full cluster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ GROUPS = 64
 RESIDENTS = 4
 GROUP_GPUS = 32
 TENANTS = 5000
-"""Of jobs that pass: they come again and again."""
+"""Number of tenants of passing jobs."""
 
 MODEL = "7B"
-"""Of every job: four of them fill a group's time without more contention than jitter makes."""
+"""Class of every job; four of them fill a group with contention from jitter only."""
 
 DEMAND = MODEL_CLASSES[MODEL].demand()
 NODE_GPUS = 8
@@ -23,7 +23,7 @@ NODE = NodeType(
     host_memory_bytes=RESIDENTS * DEMAND["state_bytes"] * NODE_GPUS // GROUP_GPUS + GIB,
     nvme_bytes=0,
 )
-"""Room for the states of `RESIDENTS` jobs and no more: no policy puts a fifth on a group."""
+"""Host memory for the states of `RESIDENTS` jobs only, so no group takes a fifth job."""
 POOL = Pool(nodes=GROUPS * GROUP_GPUS // NODE_GPUS, node_type=NODE)
 
 
@@ -48,14 +48,14 @@ class Residents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passers:
-    """Jobs that come, run a few cycles and go, by the thousand."""
+    """Thousands of short jobs."""
 
     count: int
     cycles: int = 5
     gap_s: float = 12.0
 
     def jobs(self) -> Iterator[TraceJob]:
-        """At a steady pace that the cluster keeps up with."""
+        """Jobs at a constant rate that the cluster sustains."""
         for index in range(self.count):
             yield TraceJob(
                 job_id=f"job{index}",
@@ -73,6 +73,6 @@ def residents(days: float, policy: str) -> Scenario:
 
 
 def passers(count: int) -> Scenario:
-    """The same cluster with jobs that do not stay."""
+    """The same cluster with short jobs."""
     plain = residents(1.0, "spread+backfill")
     return replace(plain, source=Passers(count=count))

@@ -1,4 +1,4 @@
-"""What the machine can do: plain memory copies, `fio` and `iperf3`, in turns with what is measured.
+"""Baselines: plain memory copies, `fio` and `iperf3`, alternating with the measured work.
 
 Others use the machine too, so a rate by itself says little. Every work and its baseline run in
 turns, and two ratios are taken of the rounds: best to best, which is what is possible, and the
@@ -58,7 +58,7 @@ class Rounds:
 
 
 def in_turns(works: Mapping[str, Work], rounds: int = ROUNDS) -> Rounds:
-    """Every work once a round, after one round that does not count."""
+    """Run every work once per round, after one warm-up round."""
     seconds: dict[str, list[Seconds]] = {name: [] for name in works}
     for index in range(rounds + 1):
         for name, work in works.items():

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, and how fast it reaches the disk.
+"""Measures the training stall of a checkpoint and the speed of writing it.
 
 The stall is what a rank waits for: a snapshot of what is stored already, and the request for a
 checkpoint. Writing is compared with plain writes of as many bytes past the page cache.

@@ -1,4 +1,4 @@
-"""The control plane: a request's round trip, and clean-up after a killed worker.
+"""Measures the control plane: round trips of requests, and clean-up after a killed worker.
 
 The round trip is given beside that of a bare echo between two processes, taken in turns with it:
 what is above the echo is ours.

@@ -1,4 +1,4 @@
-"""StateManagers and ranks to measure with: real daemons, real arenas."""
+"""Real StateManager daemons and ranks with real arenas for the measurements."""
 
 import json
 import os

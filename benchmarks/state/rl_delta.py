@@ -1,4 +1,4 @@
-"""What fraction of the weights' bytes a delta sync moves at each step of a real RL run.
+"""Measures the fraction of the weights' bytes that a delta sync moves in a real RL run.
 
 The task is the demo's: GRPO on sorting digits, from a warmed-up policy, on an embedded cluster. At
 every step a rollout in fp32 and one in bf16 are synchronised by delta. What they then hold is

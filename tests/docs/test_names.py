@@ -1,6 +1,7 @@
 """Commands, options, targets, files and anchors in the documentation exist."""
 
 import ast
+import pkgutil
 import re
 import shlex
 import tomllib
@@ -68,9 +69,19 @@ def test_names_in_running_text_exist(page: Path) -> None:
             path = found[1].rstrip("/.")
             if not (ROOT / path).exists():
                 wrong.append(f"{where} does not exist")
+        elif (found := re.match(r"plexrl(?:\.\w+)+", text)) and not _resolves(found[0]):
+            wrong.append(f"{where} is not a name")
         elif (found := re.match(r"python (-m [\w.]+)", text)) and not _is_module(found[1].split()):
             wrong.append(f"{where} is not a module")
     assert not wrong, "\n".join(wrong)
+
+
+def _resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _command_exists(text: str) -> bool:

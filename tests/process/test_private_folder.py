@@ -140,9 +140,9 @@ def test_sockets_lie_in_the_users_runtime_directory(
         assert Folders.of(shared / "data").run.parent == TEMPORARY
 
 
-@pytest.mark.parametrize("told", ["", "relative", "/nowhere", "/tmp", "/tmp/" + 30 * "long"])
+@pytest.mark.parametrize("found", ["", "relative", "/nowhere", "/tmp", "/tmp/" + 30 * "long"])
 def test_a_runtime_directory_that_is_unsafe_or_too_long_is_not_used(
-    shared: Path, monkeypatch: pytest.MonkeyPatch, told: str
+    shared: Path, monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", told)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", found)
     assert Folders.of(shared / "data").run.parent == TEMPORARY

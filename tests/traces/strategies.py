@@ -1,4 +1,4 @@
-"""Jobs and response lengths as hypothesis makes them: anything that the schema lets be."""
+"""Hypothesis strategies for all valid jobs and response lengths."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is told of a trace is what is in it, quantiles within 1 %."""
+"""The description of a trace is correct, with quantiles within 1 %."""
 
 import pytest
 from hypothesis import given, settings

@@ -153,7 +153,7 @@ def test_jobs_that_all_come_at_once_need_a_number() -> None:
         (Weibull(scale=100.0, shape=0.6), "weibull"),
     ],
 )
-def test_a_law_is_found_again_in_what_was_drawn_from_it(law: Distribution, name: str) -> None:
+def test_a_distribution_is_recovered_from_its_samples(law: Distribution, name: str) -> None:
     random = Random(5)
     found = fit([law.quantile(random.random()) for _ in range(20_000)])
     assert type(found.distribution) is type(law)
@@ -162,7 +162,7 @@ def test_a_law_is_found_again_in_what_was_drawn_from_it(law: Distribution, name:
         assert found.distribution.quantile(part) == pytest.approx(law.quantile(part), rel=0.06)
 
 
-def test_what_follows_no_law_is_kept_as_quantiles() -> None:
+def test_other_samples_are_kept_as_quantiles() -> None:
     numbers = [1.0] * 500 + [1000.0 + at for at in range(500)]
     found = fit(numbers)
     assert isinstance(found.distribution, Quantiles)
@@ -202,7 +202,7 @@ def test_a_rhythm_is_found_in_the_hours_of_arrivals() -> None:
     assert rhythm_of(busy, span_s=HOUR_S).weights == (1.0,)
 
 
-def test_laws_need_two_jobs() -> None:
+def test_fitting_needs_two_jobs() -> None:
     with pytest.raises(InvalidRequestError, match="at least two jobs"):
         fit_workload([TraceJob(job_id="a", submit_s=0.0, gpus=1, duration_s=1.0)])
 

@@ -285,5 +285,5 @@ def test_a_body_with_a_few_bytes_changed_is_decoded_or_refused(data: st.DataObje
 
 @given(values)
 @example({"code": [], "message": None, "details": {"a": 1}})
-def test_any_value_told_as_an_error_becomes_one(told: object) -> None:
-    assert isinstance(errors.from_wire(told), errors.PlexRLError)
+def test_any_value_on_the_wire_becomes_an_error(value: object) -> None:
+    assert isinstance(errors.from_wire(value), errors.PlexRLError)

@@ -21,6 +21,7 @@ from plexrl.errors import InvalidRequestError, JournalMissingError
 
 if TYPE_CHECKING:
     from plexrl.cluster.endpoint import Endpoint
+    from plexrl.cluster.ray.options import RayOptions
 
 GPUS_PER_NODE = 4
 """Default GPUs of a virtual node."""
@@ -40,7 +41,6 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Run a cluster until Ctrl-C: of local processes, or on the nodes of a Ray cluster."""
-    from plexrl.cluster.ray.options import RayOptions
     from plexrl.cluster.supervisor import run_cluster
 
     is_virtual = local.nodes is not None or topology.node_types or topology.blocks
@@ -56,28 +56,8 @@ def up(
     if journal is not None and source is not None and source.name == "COMMANDLINE":
         check_argument(journal)
 
-    cluster = ClusterOptions(
-        data_dir=data_dir_option(local.data_dir),
-        nodes=1 if local.nodes is None else local.nodes,
-        gpus_per_node=GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
-        gpu_memory_bytes=int(local.gpu_memory * GIB),
-        host_memory_bytes=int(local.host_memory * GIB),
-        node_types=_names(topology.node_types),
-        blocks=_names(topology.blocks),
-        **asdict(scheduling),
-        **asdict(api),
-        **asdict(durability),
-        **asdict(routers),
-        **asdict(limits),
-    )
-    ray = None
-    if on_ray.ray is not None:
-        ray = RayOptions(
-            address=on_ray.ray,
-            places_per_node=local.gpus_per_node,
-            node_replace_s=on_ray.node_replace_s,
-            rebuild_operations=on_ray.rebuild_operations,
-        )
+    cluster = _cluster_options(local, scheduling, topology, api, durability, routers, limits)
+    ray = _ray_options(on_ray, local)
 
     def ready(endpoint: "Endpoint") -> None:
         _print_endpoint(endpoint, as_json=as_json, has_docs=api.api_docs)
@@ -91,6 +71,44 @@ def up(
         if not typer.confirm("Begin a new journal?"):
             raise
         run_cluster(replace(cluster, new_journal=True), ready, ray=ray)
+
+
+def _cluster_options(
+    local: options.LocalCluster,
+    scheduling: options.Scheduling,
+    topology: options.Topology,
+    api: options.Api,
+    durability: options.Durability,
+    routers: options.Routers,
+    limits: options.Limits,
+) -> ClusterOptions:
+    return ClusterOptions(
+        data_dir=data_dir_option(local.data_dir),
+        nodes=1 if local.nodes is None else local.nodes,
+        gpus_per_node=GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
+        gpu_memory_bytes=int(local.gpu_memory * GIB),
+        host_memory_bytes=int(local.host_memory * GIB),
+        node_types=_names(topology.node_types),
+        blocks=_names(topology.blocks),
+        **asdict(scheduling),
+        **asdict(api),
+        **asdict(durability),
+        **asdict(routers),
+        **asdict(limits),
+    )
+
+
+def _ray_options(on_ray: options.OnRay, local: options.LocalCluster) -> "RayOptions | None":
+    from plexrl.cluster.ray.options import RayOptions
+
+    if on_ray.ray is None:
+        return None
+    return RayOptions(
+        address=on_ray.ray,
+        places_per_node=local.gpus_per_node,
+        node_replace_s=on_ray.node_replace_s,
+        rebuild_operations=on_ray.rebuild_operations,
+    )
 
 
 def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> None:

@@ -21,7 +21,13 @@ from plexrl.sim.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.fault_injector import FaultInjector
 from plexrl.sim.engine.job_run import AloneClock, JobRun, demand_of
-from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, virtual_config, worker_ready_events
+from plexrl.sim.engine.shell import (
+    FOREVER_S,
+    CommandHandler,
+    VirtualShell,
+    virtual_config,
+    worker_ready_events,
+)
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.metrics.job_rows import JobRow, JobRows
@@ -31,7 +37,7 @@ from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.statemanagers import NodeStates, Refusal
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
 from plexrl.sim.workload.policies import sim_policy
-from plexrl.sim.workload.scenario import Scenario
+from plexrl.sim.workload.scenario import NodeType, Scenario
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
 
@@ -73,17 +79,7 @@ class TraceRun:
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{**RETENTION, **policy.settings, **(settings or {})})
-        self.shell = VirtualShell(
-            config,
-            {
-                cmd.RunOperation: self._run_operation,
-                cmd.LaunchWorkers: self._launch_workers,
-                cmd.StopWorkers: self._stop_workers,
-                cmd.ReleaseState: self._release_state,
-                cmd.MigrateState: self._migrate_state,
-                cmd.PrefetchState: self._prefetch_state,
-            },
-        )
+        self.shell = VirtualShell(config, self._handlers())
         self._collector = Collector(scenario, None if on_job is None else JobRows(on_job))
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
@@ -97,11 +93,7 @@ class TraceRun:
         self._runs: dict[str, JobRun] = {}
         """Live jobs by deployment; a deployment has the name of its job."""
         self._groups = GroupMembers(self._collector)
-        self._node_types = {
-            f"p{index}n{number}": pool.node_type
-            for index, pool in enumerate(scenario.pools)
-            for number in range(pool.nodes)
-        }
+        self._node_types = _node_types(scenario)
         self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
         self._has_one_speed = len({kind.speed for kind in self._types.values()}) == 1
         """Otherwise a cycle's duration depends on the nodes of each of its operations."""
@@ -129,6 +121,16 @@ class TraceRun:
         self.jobs_seen = 0
         self.jobs_done = 0
         self._switches = 0
+
+    def _handlers(self) -> dict[type[cmd.Command], CommandHandler]:
+        return {
+            cmd.RunOperation: self._run_operation,
+            cmd.LaunchWorkers: self._launch_workers,
+            cmd.StopWorkers: self._stop_workers,
+            cmd.ReleaseState: self._release_state,
+            cmd.MigrateState: self._migrate_state,
+            cmd.PrefetchState: self._prefetch_state,
+        }
 
     # API
 
@@ -443,3 +445,12 @@ class TraceRun:
         run.run = None
         began_at, now = run.run_began_at, self.shell.now
         self._collector.ran(command.group, run.job_id, run.gpus, run.run_kind, began_at, now)
+
+
+def _node_types(scenario: Scenario) -> dict[str, NodeType]:
+    """Node types by node name; the names contain the indices of pool and node."""
+    return {
+        f"p{index}n{number}": pool.node_type
+        for index, pool in enumerate(scenario.pools)
+        for number in range(pool.nodes)
+    }

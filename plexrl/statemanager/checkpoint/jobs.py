@@ -123,7 +123,7 @@ class CheckpointJobs:
             entry = self._entries.get(target)
         return None if entry is None else self._report(entry)
 
-    def is_under_way(self, target: Path, stamps: Sequence[str], asked_by: str) -> bool:
+    def is_active(self, target: Path, stamps: Sequence[str], asked_by: str) -> bool:
         """Whether the checkpoint of this request waits or is being written."""
         with self._lock:
             entry = self._entries.get(target)

@@ -63,13 +63,15 @@ def check_layout(manifest: Manifest) -> None:
     homes = _homes(manifest.extents, nonempty)
     for piece, home in zip(nonempty, homes, strict=True):
         if home is None or not groups:
-            raise InvalidRequestError(f"{manifest.description} is not laid out as its slices say")
+            raise InvalidRequestError(f"{manifest.description} has a slice outside its extents")
         groups[max(0, bisect_right(starts, home) - 1)].append(piece)
     layout = _lay_out(groups, [bool(section.share_key) for section in manifest.sections])
     if (layout.extents, layout.nbytes) != (manifest.extents, manifest.nbytes) or [
         (section.start, section.nbytes) for section in layout.sections
     ] != [(section.start, section.nbytes) for section in manifest.sections]:
-        raise InvalidRequestError(f"{manifest.description} is not laid out as its slices say")
+        raise InvalidRequestError(
+            f"the sections or extents of {manifest.description} do not match its slices"
+        )
 
 
 def slices_in_data(manifest: Manifest) -> tuple[StateSlice, ...]:

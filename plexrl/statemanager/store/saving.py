@@ -33,7 +33,7 @@ from plexrl.statemanager.store.versions.versions import (
     header_bytes,
     padded,
 )
-from plexrl.statemanager.transfer.copy.mover import Mover, Placed
+from plexrl.statemanager.transfer.copy.mover import Mover, ObjectPlacement
 
 LOG = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Draft:
     """A version that is being saved."""
 
     manifest: Manifest
-    placed: list[Placed]
+    placed: list[ObjectPlacement]
     objects: list[StoredObject]
     """One per section: the version's own, or another rank's."""
     own: set[StoredObject] = field(default_factory=set)
@@ -201,7 +201,7 @@ class Saver:
         with catalog.lock:
             keys = share_keys(manifest)
             for index, (section, key) in enumerate(zip(manifest.sections, keys, strict=True)):
-                draft.placed.append(Placed(memory, places, section.start))
+                draft.placed.append(ObjectPlacement(memory, places, section.start))
                 if donated is not None and donated.section == index:
                     draft.objects.append(self._add_donated(draft, donated, section))
                     continue
@@ -327,7 +327,7 @@ class Saver:
         Unused parts of the reservation are returned; all of it is returned on an error.
         """
         catalog = self._catalog
-        written: dict[StoredObject, Placed] = {}
+        written: dict[StoredObject, ObjectPlacement] = {}
         try:
             with catalog.lock:
                 missing = draft.missing(tier)

@@ -78,13 +78,8 @@ class Store:
             ConflictError: another daemon uses one of the directories.
         """
         self._faults = FaultPoints(config.fault_points)
-        host = Tier(HOST, Path(config.host_dir), self._faults)
-        try:
-            nvme = Tier(NVME, Path(config.nvme_dir), self._faults)
-        except BaseException:
-            host.close()
-            raise
-        self._tiers = {HOST: host, NVME: nvme}
+        self._tiers = _open_tiers(config, self._faults)
+        host, nvme = self._tiers[HOST], self._tiers[NVME]
         self._pool = WorkerFilePool(
             host.directory,
             config.host_bytes,
@@ -471,6 +466,15 @@ class Store:
             with catalog.lock:
                 version.users -= 1
                 catalog.release(version.objects, tier)
+
+
+def _open_tiers(config: StateManagerConfig, faults: FaultPoints) -> dict[TierName, Tier]:
+    host = Tier(HOST, Path(config.host_dir), faults)
+    try:
+        return {HOST: host, NVME: Tier(NVME, Path(config.nvme_dir), faults)}
+    except BaseException:
+        host.close()
+        raise
 
 
 def _stored(version: Version) -> StoredVersion:

@@ -1,1 +1,1 @@
-"""Versions on their way: pulls, re-layouts, migration."""
+"""Transfer of versions: pulls, loads under another layout, migration."""

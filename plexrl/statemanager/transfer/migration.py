@@ -68,15 +68,15 @@ def migrate(
         UnavailableError: the target, or a source that may hold a missing rank, cannot be reached.
     """
     started = time.perf_counter()
-    there = _held(target, deployment, seq, timeout_s, ticket)
-    found, unreached = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S), ticket)
-    known = {**there, **found}
-    wanted = set(ranks) if ranks is not None else _all_ranks(found or there)
-    missing = sorted(wanted - set(known))
-    if missing or not known:
+    at_target = _held(target, deployment, seq, timeout_s, ticket)
+    found, unreachable = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S), ticket)
+    by_rank = {**at_target, **found}
+    wanted = set(ranks) if ranks is not None else _all_ranks(found or at_target)
+    missing = sorted(wanted - set(by_rank))
+    if missing or not by_rank:
         what = f"version {seq} of {deployment!r}" + (f" rank {missing[0]}" if missing else "")
-        if unreached is not None:
-            raise unreached
+        if unreachable is not None:
+            raise unreachable
         raise StateLostError(
             f"{what} is on no StateManager of {sorted({*sources, target})}: restore a checkpoint",
             deployment=deployment,
@@ -85,8 +85,8 @@ def migrate(
     moved = 0
     tiers = set()
     for rank in sorted(wanted):
-        if rank not in found or (rank in there and there[rank].stamp == found[rank].stamp):
-            tiers.add(there[rank].tier)
+        if rank not in found or (rank in at_target and at_target[rank].stamp == found[rank].stamp):
+            tiers.add(at_target[rank].tier)
             continue
         held = found[rank]
         if host_and_port(held.address) is not None:
@@ -110,7 +110,7 @@ def migrate(
 def _move(
     source: str, target: str, request: OpenState, timeout_s: float, ticket: bytes
 ) -> MoveReport:
-    """Have the target adopt a version that the source holds open meanwhile."""
+    """Have the target adopt a version while the source holds it open."""
     opened = retry_connect(
         source, timeout_s, partial(_open_state, source, timeout_s, ticket, request)
     )
@@ -141,15 +141,15 @@ def _found(
 ) -> tuple[dict[int, _Held], UnavailableError | None]:
     """Every rank's version at the first source that has it, and the error of a skipped source."""
     found: dict[int, _Held] = {}
-    unreached = None
+    unreachable = None
     for address in dict.fromkeys(nearest(source) for source in sources):
         try:
             held = _held(address, deployment, seq, timeout_s, ticket)
         except UnavailableError as error:
-            unreached = error
+            unreachable = error
             continue
         found = {**held, **found}
-    return found, unreached
+    return found, unreachable
 
 
 def _held(
@@ -158,7 +158,7 @@ def _held(
     """The version at one StateManager, by rank; the later of two saves."""
     remote = host_and_port(path)
     if remote is not None:
-        return _held_far(path, remote, deployment, seq, timeout_s, ticket)
+        return _held_on_other_machine(path, remote, deployment, seq, timeout_s, ticket)
     with closing(_client(path, timeout_s, ticket)) as client:
         versions: list[Answer] = (
             client.usage()["deployments"].get(deployment, {}).get("versions", [])
@@ -175,7 +175,7 @@ def _held(
     }
 
 
-def _held_far(
+def _held_on_other_machine(
     address: str, remote: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> dict[int, _Held]:
     def ask() -> list[RemoteShard]:
@@ -191,8 +191,8 @@ def _held_far(
     }
 
 
-def _all_ranks(known: Mapping[int, _Held]) -> set[int]:
-    return {rank for held in known.values() for rank in range(held.world_size)}
+def _all_ranks(by_rank: Mapping[int, _Held]) -> set[int]:
+    return {rank for held in by_rank.values() for rank in range(held.world_size)}
 
 
 def _client(path: str, timeout_s: float, ticket: bytes) -> StateManagerClient:

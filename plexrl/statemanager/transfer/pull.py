@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
@@ -148,16 +148,12 @@ class Puller:
             InvalidRequestError: a tensor has another shape there, or a dtype without a cast.
             UnavailableError: sources were lost in every attempt.
         """
-        arrived: list[StridedCopies] = []
-        moved_bytes = 0
-        arrived_bytes = 0
-        by_source: dict[str, int] = {}
-        suspects: dict[str, Exception] = {}
-        stamps: dict[tuple[str, int], str] = {}
         version = (deployment, seq)
+        progress = _Progress()
+        stamps: dict[tuple[str, int], str] = {}
         for attempt in range(1, ATTEMPTS_MAX + 1):
             with ExitStack() as held:
-                jobs = self._prepared(held, addresses, suspects, version, wants, arrived)
+                jobs = self._prepared(held, addresses, version, wants, progress)
                 fits = self._bases.fit(deployment, wants)
                 bases = self._bases if fits else _NO_BASES
                 self._bases = _NO_BASES
@@ -168,32 +164,16 @@ class Puller:
                 fetched = _fetch_all(jobs, target, delta)
                 took_s = time.perf_counter() - started
                 stamps.update(_stamps(jobs))
-            suspects = {}
-            for job, result in zip(jobs, fetched, strict=True):
-                address = job.source.address
-                moved_bytes += result.nbytes
-                arrived_bytes += result.copies.nbytes
-                if result.lost is not None:
-                    suspects[address] = result.lost
-                if result.lost is None or job.source.arrives_whole:
-                    arrived.append(result.copies)
-                    by_source[address] = by_source.get(address, 0) + result.nbytes
-            if not suspects:
-                if attempt == 1:
-                    has_bases = any(part.base is not None for job in jobs for part in job.parts)
-                    self._pace.took(wants.nbytes, took_s, is_delta=has_bases)
-                self.is_torn = False
-                self._bases = _Bases(
-                    deployment=deployment, layout=wants.digest, stamps=dict(stamps)
-                )
-                return PullResult(
-                    bytes_wanted=wants.nbytes,
-                    bytes_moved=moved_bytes,
-                    bytes_by_source={name: size for name, size in by_source.items() if size},
-                    attempts=attempt,
-                    mode=PullMode.DELTA if moved_bytes < arrived_bytes else PullMode.FULL,
-                )
-        lost = next(iter(suspects.values()))
+            progress.add(jobs, fetched)
+            if progress.lost_sources:
+                continue
+            if attempt == 1:
+                has_bases = any(part.base is not None for job in jobs for part in job.parts)
+                self._pace.took(wants.nbytes, took_s, is_delta=has_bases)
+            self.is_torn = False
+            self._bases = _Bases(deployment=deployment, layout=wants.digest, stamps=stamps)
+            return progress.result(wants.nbytes, attempt)
+        lost = next(iter(progress.lost_sources.values()))
         raise UnavailableError(
             f"version {seq} of {deployment!r} could not be pulled in {ATTEMPTS_MAX} attempts "
             f"({lost}): see the logs of the StateManagers"
@@ -206,10 +186,9 @@ class Puller:
         self,
         held: ExitStack,
         addresses: Sequence[str],
-        suspects: Mapping[str, Exception],
         version: tuple[str, int],
         wants: Layout,
-        arrived: Sequence[StridedCopies],
+        progress: "_Progress",
     ) -> list["_Job"]:
         """The copies for each source, without those that are done.
 
@@ -217,15 +196,15 @@ class Puller:
         not hold everything.
         """
         opened: list[OpenSource] = []
-        awaited: list[str] = list(suspects)
+        awaited: list[str] = list(progress.lost_sources)
         for address in dict.fromkeys(addresses):
-            if address in suspects:
+            if address in progress.lost_sources:
                 continue
             try:
                 opened.append(held.enter_context(closing(self._open(address, version))))
             except (ConnectionLostError, OSError):
                 awaited.append(address)
-        done = concatenated([copies for copies in arrived if len(copies)])
+        done = concatenated([copies for copies in progress.done if len(copies)])
         while True:
             try:
                 return self._jobs(opened, version, wants, done)
@@ -283,6 +262,42 @@ class _Fetched:
     """Why the source was lost; absent: it was not."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """Results of a pull's attempts so far."""
+
+    done: list[StridedCopies] = field(default_factory=list)
+    """Copies whose bytes are valid."""
+    done_bytes: int = 0
+    moved_bytes: int = 0
+    by_source: dict[str, int] = field(default_factory=dict)
+    lost_sources: dict[str, Exception] = field(default_factory=dict)
+    """Sources lost in the last attempt, by address."""
+
+    def add(self, jobs: Sequence[_Job], fetched: Sequence[_Fetched]) -> None:
+        """Add the results of one attempt."""
+        self.lost_sources = {}
+        for job, result in zip(jobs, fetched, strict=True):
+            address = job.source.address
+            self.moved_bytes += result.nbytes
+            self.done_bytes += result.copies.nbytes
+            if result.lost is not None:
+                self.lost_sources[address] = result.lost
+            if result.lost is None or job.source.arrives_whole:
+                self.done.append(result.copies)
+                self.by_source[address] = self.by_source.get(address, 0) + result.nbytes
+
+    def result(self, bytes_wanted: int, attempts: int) -> PullResult:
+        """The result of a pull that is complete."""
+        return PullResult(
+            bytes_wanted=bytes_wanted,
+            bytes_moved=self.moved_bytes,
+            bytes_by_source={name: size for name, size in self.by_source.items() if size},
+            attempts=attempts,
+            mode=PullMode.DELTA if self.moved_bytes < self.done_bytes else PullMode.FULL,
+        )
+
+
 def _by_source(held: Sequence[_Held], plan: Plan, done: StridedCopies) -> list[_Job]:
     parts: dict[int, list[ShardCopies]] = {}
     sources: dict[int, OpenSource] = {}
@@ -331,11 +346,11 @@ def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -
 
 
 def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
-    arrived: list[StridedCopies] = []
+    done_copies: list[StridedCopies] = []
     moved: list[int] = []
 
     def report(copies: StridedCopies, nbytes: int) -> None:
-        arrived.append(copies)
+        done_copies.append(copies)
         moved.append(nbytes)
 
     lost: Exception | None = None
@@ -344,4 +359,4 @@ def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
         job.source.confirm()
     except (ConnectionLostError, CorruptStateError, OSError) as error:
         lost = error
-    return _Fetched(copies=concatenated(arrived), nbytes=sum(moved), lost=lost)
+    return _Fetched(copies=concatenated(done_copies), nbytes=sum(moved), lost=lost)

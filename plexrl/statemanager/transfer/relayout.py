@@ -70,7 +70,7 @@ def lost_error(
     what = f"version {seq} of {deployment!r}"
     if not found:
         return StateLostError(
-            f"{what} is neither on this node nor at the named sources: restore a checkpoint",
+            f"{what} is not on this node, nor at a named source: restore a checkpoint",
             deployment=deployment,
             seq=seq,
         )

@@ -39,7 +39,7 @@ REMOTE_BYTES_PER_S = 3e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaid:
+class RelayoutLoad:
     """Result of a load."""
 
     manifest: Manifest
@@ -78,7 +78,7 @@ class Relayouter:
         *,
         sources: Sequence[str] = (),
         cast: bool = False,
-    ) -> Relaid:
+    ) -> RelayoutLoad:
         """Fill the slices of an arena from a version held by this daemon and those at `sources`.
 
         With `cast`, elements may change their dtype as `casts.CAST_RULES` allow.
@@ -93,20 +93,20 @@ class Relayouter:
         """
         with ExitStack() as held:
             opened = [_Opened("", r) for r in open_here(held, self._store, deployment, seq)]
-            unreached: UnavailableError | None = None
+            unreachable: UnavailableError | None = None
             ticket = self._key.mint(AGENT)
             for address in dict.fromkeys(sources):
                 try:
                     readers = open_elsewhere(held, address, ticket, deployment, seq)
                 except UnavailableError as error:
-                    unreached = error
+                    unreachable = error
                     continue
                 opened += [_Opened(address, reader) for reader in readers]
             try:
                 save, wants, plan = self._planned(deployment, seq, slices, opened, cast=cast)
             except StateLostError as error:
-                if unreached is not None:
-                    raise unreached from error
+                if unreachable is not None:
+                    raise unreachable from error
                 raise
             [target] = plan.targets
             used = {save[index]: copies for index, copies in target.copies.items()}
@@ -116,7 +116,7 @@ class Relayouter:
             by_source: dict[str, int] = {}
             for at, copies in used.items():
                 by_source[at.address] = by_source.get(at.address, 0) + copies.nbytes
-            return Relaid(
+            return RelayoutLoad(
                 manifest=save[0].reader.manifest,
                 nbytes=target.nbytes,
                 ranges=tuple((piece.arena_offset, piece.nbytes) for piece in wants),

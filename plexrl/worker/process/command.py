@@ -25,7 +25,7 @@ class RunCommand(msgspec.Struct, frozen=True, kw_only=True):
     params_json: str = "{}"
     sources: tuple[str, ...] = ()
     """`sync_weights`: addresses of the StateManagers that hold the published version."""
-    source: str = ""
+    source: str | None = None
     """`sync_weights`: deployment whose version is pulled."""
     source_seq: int = 0
     """`sync_weights`: version to pull."""

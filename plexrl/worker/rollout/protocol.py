@@ -58,7 +58,7 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> list[Generation]:
-        """Draw at most one token for every sample; returns generations that ended since then."""
+        """Draw at most one token for every sample; returns the generations that have ended."""
         ...
 
     def abort(self, name: str) -> None:

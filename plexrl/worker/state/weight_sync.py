@@ -32,6 +32,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
         SplitVersionError: a sync in flight, and not all ranks of the engine have pulled.
     """
     params: SyncWeightsParams = command.params()
+    assert command.source is not None, "the scheduler names the source of a sync"
     slices = backend.pulled_slices()
     with _generations_paused(backend, client, params):
         report = client.pull(

@@ -1,4 +1,4 @@
-"""The demo's figures follow from what the cluster recorded."""
+"""The demo's figures follow from the cluster's operation log."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo from end to end, with few steps."""
+"""The whole demo with few steps."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What `plexrl explain` says of the jobs that have the GPUs."""
+"""`plexrl explain` shows the jobs that hold the GPUs."""
 
 import pytest
 

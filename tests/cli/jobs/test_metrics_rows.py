@@ -1,4 +1,4 @@
-"""Metrics of training that diverged are shown, and are JSON for programs."""
+"""Metrics with non-finite values are shown and encoded as JSON."""
 
 import json
 import math

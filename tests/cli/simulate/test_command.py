@@ -1,4 +1,4 @@
-"""`plexrl simulate`, as a person and as a program use it."""
+"""`plexrl simulate`: output for people and for programs."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def shown(*arguments: str | Path, code: int = 0, columns: str = NARROW) -> str:
-    """What the command shows to a person."""
+    """The output of the command for people."""
     found = CliRunner().invoke(
         app, ["simulate", *map(str, arguments)], env={"COLUMNS": columns, "TERM": "dumb"}
     )
@@ -47,14 +47,14 @@ def shown(*arguments: str | Path, code: int = 0, columns: str = NARROW) -> str:
 
 
 def told(*arguments: str | Path, code: int = 0) -> Any:
-    """What the command says as JSON."""
+    """The JSON output of the command."""
     return json.loads(shown(*arguments, "--json", code=code))
 
 
 def refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> str:
-    """The one message of a question that cannot be answered."""
+    """The error message of an invalid question."""
     monkeypatch.setattr(sys, "argv", ["plexrl", "simulate", *arguments])
     assert run_command(lambda: app(standalone_mode=False)) == 1
     printed = capsys.readouterr()

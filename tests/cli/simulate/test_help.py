@@ -1,4 +1,4 @@
-"""The help of `plexrl simulate` and its page know all of its words."""
+"""The help and the docs page of `plexrl simulate` list all names."""
 
 from pathlib import Path
 from typing import Any

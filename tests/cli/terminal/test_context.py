@@ -1,4 +1,4 @@
-"""What is printed depends on who reads it: a person at a terminal, or a program."""
+"""Output depends on whether a terminal or a program reads it."""
 
 import pytest
 

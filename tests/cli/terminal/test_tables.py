@@ -1,4 +1,4 @@
-"""Tables fit a terminal without cutting a word, and give programs rows of equal columns."""
+"""Tables fit a terminal without cutting words; programs get rows of equal columns."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""`plexrl traces`, as a person and as a program use it; and that its page knows the schema."""
+"""`plexrl traces`: output for people and for programs; the docs page lists the schema."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "traces.md"
 
 
 def told(*arguments: str | Path, code: int = 0) -> Any:
-    """What the command says as JSON."""
+    """The JSON output of the command."""
     found = CliRunner().invoke(app, ["traces", *map(str, arguments), "--json"])
     assert found.exit_code == code, found.output
     return json.loads(found.stdout)

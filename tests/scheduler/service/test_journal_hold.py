@@ -269,7 +269,7 @@ def test_a_leader_without_a_rival_goes_on_with_an_expired_lease(
         # Longer than the lease lasts, by the only clock that counts for it.
         asyncio.run(until(lambda: asyncio.to_thread(lease_has_expired, journal_url), process))
         process.send(signal.SIGCONT)
-        asyncio.run(process.wait_log("nobody had taken it"))
+        asyncio.run(process.wait_log("no scheduler had taken it"))
         asyncio.run(process.submit_job("j"))
         assert process.process.poll() is None
 

@@ -1,4 +1,4 @@
-"""Whole runs keep the laws; a history that breaks one is caught, and told which law it broke."""
+"""Whole runs keep all invariants; a history that breaks one is detected with its name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def scenario(jobs: tuple[TraceJob, ...], **changes: Any) -> Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event, and what the core answered."""
+    """An event and the core's commands."""
 
     event: ev.Event
     commands: tuple[cmd.Command, ...]
@@ -333,7 +333,7 @@ MUTATIONS: dict[str, tuple[Callable[[History], None], ...]] = {
 }
 
 
-def test_the_recorded_history_keeps_the_laws_and_leaves_nothing() -> None:
+def test_the_recorded_history_keeps_the_invariants_and_leaves_nothing() -> None:
     history = list(recorded())
     assert any(isinstance(each.event, ev.WorkerExited) for each in history)
     assert len([each for each in history if with_run(OperationKind.OFFLOAD)(each)]) > 10
@@ -349,7 +349,7 @@ def test_the_recorded_history_keeps_the_laws_and_leaves_nothing() -> None:
     [(law, mutate) for law, mutations in MUTATIONS.items() for mutate in mutations],
     ids=lambda each: getattr(each, "__name__", each),
 )
-def test_a_broken_law_is_caught(law: str, mutate: Callable[[History], None]) -> None:
+def test_a_broken_invariant_is_caught(law: str, mutate: Callable[[History], None]) -> None:
     history = list(recorded())
     mutate(history)
     with pytest.raises(InvariantError) as caught:
@@ -392,7 +392,7 @@ def test_a_job_is_given_up_for_a_reason() -> None:
     checker.job_failed("unknown")
 
 
-def test_a_core_whose_own_laws_are_broken_is_caught() -> None:
+def test_a_core_whose_own_invariants_are_broken_is_caught() -> None:
     run = TraceRun(SHARED)
     run.start()
     run.shell.run(60)
@@ -407,7 +407,7 @@ def test_a_core_whose_own_laws_are_broken_is_caught() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(SIM_POLICIES))
-def test_every_policy_keeps_the_laws_and_checking_changes_nothing(policy: str) -> None:
+def test_every_policy_keeps_the_invariants_and_checking_changes_nothing(policy: str) -> None:
     jobs = (*(job(index) for index in range(6)), *(job(6 + i, gpus=4) for i in range(3)))
     plain = scenario(jobs, policy=policy)
     found, checked = simulate(plain), simulate(replace(plain, check=True))
@@ -435,7 +435,7 @@ JOBS = st.lists(
     seed=st.integers(0, 3),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_small_cluster_keeps_the_laws_and_its_bound(
+def test_any_small_cluster_keeps_the_invariants_and_its_bound(
     jobs: list[tuple[int, int, str, int, float]], policy: str, detail: str, warm: bool, seed: int
 ) -> None:
     submitted = 0.0

@@ -1,4 +1,4 @@
-"""The core and the simulator's loop as C extensions decide as they do in Python."""
+"""The compiled core and event loop make the same decisions as Python."""
 
 import json
 import os

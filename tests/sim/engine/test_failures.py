@@ -1,4 +1,4 @@
-"""Failures come as processes of their own, and every job gets over them."""
+"""Failures are independent of the policy, and every job survives them."""
 
 import itertools
 import statistics
@@ -20,7 +20,7 @@ NODES = [f"n{index}" for index in range(50)]
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """A source that has its jobs at hand."""
+    """A source of jobs in memory."""
 
     rows: tuple[TraceJob, ...]
 

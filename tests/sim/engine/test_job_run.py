@@ -1,4 +1,4 @@
-"""A job's cycles, and its clock alone, followed by hand."""
+"""A job's cycles and its clock without other jobs, compared with hand calculations."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What holds of every run, whatever its jobs: seen from outside, against clocks kept by hand."""
+"""Properties of every run, checked against simple models that share no code."""
 
 import gc
 from collections import Counter
@@ -28,7 +28,7 @@ OLD = Pool(nodes=2, node_type=NodeType(name="old", speed=0.5))
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """A source that has its jobs at hand."""
+    """A source of jobs in memory."""
 
     rows: tuple[TraceJob, ...]
 
@@ -37,7 +37,7 @@ class Jobs:
 
 
 def plain(result: SimResult) -> str:
-    """All of a result that follows from the scenario."""
+    """The deterministic part of a result."""
     return repr(
         replace(result, speed=replace(result.speed, wall_s=0, events_per_s=0, peak_bytes=0))
     )
@@ -96,13 +96,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
-class Story:
-    """Every event with its time and the commands that came of it."""
+class EventLog:
+    """Every event of a run with its time and commands."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.run = TraceRun(scenario)
-        self.told: list[tuple[ev.Event, list[cmd.Command], float]] = []
-        self.run.shell.observe(lambda *each: self.told.append(each))
+        self.entries: list[tuple[ev.Event, list[cmd.Command], float]] = []
+        self.run.shell.observe(lambda *each: self.entries.append(each))
         self.run.start()
         while self.run.shell.run(1000) == 1000:
             pass
@@ -113,13 +113,13 @@ class Story:
 @given(scenarios())
 def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: Scenario) -> None:
     rows = scenario.source.rows  # type: ignore[attr-defined]
-    story = Story(scenario)
+    log = EventLog(scenario)
     submitted = Counter(
-        e.operation for e, _, _ in story.told if isinstance(e, ev.OperationSubmitted)
+        e.operation for e, _, _ in log.entries if isinstance(e, ev.OperationSubmitted)
     )
     finished = Counter(
         e.operation
-        for e, _, _ in story.told
+        for e, _, _ in log.entries
         if isinstance(e, ev.OperationFinished) and "#" not in e.operation
     )
     assert submitted == finished
@@ -128,7 +128,7 @@ def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: 
         operation.split(":")[0] for operation in submitted if operation.endswith(":0")
     )
     assert per_job == {f"j{index + 1}": job.cycles for index, job in enumerate(rows)}
-    story.run.shell.core.check_invariants()
+    log.run.shell.core.check_invariants()
     result = simulate(scenario)
     assert (result.jobs, result.failed_jobs) == (len(rows), 0)
     assert result.cycles == sum(job.cycles for job in rows)
@@ -138,10 +138,10 @@ def test_every_cycle_runs_once_and_equal_scenarios_have_equal_results(scenario: 
 @settings(max_examples=15, deadline=None)
 @given(scenarios())
 def test_the_events_give_a_second_core_the_same_commands(scenario: Scenario) -> None:
-    story = Story(scenario)
+    log = EventLog(scenario)
     settings_of_policy = {**RETENTION, **sim_policy(scenario.policy).settings}
     second = SchedulerCore(virtual_config(**settings_of_policy))
-    for event, commands, now in story.told:
+    for event, commands, now in log.entries:
         again = ev.CODEC.decode(ev.CODEC.encode(event))
         assert second.handle(again, now) == commands
 
@@ -241,9 +241,9 @@ def test_isolated_jobs_of_one_size_end_when_a_plain_queue_says(
         )
     rows = tuple(found)
     scenario = Scenario(source=Jobs(rows), pools=(Pool(nodes=2),), policy="isolated", switch_s=8.0)
-    story = Story(scenario)
+    log = EventLog(scenario)
     ended = {
-        str(event.job): now for event, _, now in story.told if isinstance(event, ev.JobFinished)
+        str(event.job): now for event, _, now in log.entries if isinstance(event, ev.JobFinished)
     }
     expected = first_come_first_served(
         rows, 16, scenario.launch_s, 4.0, scenario.behaviour.controller_s

@@ -1,4 +1,4 @@
-"""Whole runs of small traces: nothing is lost, nothing differs from run to run."""
+"""Whole runs of small traces lose nothing and are deterministic."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from plexrl.traces.generate.published import MODEL_CLASSES
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """A source that has its jobs at hand."""
+    """A source of jobs in memory."""
 
     rows: tuple[TraceJob, ...]
 
@@ -48,7 +48,7 @@ def scenario(jobs: tuple[TraceJob, ...], *, nodes: int = 2, policy: str = "pack"
 
 
 def plain(result: SimResult) -> str:
-    """All of a result that follows from the scenario."""
+    """The deterministic part of a result."""
     return repr(
         replace(result, speed=replace(result.speed, wall_s=0, events_per_s=0, peak_bytes=0))
     )

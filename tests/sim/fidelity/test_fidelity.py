@@ -1,4 +1,4 @@
-"""What a live run's log says of its cycles, and how predictions are held against them."""
+"""Cycles are extracted from a live run's log, and predictions are compared with them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ KINDS = ("forward", "forward_backward", "optim_step")
 
 @dataclass(frozen=True)
 class Some:
-    """Jobs at hand."""
+    """A source of jobs in memory."""
 
     rows: tuple[TraceJob, ...]
 
@@ -263,7 +263,7 @@ def test_a_replayed_cycle_keeps_its_seconds(job: RecordedJob) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e12), SECONDS), min_size=1, max_size=5))
-def test_moves_get_a_law_of_their_sizes(points: list[tuple[float, float]]) -> None:
+def test_move_costs_are_a_non_negative_line(points: list[tuple[float, float]]) -> None:
     line = fit_linear(points)
     assert line.fixed_s >= 0.0
     assert line.byte_s >= 0.0
@@ -271,14 +271,14 @@ def test_moves_get_a_law_of_their_sizes(points: list[tuple[float, float]]) -> No
     assert said_s == pytest.approx(math.fsum(took for _, took in points), rel=1e-6, abs=1e-6)
 
 
-def test_a_law_of_moves_is_found_again() -> None:
+def test_a_linear_move_cost_is_recovered() -> None:
     line = fit_linear([(size, 0.5 + size / 4.0) for size in (1.0, 2.0, 7.0)])
     assert (line.fixed_s, line.byte_s) == pytest.approx((0.5, 0.25))
 
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 1 << 20))
-def test_a_job_alone_is_predicted_by_its_law(seed: int) -> None:
+def test_a_job_alone_is_predicted_from_drawn_cycles(seed: int) -> None:
     jobs = [some_job("a", jitter=0.0, cycles=12)]
     views, rows = simulated(jobs, seed=seed)
     recorded = recorded_run(views, rows, none_added(jobs))
@@ -288,7 +288,7 @@ def test_a_job_alone_is_predicted_by_its_law(seed: int) -> None:
     assert found.measured_s == pytest.approx(found.alone_s, rel=1e-3)
 
 
-def test_sharers_are_predicted_by_their_laws() -> None:
+def test_sharers_are_predicted_from_drawn_cycles() -> None:
     jobs = [some_job(name, rollout_s=1.0, jitter=0.15, cycles=100) for name in "abc"]
     views, rows = simulated(jobs, seed=7)
     recorded = recorded_run(views, rows, none_added(jobs))

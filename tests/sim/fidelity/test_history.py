@@ -1,4 +1,4 @@
-"""A recorded history is predicted group by group, from the file that a cluster wrote."""
+"""A recorded history is predicted group by group."""
 
 import json
 from collections.abc import Sequence

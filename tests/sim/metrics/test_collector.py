@@ -1,4 +1,4 @@
-"""What a collector is told is what its result says."""
+"""A collector's result matches its inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace

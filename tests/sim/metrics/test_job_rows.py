@@ -1,4 +1,4 @@
-"""A row to each job of each run: it says what the run's own figures say, whatever its form."""
+"""Each job of each run has one row, with the run's figures, in every file format."""
 
 import csv
 import gzip

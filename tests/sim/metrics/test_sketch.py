@@ -1,4 +1,4 @@
-"""Quantiles of a sketch are right to its error, whatever the values; its moments are exact."""
+"""Quantiles of a sketch are within its error; moments are exact."""
 
 import math
 from random import Random
@@ -49,7 +49,7 @@ def test_a_point_of_the_curve_tells_the_part_that_is_at_most_so(values: list[flo
         assert below / len(values) == pytest.approx(part)
 
 
-def test_a_million_orders_of_magnitude_stay_few_points_and_one_law() -> None:
+def test_a_million_orders_of_magnitude_stay_few_points_of_one_distribution() -> None:
     random = Random(7)
     values = [random.lognormvariate(3, 2) for _ in range(5 * FLUSH_AT + 17)]
     found = sketch_of(values).distribution()

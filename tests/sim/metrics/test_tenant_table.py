@@ -1,4 +1,4 @@
-"""Tenants' sums stay bounded and lose nothing."""
+"""Sums per tenant stay bounded and complete."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Bins hold exactly what was spread over them, however often they were joined."""
+"""Bins hold exact sums, however often they are merged."""
 
 import pytest
 from hypothesis import given

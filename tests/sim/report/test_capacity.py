@@ -1,4 +1,4 @@
-"""The page about the smallest clusters and about bills, where figures are at their edges."""
+"""The page on the smallest clusters and bills, with extreme figures."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The report page: what stands in it, what does not, and that it is the same each time."""
+"""The report page: contents, safety, and equal bytes for equal results."""
 
 import re
 from collections.abc import Sequence

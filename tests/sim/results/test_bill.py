@@ -1,4 +1,4 @@
-"""What a run costs, against an oracle that adds up every second."""
+"""The cost of a run, compared with an oracle that sums every second."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The bounds are what their formulas say, and no feasible schedule is done before them."""
+"""The bounds match their formulas, and no feasible schedule is faster."""
 
 from dataclasses import dataclass
 from itertools import combinations

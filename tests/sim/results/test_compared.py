@@ -1,4 +1,4 @@
-"""Two results of `plexrl simulate` beside each other: what was asked, and what came of it."""
+"""Comparison of two results of `plexrl simulate`: settings and figures."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What several runs come to: medians and bands, whole clusters, and no best without a band."""
+"""Headlines of several runs: medians, ranges, whole clusters, and when a policy is best."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The smallest cluster that is found, against running every size there is."""
+"""The smallest cluster found matches a run of every size."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class MixedJobs:
     """Of one and two nodes, in two crowds, so that they wait where nodes are few."""
 
     def jobs(self) -> Iterator[TraceJob]:
-        """In order of submission."""
+        """All jobs in order of submission."""
         for index in range(8):
             yield TraceJob(
                 job_id=f"job-{index}",

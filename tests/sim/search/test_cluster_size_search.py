@@ -1,4 +1,4 @@
-"""The search for the smallest cluster: right where more helps, honest where it does not."""
+"""The size search is exact if more nodes always help, and reports when they do not."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Objectives as people write them."""
+"""Objectives are parsed, evaluated and refused."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a planner asks, as values: axes, node types, surveys, what-ifs, documents."""
+"""Axes, node types, surveys, what-ifs and documents."""
 
 import math
 from dataclasses import replace

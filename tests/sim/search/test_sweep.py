@@ -1,4 +1,4 @@
-"""Runs side by side: the same bytes as one after another, whatever becomes of some of them."""
+"""Parallel runs give the same bytes as sequential ones, even if some fail."""
 
 import multiprocessing
 import os
@@ -33,7 +33,7 @@ class FewJobs:
     """Its process is killed on the way, as for want of memory."""
 
     def jobs(self) -> Iterator[TraceJob]:
-        """In order of submission."""
+        """All jobs in order of submission."""
         for index in range(self.jobs_count):
             if self.dies and index == self.jobs_count // 2:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Moves take what their bytes take on the slowest node; a job's state is what fits its GPUs."""
+"""A move takes as long as on its slowest node; a job's state is limited by its GPUs."""
 
 import pytest
 from hypothesis import given

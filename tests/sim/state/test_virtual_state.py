@@ -1,4 +1,4 @@
-"""States spill, come back and are lost as the StateManagers would have it."""
+"""States are evicted, loaded and lost as in the StateManagers."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Cycles are drawn as the profile, the jitter and the lengths of responses say."""
+"""Cycles follow the profile, the jitter and the response lengths."""
 
 import math
 import statistics

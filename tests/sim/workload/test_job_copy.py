@@ -1,4 +1,4 @@
-"""Jobs that are read once for many runs: the same jobs, and the same results."""
+"""A copy of the jobs gives the same jobs and results."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The names of simulated policies: each is a set of settings that a scheduler takes."""
+"""Simulated policies are valid scheduler settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class LargeBetweenSmall:
     one that the free half would hold."""
 
     def jobs(self) -> Iterator[TraceJob]:
-        """In order of submission."""
+        """All jobs in order of submission."""
         for name, submit_s, gpus, cycles in (
             ("first", 0.0, 8, 36),
             ("large", 10.0, 16, 3),

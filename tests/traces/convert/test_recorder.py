@@ -1,4 +1,4 @@
-"""A cluster's history becomes rows that say what each job would do alone."""
+"""A cluster's history becomes rows that describe each job without other jobs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exports of runs, as frameworks log them, become the cycles that their steps took."""
+"""Exports of runs become the cycles of their steps."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Column layouts of public traces, as their publishers describe them, become our rows."""
+"""Column layouts of public traces, as documented by their publishers, become rows."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Public traces are read in the form in which they are published, and known by it."""
+"""Public traces are read and detected in their published form."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every fault of a file is told, by its line and field, all at once; the rest can be had."""
+"""All faults of a file are reported together by line and field; the other rows are readable."""
 
 import csv
 import io

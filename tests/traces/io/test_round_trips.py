@@ -1,4 +1,4 @@
-"""What is written is read, exactly, in every format; the same rows are the same bytes."""
+"""Written rows are read back exactly in every format; equal rows give equal bytes."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

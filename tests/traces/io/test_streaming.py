@@ -1,4 +1,4 @@
-"""Memory does not grow with a trace's length, and sorting needs none for the whole."""
+"""Memory does not grow with a trace's length, even for sorting."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Orders and questions to an engine, between two tokens and past its operations."""
+"""Control requests to an engine are handled between two tokens."""
 
 import socket
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ from plexrl.worker.state.state_mover import StateMover
 
 
 class Router:
-    """Asks one worker's controls."""
+    """Sends control requests to one worker."""
 
     def __init__(self, backend: TorchRolloutBackend, socket_path: Path) -> None:
-        # Nothing here moves state, so nobody listens there.
+        # Nothing here moves state, so no server listens there.
         self.client = StateManagerClient(
             str(socket_path), deployment="j/r", rank=0, world_size=1, ticket=b""
         )
@@ -123,7 +123,7 @@ def test_a_pause_ends_when_its_time_is_over_and_not_before(
     assert not router.ask("engine_stats")["answer"]["paused"]
 
 
-def test_nobody_has_an_engine_go_on_whose_weights_are_of_no_version(
+def test_an_engine_whose_weights_mix_versions_cannot_be_resumed(
     router: Router, backend: TorchRolloutBackend
 ) -> None:
     backend.build()

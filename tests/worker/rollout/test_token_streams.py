@@ -65,7 +65,7 @@ def test_a_reader_may_come_before_the_generation_and_finds_all_that_was_drawn_si
     first = router.answer()
     assert first is not None
     assert (first["rows"], first["next"]) == ([[1, [7], [-0.5]]], 1)
-    # It was not heard of for three steps; nobody waits for it, and nothing is lost.
+    # The reader sent no request for three steps; nothing waits for it, and nothing is lost.
     for token in (8, 9, 10):
         log.append(token % 2, [token], [-1.0])
         streams.serve()
@@ -87,7 +87,7 @@ def test_a_place_in_another_run_begins_at_the_start(router: Reader) -> None:
     assert (found["stream"], found["next"]) == (log.name, 1)
 
 
-def test_readers_are_told_of_the_end_and_ask_once_at_a_time(router: Reader) -> None:
+def test_readers_are_notified_of_the_end_and_have_one_request_at_a_time(router: Reader) -> None:
     streams = TokenStreams()
     log = streams.begin("op", streamed=True)
     streams.read(router.connection, router.question("one"))
@@ -99,7 +99,7 @@ def test_readers_are_told_of_the_end_and_ask_once_at_a_time(router: Reader) -> N
     assert router.answer() is None, "the former question of the same reader is void"
 
 
-def test_a_reader_that_asks_after_the_end_is_told_so_at_once(
+def test_a_request_after_the_end_is_answered_at_once(
     router: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_streams, "ENDED_MAX", 2)
@@ -111,7 +111,7 @@ def test_a_reader_that_asks_after_the_end_is_told_so_at_once(
     assert router.answer() == {"ended": True, "ask": "ask-late-3"}
     log = streams.begin("op", streamed=True)
     streams.read(router.connection, router.question("late", 3, "run"))
-    assert router.answer() is None, "it was begun anew"
+    assert router.answer() is None, "the generation has restarted"
     assert log is not None
     log.append(0, [7], [0.0])
     streams.serve()

@@ -144,7 +144,7 @@ def train_alike(rank: int, ranks: int, store: str, folder: str, statemanager: st
 
 
 def restore(rank: int, ranks: int, store: str, folder: str, statemanager: str) -> None:
-    """A checkpoint comes to either kind of optimizer, and training goes on alike."""
+    """Both kinds of optimizer load a checkpoint, and training continues identically."""
     join(rank, ranks, store)
     wanted = np.load(f"{folder}/wanted{rank}.npy", allow_pickle=True).item()
     both = [Rank(kind, rank, ranks, folder, statemanager, kind) for kind in ("device", "host")]
@@ -158,7 +158,7 @@ def restore(rank: int, ranks: int, store: str, folder: str, statemanager: str) -
         backward(each.made, part(arrays, rank, ranks), LOSS, len(arrays["lengths"]))
         step(each.made)
     assert contents(both[0].made) == contents(both[1].made) != wanted
-    # Without the optimizer's state its moments begin anew.
+    # Without the optimizer's state its moments start at zero.
     params = CheckpointParams(name="host", optimizer=False)
     both[1].snapshot(3)
     both[1].made.run(call(OperationKind.LOAD_CHECKPOINT, params, {}, job="j"))

@@ -1,4 +1,4 @@
-"""The ranks of one engine go on together after a sync in flight, or not at all.
+"""The ranks of one engine all continue after a sync in flight, or none does.
 
 Ranks are threads here, and what they pull from is replaced: no source fails for one rank alone when
 it is asked to.
@@ -54,7 +54,7 @@ PULLED = SimpleNamespace(
 
 @dataclass(eq=False)
 class Group:
-    """What the ranks say to each other."""
+    """Values that the ranks exchange."""
 
     said: dict[int, str] = field(default_factory=dict)
     met: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
@@ -108,7 +108,7 @@ class Rank(Idle):
     is_new: bool = False
 
     def step(self) -> list[Any]:
-        raise AssertionError("nobody steps during a sync")
+        raise AssertionError("no step runs during a sync")
 
     def stats(self) -> EngineStats:
         return cast("EngineStats", self)
@@ -167,7 +167,7 @@ def test_ranks_that_have_all_pulled_are_as_they_were(was_paused: bool) -> None:
     assert [rank.paused for rank in ranks] == [was_paused, was_paused]
 
 
-def test_ranks_that_are_all_refused_go_on_with_the_former_weights() -> None:
+def test_ranks_that_are_all_refused_continue_with_the_previous_weights() -> None:
     fault = StateLostError("the version is gone")
     ranks = pair(fault, fault)
     assert synced(*ranks) == [(fault, False), (fault, False)]
@@ -181,5 +181,5 @@ def test_no_token_is_drawn_while_ranks_have_weights_of_two_versions(is_torn: boo
     found = synced(*ranks)
     assert [type(error) for error, _ in found] == [SplitVersionError] * 2
     assert "its sources are gone" in str(found[1][0])
-    assert all(is_lost for _, is_lost in found), "so the workers begin anew"
+    assert all(is_lost for _, is_lost in found), "so the workers restart"
     assert all(rank.paused for rank in ranks)

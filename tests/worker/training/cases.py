@@ -69,7 +69,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the test, its deployment and its checkpoint."""
+        """Name of the test, its deployment and its checkpoint."""
         words = [self.backend, *self.layout.describe().split()]
         words += [] if self.model == QWEN2 else [str(self.model.architecture)]
         words += [f"{name}-{value}" for name, value in self.options]

@@ -142,7 +142,7 @@ def conform(rank: int, case: Case, folder: str, statemanager: str) -> None:
 
 
 class _FullTier:
-    """A StateManager's host tier without room."""
+    """A full host tier of a StateManager."""
 
     def borrow(self) -> Borrowed:
         raise StateTierFullError("full")
@@ -217,7 +217,7 @@ class _Run:
         return refusal
 
     def spoil_weights(self) -> tuple[Any, Any]:
-        """The errors of a step to weights that are not finite, and of a look at them after it."""
+        """The errors of a step to weights that are not finite, and of a check after it."""
         self._forward_backward(batch(5), LOSS)
         found = []
         check_weights: Callable[[], None] = self.backend.check_weights
@@ -259,7 +259,7 @@ class _Run:
         return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
 
     def refuse_a_step_without_room(self) -> None:
-        """A step that host memory has no room for leaves all as it was, clipped gradients too."""
+        """A step that does not fit host memory changes nothing, including clipped gradients."""
         host = self.backend.host_arena
         if host is None:
             return
@@ -273,7 +273,7 @@ class _Run:
             except StateTierFullError:
                 assert self._contents(*StatePart) == before
             else:
-                raise AssertionError("there was no room")
+                raise AssertionError("the step must not fit")
         host.lender = lender
         self._run(OperationKind.OPTIM_STEP, ADAM, {})
         assert self._contents(StatePart.PARAMETER) != before

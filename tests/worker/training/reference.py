@@ -33,7 +33,8 @@ def set_parameters(spec: ModelSpec, parameters: Tensors) -> Tensors:
 
 
 def logprobs_of(spec: ModelSpec, arrays: Arrays) -> tuple[torch.Tensor, Array]:
-    """Of a whole batch as one padded micro-batch: `[B, L]` with its graph, and packed `[T]`."""
+    """Logprobs of a whole batch as one padded micro-batch: `[B, L]` with its graph, packed
+    `[T]`."""
     (batch,) = micro_batches(arrays, 1)
     model = model_of(spec)
     logits = model(input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long()).logits

@@ -39,7 +39,7 @@ Records = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Records]]:
-    """Runs a case when it is first asked for."""
+    """Runs a case when it is first requested."""
     folder = tmp_path_factory.mktemp("conformance")
     daemon = daemon_in(folder, 256 << 20)
 

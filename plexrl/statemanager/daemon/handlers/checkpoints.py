@@ -177,19 +177,19 @@ def _find_same(
         CheckpointExistsError: another checkpoint has the name, and `overwrite` is not set.
     """
     jobs = caller.services.checkpoints
-    if jobs.is_under_way(target, stamps, request.asked_by):
+    if jobs.is_active(target, stamps, request.asked_by):
         return jobs.find(target)
     report = jobs.find(target)
-    is_under_way = report is not None and not report.state.is_final
+    is_active = report is not None and not report.state.is_final
     # A damaged checkpoint also occupies the name, and may be replaced.
     record = _record(target)
     if (
-        not is_under_way
+        not is_active
         and record is not None
         and (record.stamps, record.asked_by) == (stamps, request.asked_by)
     ):
         return _complete(caller, target, record)
-    if (target.exists() or is_under_way) and not request.overwrite:
+    if (target.exists() or is_active) and not request.overwrite:
         raise CheckpointExistsError(
             f"checkpoint {request.name!r} exists: choose another name or set overwrite"
         )

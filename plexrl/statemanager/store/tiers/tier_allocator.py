@@ -109,12 +109,7 @@ class TierAllocator:
             while True:
                 with catalog.lock:
                     candidates, members = eviction_candidates(catalog, superseded, self.next_use)
-                    host, nvme = (
-                        TierUsage(
-                            used_bytes=catalog.used_bytes[tier], bytes_max=catalog.bytes_max[tier]
-                        )
-                        for tier in (HOST, NVME)
-                    )
+                    host, nvme = self._usage(HOST), self._usage(NVME)
                     plan = plan_eviction(needed_bytes, candidates, host, nvme, needed_nvme_bytes)
                     if plan is None or plan.tier == NVME:
                         expendable = self.expendable_names()
@@ -124,9 +119,9 @@ class TierAllocator:
                     if plan is None or plan.tier == NVME:
                         copied = self._copied_versions()
                         copies = catalog.exclusive_bytes(copied, NVME)
-                        without = replace(nvme, used_bytes=nvme.used_bytes - copies)
+                        empty = replace(nvme, used_bytes=nvme.used_bytes - copies)
                         better = plan_eviction(
-                            needed_bytes, candidates, host, without, needed_nvme_bytes
+                            needed_bytes, candidates, host, empty, needed_nvme_bytes
                         )
                         if better is not None and (plan is None or better.tier == HOST):
                             # One at a time, so that no more copies are dropped than necessary.
@@ -144,6 +139,10 @@ class TierAllocator:
                 for name in plan.spill:
                     for member in members[name]:
                         self.spill(member)
+
+    def _usage(self, tier: TierName) -> TierUsage:
+        catalog = self._catalog
+        return TierUsage(used_bytes=catalog.used_bytes[tier], bytes_max=catalog.bytes_max[tier])
 
     def try_reserve(self, tier: TierName, nbytes: int) -> bool:
         """Reserve bytes in a tier if they are free; returns whether they were."""

@@ -18,7 +18,7 @@ from plexrl.statemanager.store.objects import StoredObject, Version
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, data_offset
 from plexrl.statemanager.store.versions.versions import Manifest, digest_of, padded
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.copy.mover import Mover, Placed
+from plexrl.statemanager.transfer.copy.mover import Mover, ObjectPlacement
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Lease:
         count = len(self._objects) - without_last
         whole = zip(self.manifest.sections, self._objects, strict=True)
         for section, found in islice(whole, count):
-            placed = Placed(memory, extents, section.start)
+            placed = ObjectPlacement(memory, extents, section.start)
             if self.tier == TierName.HOST:
                 assert found.pieces is not None, "the lease references it there"
                 self._mover.host_to_arena(found.pieces, placed)

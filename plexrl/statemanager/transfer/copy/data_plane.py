@@ -120,18 +120,18 @@ class DataPlane:
         Raises:
             OperationCancelledError: `cancelled` was set; running tasks have finished.
         """
-        under_way: set[Future[None]] = set()
+        running: set[Future[None]] = set()
         try:
             for task in tasks:
                 if cancelled is not None and cancelled.is_set():
                     raise OperationCancelledError("the move was cancelled for another one")
-                under_way.add(self._drivers.submit(task))
-                if len(under_way) >= self._queue_depth:
-                    done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                running.add(self._drivers.submit(task))
+                if len(running) >= self._queue_depth:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
                     _finish(done)
         finally:
-            wait(under_way)
-        _finish(under_way)
+            wait(running)
+        _finish(running)
 
     def close(self) -> None:
         """Finish the running tasks and end the threads."""
@@ -145,21 +145,21 @@ def split(runs: Sequence[Run], total: int, count: int) -> list[list[Run]]:
     """The runs' bytes in up to `count` shares of about equal size, in order."""
     size = -(-total // count // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
     shares: list[list[Run]] = [[]]
-    room = size
+    free = size
     for run in runs:
-        if run.nbytes <= room:
+        if run.nbytes <= free:
             shares[-1].append(run)
-            room -= run.nbytes
+            free -= run.nbytes
             continue
         done = 0
         while done < run.nbytes:
-            if room == 0:
+            if free == 0:
                 shares.append([])
-                room = size
-            nbytes = min(room, run.nbytes - done)
+                free = size
+            nbytes = min(free, run.nbytes - done)
             shares[-1].append(Run(run.offset + done, run.address + done, nbytes))
             done += nbytes
-            room -= nbytes
+            free -= nbytes
     return shares
 
 

@@ -1,10 +1,10 @@
-"""Bytes of objects between arena, host segments and NVMe; never through a buffer that need not be.
+"""Moves of objects' bytes between arenas, host segments and NVMe, without needless buffers.
 
-Laws:
+Invariants:
 
-- What is stored of an object is what its extents say, and zero elsewhere: segments are recycled,
-  and bytes of one tenant must not end up in another's version.
-- A block that comes from NVMe is verified before its bytes get anywhere else.
+- A stored object contains the bytes of its extents, and zeros elsewhere: segments are recycled, and
+  one tenant's bytes must not enter another's version.
+- A block from NVMe is verified before its bytes are copied further.
 """
 
 import ctypes
@@ -36,17 +36,17 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """An object's place in an arena."""
+class ObjectPlacement:
+    """Position of an object in an arena."""
 
     memory: DeviceMemory
     extents: ExtentMap
     start: int
-    """Of the object in the version's data."""
+    """Offset of the object in the version's data."""
 
 
 class Mover:
-    """Moves what its caller holds in place. Thread-safe."""
+    """Moves objects that its caller pins. Thread-safe."""
 
     def __init__(
         self, pool: HostPool, nvme: NvmeObjects, plane: DataPlane, faults: FaultPoints
@@ -56,31 +56,31 @@ class Mover:
         self._plane = plane
         self._faults = faults
 
-    def arena_to_host(self, placed: Placed, pieces: Sequence[Piece]) -> None:
-        """Fill `pieces` with an object's bytes. Raises what the arena's memory does."""
+    def arena_to_host(self, placement: ObjectPlacement, pieces: Sequence[Piece]) -> None:
+        """Fill `pieces` with an object's bytes. Raises as the arena's memory."""
         spans = self._spans(pieces)
-        _clear(placed, placed.start, spans)
-        self._plane.copy(_runs(placed, placed.start, spans), placed.memory.read)
+        _clear(placement, placement.start, spans)
+        self._plane.copy(_runs(placement, placement.start, spans), placement.memory.read)
 
-    def host_to_arena(self, pieces: Sequence[Piece], placed: Placed) -> None:
-        """Write an object's bytes to where they belong. Raises what the arena's memory does."""
-        runs = _runs(placed, placed.start, self._spans(pieces))
-        self._plane.copy(runs, placed.memory.write)
+    def host_to_arena(self, pieces: Sequence[Piece], placement: ObjectPlacement) -> None:
+        """Write an object's bytes to the arena. Raises as the arena's memory."""
+        runs = _runs(placement, placement.start, self._spans(pieces))
+        self._plane.copy(runs, placement.memory.write)
 
-    def arena_to_nvme(self, placed: Placed, found: StoredObject) -> bytes:
-        """Store an object; returns its digests. Raises as `NvmeObjects.write`, and what the arena's
-        memory does."""
+    def arena_to_nvme(self, placement: ObjectPlacement, found: StoredObject) -> bytes:
+        """Store an object; returns its checksums. Raises as `NvmeObjects.write` and the arena's
+        memory."""
 
         @contextmanager
         def block(start: int, nbytes: int) -> Iterator[Views]:
             with self._plane.buffer() as buffer:
-                self._fetch(placed, start, nbytes, buffer)
+                self._fetch(placement, start, nbytes, buffer)
                 yield [buffer.view[: padded(nbytes)]]
 
         return self._nvme.write(found.id, found.nbytes, block)
 
-    def nvme_to_arena(self, found: StoredObject, placed: Placed) -> None:
-        """Write an object's bytes to where they belong.
+    def nvme_to_arena(self, found: StoredObject, placement: ObjectPlacement) -> None:
+        """Write an object's bytes to the arena.
 
         Raises:
             CorruptStateError: a block is damaged; others may have been written.
@@ -92,13 +92,13 @@ class Mover:
                     count = padded(min(BLOCK_BYTES, found.nbytes - start))
                     reader.read_block(start, [buffer.view[:count]])
                     span = (buffer.address, count)
-                    placed.memory.write(_runs(placed, placed.start + start, [span]))
+                    placement.memory.write(_runs(placement, placement.start + start, [span]))
                 self._faults.reach("load.block")
 
             self._plane.pipeline(partial(load, start) for start in _blocks(found.nbytes))
 
     def host_to_nvme(self, found: StoredObject, cancelled: Event | None = None) -> bytes:
-        """Store an object that lies in host; returns its digests. Raises as `NvmeObjects.write`."""
+        """Store a host object on NVMe; returns its checksums. Raises as `NvmeObjects.write`."""
         pieces = found.pieces or ()
 
         @contextmanager
@@ -110,7 +110,7 @@ class Mover:
     def nvme_to_host(
         self, found: StoredObject, pieces: Sequence[Piece], cancelled: Event | None = None
     ) -> bytes:
-        """Fill `pieces` with an object that lies on NVMe; returns its digests.
+        """Fill `pieces` with an object on NVMe; returns its checksums.
 
         Raises:
             CorruptStateError: a block is damaged.
@@ -127,13 +127,13 @@ class Mover:
             self._plane.pipeline((partial(fetch, start) for start in blocks), cancelled)
             return reader.digests
 
-    def is_same(self, found: StoredObject, placed: Placed) -> bool:
-        """Whether an arena holds an object's very bytes.
+    def is_same(self, found: StoredObject, placement: ObjectPlacement) -> bool:
+        """Whether an arena holds the same bytes as an object.
 
-        Compared byte by byte with what lies in host; with what lies on NVMe only, by the digests.
+        The bytes are compared with the host tier, or the checksums if the object is only on NVMe.
 
         Raises:
-            CorruptStateError: it is on NVMe and damaged.
+            CorruptStateError: the object is on NVMe and damaged.
         """
         if found.pieces is None:
             with self._nvme.reading(found.id, found.nbytes) as reader:
@@ -145,20 +145,20 @@ class Mover:
         def compare(start: int) -> bool:
             nbytes = min(BLOCK_BYTES, found.nbytes - start)
             with self._plane.buffer() as buffer:
-                self._fetch(placed, start, nbytes, buffer)
+                self._fetch(placement, start, nbytes, buffer)
                 if not digests:
                     return self._equals(subrange(pieces, start, nbytes), buffer)
                 at = start // BLOCK_BYTES * DIGEST_BYTES
                 return digest([buffer.view], nbytes) == digests[at : at + DIGEST_BYTES]
 
-        # All of them are waited for: none may still look at the arena afterwards.
+        # Wait for all tasks: none may read the arena after the return.
         return all(list(self._plane.spread(compare, _blocks(found.nbytes))))
 
     def digests(self, found: StoredObject) -> bytes:
-        """An object's digests, from its header on NVMe or anew from host.
+        """An object's checksums, from its header on NVMe or computed from the host tier.
 
         Raises:
-            CorruptStateError: it is on NVMe and damaged.
+            CorruptStateError: the object is on NVMe and damaged.
         """
         if found.digests or not found.nbytes:
             return found.digests
@@ -176,10 +176,10 @@ class Mover:
         return made
 
     def read(self, found: StoredObject, start: int, target: memoryview) -> None:
-        """Fill `target` with an object's bytes from `start` on.
+        """Fill `target` with an object's bytes from offset `start` on.
 
         Raises:
-            CorruptStateError: they come from NVMe and are damaged.
+            CorruptStateError: the bytes are on NVMe and damaged.
         """
         if found.pieces is not None:
             done = 0
@@ -195,11 +195,11 @@ class Mover:
                 first, last = max(start, at), min(end, at + count)
                 target[first - start : last - start] = buffer.view[first - at : last - at]
 
-    def _fetch(self, placed: Placed, start: int, nbytes: int, buffer: Buffer) -> None:
-        """Bring a block of an object from its arena to a buffer, filled up with zeros to a page."""
+    def _fetch(self, placement: ObjectPlacement, start: int, nbytes: int, buffer: Buffer) -> None:
+        """Copy a block of an object from its arena to a buffer, padded with zeros to a page."""
         spans = [(buffer.address, padded(nbytes))]
-        _clear(placed, placed.start + start, spans)
-        placed.memory.read(_runs(placed, placed.start + start, spans))
+        _clear(placement, placement.start + start, spans)
+        placement.memory.read(_runs(placement, placement.start + start, spans))
 
     def _equals(self, pieces: Iterable[Piece], buffer: Buffer) -> bool:
         at = buffer.address
@@ -220,22 +220,22 @@ def _blocks(nbytes: int) -> range:
     return range(0, nbytes, BLOCK_BYTES)
 
 
-def _runs(placed: Placed, start: int, spans: Iterable[Span]) -> list[Run]:
-    """Where in the arena the bytes of `spans` belong, which hold the data from `start` on."""
+def _runs(placement: ObjectPlacement, start: int, spans: Iterable[Span]) -> list[Run]:
+    """Copies between the arena and `spans`, which hold the data from offset `start` on."""
     runs: list[Run] = []
     for address, nbytes in spans:
-        there = address - start
+        base = address - start
         runs += [
-            Run(arena_offset, there + begin, count)
-            for arena_offset, begin, count in placed.extents.overlaps(start, start + nbytes)
+            Run(arena_offset, base + begin, count)
+            for arena_offset, begin, count in placement.extents.overlaps(start, start + nbytes)
         ]
         start += nbytes
     return runs
 
 
-def _clear(placed: Placed, start: int, spans: Iterable[Span]) -> None:
-    """Zero what of `spans` no extent covers."""
+def _clear(placement: ObjectPlacement, start: int, spans: Iterable[Span]) -> None:
+    """Zero the parts of `spans` that no extent covers."""
     for address, nbytes in spans:
-        for begin, count in placed.extents.uncovered(start, start + nbytes):
+        for begin, count in placement.extents.uncovered(start, start + nbytes):
             ctypes.memset(address + begin - start, 0, count)
         start += nbytes

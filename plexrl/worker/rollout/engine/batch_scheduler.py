@@ -18,7 +18,7 @@ from plexrl.worker.rollout.engine.step_batch import Work
 from plexrl.worker.rollout.generation import Generation, Sample
 
 RUNNING_PER_SPARE_BLOCK = 8
-"""A sample is admitted only if one spare block remains for every so many running samples. Each of
+"""A sample is admitted only if one spare block remains for every 8 running samples. Each of
 them needs a block soon, and the work of a preempted sample is lost."""
 
 

@@ -48,9 +48,9 @@ class KvPool:
         self._pool = None
         self._by_block, self._by_token = [], []
 
-    def write(self, layer: int, place_T: torch.Tensor, new_TKD: torch.Tensor) -> None:
+    def write(self, layer: int, kv_index_T: torch.Tensor, new_TKD: torch.Tensor) -> None:
         """Store the keys and values of new tokens at positions block·S + offset."""
-        self._by_token[layer].index_copy_(1, place_T, new_TKD.transpose(0, 1))
+        self._by_token[layer].index_copy_(1, kv_index_T, new_TKD.transpose(0, 1))
 
     def gather(
         self, layer: int, table_NW: torch.Tensor, rows: int

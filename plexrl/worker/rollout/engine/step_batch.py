@@ -59,7 +59,7 @@ class StepBatch:
 
     token_T: torch.Tensor
     position_T: torch.Tensor
-    place_T: torch.Tensor
+    kv_index_T: torch.Tensor
     """Cache position of each token's key and value: block·S + offset."""
     groups: tuple[Group, ...]
     wanted: torch.Tensor | None
@@ -135,12 +135,12 @@ def build_batch(
     packed[1] = position_T
     block_T, offset_T = np.divmod(position_T, block_tokens)
     packed[2] = tables[slot_T, block_T] * block_tokens + offset_T
-    token_T, position, place_T = torch.from_numpy(packed).to(device).unbind()
+    token_T, position, kv_index_T = torch.from_numpy(packed).to(device).unbind()
     bounds = [*cuts, len(ends)]
     return StepBatch(
         token_T=token_T,
         position_T=position,
-        place_T=place_T,
+        kv_index_T=kv_index_T,
         groups=tuple(
             _group(work, first, last, ends, tables, block_tokens, device, dtype)
             for first, last in itertools.pairwise(bounds)
@@ -153,7 +153,7 @@ def advance(batch: StepBatch, token_T: torch.Tensor) -> None:
     """Advance a batch of one-token rows, in place, to their next tokens in the same blocks."""
     batch.token_T.copy_(token_T)
     batch.position_T.add_(1)
-    batch.place_T.add_(1)
+    batch.kv_index_T.add_(1)
     for group in batch.groups:
         position_N = batch.position_T[group.start : group.start + group.rows]
         group.mask_NQL[:, 0].scatter_(1, position_N[:, None], 0.0)

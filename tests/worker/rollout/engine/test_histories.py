@@ -76,7 +76,7 @@ class History:
     version: int = 0
     submitted: int = 0
     ended: list[Generation] = field(default_factory=list)
-    under_way: dict[str, Generation] = field(default_factory=dict)
+    running: dict[str, Generation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -110,16 +110,16 @@ class History:
             weights_seq=self.version,
         )
         self.submitted += 1
-        self.under_way[made.name] = made
+        self.running[made.name] = made
         self.engine.submit(made)
 
     def end(self, made: Generation) -> None:
         assert made.unfinished == 0
-        assert self.under_way.pop(made.name) is made
+        assert self.running.pop(made.name) is made
         self.ended.append(made)
 
     def happen(self) -> None:
-        names = sorted(self.under_way)
+        names = sorted(self.running)
         match self.chance.randrange(12):
             case 0 | 1 if self.submitted < 8:
                 self.submit()
@@ -156,7 +156,7 @@ def test_every_token_is_what_its_weights_draw_whatever_happened(seed: int) -> No
         for made in history.engine.step():
             history.end(made)
         history.engine.check_invariants()
-    assert not history.under_way
+    assert not history.running
     assert len(history.ended) == history.submitted
     for made in history.ended:
         check(made)

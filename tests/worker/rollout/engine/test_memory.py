@@ -127,7 +127,7 @@ def test_a_later_request_finds_the_beginning_of_its_prompt() -> None:
     engine.submit(first)
     while engine.has_work:
         engine.step()
-    # A conversation goes on: the prompt, what was answered to it, and something new.
+    # The next turn of a conversation: the prompt, the reply to it, and new text.
     turn = [*range(3, 16), *first.tokens[0].tolist(), 4, 5]
     second = generation("second", [turn], max_tokens=6)
     engine.submit(second)
@@ -137,12 +137,12 @@ def test_a_later_request_finds_the_beginning_of_its_prompt() -> None:
     assert engine.stats().tokens_computed - before == len(turn) - 16
     while engine.has_work:
         engine.step()
-    anew = generation("g", [turn], max_tokens=6)
-    run(anew)
-    assert tokens(second) == tokens(anew)
+    fresh = generation("g", [turn], max_tokens=6)
+    run(fresh)
+    assert tokens(second) == tokens(fresh)
 
 
-def test_memory_is_given_back_and_running_samples_go_on_as_if_not() -> None:
+def test_memory_is_freed_and_running_samples_continue_unchanged() -> None:
     undisturbed = generation("g", PROMPTS, 2, max_tokens=12)
     run(undisturbed)
     engine = Engine(MODEL, slots=8, sequence_tokens_max=40, block_tokens=4)

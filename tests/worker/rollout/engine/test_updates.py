@@ -1,4 +1,4 @@
-"""Pausing, interrupting and replacing the weights while samples are under way."""
+"""Pausing, interrupting and replacing the weights while samples run."""
 
 import copy
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_after_an_update_logprobs_are_those_of_a_fresh_model() -> None:
     assert engine.stats().tokens_recomputed > 0
 
 
-def test_a_kept_cache_serves_those_under_way_and_nobody_else() -> None:
+def test_only_running_samples_use_a_kept_cache() -> None:
     model = copy.deepcopy(OLD)
     engine = engine_on(model)
     made = generation()
@@ -114,7 +114,7 @@ def test_a_kept_cache_serves_those_under_way_and_nobody_else() -> None:
             assert np.allclose(found.logprobs[row], whole, atol=1e-4)
 
 
-def test_a_paused_engine_draws_nothing_and_goes_on_where_it_stopped() -> None:
+def test_a_paused_engine_draws_nothing_and_continues_after_resume() -> None:
     undisturbed = generation()
     engine = engine_on(OLD)
     engine.submit(undisturbed)

@@ -1,4 +1,4 @@
-"""Where vLLM is not installed, whoever asks for it is told how to install it."""
+"""Without vLLM, the error says how to install it."""
 
 import importlib.util
 import sys

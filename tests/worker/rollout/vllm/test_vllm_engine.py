@@ -104,7 +104,7 @@ def test_an_abort_returns_what_there_is(backend: Any) -> None:
     for _ in range(4):
         backend.step()
     backend.abort("g")
-    backend.abort("nobody")
+    backend.abort("unknown")
     found = finish(backend)
     assert set(found) == {"g", "other"}
     assert found["g"].arrays["finish"].tolist() == [2] * 6
@@ -128,7 +128,7 @@ def test_an_interrupt_takes_out_what_there_is_and_no_step_returns_it(backend: An
     assert finish(backend) == {}
 
 
-def test_a_paused_engine_draws_nothing_and_goes_on_where_it_stopped(backend: Any) -> None:
+def test_a_paused_engine_draws_nothing_and_continues_after_resume(backend: Any) -> None:
     wanted = generate(backend, 0, max_tokens=12).arrays["tokens"].tolist()
     backend.submit(call("g", 0, max_tokens=12), None)
     for _ in range(5):
@@ -147,7 +147,7 @@ def test_a_paused_engine_draws_nothing_and_goes_on_where_it_stopped(backend: Any
 
 
 def test_many_requests_over_few_slots_and_blocks_draw_as_alone(make: Make) -> None:
-    # Of 1024 bytes a token, in blocks of 32.
+    # A token takes 1024 bytes, a block 32 tokens.
     short = make(kv_cache_bytes=4 * 32 * 1024)
     write(short, MODEL)
     pulled(short)

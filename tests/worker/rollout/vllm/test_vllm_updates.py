@@ -29,7 +29,7 @@ pytestmark = MARKS
 
 OLD, NEW = trained("qwen2", 2), trained("qwen2", 5)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
-"""Of a logprob against `transformers` in the same dtype, on weights whose logits are of order 1."""
+"""Error of a logprob against `transformers` in the same dtype, for logits of order 1."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_no_weight_is_held_twice(make: Make) -> None:
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_rows_under_way_go_on_with_the_new_weights(make: Make, recompute_kv: bool) -> None:
+def test_running_rows_continue_with_the_new_weights(make: Make, recompute_kv: bool) -> None:
     backend = make()
     write(backend, OLD)
     pulled(backend)
@@ -97,7 +97,7 @@ def test_rows_under_way_go_on_with_the_new_weights(make: Make, recompute_kv: boo
     assert "segments" not in found["late"].result
 
 
-def test_an_offload_gives_the_caches_memory_back_and_rows_go_on_after_it(make: Make) -> None:
+def test_an_offload_frees_the_caches_memory_and_rows_continue_after_it(make: Make) -> None:
     backend = make()
     write(backend, OLD)
     pulled(backend)
@@ -119,7 +119,7 @@ def test_an_offload_gives_the_caches_memory_back_and_rows_go_on_after_it(make: M
 
 
 @pytest.fixture
-def under_way(make: Make) -> Any:
+def running(make: Make) -> Any:
     """A backend with old weights, paused in the middle of `g`."""
     backend = make()
     write(backend, OLD)
@@ -133,7 +133,7 @@ def under_way(make: Make) -> Any:
 
 
 def refused(backend: Any, match: str) -> None:
-    """The update is refused, what was under way ends as it was, and nothing new is taken on."""
+    """The update is refused, running rows end unchanged, and new ones are refused."""
     with pytest.raises(StaleWeightsError, match=match):
         pulled(backend)
     found = finish(backend)["g"]
@@ -151,26 +151,26 @@ def mended(backend: Any) -> None:
     assert largest_error(generate(backend, 0), NEW) < 1e-4
 
 
-def test_an_update_that_a_packed_copy_would_miss_is_refused(under_way: Any) -> None:
-    head = under_way.engine.model.lm_head
+def test_an_update_that_a_packed_copy_would_miss_is_refused(running: Any) -> None:
+    head = running.engine.model.lm_head
     # What vLLM does by itself to tied embeddings on CPUs, whose packed copy it keeps for good.
     gemm = importlib.import_module("vllm.model_executor.layers.utils")
     gemm.dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-    refused(under_way, "lm_head computes with a packed copy of its weight")
+    refused(running, "lm_head computes with a packed copy of its weight")
     head.cpu_linear = torch.nn.functional.linear
-    mended(under_way)
+    mended(running)
 
 
-def test_an_update_of_a_tensor_that_nobody_reads_is_refused(under_way: Any) -> None:
-    weight = under_way.engine.model.model.layers[0].self_attn.qkv_proj.weight
+def test_an_update_of_a_tensor_that_nobody_reads_is_refused(running: Any) -> None:
+    weight = running.engine.model.model.layers[0].self_attn.qkv_proj.weight
     shared = weight.data
     weight.data = shared.clone()
-    refused(under_way, "qkv_proj.weight is not the tensor that updates")
+    refused(running, "qkv_proj.weight is not the tensor that updates")
     weight.data = shared
-    mended(under_way)
+    mended(running)
 
 
-def test_a_kernel_that_computes_with_former_weights_is_refused(under_way: Any) -> None:
+def test_a_kernel_that_computes_with_previous_weights_is_refused(running: Any) -> None:
     former = OLD.model.layers[1].mlp.down_proj.weight.detach().clone()
 
     def compute(module: Any, inputs: Any, outputs: Any) -> Any:
@@ -178,18 +178,18 @@ def test_a_kernel_that_computes_with_former_weights_is_refused(under_way: Any) -
         return torch.nn.functional.linear(inputs[0], former), None
 
     # All tensors are right then; only what is computed is not.
-    hook = under_way.engine.model.model.layers[1].mlp.down_proj.register_forward_hook(compute)
-    refused(under_way, "logprobs are up to")
+    hook = running.engine.model.model.layers[1].mlp.down_proj.register_forward_hook(compute)
+    refused(running, "logprobs differ by up to")
     hook.remove()
-    mended(under_way)
+    mended(running)
 
 
-def test_weights_that_are_no_numbers_are_refused(under_way: Any) -> None:
-    piece = under_way.slices()[3]
-    view(under_way.arena, piece).fill_(float("nan"))
-    refused(under_way, "logprobs are up to nan")
-    write(under_way, NEW)
-    mended(under_way)
+def test_nan_weights_are_refused(running: Any) -> None:
+    piece = running.slices()[3]
+    view(running.arena, piece).fill_(float("nan"))
+    refused(running, "logprobs differ by up to nan")
+    write(running, NEW)
+    mended(running)
 
 
 def test_a_checkpoint_of_the_trainer_is_loaded(make: Make, checkpoints: Path) -> None:

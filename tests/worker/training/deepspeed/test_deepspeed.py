@@ -1,4 +1,4 @@
-"""What is DeepSpeed's own beside the conformance suite."""
+"""Properties of DeepSpeed that the conformance suite does not cover."""
 
 import sys
 from pathlib import Path
@@ -91,6 +91,6 @@ def test_cpu_adams_bits_do_not_depend_on_what_it_did_before(cpu_adam: CpuAdam) -
 def test_cpu_adam_outlives_a_worker_that_was_killed_while_it_compiled() -> None:
     context = mp.spawn(ranks.after_a_killed_compilation, join=False)  # type: ignore[no-untyped-call, attr-defined]
     try:
-        assert context.join(1500), "it waits for a lock that nobody holds"
+        assert context.join(1500), "it waits for a lock without a holder"
     finally:
         context.processes[0].kill()

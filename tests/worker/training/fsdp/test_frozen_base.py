@@ -48,14 +48,14 @@ def test_a_base_is_filled_again_from_the_same_files(base: FrozenBase, folder: Pa
         base.fill()
         assert base.home("w").tolist() == [1, 1, 1, 1]
         base.arena.detach()
-        (folder / "README.md").write_text("What lies beside the weights may change.")
+        (folder / "README.md").write_text("Other files of the directory may change.")
 
 
 def test_a_base_whose_files_were_replaced_is_refused(base: FrozenBase, folder: Path) -> None:
     base.keep_built(read(folder))
     write(folder, 2)
     base.fill()
-    assert base.home("w").tolist() == [1, 1, 1, 1], "what was built of them is still at hand"
+    assert base.home("w").tolist() == [1, 1, 1, 1], "the built weights are still available"
     base.forget_built()
     base.arena.detach()
     with pytest.raises(InvalidRequestError, match="have changed since"):

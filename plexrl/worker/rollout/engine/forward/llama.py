@@ -124,7 +124,7 @@ class _LlamaLayer:
         swapped = torch.cat((rotating[..., half:], rotating[..., :half]), dim=-1)
         rotating.mul_(cos_T1D).addcmul_(swapped, sin_T1D)
         query_TJD = all_TAD[:, : -2 * self.heads]
-        pool.write(index, batch.place_T, all_TAD[:, -2 * self.heads :])
+        pool.write(index, batch.kv_index_T, all_TAD[:, -2 * self.heads :])
         attended = [self._attend(index, query_TJD, group, pool) for group in batch.groups]
         joined = attended[0] if len(attended) == 1 else torch.cat(attended)
         self._add(hidden_TX, joined, self.out)

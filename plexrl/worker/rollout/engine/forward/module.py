@@ -34,7 +34,7 @@ class ModuleForward:
         token, position = batch.token_T[span], batch.position_T[span]
         if group.spread_NQ is not None:
             token, position = token[group.spread_NQ], position[group.spread_NQ]
-        self._cache.begin(pool, group, batch.place_T[span])
+        self._cache.begin(pool, group, batch.kv_index_T[span])
         output = self._decoder(
             input_ids=token.view(group.rows, group.width),
             position_ids=position.view(group.rows, group.width),
@@ -66,7 +66,7 @@ class _GroupLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         new = torch.cat((key_states, value_states), dim=1).transpose(1, 2).flatten(0, 1)
         if group.real is not None:
             new = new[group.real]
-        pool.write(self._index, self._cache.place, new)
+        pool.write(self._index, self._cache.kv_index, new)
         all_keys, all_values = pool.gather(self._index, group.table_NW, group.rows)
         return all_keys.transpose(0, 1), all_values.transpose(0, 1)
 
@@ -93,11 +93,11 @@ class _GroupCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     pool: KvPool
     group: Group
-    place: torch.Tensor
+    kv_index: torch.Tensor
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[_GroupLayer(self, index) for index in range(layers)])
 
-    def begin(self, pool: KvPool, group: Group, place: torch.Tensor) -> None:
+    def begin(self, pool: KvPool, group: Group, kv_index: torch.Tensor) -> None:
         """Set the next group."""
-        self.pool, self.group, self.place = pool, group, place
+        self.pool, self.group, self.kv_index = pool, group, kv_index

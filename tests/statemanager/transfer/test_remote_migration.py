@@ -21,7 +21,13 @@ from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
 from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, MakeShard, StartDaemon, wait_until
-from tests.statemanager.test_migration import NAME, check_loads, observer, offloaded, ranks_held
+from tests.statemanager.transfer.test_migration import (
+    NAME,
+    check_loads,
+    observer,
+    offloaded,
+    ranks_held,
+)
 from tests.statemanager.weight_sync import SERVING_TCP
 
 ELEMENTS = 3 * MIB
