@@ -129,7 +129,7 @@ def test_the_explanation_says_that_no_round_fits() -> None:
     submit(cluster, "a", trace(45.0, jitter_s=20.0))
     submit(cluster, "b", trace(45.0, jitter_s=20.0))
     told = cluster.core.explain_job("b", cluster.now)["deployments"][0]
-    assert "no turn left in their round" in str(told)
+    assert "too little time in their round" in str(told)
 
 
 @pytest.mark.parametrize(
