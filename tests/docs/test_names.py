@@ -20,6 +20,7 @@ EXTRAS = set(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 )
 PLACEHOLDER = re.compile(r"\[[^\]]*\]")
+FILE = re.compile(r"(?:python )?((?:benchmarks|deploy|examples|plexrl|scripts|tests)/[\w/.]+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
@@ -65,7 +66,7 @@ def test_names_in_running_text_exist(page: Path) -> None:
             wrong.append(f"{where} is not a target")
         elif text.startswith("--") and not set(OPTION.findall(text)) <= known:
             wrong.append(f"{where} is not an option")
-        elif found := re.match(r"(?:python )?((?:benchmarks|examples|plexrl)/[\w/.]+)", text):
+        elif found := FILE.match(text):
             path = found[1].rstrip("/.")
             if not (ROOT / path).exists():
                 wrong.append(f"{where} does not exist")
