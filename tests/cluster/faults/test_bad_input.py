@@ -84,7 +84,7 @@ def test_a_step_without_gradients_is_refused_and_changes_nothing(job: plexrl.Job
     actor.optim_step(learning_rate=1e-2).result()
     before = logprobs()
     # The moments of the earlier step would change the parameters.
-    with pytest.raises(errors.NoGradientsError, match="nothing has changed"):
+    with pytest.raises(errors.NoGradientsError, match="nothing was changed"):
         actor.optim_step(learning_rate=1e-2, weight_decay=0.1).result()
     actor.forward_backward(batch, plexrl.losses.grpo())
     actor.zero_grad()

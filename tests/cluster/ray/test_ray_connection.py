@@ -98,7 +98,7 @@ def test_a_server_other_than_ray_is_detected() -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        with pytest.raises(UnavailableError, match="not Ray"):
+        with pytest.raises(UnavailableError, match="not a Ray head"):
             connect(f"{host}:{port}", "test")
         answering.join()
 

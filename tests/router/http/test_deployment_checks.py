@@ -131,7 +131,7 @@ def test_a_cache_must_hold_at_least_one_sequence() -> None:
     half = {**fields, "dtype": "bfloat16", "kv_cache_bytes": least // 2}
     assert check_deployment(request("rollout", **half))[0].kv_cache_bytes == least // 2
     fields["kv_cache_bytes"] = least - 1
-    with pytest.raises(InvalidRequestError, match=rf"takes {least} bytes on each worker"):
+    with pytest.raises(InvalidRequestError, match=rf"needs {least} bytes on each worker"):
         check_deployment(request("rollout", **fields))
     with pytest.raises(InvalidRequestError, match="has no cache"):
         check_deployment(request(kv_cache_bytes=least))

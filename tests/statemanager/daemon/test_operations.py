@@ -416,7 +416,7 @@ def test_the_commands_name_missing_options(tmp_path: Path) -> None:
     assert "--listen, --host-dir" in nothing.exception.message
     wrong = CliRunner().invoke(app, ["statemanager", "--host-bytes", "lots"])
     assert wrong.exit_code == 2
-    assert "'lots' is no size" in wrong.output
+    assert "'lots' is not a size" in wrong.output
     key = str(tmp_path / "ticket.key")
     asked = ["statemanager-status", "--listen", "/nowhere", "--ticket-key-file", key]
     nobody = CliRunner().invoke(app, asked)
