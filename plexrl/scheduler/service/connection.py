@@ -419,7 +419,9 @@ class RouterCalls:
 
     def _check_operation(self, scope: Scope, operation: OperationId) -> None:
         if scope not in (None, self._core.tenant_of_operation(operation)):
-            raise UnknownOperationError(f"there is no operation {operation!r}, or not any more")
+            raise UnknownOperationError(
+                f"there is no operation {operation!r}, or it has left the history"
+            )
 
 
 class AgentCalls:

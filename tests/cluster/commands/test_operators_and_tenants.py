@@ -384,7 +384,7 @@ def test_an_unknown_node_or_tenant_is_refused_by_name(operator: plexrl.Cluster) 
 
 def test_an_ignored_option_or_an_invalid_value_is_refused() -> None:
     for words, expected in (
-        (("nodes", "--json", "drain", "node0"), "put --json behind drain"),
+        (("nodes", "--json", "drain", "node0"), "put --json after drain"),
         (("tenants", "set", "a", "--jobs-max", "x"), "give a number or none"),
         (("tenants", "set", "a"), "nothing to set"),
         (("usage", "--csv", "--json"), "choose one"),

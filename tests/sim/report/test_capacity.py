@@ -154,7 +154,7 @@ def test_prices_and_break_even_are_said_in_words() -> None:
         "break-even": "reserving a node pays if it is held for more than 50.0 % of the paid time",
     }
     dear = billed_of(Prices(reserved=3.0, on_demand=3.0)).scenario
-    assert "no node pays reserved" in dict(price_lines(dear))["break-even"]
+    assert "reserving never pays" in dict(price_lines(dear))["break-even"]
     assert price_lines(billed_of(Prices()).scenario) == []
 
 
