@@ -45,7 +45,7 @@ def find_operation(state: State, name: OperationId) -> Operation:
     operation = state.operations.get(name)
     is_known = operation is not None and owner_of(state, operation) is not None
     if operation is None or operation.is_forgotten or not is_known:
-        raise UnknownOperationError(f"there is no operation {name!r}, or it has left the history")
+        raise unknown_operation(name)
     return operation
 
 
@@ -61,3 +61,8 @@ def job_named(
     if deployment is not None and deployment in state.deployments:
         job = state.deployments[deployment].job
     return None if job is None else state.jobs.get(job)
+
+
+def unknown_operation(name: OperationId) -> UnknownOperationError:
+    """Also the answer about another tenant's operation, which must not show that it exists."""
+    return UnknownOperationError(f"there is no operation {name!r}, or it has left the history")
