@@ -163,7 +163,7 @@ def test_logprobs_may_be_off_by_rounding_and_no_more(dtype: torch.dtype) -> None
     allowed = {torch.float32: 2e-3, torch.bfloat16: 0.42}[dtype]
     check_logprobs(wanted + 0.99 * allowed, wanted, dtype)
     for wrong in (wanted - 1.01 * allowed, wanted * torch.nan):
-        with pytest.raises(StaleWeightsError, match="logprobs are up to"):
+        with pytest.raises(StaleWeightsError, match="logprobs differ by up to"):
             check_logprobs(wrong, wanted, dtype)
 
 
