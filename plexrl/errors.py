@@ -35,7 +35,7 @@
     ├── ExecutionError                 500  execution_failed
     │   ├── WorkerLostError            500  worker_lost
     │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
-    ├── ConnectionLostError            503  connection_lost   (no server was reached)
+    ├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
     │   └── NoAnswerError              504  no_answer         (a part did not answer in time)

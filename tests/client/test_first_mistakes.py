@@ -178,7 +178,7 @@ def test_an_invalid_sampling_parameter_is_refused_by_name(
         (lambda: UNCHECKED([[3, 4]], {"mask": [[1, [2]]]}), "not a list of numbers"),
         (lambda: UNCHECKED([[3, 4]], {"mask": [[1]]}), "row 0 has 1 values for 2 tokens"),
         (lambda: UNCHECKED([[3]]).with_values("weights", None), "None is not a list of rows"),
-        (lambda: UNCHECKED([[3]]).with_values(3, [[1] * 3, [1] * 2]), "are named 3: give a text"),
+        (lambda: UNCHECKED([[3]]).with_values(3, [[1] * 3, [1] * 2]), "are named 3: give a string"),
     ],
 )
 def test_rows_of_a_wrong_type_or_shape_are_refused_by_name(

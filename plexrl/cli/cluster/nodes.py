@@ -140,7 +140,7 @@ def undrain(
 def groups(
     url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
 ) -> None:
-    """Node groups: who holds each, what switching has cost (operator only)."""
+    """Node groups: which job holds each, time spent in switches (operator only)."""
     with open_cluster(url, api_key, data_dir) as cluster:
         found = cluster.groups()
     rows = [

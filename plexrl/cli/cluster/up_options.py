@@ -34,7 +34,7 @@ class Scheduling:
     journal: Annotated[
         str | None,
         typer.Option(
-            help="A path, or postgresql://user@host/name; a password only in the variable.",
+            help="A path, or postgresql://user@host/name; give a password only in PLEXRL_JOURNAL.",
             envvar=JOURNAL_VARIABLE,
         ),
     ] = None
@@ -78,7 +78,7 @@ class Durability:
     journal_bytes_max: Annotated[int | None, typer.Option(help="Largest journal in bytes.")] = None
     lease_s: Annotated[
         float | None,
-        typer.Option(help="Seconds of the scheduler's lease; then a standby leads."),
+        typer.Option(help="Seconds without renewal after which a standby scheduler takes over."),
     ] = None
 
 

@@ -36,7 +36,7 @@ KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("ki
 
 
 def usage(
-    by: Annotated[By, typer.Option(help="Key of the sums.")] = By.JOB,
+    by: Annotated[By, typer.Option(help="What to add up by.")] = By.JOB,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     url: Url = None,
     api_key: Key = None,

@@ -74,7 +74,7 @@ def _abandoned(holder: Plain) -> str:
     if holder["condition"] == "idle":
         what = (
             f"has run nothing for {seconds(holder['idle_s'])}; its controller is alive, so it "
-            "keeps its GPUs until it ends"
+            "keeps its GPUs until the job ends"
         )
     else:
         what = (
@@ -182,5 +182,5 @@ def _quality(quality: Plain) -> None:
     print_line(
         f"The {quality['estimates']} estimated starts of this cluster so far had a mean error of "
         f"{seconds(quality['mean_error_s'])} and a mean delay of "
-        f"{seconds(quality['mean_late_s'])}; {quality['slipped']} were missed by far."
+        f"{seconds(quality['mean_late_s'])}; {quality['slipped']} took over twice as long."
     )

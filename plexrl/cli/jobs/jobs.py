@@ -75,7 +75,7 @@ def jobs(
             print_line(f"{each['job']}: {each['reason']}")
     left_out = len(known) - len(found)
     if left_out and not every and not wanted:
-        warn(f"{left_out} more have ended: `plexrl jobs --all` shows them")
+        warn(f"{left_out} ended jobs are not shown: use `plexrl jobs --all`")
 
 
 def _states(given: list[str] | None) -> frozenset[str]:

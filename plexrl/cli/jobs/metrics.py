@@ -45,7 +45,7 @@ def metrics(
     job: JobArgument,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", "-m", help="Only these; `*` stands for anything: -m 'reward/*'."),
+        typer.Option("--metric", "-m", help="Only metrics of this pattern: -m 'reward/*'."),
     ] = None,
     last: Annotated[int, typer.Option(min=1, help="Number of newest rows.")] = 20,
     every: Annotated[bool, typer.Option("--all", help="All rows.")] = False,

@@ -14,7 +14,7 @@ _CLUSTER, _PRICES, _TRACE, _JOBS, _FAULTS, _ASKED, _RUNS = (
 Trace = Annotated[
     str,
     typer.Argument(
-        help="A file, bundled:NAME, or `published`: made-up jobs of the paper's three classes."
+        help="A file, bundled:NAME, or `published`: generated jobs of the paper's three classes."
     ),
 ]
 
@@ -48,7 +48,7 @@ class ClusterOptions:
     pool: Annotated[
         list[str] | None,
         typer.Option(
-            help="NODE_TYPE:NODES of each pool of a cluster of several, instead of "
+            help="NODE_TYPE:NODES of one pool; repeat for several node types; replaces "
             "--nodes; default: one pool.",
             rich_help_panel=_CLUSTER,
         ),
@@ -72,7 +72,7 @@ class PriceOptions:
         float | None,
         typer.Option(
             min=0.0,
-            help="Price of a GPU-hour, where no other price says more; default: the node type's.",
+            help="Price of a GPU-hour if no other price applies; default: the node type's.",
             rich_help_panel=_PRICES,
         ),
     ] = None
@@ -102,7 +102,7 @@ class PriceOptions:
     reserved_nodes: Annotated[
         int | None,
         typer.Option(
-            help="Nodes that are reserved beside on-demand ones; default: as many as cost least.",
+            help="Number of reserved nodes, the others on demand; default: the cheapest number.",
             rich_help_panel=_PRICES,
         ),
     ] = None
@@ -123,7 +123,7 @@ class TraceOptions:
         str | None,
         typer.Option(
             "--from",
-            help="Column layout of the trace (docs/traces.md); default: told by its header.",
+            help="Column layout of the trace (docs/traces.md); default: detected from the header.",
             rich_help_panel=_TRACE,
         ),
     ] = None
@@ -137,42 +137,40 @@ class TraceOptions:
         float | None,
         typer.Option(
             min=0.0,
-            help="Take the trace's first so many days; default: all, of `published` 90.",
+            help="Use only the first DAYS of the trace; default: all; `published`: 90.",
             rich_help_panel=_TRACE,
         ),
     ] = None
     compress: Annotated[
-        float, typer.Option(help="Let arrivals come so many times as fast.", rich_help_panel=_TRACE)
+        float, typer.Option(help="Factor by which arrivals are faster.", rich_help_panel=_TRACE)
     ] = 1.0
     backlog: Annotated[
         bool,
-        typer.Option(
-            "--backlog", help="Let all jobs be there at the start.", rich_help_panel=_TRACE
-        ),
+        typer.Option("--backlog", help="Submit all jobs at the start.", rich_help_panel=_TRACE),
     ] = False
     cap_days: Annotated[
         float | None,
         typer.Option(
-            help="Cut longer jobs to so many days; default: none is cut.", rich_help_panel=_TRACE
+            help="Shorten longer jobs to this many days; default: no limit.", rich_help_panel=_TRACE
         ),
     ] = None
     min_gpus: Annotated[
-        int, typer.Option(min=1, help="Leave jobs of fewer GPUs out.", rich_help_panel=_TRACE)
+        int, typer.Option(min=1, help="Leave out jobs with fewer GPUs.", rich_help_panel=_TRACE)
     ] = 1
     max_gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Leave jobs of more GPUs out; default: none.", rich_help_panel=_TRACE
+            min=1, help="Leave out jobs with more GPUs; default: keep all.", rich_help_panel=_TRACE
         ),
     ] = None
     min_duration: Annotated[
-        float, typer.Option(help="Leave jobs of fewer seconds out.", rich_help_panel=_TRACE)
+        float, typer.Option(help="Leave out jobs shorter than this.", rich_help_panel=_TRACE)
     ] = 0.0
     any_node_type: Annotated[
         bool,
         typer.Option(
             "--any-node-type",
-            help="Let jobs that ask for a kind of node run on any.",
+            help="Ignore the node type that jobs request.",
             rich_help_panel=_TRACE,
         ),
     ] = False
@@ -196,7 +194,7 @@ class JobOptions:
         float | None,
         typer.Option(
             min=0.0,
-            help="Scatter of cycles, a part: 0.15 is 15 %; default: the trace's.",
+            help="Random variation of cycles: 0.15 is 15 %; default: the trace's.",
             rich_help_panel=_JOBS,
         ),
     ] = None
@@ -212,7 +210,7 @@ class JobOptions:
         int,
         typer.Option(
             min=0,
-            help="Responses of a rollout, of which the longest ends it; 0: lognormal rollouts.",
+            help="Responses per rollout; the longest sets its length; 0: lognormal rollouts.",
             rich_help_panel=_JOBS,
         ),
     ] = 0
@@ -225,7 +223,7 @@ class JobOptions:
     tool_stalls: Annotated[
         str | None,
         typer.Option(
-            help="CHANCE:SECONDS[:SIGMA] of a rollout's wait for tools; default: none.",
+            help="PROBABILITY:MEAN_SECONDS[:SIGMA] of a wait for tools; default: none.",
             rich_help_panel=_JOBS,
         ),
     ] = None
@@ -233,7 +231,7 @@ class JobOptions:
         bool,
         typer.Option(
             "--cold",
-            help="Let no job declare its demand; the scheduler profiles each.",
+            help="Jobs declare no demand; the scheduler must measure each.",
             rich_help_panel=_JOBS,
         ),
     ] = False
@@ -266,7 +264,7 @@ class FaultOptions:
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Part (0 to 1) of lost nodes that come back with their host memory.",
+            help="Fraction (0 to 1) of failed nodes that keep the contents of host memory.",
             rich_help_panel=_FAULTS,
         ),
     ] = 1.0
@@ -286,7 +284,7 @@ class QuestionOptions:
     slo: Annotated[
         list[str] | None,
         typer.Option(
-            help="wait.p95<=2h, …: find the fewest nodes that keep it; may be repeated.",
+            help="wait.p95<=2h, …: find the fewest nodes that meet it; may be repeated.",
             rich_help_panel=_ASKED,
         ),
     ] = None
@@ -317,13 +315,13 @@ class RunOptions:
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of all that is drawn: same seed, same results.", rich_help_panel=_RUNS
+            help="Seed of all random draws: same seed, same results.", rich_help_panel=_RUNS
         ),
     ] = 0
     detail: Annotated[
         str,
         typer.Option(
-            help="burst (quick), or operation: each segment of a cycle is one.",
+            help="burst (fast): one operation per burst; operation: one per segment.",
             rich_help_panel=_RUNS,
         ),
     ] = "burst"
@@ -337,7 +335,7 @@ class RunOptions:
     ] = False
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs side by side; default: one a core.", rich_help_panel=_RUNS),
+        typer.Option(min=1, help="Parallel runs; default: one per core.", rich_help_panel=_RUNS),
     ] = None
     ray: Annotated[
         str | None,
@@ -356,7 +354,7 @@ class RunOptions:
     jobs_out: Annotated[
         Path | None,
         typer.Option(
-            help="File for a row a job (.csv, .csv.gz, .parquet); default: none.",
+            help="File with one row per job (.csv, .csv.gz, .parquet); default: none.",
             rich_help_panel=_RUNS,
         ),
     ] = None

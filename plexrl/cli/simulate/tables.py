@@ -111,7 +111,7 @@ def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) ->
     """Print notes on the table and the headlines."""
     if any(result.rollout_gpu_hours for _, result in runs):
         print_line(
-            "Drain and bound count training GPUs only; cost and GPU-h/cycle rollout GPUs as well."
+            "Drain and bound count training GPUs only; cost and GPU-h/cycle also rollout GPUs."
         )
     else:
         print_line("All figures count training GPUs only: the trace has no rollout GPUs.")

@@ -232,10 +232,10 @@ def generate(
         str | None, typer.Option(help="Trace to fit; default: the published profile.")
     ] = None,
     jobs_per_day: Annotated[
-        float, typer.Option(min=1e-3, help="For the published profile.")
+        float, typer.Option(min=1e-3, help="Jobs a day in the published profile.")
     ] = 12.0,
     profiles: Annotated[bool, typer.Option(help="Give jobs RL cycles.")] = True,
-    cap_days: Annotated[float, typer.Option(min=1e-3, help="Longest job in days.")] = 14.0,
+    cap_days: Annotated[float, typer.Option(min=1e-3, help="Cap on durations, in days.")] = 14.0,
     lengths: Annotated[
         int | None, typer.Option(min=1, help="Write response lengths of so many prompts instead.")
     ] = None,

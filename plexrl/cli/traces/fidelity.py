@@ -32,7 +32,7 @@ def fidelity(
     warm_up: Annotated[
         int, typer.Option(min=0, help="First cycles of each job that are not compared.")
     ] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of predictions by law.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the drawn predictions.")] = 5,
     as_json: Json = False,
 ) -> None:
     """Replay a live cluster's history, and compare predicted with measured cycle times."""

@@ -35,7 +35,7 @@ class Cluster:
     """A cluster as one API key sees it. Thread-safe."""
 
     def __init__(self, transport: Transport, local: "EmbeddedCluster | None" = None) -> None:
-        """`local` is this process's share in a cluster that was found by its data directory."""
+        """`local` is this process's use of a cluster that was found by its data directory."""
         self._transport = transport
         self._local = local
         self._former_jobs: list[Plain] | None = None

@@ -53,7 +53,7 @@ class Job:
             for each in view.get("deployments", ())
             if each.get("waiting_gradients")
         }
-        """Number of `forward_backward`s without a step at attachment, by deployment."""
+        """By deployment: the `forward_backward` calls since its last step, at the attachment."""
         self._control = transport.controller or Controller()
         self._control.receive_failure(view.get("failure"), self._control.acknowledged_count)
         self.left = threading.Event()

@@ -121,7 +121,7 @@ def warn_of_former_jobs(transport: Transport, jobs: list[dict[str, Any]], *, is_
     location = transport.location
     for job in former[-FORMER_JOBS_MAX:]:
         LOG.warning(
-            "job %s of a former script has not ended;\nits GPUs go to jobs that wait for GPUs\n"
+            "job %s of a former script has not ended;\njobs that wait can take its GPUs\n"
             "  resume it: %s\n  cancel it: plexrl cancel %s --data-dir %s",
             *(job["job"], location.attach_line(job["job"]), shlex.quote(job["job"])),
             shlex.quote(str(location.data_dir)),

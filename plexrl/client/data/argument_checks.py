@@ -100,4 +100,4 @@ def plain_value(value: object) -> bool | int | float:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise InvalidRequestError(f"{short(value)} cannot be sent: give a number, a text or a bool")
+    raise InvalidRequestError(f"{short(value)} cannot be sent: give a number, a string or a bool")

@@ -229,7 +229,7 @@ class Batch:
         import numpy as np
 
         if not isinstance(name, str):
-            raise BatchShapeError(f"per-token values are named {short(name)}: give a text")
+            raise BatchShapeError(f"per-token values are named {short(name)}: give a string")
         found = [value_row(name, row, index) for index, row in enumerate(rows_of(name, rows))]
         self._check(name, [len(row) for row in found])
         packed: npt.NDArray[np.float32] = pack(found, np.float32)

@@ -17,7 +17,7 @@ class Segment:
     duration_s: float
     """Length, in seconds."""
     slack_s: float = 0.0
-    """Delay, in seconds, that does not lengthen the cycle."""
+    """Seconds by which the segment may start late without lengthening the cycle."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def read_rows(rows: Iterable[Mapping[str, Any]]) -> list[Plain]:
 def _key(name: object) -> str:
     if isinstance(name, str):
         return name
-    raise InvalidRequestError(f"a metric's name is {short(name)}: give a text")
+    raise InvalidRequestError(f"a metric's name is {short(name)}: give a string")
 
 
 def _number(name: object, value: Any) -> float | str:

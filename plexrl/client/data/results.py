@@ -207,7 +207,7 @@ class LoadedCheckpoint(TypedDict):
 
 
 Decoder = Callable[[Mapping[str, Any], "Arrays"], Any]
-"""Converts the small result and the arrays of a response to what the caller gets."""
+"""Builds a result object from the JSON values and the arrays of a response."""
 
 
 def generate_decoder(samples_per_prompt: int) -> Decoder:

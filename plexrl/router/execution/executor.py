@@ -1,4 +1,4 @@
-"""Executes what the scheduler admits: split, send to every rank, gather, store, report."""
+"""Runs the operations that the scheduler admits: splits, sends, gathers, stores, reports."""
 
 import asyncio
 import json

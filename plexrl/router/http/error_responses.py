@@ -57,7 +57,7 @@ def public_error(error: PlexRLError) -> PlexRLError:
         return error
     message = (
         f"the cluster cannot accept this now ({error.code}); nothing was changed. The same request "
-        "succeeds once the operator has mended the cause: `plexrl status` and the scheduler's log "
+        "succeeds once the operator has fixed the cause: `plexrl status` and the scheduler's log "
         "show it"
     )
     kept = {name: value for name, value in error.details.items() if name == "retry_after_s"}

@@ -230,7 +230,7 @@ class DeploymentRequest(_Strict):
 
 
 class ErrorBody(BaseModel):
-    """What is wrong, where, and how to mend it."""
+    """What is wrong, where, and how to fix it."""
 
     code: str
     message: str

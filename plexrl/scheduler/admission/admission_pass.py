@@ -1,7 +1,7 @@
 """One admission pass: considers waiting deployments in the order of `order`, and places them.
 
-Not all waiting deployments are considered. Of a queue only the head is, and the next one once the
-head is placed. Of an index of heads only those that may fit are, one after the other
+A pass skips most waiting deployments. It considers the head of a queue, and the next one once the
+head is placed. In an index of heads it considers only those that may fit, one after the other
 (`queues.waiting`). All queues of one owner with the same sizes stay closed until the owner is
 reached, so owners that are not reached cost little. If deployments must not be passed, the first of
 each group of equal blocking requests stands for all of them.
@@ -50,7 +50,7 @@ class _Closed(NamedTuple):
     sizes: Sizes
     owner: Owner
     first: tuple[float, float, DeploymentId]
-    """The end of the lowest key among them, whether or not that deployment may fit."""
+    """The last three criteria of the lowest key among them; that deployment may not fit."""
 
 
 class _IndexId(NamedTuple):
@@ -103,7 +103,7 @@ class AdmissionPass:
         """Requests that no deployment behind them may pass."""
         self._failed: set[tuple[object, ...]] = set()
         self._gang_searches = 0
-        """Gangs for which a search failed."""
+        """Number of gangs whose search failed in this pass."""
         self._shares: dict[TenantId, float] = {}
         self._placed: list[Deployment] = []
 
@@ -190,7 +190,7 @@ class AdmissionPass:
     def _first_blocking(
         self, queues: "Mapping[float, Queue]"
     ) -> tuple[float, float, DeploymentId] | None:
-        """The end of the lowest key of those that have waited long enough to block others, whether
+        """The last three criteria of the lowest key of those that have waited long enough, whether
         or not they could ever get GPUs."""
         first = self._earliest([(expected_s, queue[0]) for expected_s, queue in queues.items()])
         if first is None or not self._context.policy.backfills or first[0] == -math.inf:
@@ -200,7 +200,7 @@ class AdmissionPass:
     def _earliest(
         self, firsts: Sequence[tuple[float, tuple[float, DeploymentId]]]
     ) -> tuple[float, float, DeploymentId] | None:
-        """The end of the lowest key of one owner, given the first of each expected length."""
+        """The last three criteria of one owner's lowest key, given the first of each length."""
         found = None
         for expected_s, (created_at, name) in firsts:
             ratio = waiting_ratio(self._context, created_at, expected_s, self._now)

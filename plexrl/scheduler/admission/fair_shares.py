@@ -1,6 +1,6 @@
 """The tenants' shares of the cluster: the tenant with the least share gets GPUs next.
 
-A share is (GPU-seconds held, decaying with `HALF_LIFE_S`, plus GPUs held at present times
+A share is (GPU-seconds held, decayed with half-life `HALF_LIFE_S`, plus GPUs held now times
 `HELD_NOW_S`) divided by the tenant's weight. While all tenants have a backlog, each gets
 GPU-seconds in proportion to its weight, for jobs much shorter than the half-life. The second term
 distributes GPUs that become free at the same time.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def is_scarce(context: "Context", deployment: "Deployment") -> bool:
     """Whether another eligible deployment needs more GPUs than are free; if `deployment` has none
-    yet, than would be free after it got a group of its own."""
+    yet, more than would be free after it got a group of its own."""
     taken = deployment.workers if deployment.group is None else 0
     waiting, node_type, pool = context.waiting, deployment.node_type, context.inventory.pool
     for size, tenants in waiting.pending_by_tenant.items():

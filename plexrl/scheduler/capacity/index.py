@@ -78,7 +78,7 @@ class ShapeTable:
         self._slots: list[GroupSlots | None] = []
         self.versions = np.zeros(0, dtype=np.int64)
         self.serial = np.zeros(0, dtype=np.int64)
-        """The group's number, which breaks ties; rows depend on history."""
+        """The group's number; it breaks ties, because row numbers depend on history."""
         self.load = np.zeros(0)
         """Sum of the residents' duties."""
         self.host_bytes_free = np.zeros(0, dtype=np.int64)

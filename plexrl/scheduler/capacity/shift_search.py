@@ -44,7 +44,7 @@ class ShiftSearch:
     footprint: Footprint
     """The job's footprint at shift 0."""
     start_slot: int
-    """The slot of the present; a shift of 0 starts the first cycle there."""
+    """The slot of the current time; a shift of 0 starts the first cycle there."""
     margin_slots: int
     """Busy slots nearer than this to a segment count as interference, because cycles jitter."""
     interference_weight: float
@@ -63,9 +63,9 @@ class Fit(NamedTuple):
     """Seconds of a cycle in which residents are busy too, summed over residents; time with slack
     counts a quarter. 0 for a strict fit."""
     interference_s: float
-    """Overlap including the margin, weighted by what is overlapped."""
+    """As `overlap_s`, with each segment extended by the margin on both sides."""
     cost: float
-    """δ + λ · interference, without the setup."""
+    """δ + λ · interference; `placement.fitting` adds the time to spill to NVMe."""
 
 
 class PeriodProfiles:
@@ -85,9 +85,9 @@ class PeriodProfiles:
         versions: NDArray[np.int64],
         intervals: Callable[[int], Sequence[NDArray[np.int64]]],
     ) -> None:
-        """Fold the rows again that changed since the last fold.
+        """Fold again the rows that changed since the last fold.
 
-        `versions[row]` changes with the residents of the row; `intervals(row)` rewhole_periods the
+        `versions[row]` changes with the residents of the row; `intervals(row)` returns the
         intervals of their footprints.
         """
         if len(self._rows) < len(versions):

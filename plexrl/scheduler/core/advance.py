@@ -23,7 +23,7 @@ from plexrl.scheduler.state.records import State
 from plexrl.scheduler.state.timers import Subject, TimerKind
 
 EVENT: Final = "event"
-"""The step that is the event itself."""
+"""Name of the step that handles the event itself."""
 
 GIVING_WAY: Final = "giving way"
 PLACEMENT: Final = "placement"
@@ -67,7 +67,7 @@ class _Steps:
         return f"{self._kind} {self._subject}".rstrip()
 
     def begin(self, kind: str, subject: str = "") -> bool:
-        """Whether the step that comes next is to be done.
+        """Name and count the next step. False: it must be skipped.
 
         Raises:
             EndlessStepsError: there were too many; `current` is the step that was most frequent.

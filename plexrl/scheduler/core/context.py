@@ -43,7 +43,7 @@ class Context:
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
     history: int = field(init=False)
-    """From the configuration, as `ended_jobs`; every event reads both."""
+    """Copied from the configuration, like `ended_jobs`, because every event reads both."""
     ended_jobs: int = field(init=False)
     profiler: ProfilerConfig = field(init=False)
     inventory: Inventory = field(init=False)

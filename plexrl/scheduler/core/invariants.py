@@ -34,7 +34,7 @@ def check(context: Context) -> None:
 
 
 def _check_in_flight(context: Context) -> None:
-    """The counts that limits use equal the operations that exist."""
+    """Check that the counts used by limits equal the operations that exist."""
     state = context.state
     counted: dict[str, list[int]] = {}
     for operation in state.operations.values():
@@ -84,7 +84,7 @@ def _check_deployment(context: Context, deployment: Deployment) -> None:
 
 
 def _check_replay_log(state: State, deployment: Deployment, *, is_placed: bool) -> None:
-    """What a recovery would repeat leads to the present state."""
+    """Check that what a recovery would repeat leads to the present state."""
     name, replay = deployment.deployment, deployment.replay
     assert replay.durable_seq <= replay.completed_seq, f"{name}: durable is ahead"
     seqs = [state.operations[logged].seq for logged in replay.log]

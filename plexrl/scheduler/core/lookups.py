@@ -17,7 +17,7 @@ def find_job(state: State, name: JobId) -> Job:
     """Raises `UnknownJobError`."""
     job = state.jobs.get(name)
     if job is None:
-        raise UnknownJobError(f"there is no job {name!r}")
+        raise unknown_job(name)
     return job
 
 
@@ -36,7 +36,7 @@ def find_deployment(state: State, name: DeploymentId) -> Deployment:
     """Raises `UnknownDeploymentError`."""
     deployment = state.deployments.get(name)
     if deployment is None:
-        raise UnknownDeploymentError(f"there is no deployment {name!r}")
+        raise unknown_deployment(name)
     return deployment
 
 
@@ -63,6 +63,19 @@ def job_named(
     return None if job is None else state.jobs.get(job)
 
 
+# The same errors answer for another tenant's objects: they must not show that one exists.
+
+
+def unknown_job(name: JobId) -> UnknownJobError:
+    """The error for a job that does not exist or belongs to another tenant."""
+    return UnknownJobError(f"there is no job {name!r}")
+
+
+def unknown_deployment(name: DeploymentId) -> UnknownDeploymentError:
+    """The error for a deployment that does not exist or belongs to another tenant."""
+    return UnknownDeploymentError(f"there is no deployment {name!r}")
+
+
 def unknown_operation(name: OperationId) -> UnknownOperationError:
-    """Also the answer about another tenant's operation, which must not show that it exists."""
+    """The error for an operation that is not there or belongs to another tenant."""
     return UnknownOperationError(f"there is no operation {name!r}, or it has left the history")

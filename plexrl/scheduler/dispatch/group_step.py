@@ -228,7 +228,7 @@ def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
 def _may_be_relieved(
     context: Context, group: Group, holder: Deployment, waiting: Sequence[Deployment], now: float
 ) -> bool:
-    """Whether one of `waiting` may take the lock from an idle `holder`."""
+    """Whether one of `waiting` may take the lock now. It may restart the burst or set a timer."""
     ordering = context.ordering
     if wants_the_group(context, holder, now):
         if _first(context, group, [holder, *waiting], now) is not holder:
@@ -426,7 +426,7 @@ def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now
         if now - idle_since > _gap_s_max(context, holder):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
-            # An operation that was queued before does not measure its controller's pause.
+            # An operation queued before the pause says nothing about the controller's pauses.
             holder.estimates.observe_gap(now - idle_since)
     _observe_pause(context, holder, head)
     holder.burst.serve(head.tokens, now)
@@ -435,7 +435,7 @@ def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now
 def _observe_pause(context: Context, holder: Deployment, head: Operation) -> None:
     """Measure the pause before `head`, if it is the first operation of a burst.
 
-    A pause shorter than a switch away and back was a gap inside a burst, which the switch split
+    A pause shorter than an offload and a load counts as a gap inside one burst: a switch split it
     because the controller's usual gap was unknown.
     """
     ended_at = holder.burst.ended_at

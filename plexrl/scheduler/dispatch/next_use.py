@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from plexrl.scheduler.state.records import Deployment
 
 OVERDUE_PART = 0.5
-"""A late member is still expected until this part of its usual pause has passed on top of it."""
+"""A late member is expected until it is late by more than this part of its usual pause."""
 
 EXPECTED_PAUSES = 2.0
-"""An idle group is prepared for a member until this many of its usual pauses have passed."""
+"""An idle group switches ahead for a member until this many usual pauses after its last burst."""
 
 
 def next_use_s(member: "Deployment", now: float) -> float | None:

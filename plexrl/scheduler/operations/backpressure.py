@@ -76,7 +76,7 @@ def taken_in(state: State, deployment: Deployment, operation: Operation) -> None
 
 
 def ended(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
-    """Discount an operation that has ended."""
+    """Remove an ended operation from the counts."""
     operation.is_counted = False
     _note_end(deployment.in_flight, operation, now)
     _note_end(_of_tenant(state, deployment), operation, now)

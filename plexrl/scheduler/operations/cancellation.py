@@ -1,6 +1,6 @@
 """Cancellation and deadlines of operations.
 
-An operation that has not started never runs. A running generation is stopped and returns its tokens
+A cancelled operation in a queue never runs. A running generation is stopped and returns its tokens
 so far, which changes no state. Other running operations are finished, because stopping one would
 lose the WPG's state.
 """

@@ -99,7 +99,7 @@ def job_failure(state: State, job: Job) -> Failure | None:
 
 
 def root_of(operation: Operation) -> OperationId:
-    """The operation whose failure made this one fail, or this one."""
+    """The operation whose failure made this one fail; itself if there is no other."""
     if operation.error_json is None:
         return operation.operation
     error = msgspec.json.decode(operation.error_json, type=dict[str, Any])

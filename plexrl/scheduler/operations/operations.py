@@ -28,7 +28,7 @@ from plexrl.scheduler.state.records import Deployment, Group
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
-"""Part of the ids of the scheduler's own operations, and of no others."""
+"""Only ids of the scheduler's own operations contain it."""
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """The scheduler's own operations that move state; they do not count as a job's demand."""
@@ -46,7 +46,7 @@ _MISSED: Final = MUTATING | {OperationKind.SAVE_CHECKPOINT}
 _OPENINGS: dict[OperationKind, str] = {
     kind: f"{OWN_MARK}{kind}." for kind in OperationKind if kind in MOVES
 }
-"""Middle parts of the ids of moves, after the deployment's id."""
+"""Middle part of a move's id, by kind: between the deployment's id and a number."""
 
 
 def enqueue(
@@ -251,7 +251,7 @@ def complete(
     now: float,
 ) -> None:
     """Record a completed user operation or publish, and keep what a recovery needs. A step that
-    dropped its gradients is completed, and has failed."""
+    dropped its gradients completes, but its state is FAILED."""
     if deployment.kind != "rollout":
         _note_run(context, deployment, operation, now)
     operation.result = event.result

@@ -106,8 +106,8 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
                 restart(context, deployment, error.message, now, counts=False)
                 return
             reason = (
-                f"the state of {deployment.deployment!r} cannot be had, nor computed anew from "
-                f"what was kept: {error.message}"
+                f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
+                f"the operations that were kept: {error.message}"
             )
             end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):

@@ -19,7 +19,7 @@ def retire_log(context: Context, deployment: Deployment, former_seq: int) -> Non
     """The durable version includes the replay log: a recovery needs the log only if that version is
     damaged or lost, so the log is kept as far as the bounds allow.
 
-    `former_seq` is the durable version before. Where the bounds do not allow more, it is the
+    `former_seq` is the previous durable version. If the bounds allow no more, it is the
     earlier version from which the newest can be computed again.
     """
     replay = deployment.replay
@@ -44,7 +44,7 @@ def retire_log(context: Context, deployment: Deployment, former_seq: int) -> Non
 
 
 def forget_previous(context: Context, deployment: Deployment) -> None:
-    """The StateManagers that hold the durable version do not have the earlier one."""
+    """Forget the earlier version: nodes that hold the durable one do not have it."""
     if not deployment.replay.past_is_whole:
         drop_past(context, deployment)
     deployment.replay.forget_previous()

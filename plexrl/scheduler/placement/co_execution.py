@@ -5,7 +5,7 @@ Each member of a group runs once in a round. A round is as long as the longest c
 so the member with that cycle loses nothing, and members with shorter cycles wait for the round to
 end. RollMux plans for the worst case of a phase. Here a member's share of the round is the busy
 time of its cycle, increased by the relative jitter, plus the switch to it and back. A group is
-feasible if all shares fit into the round. Its cost is the total_stretch of the members' cycles. Of
+feasible if all shares fit into the round. Its cost is the total stretch of the members' cycles. Of
 the groups whose residents all fit into host memory (the *residency constraint*) the cheapest is
 chosen.
 """
@@ -56,7 +56,7 @@ def round_share(context: "Context", deployment: "Deployment", group: "Group") ->
 
 
 def added_stretch(context: "Context", group: "Group", deployment: "Deployment") -> float | None:
-    """The increase of the total_stretch, summed over all members, if the deployment joined `group`.
+    """How much the members' total stretch would grow if the deployment joined `group`.
 
     None if the shares would not fit, or a member would wait more than the service level allows.
     """

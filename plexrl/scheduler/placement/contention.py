@@ -11,8 +11,8 @@ distribution, each equally often, in fixed shuffled orders.
 A prediction depends on the set of residents only, not on their order. It costs 2 to 3 µs a burst,
 so 1 to 2 ms for almost any number of residents.
 
-With the slack guard plans do matter: they decide who has exclusive slots, and they follow each
-member to where it runs. The module therefore lays plans on the same ring as the scheduler does.
+With the slack guard, plans matter: they decide who has exclusive slots, and they move when their
+member leaves them. The module therefore lays plans on the same ring as the scheduler does.
 Some sets of residents have several stable phase patterns, and the start decides which one they
 reach; the members start evenly spaced.
 

@@ -55,7 +55,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         if missing and deployment.is_ready:
             # An idle WPG cannot have caused the loss, so it does not count as a failure.
             was_at_work = bool(deployment.running) or deployment.moving is not None
-            why = f"node {event.node!r} came back without it"
+            why = f"node {event.node!r} came back without its workers"
             restart(context, deployment, why, now, counts=was_at_work)
         elif missing or not deployment.is_ready:
             send_launch(context, deployment)

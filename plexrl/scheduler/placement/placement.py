@@ -159,14 +159,14 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
 
 
 def release_lock(context: Context, deployment: Deployment) -> None:
-    """Take away whatever part a placed WPG has in its group's lock."""
+    """Free the group's lock if the WPG holds it; end the switch if it is the incoming one."""
     group = context.state.groups[_placed(deployment)]
     withdraw(group, deployment.deployment)
     context.touch(group.group)
 
 
 def vacate(context: Context, deployment: Deployment, now: float) -> None:
-    """Take a WPG, whose processes are stopped, off its group; the caller gives its next state."""
+    """Take a WPG with stopped processes off its group; the caller sets its next state."""
     release_lock(context, deployment)
     leave(context, deployment, now)
     lose_processes(deployment)

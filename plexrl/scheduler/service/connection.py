@@ -18,7 +18,6 @@ from plexrl.errors import (
     PlexRLError,
     UnavailableError,
     UnknownDeploymentError,
-    UnknownJobError,
     UnknownOperationError,
 )
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
@@ -411,11 +410,11 @@ class RouterCalls:
 
     def _check_job(self, scope: Scope, job: JobId) -> None:
         if scope not in (None, self._core.tenant_of_job(job)):
-            raise UnknownJobError(f"there is no job {job!r}")
+            raise unknown_job(job)
 
     def _check_deployment(self, scope: Scope, deployment: DeploymentId) -> None:
         if scope not in (None, self._core.tenant_of_deployment(deployment)):
-            raise UnknownDeploymentError(f"there is no deployment {deployment!r}")
+            raise unknown_deployment(deployment)
 
     def _check_operation(self, scope: Scope, operation: OperationId) -> None:
         if scope not in (None, self._core.tenant_of_operation(operation)):

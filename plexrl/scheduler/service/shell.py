@@ -6,7 +6,7 @@ in every replay, because the core is deterministic. Calling the core first would
 changes whenever the journal cannot be written.
 
 Events that arrive during a transaction share the next one. While the journal cannot be written
-because it is full or its database does not fault_error, the shell *holds*: it refuses requests with
+because it is full or its database does not answer, the shell *holds*: it refuses requests with
 the reason and `retry_after_s`, keeps reports in order, and retries the journal until it succeeds.
 The first event afterwards is `ServiceResumed`, because no peer could reach the core meanwhile. The
 same event follows a suspension of the process.

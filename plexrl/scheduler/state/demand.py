@@ -27,11 +27,11 @@ INTERVALS_MAX = 50_000
 """Maximum of one footprint; a cycle with more is planned as one block too."""
 
 TURNS_MAX = 16
-"""Kept of one demand, of 4 kB at most each: two a segment."""
+"""Maximum entries of the cache `Footprint.turns`; an entry takes at most 4 kB."""
 
 TINY_PART = 1e-5
-"""Of a slot's parts. Nearer than this to an edge, which side of it a sum of floats falls on may
-depend on the order it was summed in."""
+"""In k-th parts of a slot (`period_mask`). An edge nearer than this to a whole number is uncertain:
+the side on which it falls may depend on the order in which floats were summed."""
 
 SLOT_PARTS = 1 << 20
 """Offsets and durations of a footprint are whole numbers of these parts of a slot: a microsecond. A
@@ -154,12 +154,12 @@ class Footprint:
         return repeated(bits, turn, self.horizon_slots // turn)
 
     def period_mask(self) -> tuple[int, int]:
-        """(bits, slots): what `busy` is in so many slots, which the ring is a repetition of.
+        """(bits, slots): the pattern that the ring repeats, one bit per busy slot, and its length.
 
-        Where H / cycles is the fraction T / k in lowest terms, every k-th cycle begins T slots
-        behind another, as far from an edge; those between stand at the k different distances. So at
-        whatever shift, a segment's slots are those of one that begins with the ring's first cycle,
-        turned: there is a cycle that stands as the first one does here.
+        Let H / cycles be T / k in lowest terms. The pattern is T slots long and has k cycles,
+        which start at k different distances from the edge of a slot. Another shift only rotates
+        the pattern. So the slots of a segment of one length are computed once, for a segment that
+        begins with the ring's first cycle, and are rotated for every other offset and shift.
         """
         if self.is_always:
             return 1, 1
@@ -241,8 +241,8 @@ def _bits(slots: NDArray[np.bool_]) -> int:
 
 
 def _turn_of(parts: int, turn: int, length: int) -> int:
-    """The slots of a segment of `length` k-th parts of a slot, in cycles of `turn` parts of which
-    the first begins with the turn; k is `parts`, and the number of cycles."""
+    """The busy slots of a pattern of `turn` slots for a segment of `length` / `parts` slots that
+    begins with the first of the pattern's `parts` cycles."""
     if parts == 1:
         return (1 << length) - 1
     slots = np.zeros(turn, dtype=np.bool_)

@@ -16,7 +16,7 @@ LINK_BYTES_PER_S = 5e10
 """Upper bound of one GPU's link to its host (PCIe 5, 16 lanes)."""
 
 LAW_FADING: Final = 0.02
-"""Part of a cost model's past weight that each move takes away: about the last fifty count."""
+"""Part of the past weight that each new move removes: about the last fifty moves count."""
 LAW_KEPT: Final = 1.0 - LAW_FADING
 
 SPREAD_MIN = 0.05

@@ -61,7 +61,7 @@ def release(group: Group) -> None:
 
 
 def withdraw(group: Group, member: DeploymentId) -> None:
-    """Take away whatever part a member has in the lock."""
+    """Free the lock if the member holds it; end the switch if it is the incoming member."""
     if group.holder == member:
         release(group)
     elif group.incoming == member:

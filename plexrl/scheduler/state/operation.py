@@ -47,7 +47,7 @@ class Operation:
     source: DeploymentId | None
     submitted_at: float
     deadline_at: float | None = None
-    """Latest start; None: no deadline."""
+    """It does not start after this time; a running generation is stopped. None: no deadline."""
     payload_bytes: int = 0
     payload_digest: str = ""
     is_counted: bool = False

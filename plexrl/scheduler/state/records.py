@@ -238,7 +238,7 @@ class Group:
     settled_at: float | None = None
     """Time up to which its GPU time is counted to its members' jobs (`jobs.sharing`)."""
     alone_since: float = 0.0
-    """When it last came down to one member; 0: it never had several."""
+    """When it last dropped to one member; 0: it never had several."""
 
 
 @dataclass(slots=True, kw_only=True)

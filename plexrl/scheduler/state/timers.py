@@ -36,7 +36,7 @@ class Subject(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        """Its name in the journal, in steps that were set aside."""
+        """Its name in the journal's list of skipped steps."""
         return f"{self.kind.value}:{self.name}"
 
 

@@ -417,7 +417,7 @@ class Checker:
             # An offload uses the next holder's token, which fences the former holder off.
             if not is_newer:
                 self._broken(
-                    "causality", f"{command.operation} fences nobody: {command.token} is not new"
+                    "causality", f"{command.operation} reuses a token: {command.token} is not new"
                 )
             lock.token, lock.owner = command.token, ""
             return

@@ -2,9 +2,9 @@
 
 There are two predictions; neither uses the measured durations of shared cycles:
 
-- *recorded cycles* (`by replay` in the docs): the simulator runs each recorded cycle's own seconds
+- *recorded cycles* (*replay* in the docs): the simulator runs each recorded cycle's own seconds
   (`plexrl.sim.fidelity.recording`) and adds the waiting. Compared cycle by cycle.
-- *drawn cycles* (`by law`): the recorder's rows of the run (a profile with its jitter, without
+- *drawn cycles* (*law*): the recorder's rows of the run (a profile with its jitter, without
   waiting) are simulated as any trace. Compared by each job's median cycle.
 
 Both use a linear cost model of moves, fitted to the recorded moves. The baseline predicts that no

@@ -1,4 +1,4 @@
-"""Measures how long each number of nodes was held by groups, which is what on-demand nodes cost by.
+"""Measures how long each number of nodes was held by groups, for the cost of on-demand nodes.
 
 A node is held while any group has one of its GPUs. Memory grows with the nodes, not with time.
 Pure.

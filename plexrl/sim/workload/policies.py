@@ -17,7 +17,7 @@ from typing import Any
 from plexrl.errors import InvalidRequestError
 
 BACKFILL_S = 1e9
-"""The scheduler's longest starvation bound, which no job reaches."""
+"""The scheduler's longest allowed starvation bound; no job waits as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ SIM_POLICIES: dict[str, SimPolicy] = {
         SimPolicy(
             name="isolated+backfill",
             settings={"policy": "isolated", "starvation_bound_s": BACKFILL_S},
-            source="a cluster without sharing whose queue is always backfilled",
+            source="no sharing, and backfill past any waiting job",
         ),
         SimPolicy(name="pack", settings={"policy": "pack"}, source="PlexRL §6.3"),
         SimPolicy(name="spread", settings={"policy": "spread"}, source="PlexRL §6.3"),
@@ -81,7 +81,7 @@ SIM_POLICIES: dict[str, SimPolicy] = {
         SimPolicy(
             name="hrrs-literal",
             settings={"policy": "spread+backfill", "ordering": "hrrs-operations"},
-            source="PlexRL §4.4 read by the letter: every operation competes",
+            source="PlexRL §4.4 read literally: every operation competes",
         ),
     )
 }

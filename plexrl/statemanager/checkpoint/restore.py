@@ -53,7 +53,7 @@ class Checkpoint:
         except BaseException:
             self._open_files.close()
             raise
-        # If a key is stored in two dtypes, the one that training resumes from is last and wins.
+        # A parameter may be stored in two dtypes: a slice is read from the tensor of its own dtype.
         self._tensors = {(r.key, r.dtype): r for r in self.record.tensors}
 
     def verify(self, wants: Sequence[StateSlice]) -> None:

@@ -43,7 +43,7 @@ class Lender(Protocol):
         ...
 
     def copied(self) -> None:
-        """Report that the memory mapped before the last borrowing is no longer read."""
+        """Report that the memory mapped before the last `borrow` is no longer read."""
         ...
 
     def abandoned(self) -> None:

@@ -44,7 +44,7 @@ class RankLink:
         self._registration: Register | None = None
         self._is_registered = False
         self._lent_here: WorkerArena | None = None
-        """The arena with memory that was lent over this very connection."""
+        """Arena whose memory was lent over the present connection; absent: none."""
         self.arena: WorkerArena | None = None
         """Registered arena; absent before the first registration."""
         self.host: HostArena | None = None

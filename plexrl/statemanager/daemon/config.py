@@ -36,7 +36,7 @@ class StateManagerConfig:
     """Host-tier memory to prefault at start, in the background; 0: none, and the first moves are
     slow."""
     segment_bytes_max: int = 1 << 30
-    """Size of one host-tier segment file; a larger version spans several."""
+    """Maximum size of a host-tier segment file. Files start small and double up to it."""
     memory_node: int | None = None
     """NUMA node that the host tier prefers; absent: interleave over all nodes."""
     data_threads: int | None = None
@@ -81,7 +81,7 @@ class StateManagerConfig:
     tenant_host_bytes_max: int | None = None
     """Quota of a tenant in the host tier; versions beyond it go to NVMe. Absent: no quota."""
     tenant_limits: Mapping[str, TenantLimit] = field(default_factory=dict)
-    """Quotas of single tenants, in place of these two."""
+    """Quotas of single tenants, each in place of the two defaults above."""
     served_uids: tuple[int, ...] = ()
     """Users whose processes may connect, in addition to root and the daemon's own user."""
     tenant_uids: Mapping[str, int] = field(default_factory=dict)

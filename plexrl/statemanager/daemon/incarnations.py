@@ -57,5 +57,5 @@ class Incarnations:
             try:
                 replace_file(self._path, msgspec.json.encode(self._highest))
             except StorageError as error:
-                # A superfluous entry does no harm. The next write omits it.
+                # An old entry on disk does no harm, and the next write omits it.
                 LOG.warning("the incarnations of an ended deployment remain recorded: %s", error)

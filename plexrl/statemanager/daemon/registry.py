@@ -43,7 +43,7 @@ class Registration:
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
     layouts: dict[tuple[StatePart, ...], tuple[int, DataLayout]] = field(default_factory=dict)
-    """Last layout of each set of parts, with the registry's generation at that time."""
+    """Cached layout of each set of parts, and the registry's generation for which it is valid."""
 
     @property
     def shard(self) -> Shard:

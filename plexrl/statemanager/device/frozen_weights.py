@@ -93,7 +93,7 @@ class FrozenWeightsCache:
 
     def borrow(self, key: WeightsKey, user: Hashable) -> WeightsMapping | None:
         """Borrow the weights for `user`; None while another client fills them: call
-        `wait_until_filled` first. If the mapping is not whole, `user` fills it and calls
+        `wait_until_filled` first. If `is_whole` is false, `user` fills the weights and calls
         `mark_filled`.
 
         Raises:

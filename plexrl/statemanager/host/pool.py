@@ -91,7 +91,7 @@ class HostPool:
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             self._recover(path)
         self._is_recovering = bool(self._segments)
-        """Ranges that count as free may still be claimed."""
+        """True until `remove_unclaimed`: a range that counts as free may still be claimed."""
 
     @property
     def used_bytes(self) -> int:
@@ -160,7 +160,7 @@ class HostPool:
             warm = free.warm.take(nbytes)
             cold = free.cold.take(nbytes - total_bytes(warm))
             self._count_used((*warm, *cold))
-            # Other free pages are returned for the new ones.
+            # Make room for the new pages: return other free pages to the system.
             self._trim()
         try:
             for piece in cold:

@@ -46,7 +46,7 @@ class Health:
             if now - move.began > config.stuck_move_s
         ]
         if (
-            # The pool's usage limits new allocations, whatever the catalog counts.
+            # Allocations fail when the pool is full, which the catalog's count may not show.
             self._store.pool_used_bytes() >= FULL * config.host_bytes
             and self._store.used_bytes(TierName.NVME) >= FULL * config.nvme_bytes
         ):

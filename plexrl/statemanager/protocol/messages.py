@@ -56,7 +56,7 @@ class Register(Request, frozen=True, kw_only=True):
     host_bytes: int = 0
     """Size of the rank's memory in the host tier; offsets of its slices begin at `host_start`."""
     host_held: int = 0
-    """Number of descriptors, the last ones, of host memory that the rank has mapped."""
+    """How many of the descriptors are host memory that the rank has mapped; they come last."""
 
 
 class Save(Request, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class Attach(Request, frozen=True, kw_only=True):
 
 
 class BorrowBase(Request, frozen=True, kw_only=True):
-    """Lend memory that the tenant's ranks with equal `content` share. The answer has `is_whole`
+    """Lend frozen weights that the tenant's ranks with equal `content` share. Answer: `is_whole`
     (whether it is filled) and `segment_bytes`, and carries descriptors."""
 
     token: int
@@ -108,7 +108,7 @@ class BorrowBase(Request, frozen=True, kw_only=True):
 
 
 class BaseIsWhole(Request, frozen=True, kw_only=True):
-    """Report that the memory lent empty for `BorrowBase` is filled; others may read it."""
+    """Report that the frozen weights of `BorrowBase` are filled; others may read them."""
 
     is_answered_plainly: ClassVar[bool] = True
     content: str
@@ -116,7 +116,7 @@ class BaseIsWhole(Request, frozen=True, kw_only=True):
 
 
 class ReturnBase(Request, frozen=True, kw_only=True):
-    """Report that the base that this connection borrowed is unmapped."""
+    """Report that the frozen weights that this connection borrowed are unmapped."""
 
     is_answered_plainly: ClassVar[bool] = True
 
@@ -154,7 +154,7 @@ class OpenState(Request, frozen=True, kw_only=True):
 
 
 class Confirm(Request, frozen=True, kw_only=True):
-    """No-op; a reply proves that this connection's leases held until now."""
+    """Does nothing. A reply proves that this connection's leases were valid until now."""
 
     is_answered_plainly: ClassVar[bool] = True
 
@@ -194,7 +194,7 @@ class Where(Request, frozen=True, kw_only=True):
     """
 
     life: str = ""
-    """`life` of the last answer; a restarted daemon reports all states."""
+    """`life` of the last answer: the daemon's run id. A restarted daemon reports all states."""
     since: int = 0
     """`serial` of the last answer."""
 

@@ -176,7 +176,7 @@ class Saver:
         except BaseException:
             with self._catalog.lock:
                 for found in draft.donated:
-                    # The piece belongs to the donor again.
+                    # The save failed: the worker's allocation keeps the memory.
                     found.pieces = None
                 for found in draft.own:
                     if found.state == ObjectState.PENDING:

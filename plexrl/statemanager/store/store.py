@@ -179,7 +179,7 @@ class Store:
         replaces a version of the same name. Returns the version and the bytes fetched by this call.
         Blocks that arrived before an interruption are kept for the next call.
 
-        `digests` are the block digests of each section. If the host tier is full, the version is
+        `digests`: block digests of each section. `far`: the remote data. If host is full, it is
         copied from `far` to NVMe, which cannot be resumed.
 
         Raises:

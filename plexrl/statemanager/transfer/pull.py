@@ -96,7 +96,7 @@ class _Bases:
     layout: str
     """Digest of the target's layout."""
     stamps: Mapping[tuple[str, int], str]
-    """(address, rank) → stamp of every offered shard. Unread replicas are included: with equal seq
+    """(address, rank) → stamp of every offered shard, also of replicas not read: with equal seq
     they have equal bytes."""
 
     def fit(self, deployment: str, wants: Layout) -> bool:

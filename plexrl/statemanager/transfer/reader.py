@@ -64,7 +64,7 @@ class VersionReader(Protocol):
         ...
 
     def read(self, copies: StridedCopies, target: Bytes) -> None:
-        """Copy copies of the data to their offsets in `target`.
+        """Copy the ranges that `copies` names from the data to their offsets in `target`.
 
         Raises:
             CorruptStateError: the version is damaged.
@@ -127,7 +127,7 @@ class LocalReader:
 
     @cached_property
     def _edges(self) -> Ints:
-        """Where blocks begin as they are verified: in each section from its start on."""
+        """Offsets at which verified blocks begin; the blocks of a section start at its start."""
         starts = [
             at
             for section in self.manifest.sections

@@ -19,7 +19,7 @@ _Save = tuple[int, int, tuple[str, ...]]
 
 
 def saves(found: Sequence[Manifest]) -> list[list[int]]:
-    """Indices of manifests of one deployment and seq, grouped by save, each rank once.
+    """Group manifests of one deployment and seq by save. Returns indices, each rank once per save.
 
     Complete saves come first, then later tokens.
     """
@@ -27,7 +27,7 @@ def saves(found: Sequence[Manifest]) -> list[list[int]]:
     for index, manifest in enumerate(found):
         parts = tuple(part.value for part in manifest.parts)
         ranks = by_save.setdefault((manifest.world_size, manifest.token, parts), {})
-        # The first version in the input is the nearest one.
+        # This node's versions come first in the input, so the nearest version of a rank is taken.
         ranks.setdefault(manifest.rank, index)
 
     def order(save: _Save) -> tuple[bool, int, int, tuple[str, ...]]:

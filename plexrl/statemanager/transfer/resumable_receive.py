@@ -9,7 +9,7 @@ Invariants:
   while no transfer uses it.
 - Sections that another rank already has here, by key and checksums, are shared and not sent.
 
-    magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest and pieces | zeros | a byte a block
+    magic | u64 bytes of JSON | u64 xxh3 of JSON | manifest and pieces | zeros | one byte per block
 """
 
 import logging
@@ -65,12 +65,12 @@ class PartialVersion:
     own: tuple[StoredObject, ...]
     """The objects to be filled; the others are shared."""
     reserved: int
-    """Bytes of the bound for the header and the record; what objects take is theirs."""
+    """Bytes reserved for the header and the record. Space of the objects is counted with them."""
     path: Path
     marks_at: int
-    """Offset of the marks in the record."""
+    """Offset in the record of `marks`."""
     marks: bytearray = field(default_factory=bytearray)
-    """One byte for each block of `own`, in order."""
+    """One byte for each block of `own`, in order; set when the block has arrived."""
 
 
 class ResumableReceive:

@@ -33,7 +33,7 @@ LOG = logging.getLogger(__name__)
 RUN = "run"
 """Broadcast to begin a run that every rank receives."""
 LEADER_LOST = "leader_lost"
-"""A follower puts this in its own inbox when it can receive nothing any more."""
+"""A follower puts this in its own inbox when it has lost the leader."""
 
 
 def make_worker(backend: Backend, mover: StateMover, requests: "queue.Queue[Request]") -> Worker:
@@ -86,7 +86,7 @@ class FollowingWorker(Worker):
             threading.Thread(target=receive, daemon=True).start()
 
     def run_once(self, *, block: bool) -> None:
-        """Take the next message, then carry out the leader's calls whose requests have arrived."""
+        """Take the next message, then make the leader's calls until one lacks its request."""
         found = self._inbox.get(block=block)
         if isinstance(found, Request):
             self._arrive(found)

@@ -88,7 +88,7 @@ class Sample:
     prompt: Any
     """int32 `[prompt tokens]`, shared by the samples of a prompt."""
     names: list[bytes] = field(default_factory=list)
-    """Names of its first full blocks, as far as they are computed."""
+    """Names (prefix hashes, see `blocks`) of its first full blocks that are computed."""
     segments: list[Segment] = field(default_factory=list)
     stream: int = 0
     """Id of its random stream; set when the sample first gets a slot."""

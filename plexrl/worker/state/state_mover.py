@@ -117,7 +117,7 @@ class StateMover:
             self._backend.build()
             self._built = True
         measured: Plain = {}
-        # A process that has just built the model holds version 0: its bits depend on the spec only.
+        # Version 0 is not loaded: any process that builds the model gets the same bits.
         is_stored = command.seq > 0 or self._was_offloaded
         if is_stored:
             report = self._load_version(command)
@@ -138,7 +138,7 @@ class StateMover:
         base = self._backend.frozen_base
         if base is None:
             return None
-        # If this fails, the arena's memory is freed too, and no store has the built weights.
+        # If this fails, the arena's memory is freed too; the built weights are stored nowhere else.
         built = b"" if is_stored else bytes(self._backend.arena.buffer)
         try:
             filled = self._client.borrow_base(

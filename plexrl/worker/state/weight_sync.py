@@ -17,7 +17,7 @@ from plexrl.worker.state.arena_tensors import whole
 Plain = dict[str, Any]
 
 _PULLED, _REFUSED, _TORN = "pulled", "refused", "torn"
-"""Outcomes that the ranks of an engine exchange during a sync in flight."""
+"""What each rank tells the others after a sync during generation. Torn: a mix of two versions."""
 
 
 class SplitVersionError(ExecutionError):

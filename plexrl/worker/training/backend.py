@@ -39,7 +39,7 @@ class TrainingBackend(Backend):
         self._checkpoint_dir = checkpoint_dir
         self._gradients_pending = False
         self._weights_are_finite = False
-        """A check found so, and nothing has changed the weights since."""
+        """The last check found all weights finite, and no operation has changed them since."""
 
     @property
     def frozen_base(self) -> SharedWeights | None:

@@ -32,7 +32,7 @@ class ShardBox:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """With a 0 if this rank holds no part."""
+    """One extent is 0 if this rank holds no part."""
     reserve: int
     """Elements that the framework keeps for it on the device, including padding."""
 

@@ -272,7 +272,7 @@ def test_a_job_fails_when_neither_an_earlier_version_nor_the_start_is_left() -> 
     for _ in range(2):
         damage(cluster, StateLostError("no file"))
     assert job(cluster)["state"] == "FAILED"
-    assert "cannot be had, nor computed anew" in str(job(cluster)["reason"])
+    assert "cannot be loaded, nor recomputed" in str(job(cluster)["reason"])
     assert cluster.state_of("a:9") == "cancelled"
 
 

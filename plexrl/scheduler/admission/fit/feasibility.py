@@ -2,9 +2,9 @@
 service.
 
 One search answers two questions. Before a deployment is accepted: could the empty cluster hold it
-together with the other deployments of its job? A refusal is final, so the answer may be a false
-yes. While a deployment waits: would it get its GPUs if all other jobs ended now? Only then it may
-block others from free GPUs, so the answer may be a false no.
+together with the other deployments of its job? A refusal is final, so in doubt the answer
+is yes. While it waits: would it get its GPUs if all other jobs ended now? Only then it may
+block others from free GPUs, so in doubt the answer is no.
 """
 
 import math

@@ -47,7 +47,7 @@ class QueueHeadIndex:
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
-        """Never empty blocks."""
+        """Blocks of heads; none is empty."""
         self._lasts: list[Head] = []
         """The last head of each block."""
 

@@ -8,7 +8,7 @@ of its deployments. A unit is in three structures:
 * a *queue* of interchangeable units: same tenant, priority, expected length, sizes and demand. All
   of them fit, or none. Earlier creation goes first;
 * `heads`: queue heads, grouped by sizes, tenant, priority, expected length and whether profiled.
-  Within such a group too earlier creation goes first; an index finds the first head that may fit;
+  Earlier creation goes first here too; an index finds the first head that may fit;
 * `blocking_requests`: all units of one tenant, priority and length with the same sizes. The first
   one stands for all when it blocks deployments behind it.
 

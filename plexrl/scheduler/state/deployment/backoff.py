@@ -11,7 +11,7 @@ a disk is noticed soon."""
 
 @dataclass(slots=True, kw_only=True)
 class Backoff:
-    """What keeps a deployment's work from going on, and when it is tried again."""
+    """Why a deployment's work is delayed, and when it is retried."""
 
     until: float = 0.0
     reason: str = ""
@@ -29,7 +29,7 @@ class Backoff:
         self.reason = reason
 
     def explain(self, reason: str) -> None:
-        """Something else than a condition delays the work."""
+        """Set the reason alone: what delays the work is not a condition."""
         self.reason = reason
 
     def retry_later(self, now: float) -> None:
@@ -38,7 +38,7 @@ class Backoff:
         self.tries += 1
 
     def wait(self, until: float, reason: str) -> None:
-        """Wait until then, for a reason that is no condition."""
+        """Wait until `until`, for a reason other than a condition."""
         self.until = until
         self.reason = reason
 

@@ -10,7 +10,7 @@ class Burst:
     started_at: float | None = None
     """None: no burst is under way."""
     tokens: int = 0
-    """Tokens of the burst's first operation: they are available before the rest of it is."""
+    """Tokens of the burst's first operation, known before the rest of the burst is submitted."""
     ended_at: float | None = None
     """End of the last burst; None before the first has ended."""
     served_at: float = 0.0
@@ -18,7 +18,7 @@ class Burst:
     idle_since: float | None = None
     """When the last run ended or the state was loaded; None while something runs."""
     wants_since: float | None = None
-    """Since when there is an operation to run, and the group runs others."""
+    """Since when an operation has waited for the group; None: none waits."""
 
     def begin(self, now: float) -> None:
         """Start a burst, or measure the length of the present one from `now`."""
@@ -46,7 +46,7 @@ class Burst:
         self.idle_since = now
 
     def forget_pause(self) -> None:
-        """The time since the last run is no pause: a snapshot runs, or the cycle is over."""
+        """Count no pause since the last run: a snapshot runs, or the cycle is over."""
         self.idle_since = None
 
     def end(self, now: float) -> float | None:

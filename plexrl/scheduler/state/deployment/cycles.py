@@ -77,7 +77,7 @@ class Cycle:
 
 @dataclass(slots=True, kw_only=True)
 class Cycles:
-    """The cycle of a deployment that is under way, and its newest measured ones."""
+    """The open cycle of a deployment, and its newest measured cycles."""
 
     open: OpenCycle | None = None
     measured: list[Cycle] = field(default_factory=list)

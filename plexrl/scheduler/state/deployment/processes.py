@@ -61,7 +61,7 @@ class Processes:
         self.incarnation += 1
 
     def fail(self) -> None:
-        """A launch or an attempt came to nothing."""
+        """A launch or a run failed."""
         self.failures += 1
 
     def succeed(self) -> None:

@@ -3,7 +3,7 @@
 A table maps (state, trigger) to the next state. A trigger that changes nothing in a state is listed
 as a transition from that state to itself, with its reason. The live service treats an illegal pair
 as it treats any step that raises: the state stays as it was, and the step is journalled and
-reported (`plexrl.scheduler.service.set_aside`).
+reported (`plexrl.scheduler.service.skipped_steps`).
 """
 
 from collections.abc import Mapping

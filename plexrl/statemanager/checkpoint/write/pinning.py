@@ -1,6 +1,6 @@
 """Versions that another StateManager reads: pinned in host memory while its connection lasts.
 
-A pin holds the bytes, not the name. A later save may replace or drop the version; its memory counts
+A pin keeps the bytes only. A later save may replace or drop the version; its memory still counts
 in the tier until the pin ends.
 """
 

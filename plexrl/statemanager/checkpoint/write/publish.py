@@ -40,7 +40,7 @@ def announce(target: Path, node: str) -> None:
 
 
 def begin(part: Path) -> None:
-    """Create or empty the temporary directory. It is never removed here, because loads poll it.
+    """Create or empty the temporary directory. It is not removed: loads that wait look for it.
 
     Raises:
         OSError: it cannot be created.

@@ -33,7 +33,7 @@ class Source:
 
 
 def in_fair_pieces(matches: Matches, item_bytes: Ints, links: int) -> Matches:
-    """The same elements in the order of wanted slices. Matches with several holders are split along
+    """The matches in the order of wanted slices. Those with several holders are split along
     their outermost dimension into pieces small enough to balance."""
     order = np.argsort(matches.wants, kind="stable")
     if links < 2 or not (matches.count > 1).any():

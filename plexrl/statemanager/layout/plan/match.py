@@ -118,7 +118,7 @@ def _interval(boxes: Boxes, dims: Ints) -> tuple[Ints, Ints]:
 def _along_one_dim(distinct: Boxes, replicas: Ints, wants: Boxes, cut_dims: Ints) -> _Part:
     held_at, held_end = _interval(distinct, cut_dims)
     want_at, want_end = _interval(wants, cut_dims)
-    # All tensors on one line: each has an interval of `stretch` positions.
+    # One search for all tensors: tensor k has the positions from k * `stretch` on.
     stretch = int(max(held_end.max(initial=0), want_end.max(initial=0))) + 1
     low = np.searchsorted(
         distinct.keys * stretch + held_end, wants.keys * stretch + want_at, "right"

@@ -124,7 +124,7 @@ class TenantQuotas:
         return self.limits.get(tenant, self._usual_limit)
 
     def _is_pending(self, pending: _PendingVersion, tenant: str) -> bool:
-        """Whether a version belongs to the tenant and is not current yet."""
+        """Whether a version belongs to the tenant and is not in the catalog yet."""
         manifest = pending.manifest
         there = self._catalog.current.get(manifest.name)
         has_name = there is not None and there.manifest.ordinal == manifest.ordinal

@@ -320,7 +320,7 @@ class TierAllocator:
 
     def _copied_versions(self) -> list[Version]:
         """Unused versions in host with a copy on NVMe, the earliest next use first. That one's copy
-        is dropped first, because it is evicted last."""
+        is dropped first, because its version is evicted last."""
         found = [
             version
             for version in self._catalog.current.values()

@@ -90,7 +90,7 @@ class DataPlane:
         left = deque(split(runs, total, max(pieces, self.data_threads)))
 
         def work() -> None:
-            # All threads take from one list, the caller included, so that on a busy machine no
+            # All threads, the caller too, take work from one list. So on a busy machine no
             # copy waits for a thread without a CPU.
             while left:
                 try:

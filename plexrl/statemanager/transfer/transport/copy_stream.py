@@ -1,8 +1,8 @@
 """Strided copies over a socket, as a stream of their bytes without separators.
 
 Long copies are zero-copy: `sendfile` at the sender, and a receive into the destination. Strided,
-cast and short copies pass through a block that fits the CPU cache. The two ends may choose
-differently between these modes.
+cast and short copies pass through a block that fits the CPU cache. Each end chooses by itself;
+the bytes on the wire are the same.
 """
 
 import os

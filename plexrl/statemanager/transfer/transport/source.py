@@ -37,7 +37,7 @@ class ShardCopies:
 
 
 Arrived = Callable[[StridedCopies, int], None]
-"""Callback: copies that are done, and the bytes that were moved for them."""
+"""Callback, called with copies that are done and the number of bytes transferred for them."""
 
 
 class OpenSource(Protocol):
@@ -49,7 +49,7 @@ class OpenSource(Protocol):
 
     @property
     def address(self) -> str:
-        """Address of the source; also the name of its link."""
+        """Address of the source. Shards at one address share its bandwidth in a plan."""
         ...
 
     @property

@@ -123,7 +123,7 @@ class BatchScheduler:
         self.waiting.extendleft(reversed([*first.values(), *others]))
 
     def keep_stale(self) -> None:
-        """After a weight update: running samples keep their cache, and no other sample reuses
+        """After a weight update: running samples keep the cache of the old weights; no other reuses
         it."""
         self._pool.forget()
         self._rows.stale[self._rows.computed > 0] = True

@@ -112,7 +112,7 @@ class Engine:
         self._rows = SlotTable(slots, sequence_tokens_max, blocks_max)
         self._scheduler = BatchScheduler(self._rows, self._pool, step_tokens_max)
         self._generations: dict[str, Generation] = {}
-        # Generations for which a step has to process rows one by one.
+        # Names of generations whose rows a step must handle one by one, in Python.
         self._streaming: set[str] = set()
         self._with_stops: set[str] = set()
         self._ended: list[Generation] = []

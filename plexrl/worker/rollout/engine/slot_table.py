@@ -27,11 +27,11 @@ class SlotTable:
         self.sequence_max = sequence_tokens_max
         self.samples: dict[int, Sample] = {}
         self.changes = 0
-        """Counts samples that joined, left or began to compute for themselves."""
+        """Changes so far: a sample joined, left, or stopped waiting for its leader."""
         self._free = list(range(slots - 1, -1, -1))
         self.active = np.zeros(slots, dtype=bool)
         self.leader = np.full(slots, NO_LEADER, dtype=np.int64)
-        """Slot of the sample that computes the same prompt for this one too."""
+        """Slot of the leader: the sample that computes the same prompt; `NO_LEADER`: itself."""
         self.forked = np.zeros(slots, dtype=bool)
         """The last block may be shared with another sample."""
         self.stale = np.zeros(slots, dtype=bool)

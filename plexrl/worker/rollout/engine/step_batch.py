@@ -90,7 +90,7 @@ def _cuts(lengths: Ints, blocks: Ints, block_tokens: int) -> list[int]:
     """Where groups begin. Rows are sorted by length, and rows of one token by context."""
     cuts = [0]
     singles = int(np.searchsorted(lengths, 1, side="right"))
-    # Block counts of single-token rows ascend: a cut at i saves the rows before it the difference.
+    # Block counts of single-token rows ascend. A cut at i spares earlier rows the longer padding.
     least = SPLIT_POSITIONS // block_tokens
     if singles > 1 and int(blocks[singles - 1]) * singles - int(blocks[:singles].sum()) >= least:
         for index in range(1, singles):

@@ -22,7 +22,7 @@ CALLS_TIMEOUT = timedelta(days=365)
 """Timeout of followers that wait for a call: an idle engine makes none."""
 
 EngineCall = tuple[str, tuple[Any, ...]]
-"""A method of `Engine`, or another name that the ranks have agreed on, and its arguments."""
+"""(name, arguments): a method of `Engine`, or a name of `plexrl.worker.process.leader_follower`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class RankGroup:
     process_group: Any = None
     """For the collectives of a pass. None: all processes."""
     calls_group: Any = None
-    """For the leader's calls: another thread may receive from it, and it has no timeout in effect.
+    """Only for the leader's calls: a separate thread may receive them, and no timeout applies.
     None: all processes."""
     leader: int = 0
     """The leader's rank among all processes."""

@@ -179,7 +179,7 @@ def _part(parameter: torch.Tensor, start: int, home: torch.Tensor) -> torch.Tens
 
 
 def _joint(homes: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Contiguous tensors of the arena as one tensor like `parameter`. None: not contiguous."""
+    """One view over adjacent tensors of the arena, shaped as `parameter`. None: not adjacent."""
     first = homes[0]
     end = first.storage_offset()
     for home in homes:

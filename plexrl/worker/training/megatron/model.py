@@ -35,7 +35,7 @@ from plexrl.worker.training.megatron.state import BufferParameter, BufferPlan, M
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
 
 PADDED_FROM_RANKS = 8
-"""Data ranks above which Megatron's default padding breaks the arena's alignment of shares."""
+"""With more data ranks, Megatron's default padding does not align shares as the arena needs."""
 
 
 class MegatronModel(TrainingModel):

@@ -59,7 +59,7 @@ class MegatronState:
     """The arena, its slices and the optimizer. Everything is zero at first."""
 
     def __init__(self, buffers: Sequence[BufferPlan], *, reduces: bool) -> None:
-        """Without `reduces`, every share is a whole bucket, and gradients are the scratch."""
+        """Without `reduces`, a share is a whole bucket, and gradients and scratch share memory."""
         self._buffers = buffers
         self._slices: list[StateSlice] = []
         self._nbytes = 0

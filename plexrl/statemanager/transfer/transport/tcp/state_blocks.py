@@ -27,7 +27,7 @@ RECONNECT_S = 0.05
 
 
 class RemoteBlocks:
-    """Also a readable `DeviceMemory`. Thread-safe; reconnects after a lost connection."""
+    """Reads one remote version, also as `DeviceMemory`. Thread-safe; reconnects if necessary."""
 
     def __init__(
         self,
