@@ -66,17 +66,23 @@ class _Steps:
         """The name of the step that runs."""
         return f"{self._kind} {self._subject}".rstrip()
 
+    def name(self, kind: str, subject: str) -> bool:
+        """Name the next step. False: it must be skipped."""
+        self._kind, self._subject = kind, subject
+        return not self._skipped or self.current not in self._skipped
+
     def begin(self, kind: str, subject: str = "") -> bool:
         """Name and count the next step. False: it must be skipped.
 
         Raises:
             EndlessStepsError: there were too many; `current` is the step that was most frequent.
         """
-        self._kind, self._subject = kind, subject
+        if not self.name(kind, subject):
+            return False
         self._count += 1
         if self._count > STEPS_MIN:
             self._check_bound()
-        return not self._skipped or self.current not in self._skipped
+        return True
 
     def _check_bound(self) -> None:
         repeated, current = self._repeated, self.current
@@ -103,10 +109,9 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     try:
         if context.timers and context.timers[0][0] <= now:
             for what in context.due(now):
-                if steps.begin("timer", str(what)):
+                # Not counted: thousands may be due at once, and each only once.
+                if steps.name("timer", str(what)):
                     _look_again(context, what, now)
-            # However many timers are due, each is one step.
-            steps = _Steps(context.state, skipped)
         while _has_steps(context) or (steps.begin(GIVING_WAY) and preempt_detached(context, now)):
             if context.place_waiting or context.newcomers:
                 _place(context, steps, now)

@@ -73,11 +73,14 @@ def from_version_1(body: bytes) -> bytes:
         ValueError: it is no snapshot of version 1.
     """
     found = msgspec.msgpack.decode(body, type=dict[str, Any])
-    found["version"] = 2
-    found["timers"] = [[at, parse(text)] for at, text in found["timers"]]
-    for deployment in found["state"].get("deployments", {}).values():
-        for part, fields in _PARTS.items():
-            deployment[part] = {
-                new: deployment.pop(old) for old, new in fields.items() if old in deployment
-            }
+    try:
+        found["version"] = 2
+        found["timers"] = [[at, parse(text)] for at, text in found["timers"]]
+        for deployment in found["state"].get("deployments", {}).values():
+            for part, fields in _PARTS.items():
+                deployment[part] = {
+                    new: deployment.pop(old) for old, new in fields.items() if old in deployment
+                }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is damaged: {error!r}") from error
     return msgspec.msgpack.encode(found)

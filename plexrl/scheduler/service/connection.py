@@ -18,11 +18,11 @@ from plexrl.errors import (
     PlexRLError,
     UnavailableError,
     UnknownDeploymentError,
-    UnknownOperationError,
 )
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
 from plexrl.scheduler.core import calls
 from plexrl.scheduler.core.calls import Ask, Plain, Report, Scope
+from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.queries.checkpoint_reports import merged
 from plexrl.scheduler.service.links import AgentLink
 from plexrl.scheduler.service.shell import Shell
@@ -418,9 +418,7 @@ class RouterCalls:
 
     def _check_operation(self, scope: Scope, operation: OperationId) -> None:
         if scope not in (None, self._core.tenant_of_operation(operation)):
-            raise UnknownOperationError(
-                f"there is no operation {operation!r}, or it has left the history"
-            )
+            raise unknown_operation(operation)
 
 
 class AgentCalls:

@@ -183,7 +183,13 @@ class NeighbourReader:
     @cached_property
     def mapped(self) -> MappedData:
         """As `VersionReader.mapped`; the first use is by one thread."""
-        return MappedData.of(self._regions, self._files.of(self._regions))
+        try:
+            return MappedData.of(self._regions, self._files.of(self._regions))
+        except OSError as error:
+            raise UnavailableError(
+                f"{self.manifest.description} of another StateManager cannot be mapped ({error}): "
+                "free some memory and try again"
+            ) from error
 
     def read(self, copies: StridedCopies, target: Bytes) -> None:
         """As `VersionReader.read`."""

@@ -39,3 +39,22 @@ def test_a_step_that_repeats_without_end_is_named() -> None:
     assert isinstance(found.value.error, EndlessStepsError)
     assert f"'group {restless}'" in str(found.value.error)
     assert dirty.steps == STEPS_MIN + STEPS_EACH * 4 + 1
+
+
+def test_thousands_of_timers_may_be_due_in_one_event() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node()
+    jobs = 2 * (STEPS_MIN + STEPS_EACH)
+    for number in range(jobs):
+        cluster.send(
+            ev.JobSubmitted(
+                job=f"job{number}",
+                tenant="t",
+                name="",
+                controller_timeout_s=60.0,
+                reattach_timeout_s=1e6,
+            )
+        )
+    cluster.now += 100.0
+    cluster.core.handle(ev.TimerFired(), cluster.now)
+    assert not any(job.attached for job in cluster.core._context.state.jobs.values())
