@@ -43,7 +43,7 @@ class Commands(CommandGroup):
 app = typer.Typer(
     name="plexrl",
     cls=Commands,
-    help="Run the models of many RL jobs on one shared GPU cluster.",
+    help="Run the language models of many RL jobs on one shared GPU cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

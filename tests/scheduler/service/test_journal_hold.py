@@ -264,6 +264,13 @@ def test_a_leader_without_a_rival_goes_on_with_an_expired_lease(
 ) -> None:
     with scheduler(tmp_path, journal_url, lease_s=0.5) as process:
         process.wait_ready()
+        first = lease_expires_at(journal_url)
+
+        async def is_renewed() -> bool:
+            return await asyncio.to_thread(lease_expires_at, journal_url) != first
+
+        # From its first renewal on, the scheduler itself sees how long its lease lasts.
+        asyncio.run(until(is_renewed, process))
         process.send(signal.SIGSTOP)
 
         # Longer than the lease lasts, by the only clock that counts for it.
@@ -272,6 +279,15 @@ def test_a_leader_without_a_rival_goes_on_with_an_expired_lease(
         asyncio.run(process.wait_log("no scheduler had taken it"))
         asyncio.run(process.submit_job("j"))
         assert process.process.poll() is None
+
+
+def lease_expires_at(url: str) -> object:
+    database = open_database(url, None)
+    try:
+        with database.engine.begin() as connection:
+            return connection.execute(sa.select(LEASES.c.expires_at)).scalar_one()
+    finally:
+        database.engine.dispose()
 
 
 def lease_has_expired(url: str) -> bool:
