@@ -105,18 +105,28 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     Raises:
         Fault: a step failed, or the steps have no end.
     """
+    dirty, timers = context.dirty, context.timers
+    is_due = bool(timers) and timers[0][0] <= now
+    may_preempt = bool(context.detached and context.waiting)
+    must_forget = len(context.state.ended) > context.ended_jobs
+    if not (dirty or is_due or may_preempt or must_forget or _has_steps(context)):
+        return
     steps = _Steps(context.state, skipped)
     try:
-        if context.timers and context.timers[0][0] <= now:
+        if is_due:
             for what in context.due(now):
                 # Not counted: thousands may be due at once, and each only once.
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
-        while _has_steps(context) or (steps.begin(GIVING_WAY) and preempt_detached(context, now)):
+        while (
+            dirty or _has_steps(context) or (context.detached and _preempted(context, steps, now))
+        ):
             if context.place_waiting or context.newcomers:
                 _place(context, steps, now)
-            _advance_groups(context, steps, now)
-            _end_cycles(context, steps, now)
+            if dirty:
+                _advance_groups(context, steps, now)
+            if context.cycles_over:
+                _end_cycles(context, steps, now)
         if len(context.state.ended) > context.ended_jobs and steps.begin("forgetting"):
             forget_ended(context)
     except MemoryError:
@@ -127,6 +137,14 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
 
 def _has_steps(context: Context) -> bool:
     return bool(context.dirty or context.cycles_over or context.place_waiting or context.newcomers)
+
+
+def _preempted(context: Context, steps: _Steps, now: float) -> bool:
+    """Whether a detached job gave its GPUs away, which leaves more steps."""
+    # The order matters: `detached` is empty most of the time, and cheap to look at.
+    if not context.detached or not context.waiting:
+        return False
+    return steps.begin(GIVING_WAY) and preempt_detached(context, now)
 
 
 def _place(context: Context, steps: _Steps, now: float) -> None:

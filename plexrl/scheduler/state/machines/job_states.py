@@ -96,7 +96,7 @@ def next_state(state: JobState, trigger: JobTrigger) -> JobState:
     Raises:
         IllegalTransitionError: the table has no such pair.
     """
-    after = _AFTER[trigger].get(state)
+    after = _AFTER[trigger._value_].get(state._value_)
     if after is None:
         raise IllegalTransitionError("job", state, trigger)
     return after

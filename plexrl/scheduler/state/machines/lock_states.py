@@ -46,7 +46,7 @@ def next_state(state: LockState, trigger: LockTrigger) -> LockState:
     Raises:
         IllegalTransitionError: the table has no such pair.
     """
-    after = _AFTER[trigger].get(state)
+    after = _AFTER[trigger._value_].get(state._value_)
     if after is None:
         raise IllegalTransitionError("group lock", state, trigger)
     return after

@@ -39,7 +39,7 @@ def next_state(state: OperationState, trigger: OperationTrigger) -> OperationSta
     Raises:
         IllegalTransitionError: the table has no such pair.
     """
-    after = _AFTER[trigger].get(state)
+    after = _AFTER[trigger._value_].get(state._value_)
     if after is None:
         raise IllegalTransitionError("operation", state, trigger)
     return after

@@ -59,7 +59,7 @@ def next_residency(residency: Residency, trigger: ResidencyTrigger) -> Residency
     Raises:
         IllegalTransitionError: the table has no such pair.
     """
-    after = _AFTER[trigger].get(residency)
+    after = _AFTER[trigger._value_].get(residency._value_)
     if after is None:
         raise IllegalTransitionError("residency", residency, trigger)
     return after

@@ -22,9 +22,10 @@ class IllegalTransitionError(Exception):
         super().__init__(f"the {machine} table has no transition for {trigger} in state {state}")
 
 
-def by_trigger(table: Mapping[tuple[State, Trigger], State]) -> dict[Trigger, dict[State, State]]:
-    """`table`, grouped by trigger: a lookup then makes no tuple."""
-    grouped: dict[Trigger, dict[State, State]] = {}
+def by_trigger(table: Mapping[tuple[State, Trigger], State]) -> dict[str, dict[str, State]]:
+    """`table` by the trigger's value, then by the state's. A lookup makes no tuple, and it hashes
+    plain strings: the hash of an enumeration member is a Python function."""
+    grouped: dict[str, dict[str, State]] = {}
     for (state, trigger), after in table.items():
-        grouped.setdefault(trigger, {})[state] = after
+        grouped.setdefault(trigger.value, {})[state.value] = after
     return grouped

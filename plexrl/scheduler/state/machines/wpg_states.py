@@ -73,7 +73,7 @@ def next_state(state: WpgState, trigger: WpgTrigger) -> WpgState:
     Raises:
         IllegalTransitionError: the table has no such pair.
     """
-    after = _AFTER[trigger].get(state)
+    after = _AFTER[trigger._value_].get(state._value_)
     if after is None:
         raise IllegalTransitionError("WPG", state, trigger)
     return after
