@@ -387,9 +387,11 @@ def _one_rank(store: Store, rank: int, seed: int) -> None:
                 store.load(name, name, HostMemory(arena))
                 assert np.array_equal(memory[: len(contents)], contents), (seed, rank, seq)
             elif action == "read":
-                with store.lease_in_memory(name, name) as lease:
-                    lease.read_data(0, arena.buffer[: len(contents)])
-                assert np.array_equal(memory[: len(contents)], contents), (seed, rank, seq)
+                # The leases of the other ranks may fill the host tier at this moment.
+                with suppress(StateTierFullError):
+                    with store.lease_in_memory(name, name) as lease:
+                        lease.read_data(0, arena.buffer[: len(contents)])
+                    assert np.array_equal(memory[: len(contents)], contents), (seed, rank, seq)
             else:
                 # Another rank's save may cancel a background move.
                 with suppress(OperationCancelledError):
