@@ -16,9 +16,14 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Job
 
 
+def may_preempt(context: Context) -> bool:
+    """Whether there is a detached job, and a deployment that waits for GPUs."""
+    return bool(context.detached and context.waiting)
+
+
 def preempt_detached(context: Context, now: float) -> bool:
     """Set one detached job aside, if a job that is not detached could use GPUs. False: none was."""
-    if not context.waiting or not context.detached:
+    if not may_preempt(context):
         return False
     detached = map(context.job, context.detached)
     idle = [job for job in detached if _is_idle(context, job)]

@@ -9,7 +9,7 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import preempt_detached
+from plexrl.scheduler.admission.preemption import may_preempt, preempt_detached
 from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
@@ -107,9 +107,8 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     """
     dirty, timers = context.dirty, context.timers
     is_due = bool(timers) and timers[0][0] <= now
-    may_preempt = bool(context.detached and context.waiting)
     must_forget = len(context.state.ended) > context.ended_jobs
-    if not (dirty or is_due or may_preempt or must_forget or _has_steps(context)):
+    if not (is_due or must_forget or _has_steps(context) or may_preempt(context)):
         return
     steps = _Steps(context.state, skipped)
     try:
@@ -118,9 +117,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 # Not counted: thousands may be due at once, and each only once.
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
-        while (
-            dirty or _has_steps(context) or (context.detached and _preempted(context, steps, now))
-        ):
+        while _has_steps(context) or _preempted(context, steps, now):
             if context.place_waiting or context.newcomers:
                 _place(context, steps, now)
             if dirty:
@@ -141,10 +138,7 @@ def _has_steps(context: Context) -> bool:
 
 def _preempted(context: Context, steps: _Steps, now: float) -> bool:
     """Whether a detached job gave its GPUs away, which leaves more steps."""
-    # The order matters: `detached` is empty most of the time, and cheap to look at.
-    if not context.detached or not context.waiting:
-        return False
-    return steps.begin(GIVING_WAY) and preempt_detached(context, now)
+    return may_preempt(context) and steps.begin(GIVING_WAY) and preempt_detached(context, now)
 
 
 def _place(context: Context, steps: _Steps, now: float) -> None:

@@ -97,8 +97,8 @@ class TokenStreams:
         """
         if self._logs.get(header["operation"], header) is None:
             raise InvalidRequestError(
-                f"operation {header['operation']!r} was not submitted with `stream`: its tokens "
-                "are in its result only"
+                f"operation {header['operation']!r} was submitted without `stream`: read the "
+                "tokens from its result"
             )
         self._waiting.pop(header["reader"], None)
         if header["operation"] in self._ended:

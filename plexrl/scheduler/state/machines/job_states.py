@@ -1,8 +1,9 @@
 """The job's state machine (PlexRL §5.2.3)."""
 
 from enum import StrEnum
+from typing import Final
 
-from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+from plexrl.scheduler.state.machines.transitions import Machine
 
 
 class JobState(StrEnum):
@@ -87,16 +88,5 @@ TRANSITIONS: dict[tuple[JobState, JobTrigger], JobState] = {
     **{(state, JobTrigger.CANCELLED): JobState.CANCELLED for state in _LIVE},
 }
 
-_AFTER = by_trigger(TRANSITIONS)
-
-
-def next_state(state: JobState, trigger: JobTrigger) -> JobState:
-    """The state after `trigger`.
-
-    Raises:
-        IllegalTransitionError: the table has no such pair.
-    """
-    after = _AFTER[trigger._value_].get(state._value_)
-    if after is None:
-        raise IllegalTransitionError("job", state, trigger)
-    return after
+next_state: Final = Machine("job", TRANSITIONS).next_state
+"""See `Machine.next_state`."""

@@ -1,8 +1,9 @@
 """The state machine of a group's lock (PlexRL §4.4)."""
 
 from enum import StrEnum
+from typing import Final
 
-from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+from plexrl.scheduler.state.machines.transitions import Machine
 
 
 class LockState(StrEnum):
@@ -37,16 +38,5 @@ TRANSITIONS: dict[tuple[LockState, LockTrigger], LockState] = {
     (LockState.SWITCHING, LockTrigger.RELEASED): LockState.FREE,
 }
 
-_AFTER = by_trigger(TRANSITIONS)
-
-
-def next_state(state: LockState, trigger: LockTrigger) -> LockState:
-    """The state after `trigger`.
-
-    Raises:
-        IllegalTransitionError: the table has no such pair.
-    """
-    after = _AFTER[trigger._value_].get(state._value_)
-    if after is None:
-        raise IllegalTransitionError("group lock", state, trigger)
-    return after
+next_state: Final = Machine("group lock", TRANSITIONS).next_state
+"""See `Machine.next_state`."""

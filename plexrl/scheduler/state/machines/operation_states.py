@@ -1,8 +1,9 @@
 """The operation's state machine; its states are those of the wire format."""
 
 from enum import StrEnum
+from typing import Final
 
-from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+from plexrl.scheduler.state.machines.transitions import Machine
 from plexrl.wire.operations import OperationState
 
 
@@ -30,16 +31,5 @@ TRANSITIONS: dict[tuple[OperationState, OperationTrigger], OperationState] = {
     **{(state, OperationTrigger.CANCELLED): OperationState.CANCELLED for state in _LIVE},
 }
 
-_AFTER = by_trigger(TRANSITIONS)
-
-
-def next_state(state: OperationState, trigger: OperationTrigger) -> OperationState:
-    """The state after `trigger`.
-
-    Raises:
-        IllegalTransitionError: the table has no such pair.
-    """
-    after = _AFTER[trigger._value_].get(state._value_)
-    if after is None:
-        raise IllegalTransitionError("operation", state, trigger)
-    return after
+next_state: Final = Machine("operation", TRANSITIONS).next_state
+"""See `Machine.next_state`."""

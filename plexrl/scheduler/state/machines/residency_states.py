@@ -1,8 +1,9 @@
 """The state machine of a WPG's residency: where the training state of its processes lies."""
 
 from enum import StrEnum
+from typing import Final
 
-from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+from plexrl.scheduler.state.machines.transitions import Machine
 
 
 class Residency(StrEnum):
@@ -50,16 +51,5 @@ TRANSITIONS: dict[tuple[Residency, ResidencyTrigger], Residency] = {
     **{(state, ResidencyTrigger.PROCESSES_GONE): _NONE for state in Residency},
 }
 
-_AFTER = by_trigger(TRANSITIONS)
-
-
-def next_residency(residency: Residency, trigger: ResidencyTrigger) -> Residency:
-    """The residency after `trigger`.
-
-    Raises:
-        IllegalTransitionError: the table has no such pair.
-    """
-    after = _AFTER[trigger._value_].get(residency._value_)
-    if after is None:
-        raise IllegalTransitionError("residency", residency, trigger)
-    return after
+next_residency: Final = Machine("residency", TRANSITIONS).next_state
+"""See `Machine.next_state`."""

@@ -8,7 +8,7 @@ reported (`plexrl.scheduler.service.skipped_steps`).
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 State = TypeVar("State", bound=StrEnum)
 Trigger = TypeVar("Trigger", bound=StrEnum)
@@ -22,10 +22,24 @@ class IllegalTransitionError(Exception):
         super().__init__(f"the {machine} table has no transition for {trigger} in state {state}")
 
 
-def by_trigger(table: Mapping[tuple[State, Trigger], State]) -> dict[str, dict[str, State]]:
-    """`table` by the trigger's value, then by the state's. A lookup makes no tuple, and it hashes
-    plain strings: the hash of an enumeration member is a Python function."""
-    grouped: dict[str, dict[str, State]] = {}
-    for (state, trigger), after in table.items():
-        grouped.setdefault(trigger.value, {})[state.value] = after
-    return grouped
+class Machine(Generic[State, Trigger]):
+    """A state machine, by its table."""
+
+    def __init__(self, name: str, table: Mapping[tuple[State, Trigger], State]) -> None:
+        self._name = name
+        # By the trigger's value, then by the state's. A lookup makes no tuple, and it hashes plain
+        # strings: the hash of an enumeration member is a Python function.
+        self._after: dict[str, dict[str, State]] = {}
+        for (state, trigger), after in table.items():
+            self._after.setdefault(trigger.value, {})[state.value] = after
+
+    def next_state(self, state: State, trigger: Trigger) -> State:
+        """The state after `trigger`.
+
+        Raises:
+            IllegalTransitionError: the table has no such pair.
+        """
+        after = self._after[trigger._value_].get(state._value_)
+        if after is None:
+            raise IllegalTransitionError(self._name, state, trigger)
+        return after

@@ -1,8 +1,9 @@
 """The state machine of a WPG's processes."""
 
 from enum import StrEnum
+from typing import Final
 
-from plexrl.scheduler.state.machines.transitions import IllegalTransitionError, by_trigger
+from plexrl.scheduler.state.machines.transitions import Machine
 
 
 class WpgState(StrEnum):
@@ -64,16 +65,5 @@ TRANSITIONS: dict[tuple[WpgState, WpgTrigger], WpgState] = {
     **{(state, WpgTrigger.ENDED): WpgState.STOPPED for state in (_WAITING, *_PLACED)},
 }
 
-_AFTER = by_trigger(TRANSITIONS)
-
-
-def next_state(state: WpgState, trigger: WpgTrigger) -> WpgState:
-    """The state after `trigger`.
-
-    Raises:
-        IllegalTransitionError: the table has no such pair.
-    """
-    after = _AFTER[trigger._value_].get(state._value_)
-    if after is None:
-        raise IllegalTransitionError("WPG", state, trigger)
-    return after
+next_state: Final = Machine("WPG", TRANSITIONS).next_state
+"""See `Machine.next_state`."""
