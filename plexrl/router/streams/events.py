@@ -70,7 +70,7 @@ def result_events(cursor: Cursor, stream: str, arrays: Arrays) -> Iterator[Plain
     """The events after `cursor` of a finished generation, made from its result.
 
     Raises:
-        InvalidRequestError: the generation was not submitted with `stream`.
+        InvalidRequestError: the generation was submitted without `stream`.
     """
     if "stream_order" not in arrays:
         raise InvalidRequestError(

@@ -133,5 +133,5 @@ def test_readers_are_bounded(router: Reader, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_not_streamed_cannot_be_read(router: Reader) -> None:
     streams = TokenStreams()
     streams.begin("op", streamed=False)
-    with pytest.raises(InvalidRequestError, match="was not submitted with `stream`"):
+    with pytest.raises(InvalidRequestError, match="was submitted without `stream`"):
         streams.read(router.connection, router.question("one"))
