@@ -30,7 +30,7 @@ from plexrl.sim.engine.shell import (
 )
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
-from plexrl.sim.metrics.job_rows import JobRow, JobRows
+from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.state.move_costs import MoveCosts
@@ -78,7 +78,7 @@ class TraceRun:
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{**RETENTION, **policy.settings, **(settings or {})})
         self.shell = VirtualShell(config, self._handlers())
-        self._collector = Collector(scenario, None if on_job is None else JobRows(on_job))
+        self._collector = Collector(scenario, on_job)
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.observe(self._checker.observe)
