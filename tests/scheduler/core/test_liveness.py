@@ -53,5 +53,5 @@ def test_the_oracle_finds_a_group_that_nobody_looks_at() -> None:
 
 def test_the_oracle_finds_a_timer_that_wakes_nobody() -> None:
     cluster = ready_cluster()
-    cluster.core._context.timer_at = None
+    cluster.core._context.effects.timer_at = None
     assert any("wake-up" in each for each in stuck(cluster))
