@@ -256,6 +256,13 @@ def test_a_cold_job_needs_its_share_of_the_load_to_be_free() -> None:
     assert group_of(cluster, "b") is None
 
 
+def test_a_group_takes_no_more_members_than_it_may_however_short_their_segments() -> None:
+    cluster = cluster_of(2, "spread", residents_max=2)
+    for job in "abc":
+        submit(cluster, job, trace(1.0))
+    assert [group_of(cluster, job) for job in "abc"] == ["g1", "g1", None]
+
+
 def node(name: str, **fields: int | str) -> ev.NodeJoined:
     sizes: dict[str, int | str] = {
         "gpus": 4,
@@ -265,7 +272,7 @@ def node(name: str, **fields: int | str) -> ev.NodeJoined:
     return ev.NodeJoined(node=name, statemanager=f"sm:{name}", **{**sizes, **fields})
 
 
-@pytest.mark.parametrize(("nvme_bytes", "count"), [(0, 2), (1000, 3), (10_000, 5)])
+@pytest.mark.parametrize(("nvme_bytes", "count"), [(0, 2), (500, 3), (1000, 3), (10_000, 5)])
 def test_states_of_all_groups_of_a_node_fit_its_host_memory_and_nvme(
     nvme_bytes: int, count: int
 ) -> None:
