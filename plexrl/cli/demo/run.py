@@ -14,6 +14,7 @@ from plexrl.cli.demo.controllers import Controller, ControllerPlan
 from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
 from plexrl.cli.demo.report import DemoResult, saving, write_report
 from plexrl.cli.demo.view import DemoView, JobLine, Screen
+from plexrl.cli.jobs.jobs import residencies
 from plexrl.errors import ExecutionError
 from plexrl.model.parallelism import Parallelism
 
@@ -175,7 +176,7 @@ class _Phases:
                 if job["name"] == line.name and job["tenant"] == line.tenant:
                     line.job = job["job"]
                     line.state = job["state"].lower()
-                    line.residency = _residency(job)
+                    line.residency = residencies(job)
             if line.job is not None:
                 _read_metrics(line, self._cluster.attach_job(line.job, heartbeat=False).metrics())
         screen.groups = [group for group in self._cluster.groups() if len(group["gpus"]) > 1]
@@ -227,14 +228,6 @@ def _read_metrics(line: JobLine, rows: Sequence[dict[str, Any]]) -> None:
         line.steps = int(evaluations[0]["steps"])
     if len(evaluations) > 1:
         line.reward_after = evaluations[-1]["eval/reward"]
-
-
-def _residency(job: dict[str, Any]) -> str:
-    """The residency of the job's deployments as text."""
-    return ", ".join(
-        f"{deployment['deployment'].rsplit('/', 1)[1]} {deployment['residency']}"
-        for deployment in job["deployments"]
-    )
 
 
 def _cores() -> int:

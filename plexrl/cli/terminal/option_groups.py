@@ -20,7 +20,8 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             groups[name] = hints[name]
             parameters += _options(hints[name])
         else:
-            parameters.append(parameter.replace(annotation=hints[name]))
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
 
     def grouped(**values: Any) -> None:
         for name, group in groups.items():

@@ -6,17 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
-    Output,
-    Url,
-    open_cluster,
-    print_line,
-    write_json,
-)
+from plexrl.cli.terminal.context import Access, Json, Output, print_line, print_table, write_json
+from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, given_options, refuse
 from plexrl.cli.traces.tables import print_description, print_distributions
 from plexrl.process.plain_text import one_line
@@ -75,7 +66,7 @@ def validate(trace: Trace, layout: From = None, as_json: Json = False) -> None:
     }
     rows = [(source.format, good, problems.bad_lines, problems.count, source.left_out.total())]
     columns = ("format", "good rows", "bad lines", "faults", "left out")
-    Output(as_json).table(trace, columns, rows, found)
+    write_json(found) if as_json else print_table(trace, columns, rows)
     if problems.count:
         raise typer.Exit(1)
 
@@ -285,13 +276,8 @@ def generate(
 
 
 @traces_app.command()
-def record(
-    out: Out,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def record(out: Out, access: Access, output: Output) -> None:
     """Record a cluster's jobs as far back as its operation log goes: one row each, or, to a file
     named *.json, their whole history (for `plexrl fidelity`)."""
     from plexrl.client.display.chrome_trace import operation_rows
@@ -300,14 +286,14 @@ def record(
     from plexrl.traces.convert.history import history_of, write_history
 
     check_out(out, suffixes=(*SUFFIXES, ".json"))
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         now = float(cluster.status()["now"])
         jobs, operations = cluster.jobs(), list(operation_rows(cluster))
     if out.suffix == ".json":
         count = write_history(out, history_of(jobs, operations, now))
     else:
         count = write_jobs(out, recorded(jobs, operations, now))
-    _report(out, count, {}, as_json)
+    _report(out, count, {}, output.as_json)
 
 
 def _generate_lengths(
