@@ -10,7 +10,8 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """The command for typer: each parameter that is a dataclass becomes one option per field.
 
     The fields of a group have the annotations and defaults of typer parameters. The order of the
-    options is the order of the parameters and, within a group, of the fields.
+    options is the order of the parameters and, within a group, of the fields. The class attribute
+    `PANEL` of a group, if any, is the section of the help that lists its options.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type] = {}
@@ -38,6 +39,10 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 def _options(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    panel = getattr(group, "PANEL", None)
+    for each in fields(group):
+        for option in getattr(hints[each.name], "__metadata__", ()):
+            option.rich_help_panel = panel or option.rich_help_panel
     return [
         inspect.Parameter(
             each.name,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
-from plexrl.client.asynchronous.in_thread import in_thread, wrapped_in_thread
+from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
 from plexrl.client.blocking.cluster import SILENCE_S_MAX, Cluster, connect
 from plexrl.client.calls.transport import AsyncTransport

@@ -1,12 +1,13 @@
 """The base class of deployments, for blocking controllers."""
 
 import threading
+from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import quote
 
 from plexrl.client.calls import requests
-from plexrl.client.calls.controller import recover_call
+from plexrl.client.calls.controller import recover_call, submit
 from plexrl.client.calls.requests import Submission
 from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.data.results import LoadedCheckpoint
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from plexrl.model.tokenizer import Tokenizer
 
 Plain = dict[str, Any]
+FutureT = TypeVar("FutureT", bound=Future[Any])
 
 
 class Deployment:
@@ -105,19 +107,14 @@ class Deployment:
         return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
 
     def _submit(self, submission: Submission) -> Future[Any]:
-        return Future(self._transport, self._post(submission), submission.decoder)
+        return self._submit_for(submission, Future)
 
-    def _post(self, submission: Submission) -> Plain:
+    def _submit_for(
+        self, submission: Submission, future: Callable[..., FutureT], *samples: int
+    ) -> FutureT:
+        """Submit an operation for this class of future; `samples` is for a `GenerateFuture`."""
         # Under a lock, so that operations are submitted in the order of the calls.
-        controller = self._transport.controller
         with self._submitting:
-            if controller is None:
-                count = 0
-            else:
-                controller.check()
-                count = controller.acknowledged_count
-            call = submission.call.within(self._deadline_s)
-            view = dict(self._transport.request(call).json())
-            if controller is not None:
-                controller.submitted(submission, view, count)
-        return view
+            steps = submit(submission, self._deadline_s, self._transport.controller)
+            view = self._transport.run(steps)
+        return future(self._transport, view, submission.decoder, *samples)

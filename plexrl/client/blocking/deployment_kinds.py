@@ -153,7 +153,7 @@ class TrainDeployment(Deployment):
             upload=upload,
         )
         submission = requests.save_checkpoint(self.deployment, params)
-        return CheckpointFuture(self._transport, self._post(submission), submission.decoder)
+        return self._submit_for(submission, CheckpointFuture)
 
 
 class ReferenceDeployment(Deployment):
@@ -223,7 +223,7 @@ class RolloutDeployment(Deployment):
         submission = requests.generate(
             self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
         )
-        return GenerateFuture(self._transport, self._post(submission), submission.decoder, n)
+        return self._submit_for(submission, GenerateFuture, n)
 
     def generate_stream(
         self,

@@ -338,7 +338,7 @@ class Job:
         """
         if outcome == "completed":
             for operation in self._control.last_operations():
-                wait_final(self._transport, operation)
+                self._transport.run(wait_final(operation))
         body = {"outcome": outcome, "reason": reason}
         call = Call(method="POST", path=f"{self._path}/finish", json=body)
         try:
