@@ -20,7 +20,7 @@ def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """Enqueue a new deployment; it is considered at the end of this event."""
     begin_to_wait(context, context.job(deployment.job).tenant, deployment.created_at)
     context.wait(deployment)
-    context.newcomers.append(deployment.deployment)
+    context.waiting.newcomers.append(deployment.deployment)
     _wake_when_patience_ends(context, deployment)
 
 
@@ -42,10 +42,8 @@ def admit(context: Context, now: float) -> list[Deployment]:
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
     because the others have already failed on the same capacity.
     """
-    all_waiting = context.place_waiting
-    context.place_waiting = False
-    newcomers, context.newcomers = context.newcomers, []
-    still_waiting = [name for name in newcomers if name in context.waiting]
+    all_waiting = context.waiting.must_retry
+    still_waiting = [name for name in context.waiting.take_newcomers() if name in context.waiting]
     if not (context.waiting if all_waiting else still_waiting):
         return []
     return AdmissionPass(context, now, None if all_waiting else still_waiting).run()

@@ -39,7 +39,9 @@ def break_deadlocks(context: Context, now: float) -> None:
     """Take GPUs from stuck jobs until no job is stuck, or no job would gain by it."""
     if not context.waiting.of_partial_jobs:
         return
-    idle = _idle_partial_jobs(context, now)
+    idle, check_at = _idle_partial_jobs(context, now)
+    for at in check_at:
+        context.wake(at, timers.PLACEMENT)
     while idle:
         stuck = _stuck(context, idle)
         if not stuck or (len(stuck) == 1 and not is_waited_for(context, stuck)):
@@ -52,9 +54,10 @@ def break_deadlocks(context: Context, now: float) -> None:
             displace(context, deployment, reason, now)
 
 
-def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
+def _idle_partial_jobs(context: Context, now: float) -> tuple[list[Job], list[float]]:
+    """The idle partial jobs, and when to check each of the others again."""
     names = {context.deployment(name).job: None for name in context.waiting.of_partial_jobs}
-    found = []
+    found, check_at = [], []
     for name in names:
         job = context.job(name)
         placed = placed_of(context, job)
@@ -66,8 +69,8 @@ def _idle_partial_jobs(context: Context, now: float) -> list[Job]:
         else:
             again_at = max(idle_at, now + CHECK_EACH_S) if math.isfinite(idle_at) else now
             # Rounded, so that many checks share one timer.
-            context.wake((again_at // CHECK_EACH_S + 1) * CHECK_EACH_S, timers.PLACEMENT)
-    return found
+            check_at.append((again_at // CHECK_EACH_S + 1) * CHECK_EACH_S)
+    return found, check_at
 
 
 def placed_of(context: Context, job: Job) -> list[Deployment]:

@@ -45,7 +45,7 @@ def resume(context: Context, job: Job, now: float) -> None:
             for node in deployment.stored.nodes:
                 # A node may have been lost in the meantime.
                 context.wake(now, timers.node_check(node))
-    context.place_waiting = True
+    context.waiting.retry_all()
 
 
 def _set_aside(context: Context, job: Job, now: float) -> None:
@@ -55,7 +55,7 @@ def _set_aside(context: Context, job: Job, now: float) -> None:
     del context.detached[job.job]
     for name in job.deployments:
         context.waiting.remove(name)
-    context.place_waiting = True
+    context.waiting.retry_all()
 
 
 def _is_idle(context: Context, job: Job) -> bool:

@@ -105,7 +105,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     Raises:
         Fault: a step failed, or the steps have no end.
     """
-    dirty, timers = context.dirty, context.timers
+    dirty, timers, waiting = context.dirty, context.timers, context.waiting
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(context.state.ended) > context.ended_jobs
     if not (is_due or must_forget or _has_steps(context) or may_preempt(context)):
@@ -118,7 +118,7 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
         while _has_steps(context) or _preempted(context, steps, now):
-            if context.place_waiting or context.newcomers:
+            if waiting.must_retry or waiting.newcomers:
                 _place(context, steps, now)
             if dirty:
                 _advance_groups(context, steps, now)
@@ -133,7 +133,8 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
 
 
 def _has_steps(context: Context) -> bool:
-    return bool(context.dirty or context.cycles_over or context.place_waiting or context.newcomers)
+    waiting = context.waiting
+    return bool(context.dirty or context.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
 def _preempted(context: Context, steps: _Steps, now: float) -> bool:
@@ -146,8 +147,7 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
         place_waiting(context, now)
         break_deadlocks(context, now)
     else:
-        context.place_waiting = False
-        context.newcomers.clear()
+        context.waiting.take_newcomers()
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
@@ -182,7 +182,7 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
         case TimerKind.DEADLINE:
             deadline_passed(context, OperationId(name), now)
         case TimerKind.PLACEMENT:
-            context.place_waiting = context.place_waiting or bool(context.waiting)
+            context.waiting.retry_all_if_any()
         case TimerKind.NODE if name in context.state.nodes:
             reconcile_node(context, NodeId(name), now)
         case TimerKind.LAUNCH if name in context.state.deployments:

@@ -32,7 +32,6 @@ class Context:
     dirty: dict[GroupId, None] = field(default_factory=dict)
     """Groups whose next step must be decided, in the order in which they were touched. Groups that
     were removed since are skipped."""
-    place_waiting: bool = False
     timers: list[Timer] = field(default_factory=list)
     """Heap of (time, subject); an entry may have become pointless."""
     timer_at: float | None = None
@@ -52,8 +51,6 @@ class Context:
     """Deployments without GPUs."""
     cycles_over: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose cycle ended in this event."""
-    newcomers: list[DeploymentId] = field(default_factory=list)
-    """Deployments that were created by this event."""
     relocating: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose move waits for an operation boundary."""
     contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)

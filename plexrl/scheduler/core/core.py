@@ -220,7 +220,7 @@ class SchedulerCore:
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
         tenant_configured(self._context.state, event)
-        self._context.place_waiting = True
+        self._context.waiting.retry_all()
 
     def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
         context = self._context

@@ -26,8 +26,9 @@ _KEPT = ("state", "timers", "timer_at")
 
 def encode(context: Context) -> bytes:
     """The snapshot of `context` between two events."""
-    to_do = (context.commands, context.discards, context.dirty, context.place_waiting)
-    assert not any((*to_do, context.newcomers, context.cycles_over)), "a snapshot inside an event"
+    waiting = context.waiting
+    to_do = (context.commands, context.discards, context.dirty, context.cycles_over)
+    assert not any((*to_do, waiting.must_retry, waiting.newcomers)), "a snapshot inside an event"
     kept = {name: getattr(context, name) for name in _kept_fields()}
     head = {"version": VERSION, "settings": core_settings(context.config)}
     return msgspec.msgpack.encode({**head, **kept})

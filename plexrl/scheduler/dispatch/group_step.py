@@ -24,6 +24,7 @@ from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
 from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.commands import PrefetchState
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -85,7 +86,9 @@ def advance(context: Context, group: Group, now: float) -> None:
     if holder.queue:
         _dispatch(context, group, holder, now)
     if holder.running and context.inventory.spills(group):
-        _look_ahead(context, group, holder, now)
+        hint = _look_ahead(context, group, holder, now)
+        if hint is not None:
+            context.emit(hint)
 
 
 def next_operation(context: Context, deployment: Deployment) -> Operation | None:
@@ -303,15 +306,17 @@ def _expected_next(
     return first_due
 
 
-def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """While the holder works, prefetch the state of the next member into host memory."""
+def _look_ahead(
+    context: Context, group: Group, holder: Deployment, now: float
+) -> PrefetchState | None:
+    """While the holder works: the hint to prefetch the next member's state into host memory."""
     waiting = _waiting(context, group, now, besides=holder)
     if waiting:
-        prefetch(context, group, _first(context, group, waiting, now), now)
-        return
+        return prefetch(group, _first(context, group, waiting, now), now)
     expected = _expected_next(context, group, now)
-    if expected is not None and expected is not holder:
-        prefetch(context, group, expected, now)
+    if expected is None or expected is holder:
+        return None
+    return prefetch(group, expected, now)
 
 
 def successor(context: Context, group: Group, now: float) -> Deployment | None:

@@ -72,18 +72,15 @@ def holds_back(
     return max(0.001, min(ends_at - now, critical_s + effective_s))
 
 
-def prefetch(context: Context, group: Group, deployment: Deployment, now: float) -> None:
-    """Send a prefetch hint for the member that is likely to be loaded next, if its state may lie on
-    NVMe."""
+def prefetch(group: Group, deployment: Deployment, now: float) -> PrefetchState | None:
+    """The prefetch hint for the member that is likely to be loaded next; None if it was the last
+    one prefetched, or has no state yet."""
     if group.prefetched == deployment.deployment or not deployment.replay.durable_seq:
-        return
+        return None
     group.prefetched = deployment.deployment
-    if context.inventory.spills(group):
-        context.emit(
-            PrefetchState(
-                deployment=deployment.deployment,
-                seq=deployment.replay.durable_seq,
-                nodes=deployment.nodes,
-                next_use_s=next_use_s(deployment, now),
-            )
-        )
+    return PrefetchState(
+        deployment=deployment.deployment,
+        seq=deployment.replay.durable_seq,
+        nodes=deployment.nodes,
+        next_use_s=next_use_s(deployment, now),
+    )

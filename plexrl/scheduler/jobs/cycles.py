@@ -25,16 +25,18 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
             _follow(context, deployment)
         if context.policy.plans_by_profile:
             # Its group may now take others.
-            context.place_waiting = context.place_waiting or bool(context.waiting)
+            context.waiting.retry_all_if_any()
         change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)
-        consider_repacking(context, deployment, now)
+        moves = consider_repacking(context, deployment, now)
     else:
+        moves = False
         if context.policy.repacks:
             if _is_beside_plan(context, deployment):
                 _follow(context, deployment)
             if holds_up_others(context, deployment):
-                consider_repacking(context, deployment, now)
-    consider_relief(context, deployment, now)
+                moves = consider_repacking(context, deployment, now)
+    if consider_relief(context, deployment, now) or moves:
+        context.touch(deployment.group)
 
 
 def remember(context: Context, deployment: Deployment) -> None:

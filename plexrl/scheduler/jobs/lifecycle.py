@@ -54,7 +54,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
             note_wait(context.state, group, context.deployment(name), now)
     for name in job.deployments:
         _end_deployment(context, context.deployment(name), job, now)
-    context.place_waiting = True
+    context.waiting.retry_all()
 
 
 def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
@@ -90,7 +90,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     context.waiting.remove(deployment.deployment)
     if deployment.group is not None:
         context.hold(deployment, -1, now)
-        vacate(context, deployment, now)
+        context.touch(vacate(context, deployment, now))
     wpg.end(deployment)
     # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
@@ -113,7 +113,8 @@ def place_waiting(context: Context, now: float) -> None:
             _placed(context, job)
 
     for node in sorted(context.inventory.draining):
-        drain(context, node, now)
+        for group in drain(context, node, now):
+            context.touch(group)
 
 
 def _placed(context: Context, job: Job) -> None:
@@ -244,7 +245,7 @@ def stop(
     if deployment.queue:
         deployment.burst.want(now)
     deployment.burst.interrupt()
-    release_lock(context, deployment)
+    context.touch(release_lock(context, deployment))
     context.emit(
         StopWorkers(
             deployment=deployment.deployment,
@@ -303,7 +304,7 @@ def detach(context: Context, job: Job) -> None:
     job.attached = False
     if not job.is_set_aside:
         context.detached[job.job] = None
-    context.place_waiting = context.place_waiting or bool(context.waiting)
+    context.waiting.retry_all_if_any()
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:

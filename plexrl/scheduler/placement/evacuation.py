@@ -35,7 +35,8 @@ def reconcile_node(context: Context, name: NodeId, now: float) -> None:
             for deployment in [*placed_on(context, name), *_with_state_on(context, name)]:
                 _evacuate(context, deployment, now)
     elif node.is_draining:
-        drain(context, name, now)
+        for group in drain(context, name, now):
+            context.touch(group)
     else:
         replace_shrunk(context, name, now)
 
@@ -148,7 +149,7 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
         # Incomplete copies of the version.
         context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
     context.hold(deployment, -1, now)
-    vacate(context, deployment, now)
+    context.touch(vacate(context, deployment, now))
     wpg.displace(deployment)
     change_job(context.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(context, deployment, now)
@@ -172,4 +173,4 @@ def _end_if_lost(context: Context, deployment: Deployment, now: float) -> None:
 def _enqueue(context: Context, deployment: Deployment, now: float) -> None:
     begin_to_wait(context, context.job(deployment.job).tenant, now)
     context.wait(deployment)
-    context.place_waiting = True
+    context.waiting.retry_all()

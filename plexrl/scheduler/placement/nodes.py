@@ -72,7 +72,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     for name in event.states:
         if name not in live or not _keeps_state(live[name], event.node):
             context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
-    context.place_waiting = True
+    context.waiting.retry_all()
     # WPGs of lost nodes may have waited for the state on this node.
     for other in list(context.state.nodes):
         reconcile_node(context, other, now)
@@ -91,7 +91,7 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     node.is_draining = event.is_draining
     context.inventory.node_changed(node)
     # GPUs are available again, or deployments that waited for them block others no longer.
-    context.place_waiting = True
+    context.waiting.retry_all()
     if event.is_draining:
         reconcile_node(context, event.node, now)
         return
@@ -154,7 +154,7 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     context.wake(node.lost_at + context.config.node_replace_s, timers.node_check(event.node))
     context.inventory.node_changed(node)
     # Deployments that waited for its GPUs block others no longer.
-    context.place_waiting = True
+    context.waiting.retry_all()
     for deployment in placed_on(context, event.node):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if deployment.state == WpgState.MIGRATING:

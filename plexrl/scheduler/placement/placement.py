@@ -155,23 +155,25 @@ def leave(context: Context, deployment: Deployment, now: float) -> None:
         context.inventory.remove_group(group)
         context.state.former_switches += group.switches
         del context.state.groups[group.group]
-        context.dirty.pop(group.group, None)
 
 
-def release_lock(context: Context, deployment: Deployment) -> None:
-    """Free the group's lock if the WPG holds it; end the switch if it is the incoming one."""
+def release_lock(context: Context, deployment: Deployment) -> GroupId:
+    """Free the group's lock if the WPG holds it; end the switch if it is the incoming one. Returns
+    the group, whose next step must be decided."""
     group = context.state.groups[_placed(deployment)]
     withdraw(group, deployment.deployment)
-    context.touch(group.group)
+    return group.group
 
 
-def vacate(context: Context, deployment: Deployment, now: float) -> None:
-    """Take a WPG with stopped processes off its group; the caller sets its next state."""
-    release_lock(context, deployment)
+def vacate(context: Context, deployment: Deployment, now: float) -> GroupId:
+    """Take a WPG with stopped processes off its group; the caller sets its next state. Returns the
+    group, whose next step must be decided."""
+    group = release_lock(context, deployment)
     leave(context, deployment, now)
     lose_processes(deployment)
     deployment.moves.cancel()
     context.relocating.pop(deployment.deployment, None)
+    return group
 
 
 def find(

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import assert_never
 
-from plexrl.ids import NodeId
+from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.overlaps import overlap_s
 from plexrl.scheduler.core.context import Context
@@ -73,52 +73,59 @@ def holds_up_others(context: Context, deployment: Deployment) -> bool:
     )
 
 
-def consider_repacking(context: Context, deployment: Deployment, now: float) -> None:
-    """Move the deployment into the gaps of another group if that pays."""
+def consider_repacking(context: Context, deployment: Deployment, now: float) -> bool:
+    """Move the deployment into the gaps of another group if that pays. True: it will move, and the
+    next step of its group must be decided."""
     if not context.policy.repacks or not may_move(context, deployment, now):
-        return
+        return False
     choice = _destination(context, deployment, MoveCause.REPACK, now)
-    if choice is not None:
-        reason = f"repacked into the gaps of {choice.group}"
-        _begin(context, deployment, MoveCause.REPACK, reason, now)
+    if choice is None:
+        return False
+    reason = f"repacked into the gaps of {choice.group}"
+    _begin(context, deployment, MoveCause.REPACK, reason, now)
+    return True
 
 
-def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
-    """After a cycle: close the group if a member waits too much, and move the one that waits
-    most."""
+def consider_relief(context: Context, deployment: Deployment, now: float) -> bool:
+    """After a cycle: close the group if a member waits too much, and move the one that waits most.
+    True: `deployment` will move, and the next step of its group must be decided."""
     if deployment.group is None or not deployment.shares:
-        return
+        return False
     group = context.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:
-        return
+        return False
     bound = context.config.waiting_part_max
     if not group.is_closed and _waiting(deployment) <= bound:
         # The other members were checked at the end of their own cycles.
-        return
+        return False
     parts = {name: _waiting(context.deployment(name)) for name in group.members}
     worst = max(parts.values())
     if group.is_closed and worst < REOPEN_PART * bound:
         group.is_closed = False
         context.inventory.refresh(group)
-        context.place_waiting = True
+        context.waiting.retry_all()
     elif not group.is_closed and worst > bound and len(group.members) > 1:
         group.is_closed = True
         context.inventory.refresh(group)
     if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
-        return
+        return False
     record = deployment.placement
     if record is None or now - record.at < context.config.relief_after_s:
-        return
+        return False
     if not may_move(context, deployment, now):
-        return
-    if _destination(context, deployment, MoveCause.RELIEF, now) is not None:
-        part = f"{parts[deployment.deployment]:.0%}"
-        reason = f"waited {part} of its time, the bound is {bound:.0%}"
-        _begin(context, deployment, MoveCause.RELIEF, reason, now)
+        return False
+    if _destination(context, deployment, MoveCause.RELIEF, now) is None:
+        return False
+    part = f"{parts[deployment.deployment]:.0%}"
+    reason = f"waited {part} of its time, the bound is {bound:.0%}"
+    _begin(context, deployment, MoveCause.RELIEF, reason, now)
+    return True
 
 
-def drain(context: Context, node: NodeId, now: float) -> None:
-    """Move all deployments that can move off a drained node. Called again when capacity appears."""
+def drain(context: Context, node: NodeId, now: float) -> list[GroupId]:
+    """Move all deployments that can move off a drained node. Called again when capacity appears.
+    Returns the groups of those that will move, whose next steps must be decided."""
+    left = []
     for name in context.inventory.groups_on(node):
         for member in list(context.state.groups[name].members):
             deployment = context.deployment(member)
@@ -127,6 +134,8 @@ def drain(context: Context, node: NodeId, now: float) -> None:
             if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
                 _begin(context, deployment, MoveCause.DRAIN, reason, now)
+                left.append(name)
+    return left
 
 
 def may_move(context: Context, deployment: Deployment, now: float) -> bool:
@@ -209,14 +218,14 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
-    vacate(context, deployment, now)
+    context.touch(vacate(context, deployment, now))
     if choice.mode == PlacementMode.DEDICATED:
         joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "the destination search found free GPUs"
     else:
         join(context, context.state.groups[choice.group], deployment, choice, now)
     deployment.moves.done(relocation.reason, now)
-    context.place_waiting = True
+    context.waiting.retry_all()
     settle(context, deployment)
     return True
 
@@ -270,7 +279,6 @@ def _begin(
 ) -> None:
     deployment.moves.plan(Relocation(reason=reason, asked_at=now, cause=cause))
     context.relocating[deployment.deployment] = None
-    context.touch(deployment.group)
 
 
 def _release_left_nodes(context: Context, deployment: Deployment) -> None:
