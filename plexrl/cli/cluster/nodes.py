@@ -15,7 +15,7 @@ from plexrl.cli.terminal.context import (
     write_json,
 )
 from plexrl.cli.terminal.help import CommandGroup
-from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
@@ -84,11 +84,8 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
 
 def _refuse_lost_options(context: typer.Context) -> None:
     """Refuse options before a subcommand, which would have no effect."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"put {option} after {context.invoked_subcommand}")
+    for name in given_options(context):
+        raise typer.BadParameter(f"put {option_name(name)} after {context.invoked_subcommand}")
 
 
 @nodes_app.command("drain")

@@ -8,7 +8,7 @@ import typer
 
 from plexrl.cli.terminal.context import GIB, Access, Cells, Output, local_time, print_records
 from plexrl.cli.terminal.help import CommandGroup
-from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.cli.terminal.option_groups import option_name, with_option_groups
 
 tenants_app = typer.Typer(
     cls=CommandGroup,
@@ -113,7 +113,7 @@ def set_tenant(
     named = asdict(given)
     settings = {key: _setting(key, value) for key, value in named.items() if value is not None}
     if not settings:
-        *options, last = map(_option, named)
+        *options, last = map(option_name, named)
         raise typer.BadParameter(f"nothing to set: give {', '.join(options)} or {last}")
     with access.open() as cluster:
         found = cluster.configure_tenant(name, **settings)
@@ -152,11 +152,9 @@ def _setting(key: str, value: Any) -> Any:
     try:
         return float(value) if key == "gpu_seconds_max" else int(value)
     except ValueError as error:
-        raise typer.BadParameter(f"{_option(key)} is {value!r}: give a number or none") from error
-
-
-def _option(key: str) -> str:
-    return f"--{key.replace('_', '-')}"
+        raise typer.BadParameter(
+            f"{option_name(key)} is {value!r}: give a number or none"
+        ) from error
 
 
 def _of(used: Any, bound: Any, text: Callable[[Any], str] = str) -> str:

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +15,12 @@ from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
 from plexrl.cli.demo.report import DemoResult, saving, write_report
 from plexrl.cli.demo.view import DemoView, JobLine, Screen
 from plexrl.cli.jobs.jobs import residencies
+from plexrl.client.display.chrome_trace import operation_rows
 from plexrl.errors import ExecutionError
 from plexrl.model.parallelism import Parallelism
 
 if TYPE_CHECKING:
-    from plexrl.client import Cluster
+    from plexrl.client.blocking.cluster import Cluster
 
 POLL_PERIOD_S = 0.3
 TASKS = (("sort", "alice"), ("reverse", "bob"))
@@ -124,9 +125,9 @@ class _Phases:
         rows: list[dict[str, Any]] = []
         started_at = time.time()
         for plans in batches:
-            after = self._last_index()
+            after = max((row["index"] for row in operation_rows(self._cluster)), default=0)
             results += self._run_together(name, plans, started_at)
-            rows += _all_rows(lambda at: self._cluster.operations(after=at), after)
+            rows += operation_rows(self._cluster, after=after)
         return measure_phase(name, results, rows)
 
     def _run_together(
@@ -204,19 +205,6 @@ class _Phases:
                 if (value := row["values"].get("reward/mean")) is not None
             ),
         )
-
-    def _last_index(self) -> int:
-        rows = _all_rows(lambda at: self._cluster.operations(after=at), 0)
-        return int(rows[-1]["index"]) if rows else 0
-
-
-def _all_rows(page: Callable[[int], list[dict[str, Any]]], after: int) -> list[dict[str, Any]]:
-    """All rows of a paged log after index `after`."""
-    found: list[dict[str, Any]] = []
-    while rows := page(after):
-        found += rows
-        after = int(rows[-1]["index"])
-    return found
 
 
 def _read_metrics(line: JobLine, rows: Sequence[dict[str, Any]]) -> None:

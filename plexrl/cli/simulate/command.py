@@ -4,7 +4,7 @@ import typer
 
 from plexrl.cli.simulate.options import groups
 from plexrl.cli.terminal.context import Json, print_line
-from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.cli.terminal.option_groups import given_options, with_option_groups
 from plexrl.errors import UnavailableError
 
 
@@ -34,7 +34,7 @@ def simulate(
         ) from error
 
     asked = setup.questions(cluster.policy, questions)
-    given = checks.given_options(context)
+    given = given_options(context)
     checks.check_options(given, is_published=trace == setup.PUBLISHED)
     if running.out is not None:
         check_folder(running.out)

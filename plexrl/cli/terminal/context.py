@@ -22,7 +22,7 @@ from plexrl.process.plain_text import many_lines, one_line
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from plexrl.client import Cluster
+    from plexrl.client.blocking.cluster import Cluster
 
 TIMEOUT_S = 5.0
 """Request timeout of interactive commands."""
@@ -52,7 +52,7 @@ class Access:
         Raises:
             ConnectionLostError: there is neither a URL nor a local cluster.
         """
-        from plexrl.client import connect
+        from plexrl.client.blocking.cluster import connect
         from plexrl.cluster.endpoint import read_endpoint
 
         url, api_key = self.url, self.api_key

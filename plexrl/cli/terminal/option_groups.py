@@ -1,9 +1,11 @@
-"""Commands whose options are grouped into dataclasses, so that signatures stay short."""
+"""Options of commands: groups of them as dataclasses, and those that the user has given."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
+
+import typer
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,6 +37,22 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     grouped.__annotations__ = {each.name: each.annotation for each in parameters}
     grouped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return grouped
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """The parameters that the command line sets, by name."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        if (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    }
+
+
+def option_name(parameter: str) -> str:
+    """The command-line option of a parameter."""
+    names = {"layout": "from", "as_json": "json"}
+    return "--" + names.get(parameter, parameter).replace("_", "-")
 
 
 def _options(group: Any) -> list[inspect.Parameter]:

@@ -4,12 +4,11 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import quote
 
 from plexrl.client.calls import requests
-from plexrl.client.calls.controller import recover_call, submit
+from plexrl.client.calls.controller import submit
 from plexrl.client.calls.requests import Submission
-from plexrl.client.calls.transport import Call, Transport
+from plexrl.client.calls.transport import Call, Transport, deployment_path
 from plexrl.client.data.results import LoadedCheckpoint
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import Future
@@ -78,7 +77,7 @@ class Deployment:
     def recover(self) -> None:
         """Continue after a failed operation whose future was not read: the deployment accepts
         operations again. Weights and accumulated gradients are those before the failed one."""
-        answer = self._transport.request(recover_call(self.deployment)).json()
+        answer = self._transport.ask("POST", f"{deployment_path(self.deployment)}/recover")
         if self._transport.controller is not None:
             self._transport.controller.acknowledged(answer)
 
@@ -88,9 +87,7 @@ class Deployment:
         (`blocks_held` of `blocks`), preemptions so far. `waiting_gradients` counts the
         `forward_backward`s since the last step; `trainer_step` counts the optimizer steps in the
         weights."""
-        job, _, name = self.deployment.rpartition("/")
-        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
-        return dict(self._transport.request(Call(method="GET", path=path)).json())
+        return self._transport.ask("GET", deployment_path(self.deployment))
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer: `tokenizer.json` of a model with a `path`, as the nodes have it;
@@ -102,8 +99,7 @@ class Deployment:
         """
         from plexrl.model.tokenizer import Tokenizer
 
-        job, _, name = self.deployment.rpartition("/")
-        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/tokenizer"
+        path = f"{deployment_path(self.deployment)}/tokenizer"
         return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
 
     def _submit(self, submission: Submission) -> Future[Any]:

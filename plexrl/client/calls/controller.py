@@ -137,13 +137,6 @@ def acknowledge_call(operation: str) -> Call:
     return Call(method="POST", path=path)
 
 
-def recover_call(deployment: str) -> Call:
-    """The request that acknowledges all failures that halt a deployment."""
-    job, _, name = deployment.rpartition("/")
-    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/recover"
-    return Call(method="POST", path=path)
-
-
 def _failed(failure: Mapping[str, Any]) -> str:
     """The operation that an `EarlierFailureError` refers to."""
     return str(failure["details"]["operation"])

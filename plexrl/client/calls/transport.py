@@ -23,6 +23,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from urllib.parse import quote
 
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
@@ -57,6 +58,8 @@ NEXT_ROUTER = frozenset({500, 502, 503})
 LOG_PERIOD_S = 60.0
 """Time between two log messages about the same reason to wait."""
 LOG = logging.getLogger(__name__)
+
+Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,12 @@ class Call:
     def limited_to(self, seconds: float) -> "Call":
         """The same request for a caller that waits at most `seconds` for the response."""
         return replace(self, read_timeout_s=seconds, give_up_at=time.monotonic() + seconds)
+
+
+def deployment_path(deployment: str) -> str:
+    """The path of the deployment `<job>/<name>` in the HTTP API."""
+    job, _, name = deployment.rpartition("/")
+    return f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
 
 
 class Endpoints:
@@ -307,6 +316,13 @@ class Transport(_Connections["httpx.Client"]):
             if not isinstance(found, PlexRLError):
                 return found
             time.sleep(self._retries.pause_s(call, timer, found))
+
+    def ask(self, method: str, path: str, *, query: Plain | None = None, body: Any = None) -> Plain:
+        """Send a request and return the JSON object of the response; empty without content. Raises
+        as `request`."""
+        call = Call(method=method, path=path, query=query or {}, json=body)
+        response = self.request(call)
+        return dict(response.json()) if response.content else {}
 
     def run(self, steps: Steps[ResultT]) -> ResultT:
         """Carry out the steps and return their result. Raises what they raise."""

@@ -78,6 +78,17 @@ class RouterServices:
             raise PermissionDeniedError("this needs the operator's key")
         return caller
 
+    async def ask(self, request: Request, method: str, **fields: Any) -> Plain:
+        """Call the scheduler with `fields` and the claim of the sender of the request. Raises as
+        `caller` and `SchedulerLink.call`."""
+        caller = await self.caller(request)
+        return await self.scheduler.call(method, {**fields, **caller.claim})
+
+    async def ask_as_operator(self, request: Request, method: str, **fields: Any) -> Plain:
+        """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
+        caller = await self.operator(request)
+        return await self.scheduler.call(method, {**fields, **caller.claim})
+
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""
         return await self.specs.read(deployment, caller.scope)
