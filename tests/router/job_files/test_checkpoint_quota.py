@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plexrl.errors import QuotaExceededError, StorageError
-from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
+from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 
 BYTES = 100
 """Size of each checkpoint."""
