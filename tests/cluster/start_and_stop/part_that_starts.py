@@ -1,5 +1,7 @@
-"""A part that works for some seconds before it is ready or before it ends, or hangs, perhaps while a
-child works."""
+"""A part that works for some seconds before it is ready or before it ends, or hangs.
+
+A child may work meanwhile.
+."""
 
 import json
 import os
