@@ -26,8 +26,6 @@ def may_preempt(cluster: Cluster) -> bool:
 def preempt_detached(context: Context, now: float) -> bool:
     """Set one detached job aside, if a job that is not detached could use GPUs. False: none was."""
     cluster = context.cluster
-    if not may_preempt(cluster):
-        return False
     detached = map(context.state.job, cluster.detached)
     idle = [job for job in detached if _is_idle(context.state, context.settings, job)]
     if not idle or not is_waited_for(cluster, idle):
