@@ -10,7 +10,6 @@ import torch.multiprocessing as mp
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.host_optimizer import adam_of_torch
-from plexrl.worker.state.host_transfer import Chunk
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank
@@ -49,9 +48,8 @@ class _Optimizer:
         self.gradient = torch.randn(elements, generator=generator)
         self.moments = (torch.zeros(elements), torch.zeros(elements))
 
-    def chunk(self, first: int, end: int) -> tuple[Chunk, torch.Tensor, torch.Tensor]:
-        one, two = (moment[first:end] for moment in self.moments)
-        return Chunk(self.parameter[first:end], self.gradient[first:end], first), one, two
+    def chunk(self, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        return tuple(each[first:end] for each in (self.parameter, self.gradient, *self.moments))
 
 
 PARAMS = AdamParams(learning_rate=1e-2, weight_decay=0.1)
