@@ -4,8 +4,9 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import WEIGHT_BYTES
 
-BLOCK_TOKENS = 16
-"""Tokens per block, the unit of allocation."""
+BLOCK_TOKENS = {"torch": 16, "vllm": 32}
+"""Tokens per block, the unit of allocation, by rollout backend. vLLM's kernels for CPUs need
+multiples of 32."""
 
 
 def kv_token_bytes(spec: DeploymentSpec) -> int:
@@ -33,8 +34,9 @@ def check_cache_budget(spec: DeploymentSpec) -> None:
         raise InvalidRequestError(
             f"kv_cache_bytes is {budget}, and a {spec.kind} deployment has no cache: leave it out"
         )
-    blocks = -(-spec.max_sequence_tokens // BLOCK_TOKENS)
-    least = blocks * BLOCK_TOKENS * kv_token_bytes(spec)
+    block_tokens = BLOCK_TOKENS[spec.backend]
+    blocks = -(-spec.max_sequence_tokens // block_tokens)
+    least = blocks * block_tokens * kv_token_bytes(spec)
     if budget < least:
         raise InvalidRequestError(
             f"kv_cache_bytes is {budget}; one sequence of max_sequence_tokens "

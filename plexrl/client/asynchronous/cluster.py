@@ -8,9 +8,8 @@ Rare requests (jobs, deployments, logs) run the blocking client in a thread.
 import asyncio
 import os
 from collections.abc import Sequence
-from types import TracebackType
 
-from plexrl.client.asynchronous.in_thread import in_thread, wrapped_in_thread
+from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
 from plexrl.client.blocking.cluster import SILENCE_S_MAX, Cluster, connect
 from plexrl.client.calls.transport import AsyncTransport
@@ -81,12 +80,7 @@ class AsyncCluster:
     async def __aenter__(self) -> "AsyncCluster":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -10,13 +10,13 @@ from plexrl.client.asynchronous.deployment_kinds import (
     AsyncRolloutDeployment,
     AsyncTrainDeployment,
 )
-from plexrl.client.asynchronous.in_thread import in_thread, wrapped_in_thread
+from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.blocking.job import Job, Outcome
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import detach_interrupted_async, is_interrupt, is_success
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.cluster_location import ClusterLocation
-from plexrl.client.futures.futures import wait_final_async
+from plexrl.client.futures.futures import wait_final
 
 
 class AsyncJob:
@@ -120,7 +120,7 @@ class AsyncJob:
         """Wait on the event loop, because a thread that waits cannot be interrupted."""
         controller = self._transport.controller
         for operation in [] if controller is None else controller.last_operations():
-            await wait_final_async(self._transport, operation)
+            await self._transport.run(wait_final(operation))
 
     async def _await_or_detach(self) -> None:
         try:

@@ -72,7 +72,7 @@ class Engine:
         slots: int,
         sequence_tokens_max: int,
         kv_bytes_max: int | None = None,
-        block_tokens: int = BLOCK_TOKENS,
+        block_tokens: int = BLOCK_TOKENS["torch"],
         step_tokens_max: int = STEP_TOKENS_MAX,
         ranks: TensorRanks | None = None,
         probed: torch.Tensor | None = None,

@@ -15,14 +15,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.vllm.sampling import RowDraw
 from plexrl.worker.rollout.vllm.scheduler import CountingScheduler
 
 if TYPE_CHECKING:
     from torch import nn
 
-BLOCK_TOKENS = 32
-"""vLLM's CPU kernels need multiples of 32."""
+TOKENS = BLOCK_TOKENS["vllm"]
 STEP_TOKENS_MAX = 2048
 KV_BYTES = 1 << 30
 """Default budget of the KV cache."""
@@ -59,7 +59,7 @@ def start_engine(
             sequence.
     """
     config: Any = model.config
-    block_bytes = kv_token_bytes * BLOCK_TOKENS
+    block_bytes = kv_token_bytes * TOKENS
     blocks = _block_count(kv_bytes_max, block_bytes, slots, sequence_tokens_max)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
@@ -102,7 +102,7 @@ def _start(directory: str, **options: Any) -> StartedEngine:
         logits_processors=[RowDraw],
         scheduler_cls=CountingScheduler,
         async_scheduling=False,
-        block_size=BLOCK_TOKENS,
+        block_size=TOKENS,
         # A captured graph would continue to read the tensors that the arena replaces.
         enforce_eager=True,
         disable_log_stats=True,
@@ -139,10 +139,10 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
 
 def _block_count(budget: int | None, block_bytes: int, slots: int, sequence_tokens_max: int) -> int:
     """Blocks within the budget, but no more than all slots need."""
-    sequence_blocks = -(-sequence_tokens_max // BLOCK_TOKENS)
+    sequence_blocks = -(-sequence_tokens_max // TOKENS)
     if budget is not None and budget < sequence_blocks * block_bytes:
         raise InvalidRequestError(
-            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {BLOCK_TOKENS} "
+            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {TOKENS} "
             f"tokens; one sequence of max_sequence_tokens needs {sequence_blocks} "
             f"({sequence_blocks * block_bytes} bytes): raise kv_cache_bytes or lower "
             "max_sequence_tokens"

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 )
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.host.free_ranges import FreeRanges, Piece, subrange
-from plexrl.statemanager.host.numa import memory_nodes, set_memory_policy
-from plexrl.statemanager.host.pool import HostPool
-from plexrl.statemanager.host.segment import HostSegment
+from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece, subrange
+from plexrl.statemanager.store.tiers.host.numa import memory_nodes, set_memory_policy
+from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.host.segment import HostSegment
 from tests.statemanager.conftest import MIB, wait_until
 
 PAGE = 4096

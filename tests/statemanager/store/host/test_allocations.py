@@ -19,9 +19,9 @@ from plexrl.errors import (
     StaleTokenError,
     StateTierFullError,
 )
-from plexrl.statemanager.host.ofd_locks import has_holder, has_writer
 from plexrl.statemanager.protocol.host_requests import BorrowHost
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder, has_writer
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from plexrl.statemanager.host.free_ranges import Piece
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, MappedFile
 
 

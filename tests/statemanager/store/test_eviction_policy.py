@@ -5,7 +5,7 @@ from itertools import chain, combinations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plexrl.statemanager.eviction.policy import (
+from plexrl.statemanager.store.tiers.eviction.policy import (
     EvictionCandidate,
     EvictionPlan,
     TierName,

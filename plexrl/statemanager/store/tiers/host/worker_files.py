@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from plexrl.statemanager.host.ofd_locks import has_holder
-from plexrl.statemanager.host.tier_file import TierFile
+from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder
+from plexrl.statemanager.store.tiers.host.tier_file import TierFile
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 SUFFIX = ".lent"

@@ -24,9 +24,15 @@ from pathlib import Path
 from typing import Protocol
 
 from plexrl.errors import StateTierFullError
-from plexrl.statemanager.host.free_ranges import FreeMemory, FreeRanges, Piece, chunks, total_bytes
-from plexrl.statemanager.host.numa import set_memory_policy
-from plexrl.statemanager.host.segment import SUFFIX, HostSegment
+from plexrl.statemanager.store.tiers.host.free_ranges import (
+    FreeMemory,
+    FreeRanges,
+    Piece,
+    chunks,
+    total_bytes,
+)
+from plexrl.statemanager.store.tiers.host.numa import set_memory_policy
+from plexrl.statemanager.store.tiers.host.segment import SUFFIX, HostSegment
 from plexrl.statemanager.transfer.copy.data_plane import OnMap
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, populate
 

@@ -4,8 +4,8 @@ import ctypes
 import os
 from pathlib import Path
 
-from plexrl.statemanager.host.free_ranges import FreeRanges, Piece
-from plexrl.statemanager.host.tier_file import TierFile
+from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece
+from plexrl.statemanager.store.tiers.host.tier_file import TierFile
 from plexrl.statemanager.transfer.copy.mapped_memory import discard, populate
 
 SUFFIX = ".segment"

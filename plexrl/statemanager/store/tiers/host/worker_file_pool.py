@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from plexrl.statemanager.host.free_ranges import Piece
-from plexrl.statemanager.host.ofd_locks import has_holder
-from plexrl.statemanager.host.pool import HostPool
-from plexrl.statemanager.host.worker_files import WorkerFile, WorkerFiles
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
+from plexrl.statemanager.store.tiers.host.ofd_locks import has_holder
+from plexrl.statemanager.store.tiers.host.pool import HostPool
+from plexrl.statemanager.store.tiers.host.worker_files import WorkerFile, WorkerFiles
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Eviction candidates of a catalog, for `plexrl.statemanager.eviction.policy`. Pure.
+"""Eviction candidates of a catalog, for `plexrl.statemanager.store.tiers.eviction.policy`. Pure.
 
 Versions that share objects are evicted from the host tier together, because evicting one of them
 frees almost nothing. Superseded versions of such a group are a candidate of their own, with the
@@ -8,7 +8,7 @@ bytes that only superseded versions refer to.
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from plexrl.statemanager.eviction.policy import EvictionCandidate, TierName
+from plexrl.statemanager.store.tiers.eviction.policy import EvictionCandidate, TierName
 
 if TYPE_CHECKING:
     from plexrl.statemanager.store.catalog import Catalog

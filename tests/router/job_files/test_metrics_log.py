@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
-from plexrl.router.observe import metrics_log
-from plexrl.router.observe.metrics_log import MetricsLog
+from plexrl.router.job_files import metrics_log
+from plexrl.router.job_files.metrics_log import MetricsLog
 
 ROW_BYTES_MAX, JOB_BYTES_MAX = 200, 1000
 
