@@ -322,8 +322,8 @@ def test_a_waiting_job_shows_the_idle_job_that_holds_the_gpus(scene: Scene) -> N
     ]
     assert rows[0]["condition"] == "idle"
     output = cli(scene, "explain", scene.waiting.job)
-    _, _, holders = output.partition("Who has the GPUs")
-    assert re.search(rf"^{scene.job.job} +{TENANT} +2 +idle ", holders, re.MULTILINE)
+    _, _, table = output.partition("Who has the GPUs")
+    assert re.search(rf"^{scene.job.job} +{TENANT} +2 +idle ", table, re.MULTILINE)
 
 
 def test_usage_shows_what_sharing_saved(scene: Scene) -> None:

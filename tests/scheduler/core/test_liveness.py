@@ -34,13 +34,13 @@ def test_fixed_histories_end(seed: int) -> None:
 
 def unfinished(history: History) -> list[str]:
     """The submitted operations that a controller would still wait for."""
-    found = []
+    found: list[str] = []
     for event, _ in history.cluster.journal:
         # A refused or forgotten operation is unknown.
         if isinstance(event, ev.OperationSubmitted):
             with suppress(UnknownOperationError):
                 if history.cluster.state_of(event.operation) in ("pending", "running"):
-                    found.append(event.operation)
+                    found.append(str(event.operation))
     return found
 
 

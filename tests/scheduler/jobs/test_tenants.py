@@ -1,5 +1,7 @@
 """The number of a tenant's live jobs is limited."""
 
+from functools import partial
+
 import pytest
 
 from plexrl import errors
@@ -79,7 +81,8 @@ def test_a_tenant_at_its_budget_may_only_save_checkpoints() -> None:
     cluster.deploy("a/actor")
     cluster.settle()
     budget(cluster, 0.0)
-    for refused in (lambda: cluster.job("b"), lambda: cluster.submit("o", "a/actor", "barrier")):
+    submit = partial(cluster.submit, "o", "a/actor", "barrier")
+    for refused in (partial(cluster.job, "b"), submit):
         with pytest.raises(errors.QuotaExceededError, match="checkpoints can still be saved"):
             refused()
     cluster.submit("save", "a/actor", "save_checkpoint")
