@@ -6,10 +6,10 @@ from pathlib import Path
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Seconds, Work, fio, in_turns, timed
 from benchmarks.state.rig import Figures, Rows, folders, manifest_of, row, tensors
+from plexrl.statemanager.daemon.config import TenantLimit
 from plexrl.statemanager.device.cpu.device import CpuDevice
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.eviction.tenant_limit import TenantLimit
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 STATE_BYTES = sized(512 * MIB, quick=8 * MIB)
 DEPTH = 8

@@ -1,5 +1,5 @@
 """The StateManager: one daemon per node, the only authority on where model state lies.
 
-Import names from the modules: the simulator uses only `eviction.policy`, without the client and the
-transports.
+Import names from the modules: the simulator uses only the eviction policy, without the client and
+the transports.
 """

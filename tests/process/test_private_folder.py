@@ -13,7 +13,7 @@ from plexrl.errors import PermissionDeniedError, StorageError
 from plexrl.process.folders.folders import TEMPORARY, Folders
 from plexrl.process.folders.private_folder import make_private_folder, remove_private_folder
 from plexrl.router.blobs.store import BlobStore
-from plexrl.statemanager.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.tier import Tier
 
 OTHER_USER = 65534

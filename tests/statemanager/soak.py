@@ -16,8 +16,8 @@ from plexrl.statemanager.checkpoint.folder import complete_checkpoints
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.requests import WriteCheckpoint
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.transfer.migration import migrate
 from tests.statemanager.conftest import DEADLINE_S, Daemon, wait_until
 from tests.statemanager.soak_processes import ANSWER_S, Node, Player
@@ -39,7 +39,6 @@ class Soak:
         self.chance = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.statemanager.soak_worker"])
         self._checkpoints = checkpoints
         self._nodes = [
             Node(daemon, random.Random(self.chance.random()), self.counts)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
-from plexrl.statemanager.fault_points import POINTS
 from plexrl.statemanager.protocol.tickets import Role, job_of
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.fault_points import POINTS
 from tests.statemanager.conftest import DEADLINE_S, Daemon
 from tests.statemanager.soak_model import Shelf
 from tests.statemanager.soak_worker import TIMEOUT_S, Command, Identity, Outcome, work

@@ -1,8 +1,8 @@
 """Simulates the host and NVMe tiers of all nodes: where each state is, and how long moves take.
 
 Each node keeps versions in host memory and evicts to NVMe the one with the latest expected use, by
-the StateManager's own policy (`plexrl.statemanager.eviction.policy`) and the scheduler's
-predictions of next uses. Differences from the StateManager:
+the StateManager's own policy (`store.tiers.eviction.policy`) and the scheduler's predictions of
+next uses. Differences from the StateManager:
 
 - A version moves as a whole and takes its device bytes, even if ranks share parts. Nearly full
   tiers may refuse a version that StateManagers could place rank by rank.
@@ -23,7 +23,7 @@ from plexrl.scheduler.dispatch.switch_cost import HOST, NVME
 from plexrl.scheduler.state.events import StateMoved, StateReported, StateResidency
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.scenario import NodeType
-from plexrl.statemanager.eviction.policy import (
+from plexrl.statemanager.store.tiers.eviction.policy import (
     EvictionCandidate,
     TierName,
     TierUsage,

@@ -6,8 +6,18 @@ from pathlib import Path
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.eviction.tenant_limit import TenantLimit
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimit:
+    """Storage quota of one tenant on a node; an absent field means no quota."""
+
+    total_bytes: int | None = None
+    """Quota in both tiers together, replicas and copies counted once; a larger version is
+    refused."""
+    host_bytes: int | None = None
+    """Quota in the host tier; a version beyond it goes to NVMe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

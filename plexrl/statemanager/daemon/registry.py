@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceAllocation, DeviceBackend
-from plexrl.statemanager.host.allocations import HostAllocations, HostState
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import DataLayout, lay_out
+from plexrl.statemanager.store.tiers.host.allocations import HostAllocations, HostState
 
 LOG = logging.getLogger(__name__)
 

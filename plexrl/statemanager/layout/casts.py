@@ -11,7 +11,7 @@ from plexrl.errors import InvalidRequestError
 
 Array = npt.NDArray[np.generic]
 
-CAST_RULES = frozenset({("F32", "BF16"), ("F32", "F16"), ("BF16", "F32")})
+CAST_RULES = frozenset({("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")})
 """The supported (source dtype, target dtype) pairs."""
 
 NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 
 FULL = 0.99

@@ -14,9 +14,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from plexrl.statemanager.daemon.handlers.caller import Services
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.observe.counters import BYTES_BOUNDS, SECONDS_BOUNDS
 from plexrl.statemanager.protocol.tickets import job_of
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 _MOVE = ("request", "outcome", "tier")
 

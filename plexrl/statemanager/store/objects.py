@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.host.free_ranges import Piece
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
 from plexrl.statemanager.store.versions.versions import (
     Manifest,
     ObjectRecord,

@@ -2,10 +2,10 @@
 
 import logging
 
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, file_bytes
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.versions.versions import ObjectRecord, VersionRecord

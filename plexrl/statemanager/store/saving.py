@@ -15,13 +15,13 @@ import msgspec
 
 from plexrl.errors import CorruptStateError, StateTierFullError
 from plexrl.statemanager.device.memory import DeviceMemory
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.free_ranges import Piece
-from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
+from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import file_bytes
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator

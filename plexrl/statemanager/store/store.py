@@ -23,14 +23,14 @@ from pathlib import Path
 from plexrl.errors import QuotaExceededError, StateTierFullError
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.device.memory import DeviceMemory
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.allocations import HostAllocations, HostState
-from plexrl.statemanager.host.worker_file_pool import WorkerFilePool
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import Version
 from plexrl.statemanager.store.recovery import recover
 from plexrl.statemanager.store.saving import DonatedSection, ReplicaCounters, Saver
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.allocations import HostAllocations, HostState
+from plexrl.statemanager.store.tiers.host.worker_file_pool import WorkerFilePool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects
 from plexrl.statemanager.store.tiers.promotion import Promoter
 from plexrl.statemanager.store.tiers.tenant_quotas import TenantQuotas

@@ -22,10 +22,10 @@ import msgspec
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.client.client import MoveReport, StateManagerClient
 from plexrl.statemanager.client.connection import connect, exchange, retry_connect
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.protocol.address import host_and_port, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Answer, Fetch, OpenState, StoredShard
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import VersionKind
 from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState
 

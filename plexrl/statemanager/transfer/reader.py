@@ -15,7 +15,6 @@ from plexrl.errors import ConnectionLostError, PlexRLError, UnavailableError
 from plexrl.statemanager.checkpoint.requests import PinnedVersion, PinVersions
 from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.device.memory import Run
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import slices_in_data
 from plexrl.statemanager.layout.plan.columns import Ints
@@ -24,6 +23,7 @@ from plexrl.statemanager.protocol.address import host_and_port, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Confirm, regions_of
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES

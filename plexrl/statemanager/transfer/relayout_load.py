@@ -15,7 +15,6 @@ import numpy as np
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.device.memory import DeviceMemory, Run
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
@@ -25,6 +24,7 @@ from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
 from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here

@@ -23,13 +23,13 @@ from pathlib import Path
 import msgspec
 
 from plexrl.errors import CorruptStateError, OperationCancelledError
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.free_ranges import subrange
-from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import ObjectState, StoredObject, Version, share_keys
 from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES, new_object
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.free_ranges import subrange
+from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import DIGEST_BYTES, digest, file_bytes
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import UnknownOperationError
+from plexrl.ids import OperationId
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.machines.residency_states import Residency
 from tests.scheduler.fake_cluster import FakeCluster
@@ -32,7 +33,7 @@ def test_fixed_histories_end(seed: int) -> None:
     assert unfinished(history) == []
 
 
-def unfinished(history: History) -> list[str]:
+def unfinished(history: History) -> list[OperationId]:
     """The submitted operations that a controller would still wait for."""
     found: list[str] = []
     for event, _ in history.cluster.journal:
@@ -73,5 +74,5 @@ def test_the_oracle_finds_a_group_that_nobody_looks_at() -> None:
 
 def test_the_oracle_finds_a_timer_that_wakes_nobody() -> None:
     cluster = ready_cluster()
-    cluster.core._context.timer_at = None
+    cluster.core._context.effects.timer_at = None
     assert any("wake-up" in each for each in stuck(cluster))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.strided_copies import StridedCopies
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, padded
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 

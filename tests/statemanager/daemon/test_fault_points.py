@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.statemanager.fault_points import POINTS, FaultPoints
+from plexrl.statemanager.store.tiers.fault_points import POINTS, FaultPoints
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,

@@ -24,9 +24,9 @@ from plexrl.errors import (
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.daemon.config import TenantLimit
 from plexrl.statemanager.daemon.handlers import HANDLERS
 from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.eviction.tenant_limit import TenantLimit
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.protocol.channel import close_all

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from tests.statemanager.store.test_replicas import OpenStore, Rank, open_store
 
 __all__ = ["open_store"]

@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 from plexrl.errors import CorruptStateError, OperationCancelledError, StateTierFullError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, THREADED_BYTES_MIN

@@ -16,7 +16,7 @@ of its deployments. A unit is in three structures:
 Two kinds of deployments are in no queue: deployments of partial jobs (`of_partial_jobs`: another
 deployment of the job has GPUs already), and deployments of incomplete gangs.
 
-The state determines everything here; `Context.reconfigure` rebuilds it.
+The state determines everything here; `Cluster.reconfigure` rebuilds it.
 """
 
 import math

@@ -20,14 +20,13 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.lora import are_adapters
 from plexrl.statemanager.checkpoint.format.safetensors import encode_head
 from plexrl.statemanager.checkpoint.format.tensors import WholeTensor
+from plexrl.statemanager.layout.casts import CAST_RULES
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart
 
 SHARD_BYTES_MAX = 5_000_000_000
 """Shard size of `transformers`' own checkpoints."""
 TRAINING_DIR = "training"
 INDEX = "model.safetensors.index.json"
-CASTS = frozenset({("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")})
-"""Supported (stored dtype, file dtype) casts."""
 
 _MODEL_PARTS = (StatePart.PARAMETER, StatePart.BUFFER)
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -137,10 +136,10 @@ def plan_checkpoint(
 def _model_dtype(tensor: WholeTensor, wanted: str | None) -> str:
     if wanted is None or tensor.dtype == wanted or tensor.dtype not in _FLOATS:
         return tensor.dtype
-    if (tensor.dtype, wanted) not in CASTS:
+    if (tensor.dtype, wanted) not in CAST_RULES:
         raise InvalidRequestError(
             f"{tensor.key.name} is {tensor.dtype}, which cannot be written as {wanted}: use one of "
-            f"{sorted(to for source, to in CASTS if source == tensor.dtype)}"
+            f"{sorted(to for source, to in CAST_RULES if source == tensor.dtype)}"
         )
     return wanted
 

@@ -13,7 +13,7 @@ from plexrl.errors import StateLostError
 from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StateSlice
 
-BLOCK_BYTES = 1 << 20
+TENSOR_BLOCK_BYTES = 1 << 20
 """Size of a checksummed block. A slice of another layout reads up to this much too much at either
 end."""
 
@@ -68,7 +68,9 @@ def merge(shards: Sequence[Sequence[StateSlice]]) -> tuple[WholeTensor, ...]:
     return tuple(_whole(key, found) for key, found in slices.items())
 
 
-def blocks(shape: Sequence[int], itemsize: int, block_bytes: int = BLOCK_BYTES) -> Iterator[Box]:
+def blocks(
+    shape: Sequence[int], itemsize: int, block_bytes: int = TENSOR_BLOCK_BYTES
+) -> Iterator[Box]:
     """Split a tensor into blocks of at most `block_bytes`, in row-major order."""
     if 0 in shape:
         return

@@ -12,8 +12,6 @@ from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateSlice
 from plexrl.statemanager.transfer.reader import VersionReader
 
-_BF16_NAN = np.uint16(0x7FC0)
-
 
 class Assembler:
     """Reads blocks of up to `block_bytes` bytes, in memory of two blocks."""
@@ -87,24 +85,6 @@ def copy_common(want: StateSlice, memory: memoryview, block: Box, data: memoryvi
     itemsize = DTYPE_BYTES[want.dtype]
     target = _array(memory, itemsize, want.shape)
     _window(target, held, common)[...] = _window(_array(data, itemsize, block.shape), block, common)
-
-
-def cast(source: memoryview, source_dtype: str, target: memoryview, dtype: str) -> None:
-    """Cast `source` to another float dtype (`plan.CASTS`), rounded to nearest even."""
-    if source_dtype == "BF16":
-        wide = np.frombuffer(source, dtype="<u2").astype("<u4") << np.uint32(16)
-        np.frombuffer(target, dtype="<u4")[...] = wide
-    elif dtype == "BF16":
-        bits = np.frombuffer(source, dtype="<u4")
-        half = np.uint32(16)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> half) & np.uint32(1))) >> half
-        is_nan = np.isnan(np.frombuffer(source, dtype="<f4"))
-        np.frombuffer(target, dtype="<u2")[...] = np.where(is_nan, _BF16_NAN, rounded)
-    else:
-        dtypes = {"F32": "<f4", "F16": "<f2"}
-        with np.errstate(over="ignore"):
-            values = np.frombuffer(source, dtype=dtypes[source_dtype]).astype(dtypes[dtype])
-        np.frombuffer(target, dtype=dtypes[dtype])[...] = values
 
 
 def _array(memory: memoryview, itemsize: int, shape: Sequence[int]) -> npt.NDArray[Any]:

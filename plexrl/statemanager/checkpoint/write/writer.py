@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import xxhash
 
 from plexrl.errors import InvalidRequestError, StorageFullError
@@ -27,11 +28,12 @@ from plexrl.statemanager.checkpoint.format.record import (
     TensorRecord,
     encode_record,
 )
-from plexrl.statemanager.checkpoint.format.tensors import BLOCK_BYTES, blocks, merge
-from plexrl.statemanager.checkpoint.write.assembly import Assembler, cast
+from plexrl.statemanager.checkpoint.format.tensors import TENSOR_BLOCK_BYTES, blocks, merge
+from plexrl.statemanager.checkpoint.write.assembly import Assembler
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import begin, part_of, publish
 from plexrl.statemanager.checkpoint.write.stream import StreamFile
+from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
 from plexrl.statemanager.transfer.reader import VersionReader
@@ -138,7 +140,7 @@ def describe(
         format=wanted.format.value,
         model_dtype=wanted.model_dtype,
         meta_json=tuple(manifest.meta_json for manifest in ranked),
-        block_bytes=BLOCK_BYTES,
+        block_bytes=TENSOR_BLOCK_BYTES,
         files=tuple(FileRecord(path=file.path, nbytes=file.nbytes) for file in plan.files),
         tensors=tuple(tensors),
         step=ranked[0].seq if wanted.step is None else wanted.step,
@@ -210,14 +212,18 @@ def _write_tensor(
     itemsize = DTYPE_BYTES[tensor.dtype]
     stored = memoryview(bytearray(block_bytes if tensor.dtype != source.dtype else 0))
     digests = []
-    for block in blocks(source.shape, itemsize, BLOCK_BYTES):
+    for block in blocks(source.shape, itemsize, TENSOR_BLOCK_BYTES):
         space = stream.space(block.size * itemsize)
         if tensor.dtype == source.dtype:
             assembler.read(source, block, space)
         else:
             read = stored[: block.size * DTYPE_BYTES[source.dtype]]
             assembler.read(source, block, read)
-            cast(read, source.dtype, space, tensor.dtype)
+            cast(
+                np.frombuffer(read, NUMPY_DTYPES[source.dtype])[None],
+                np.frombuffer(space, NUMPY_DTYPES[tensor.dtype])[None],
+                (source.dtype, tensor.dtype),
+            )
         digests.append(xxhash.xxh3_128_hexdigest(space))
         stream.commit(len(space))
         progress.add(len(space))
@@ -234,7 +240,7 @@ def _block_bytes_max(plan: Plan) -> int:
         ),
         default=1,
     )
-    return int(BLOCK_BYTES * max(1, widest))
+    return int(TENSOR_BLOCK_BYTES * max(1, widest))
 
 
 def _take_extras(fd: int, folder: Path) -> None:

@@ -13,13 +13,13 @@ from plexrl.statemanager.daemon.incarnations import Incarnations
 from plexrl.statemanager.daemon.registry import Registration, Registry
 from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.messages import Answer, Request
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store, StoredVersion
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.daemon.handlers.caller import WORKERS, Caller, Reply, handles
 from plexrl.statemanager.daemon.registry import Registration, check_slices
-from plexrl.statemanager.host.allocations import HostState
 from plexrl.statemanager.protocol.host_requests import (
     BorrowHost,
     Returned,
@@ -13,6 +12,7 @@ from plexrl.statemanager.protocol.host_requests import (
     host_start,
 )
 from plexrl.statemanager.protocol.messages import Register
+from plexrl.statemanager.store.tiers.host.allocations import HostState
 from plexrl.statemanager.store.versions.versions import Manifest, padded
 
 

@@ -21,10 +21,10 @@ from plexrl.statemanager.daemon.handlers.device_memory import allocate_arena, pr
 from plexrl.statemanager.daemon.handlers.host_memory import is_in_host, open_host
 from plexrl.statemanager.daemon.registry import Registration
 from plexrl.statemanager.device.backend import DeviceAllocation
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.messages import Load, Publish, Save
 from plexrl.statemanager.store.store import StoredVersion
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, version_name
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 import msgspec
 
 from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.protocol.messages import Answer, Usage, Where
 from plexrl.statemanager.protocol.tickets import Role
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 
 def _usage(caller: Caller, _: Usage, __: Sequence[int]) -> Reply:

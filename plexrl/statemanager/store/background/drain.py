@@ -8,8 +8,8 @@ import logging
 import threading
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.store import Store
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 
 LOG = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Space in the host and NVMe tiers: quotas, reservations, and moves between the two."""
+"""The host and NVMe tiers: memory, files, quotas, eviction, and moves between the two."""

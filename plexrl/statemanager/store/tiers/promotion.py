@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from threading import Event
 
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.host.free_ranges import Piece
-from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import StoredObject, Version
 from plexrl.statemanager.store.saving import PIECE_TEXT_BYTES
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
+from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.tiers.tier_allocator import TierAllocator
 from plexrl.statemanager.store.versions.versions import (

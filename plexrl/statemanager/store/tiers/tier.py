@@ -12,9 +12,9 @@ from pathlib import Path
 
 from plexrl.errors import ConflictError, CorruptStateError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.fault_points import FaultPoints
 from plexrl.statemanager.store import disk_space
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
 from plexrl.statemanager.store.versions.versions import VersionRecord, decode_header, encode_header
 
 LOG = logging.getLogger(__name__)

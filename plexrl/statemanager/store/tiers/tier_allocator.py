@@ -12,10 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.eviction.candidates import eviction_candidates
-from plexrl.statemanager.eviction.policy import TierName, TierUsage, expected_use, plan_eviction
 from plexrl.statemanager.store.catalog import Catalog, Described
 from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.tiers.eviction.candidates import eviction_candidates
+from plexrl.statemanager.store.tiers.eviction.policy import (
+    TierName,
+    TierUsage,
+    expected_use,
+    plan_eviction,
+)
 from plexrl.statemanager.store.tiers.tier import Tier
 from plexrl.statemanager.store.versions.versions import VersionKind, encode_header
 from plexrl.statemanager.transfer.copy.mover import Mover
@@ -55,7 +60,7 @@ class TierAllocator:
 
     def expect_use(self, deployment: str, next_use: float | None) -> None:
         """Predict the next use of a deployment's state, on the clock of `now`; absent: unknown. The
-        latest next use is evicted first (`plexrl.statemanager.eviction.policy`)."""
+        latest next use is evicted first (`plexrl.statemanager.store.tiers.eviction.policy`)."""
         with self._catalog.lock:
             if next_use is None:
                 self._next_use.pop(deployment, None)

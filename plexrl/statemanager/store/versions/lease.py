@@ -10,11 +10,11 @@ import numpy as np
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.device.memory import DeviceMemory
-from plexrl.statemanager.eviction.policy import TierName
-from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.store.objects import StoredObject, Version
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, data_offset
 from plexrl.statemanager.store.versions.versions import Manifest, digest_of, padded
 from plexrl.statemanager.transfer.copy.mapped_memory import Region

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from plexrl.statemanager.eviction.policy import TierName
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import Version
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import VersionKind
 
 

@@ -16,8 +16,8 @@ import msgspec
 import xxhash
 
 from plexrl.errors import CorruptStateError
-from plexrl.statemanager.host.free_ranges import Piece
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES
 
 MAGIC = b"PLEXRLS2"

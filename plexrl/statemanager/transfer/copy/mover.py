@@ -15,11 +15,11 @@ from functools import partial
 from threading import Event
 
 from plexrl.statemanager.device.memory import DeviceMemory, Run
-from plexrl.statemanager.fault_points import FaultPoints
-from plexrl.statemanager.host.free_ranges import Piece, subrange
-from plexrl.statemanager.host.pool import HostPool
 from plexrl.statemanager.layout.layout import ExtentMap
 from plexrl.statemanager.store.objects import StoredObject
+from plexrl.statemanager.store.tiers.fault_points import FaultPoints
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece, subrange
+from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import (
     DIGEST_BYTES,
     NvmeObjects,

@@ -24,7 +24,7 @@ from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 
 DIRECT_BYTES_MIN = 64 << 10
 """A contiguous copy of this many bytes is sent without a block."""
-BLOCK_BYTES = 1 << 20
+GATHER_BYTES = 1 << 20
 ANSWER_BYTES_MAX = 256 << 20
 """Limit of one answer: eight times the size of a client's request."""
 DIGEST_BYTES = 8
@@ -117,7 +117,7 @@ def send_copies(
 def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
     """The copies' bytes, block by block; the next block is gathered while the caller sends one."""
     data = held.map_all()
-    spare = [np.empty(BLOCK_BYTES, dtype=np.uint8) for _ in range(2)]
+    spare = [np.empty(GATHER_BYTES, dtype=np.uint8) for _ in range(2)]
 
     def gather(batch: StridedCopies, block: Bytes) -> Bytes:
         nbytes = batch.nbytes
@@ -126,7 +126,7 @@ def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
             copy_strided(memory, block, job)
         return block[:nbytes]
 
-    batches = copies.batches(BLOCK_BYTES)
+    batches = copies.batches(GATHER_BYTES)
     first = next(batches, None)
     if first is None:
         return
@@ -148,7 +148,7 @@ def receive_copies(
         ConnectionLostError: the sender closed.
         CorruptStateError: the checksum does not match.
     """
-    block = np.empty(BLOCK_BYTES, dtype=np.uint8)
+    block = np.empty(GATHER_BYTES, dtype=np.uint8)
     in_a_row = (copies.counts == 1) | (copies.dst_strides == copies.row_bytes())
     sizes = copies.row_bytes() * copies.counts
     for part, is_direct in _grouped(copies, in_a_row & (sizes >= DIRECT_BYTES_MIN)):
@@ -160,7 +160,7 @@ def receive_copies(
                 receive_bytes(connection, target[to : to + nbytes].data)
                 digest.add(target[to : to + nbytes])
             continue
-        for batch in part.batches(BLOCK_BYTES):
+        for batch in part.batches(GATHER_BYTES):
             nbytes = batch.nbytes
             block = block if nbytes <= len(block) else np.empty(nbytes, dtype=np.uint8)
             receive_bytes(connection, block[:nbytes].data)

@@ -1,1 +1,0 @@
-"""Pure eviction policy: which versions leave a tier, and the tenants' limits."""

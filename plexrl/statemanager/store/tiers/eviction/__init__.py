@@ -1,0 +1,1 @@
+"""Pure eviction policy: which versions leave a tier."""

@@ -1,0 +1,59 @@
+"""A numbered file of the host tier, mapped in the daemon."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from plexrl.statemanager.store.tiers.host.free_ranges import Piece
+from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, MappedFile
+
+
+class TierFile:
+    """A mapped file, and a read-only descriptor of it for other processes."""
+
+    def __init__(
+        self, path: Path, number: int, nbytes: int | None, *, sparse: bool = False
+    ) -> None:
+        """Create a file of `nbytes` zeros; absent: map the existing file.
+
+        Raises:
+            OSError: it failed; no new file is left behind.
+        """
+        self.number = number
+        self.path = path
+        flags = os.O_RDWR | os.O_CLOEXEC | (0 if nbytes is None else os.O_CREAT | os.O_EXCL)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if nbytes is not None and sparse:
+                os.ftruncate(fd, nbytes)
+            elif nbytes is not None:
+                os.posix_fallocate(fd, 0, nbytes)
+            self._file = MappedFile(fd, os.fstat(fd).st_size // PAGE_BYTES * PAGE_BYTES)
+            # Other users can neither write through this descriptor nor reopen it for writing.
+            self.reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            if nbytes is not None:
+                path.unlink()
+            raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        finally:
+            os.close(fd)
+        self.nbytes = self._file.nbytes
+        self.address = self._file.address
+        self.view = self._file.view
+
+    @property
+    def whole(self) -> Piece:
+        """The whole file."""
+        return Piece(self.number, 0, self.nbytes)
+
+    def close(self) -> None:
+        """Unmap the file without deleting it."""
+        os.close(self.reader)
+        # An exception's traceback may still hold a view; the mapping ends with it.
+        with suppress(BufferError):
+            self._file.close()
+
+    def remove(self) -> None:
+        """Unmap and delete the file."""
+        self.path.unlink(missing_ok=True)
+        self.close()
