@@ -35,13 +35,13 @@ def test_fixed_histories_end(seed: int) -> None:
 
 def unfinished(history: History) -> list[OperationId]:
     """The submitted operations that a controller would still wait for."""
-    found: list[str] = []
+    found = []
     for event, _ in history.cluster.journal:
         # A refused or forgotten operation is unknown.
         if isinstance(event, ev.OperationSubmitted):
             with suppress(UnknownOperationError):
                 if history.cluster.state_of(event.operation) in ("pending", "running"):
-                    found.append(str(event.operation))
+                    found.append(event.operation)
     return found
 
 
