@@ -12,12 +12,9 @@ multiples of 32."""
 def kv_token_bytes(spec: DeploymentSpec) -> int:
     """Cache bytes per token on each worker. The model must be one that `parameter_count`
     supports."""
-    config = spec.model.config
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    own_heads = -(-kv_heads // spec.layout.tp)
-    values = 2 * int(config["num_hidden_layers"]) * own_heads * head_dim
+    sizes = spec.model.dimensions
+    own_heads = -(-sizes.kv_heads // spec.layout.tp)
+    values = 2 * sizes.layers * own_heads * sizes.head_dim
     return values * WEIGHT_BYTES[spec.dtype]
 
 

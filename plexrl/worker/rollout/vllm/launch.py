@@ -16,6 +16,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.kv_cache import BLOCK_TOKENS
+from plexrl.worker.rollout.rollout_engine import STEP_TOKENS_MAX, block_count
 from plexrl.worker.rollout.vllm.sampling import RowDraw
 from plexrl.worker.rollout.vllm.scheduler import CountingScheduler
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = BLOCK_TOKENS["vllm"]
-STEP_TOKENS_MAX = 2048
-KV_BYTES = 1 << 30
-"""Default budget of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,8 @@ def start_engine(
 ) -> StartedEngine:
     """An engine for models like `model`; the caller loads the weights later.
 
-    `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache; by default the
-    smaller of `KV_BYTES` and the need of all slots, but at least one sequence.
+    `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache, of which
+    no more than the need of all slots is used; by default `KV_BYTES`, or one sequence.
 
     Raises:
         InvalidRequestError: vLLM cannot run the model here, or the budget does not hold one
@@ -60,7 +58,10 @@ def start_engine(
     """
     config: Any = model.config
     block_bytes = kv_token_bytes * TOKENS
-    blocks = _block_count(kv_bytes_max, block_bytes, slots, sequence_tokens_max)
+    blocks = min(
+        block_count(kv_bytes_max, block_bytes, TOKENS, sequence_tokens_max, slots),
+        slots * -(-sequence_tokens_max // TOKENS),
+    )
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     with tempfile.TemporaryDirectory(prefix="plexrl-vllm-") as directory:
@@ -135,18 +136,3 @@ def _weights_not_packed() -> Iterator[None]:
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     del remove_weight
     layer.cpu_linear = torch.nn.functional.linear
-
-
-def _block_count(budget: int | None, block_bytes: int, slots: int, sequence_tokens_max: int) -> int:
-    """Blocks within the budget, but no more than all slots need."""
-    sequence_blocks = -(-sequence_tokens_max // TOKENS)
-    if budget is not None and budget < sequence_blocks * block_bytes:
-        raise InvalidRequestError(
-            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {TOKENS} "
-            f"tokens; one sequence of max_sequence_tokens needs {sequence_blocks} "
-            f"({sequence_blocks * block_bytes} bytes): raise kv_cache_bytes or lower "
-            "max_sequence_tokens"
-        )
-    if budget is None:
-        budget = max(KV_BYTES, sequence_blocks * block_bytes)
-    return min(budget // block_bytes, slots * sequence_blocks)
