@@ -100,3 +100,21 @@ def paused_in_the_middle(
             return future
         rollout.resume()
         assert time.monotonic() < deadline, "it always ends before it is stopped"
+
+
+def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:
+    """One step on a batch of its own."""
+    actor.forward_backward(some_batch(step), plexrl.losses.grpo())
+    return actor.optim_step(learning_rate=1e-2)
+
+
+def weights_after(embedded: EmbeddedCluster, model: plexrl.ModelSpec, steps: int) -> bytes:
+    """The weights after `steps` steps without a fault."""
+    with (
+        plexrl.connect(embedded.url, embedded.api_key) as cluster,
+        cluster.create_job("undisturbed") as job,
+    ):
+        actor = job.train_deployment("actor", model, workers=2)
+        for step in range(steps):
+            train(actor, step)
+        return checkpoint_weights(actor)

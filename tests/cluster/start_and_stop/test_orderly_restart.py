@@ -15,17 +15,13 @@ from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
     process_of,
-    some_batch,
+    train,
     wait_until,
+    weights_after,
 )
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 STEPS = 6
-
-
-def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:
-    actor.forward_backward(some_batch(step), plexrl.losses.grpo())
-    return actor.optim_step(learning_rate=1e-2)
 
 
 class Waiter(threading.Thread):
@@ -107,15 +103,7 @@ def test_an_open_poll_gets_retry_after_when_its_router_stops(tmp_path: Path, rou
 
 @pytest.fixture(scope="module")
 def undisturbed(embedded: EmbeddedCluster) -> bytes:
-    """The weights after `STEPS` steps without a fault."""
-    with (
-        plexrl.connect(embedded.url, embedded.api_key) as cluster,
-        cluster.create_job("undisturbed") as job,
-    ):
-        actor = job.train_deployment("actor", MODEL, workers=2)
-        for step in range(STEPS):
-            train(actor, step)
-        return checkpoint_weights(actor)
+    return weights_after(embedded, MODEL, STEPS)
 
 
 def test_a_waiting_job_continues_when_its_router_stops(
