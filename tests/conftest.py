@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -25,6 +26,11 @@ os.environ.pop("COLUMNS", None)
 # Without bytecode files, each of the many processes that tests start compiles its modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A process has one fork server. If the first test to use it did not need torch, each rank of each
+# later test would load torch for itself, which takes five seconds.
+multiprocessing.set_forkserver_preload(
+    ["plexrl.worker.agent.preload", "tests.statemanager.soak_worker"]
+)
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
 

@@ -1,7 +1,5 @@
 """`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
 
-import csv
-import io
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -12,8 +10,8 @@ from plexrl.cli.terminal.context import (
     Output,
     print_line,
     print_table,
+    write_csv,
     write_json,
-    write_text,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
 
@@ -52,11 +50,7 @@ def usage(
     shared = () if by is By.KIND else SHARED
     columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared)
     if as_csv:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(text.getvalue())
+        write_csv(columns, [[row[name] for name in columns] for row in rows])
         return
     if output.as_json:
         write_json(rows)

@@ -1,7 +1,5 @@
 """`plexrl metrics`: shows the metrics that a job's controller logs with `job.log`."""
 
-import csv
-import io
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +17,8 @@ from plexrl.cli.terminal.context import (
     print_line,
     print_table,
     terminal_width,
+    write_csv,
     write_json,
-    write_text,
 )
 from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
 from plexrl.cli.terminal.option_groups import with_option_groups
@@ -74,14 +72,18 @@ def metrics(
             return
     if plot is not None:
         write_plot(plot, found.name, known, names)
-        result = {"path": str(plot), "metrics": names, "rows": len(known)}
-        write_json(result) if output.as_json else print_line(
-            f"{plot}: {len(known)} rows are drawn."
-        )
+        if output.as_json:
+            write_json({"path": str(plot), "metrics": names, "rows": len(known)})
+        else:
+            print_line(f"{plot}: {len(known)} rows are drawn.")
     elif output.as_json:
         write_rows(newest)
     elif as_csv:
-        write_text(_csv(newest, names))
+        cells = [
+            (row["step"], row["time"], *(row["values"].get(name, "") for name in names))
+            for row in newest
+        ]
+        write_csv(("step", "time", *names), cells)
     elif not rows:
         print_line(f"{found.job} has logged nothing: `job.log(step, values)` adds a row.")
     else:
@@ -160,16 +162,6 @@ def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
-
-
-def _csv(rows: Sequence[Row], names: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("step", "time", *names))
-    for row in rows:
-        values = (row["values"].get(name, "") for name in names)
-        writer.writerow((row["step"], row["time"], *values))
-    return text.getvalue()
 
 
 def _follow(

@@ -1,5 +1,7 @@
 """Shared parts of the commands: connecting to a cluster, and output."""
 
+import csv
+import io
 import json
 import os
 import shutil
@@ -136,6 +138,13 @@ def write_json(found: Any) -> None:
 def write_text(text: str) -> None:
     """Print lines unchanged, such as those of a log."""
     sys.stdout.write(many_lines(text))
+
+
+def write_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows as CSV with a header."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    write_text(text.getvalue())
 
 
 def warn(text: str) -> None:

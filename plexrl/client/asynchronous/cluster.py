@@ -16,7 +16,7 @@ from plexrl.client.calls.transport import AsyncTransport
 
 
 class AsyncCluster:
-    """A cluster as one API key sees it, for one event loop."""
+    """A cluster as one API key sees it, for one event loop. The methods are those of `Cluster`."""
 
     def __init__(self, cluster: Cluster, transport: AsyncTransport) -> None:
         self._sync = cluster
@@ -36,41 +36,23 @@ class AsyncCluster:
         return self._sync.api_key
 
     create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
-    """As `Cluster.create_job`."""
     attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)
-    """As `Cluster.attach_job`."""
     jobs = in_thread(Cluster.jobs)
-    """As `Cluster.jobs`."""
     read_checkpoints = in_thread(Cluster.read_checkpoints)
-    """As `Cluster.read_checkpoints`."""
     nodes = in_thread(Cluster.nodes)
-    """As `Cluster.nodes`."""
     groups = in_thread(Cluster.groups)
-    """As `Cluster.groups`."""
     status = in_thread(Cluster.status)
-    """As `Cluster.status`."""
     operations = in_thread(Cluster.operations)
-    """As `Cluster.operations`."""
     usage = in_thread(Cluster.usage)
-    """As `Cluster.usage`."""
     sharing = in_thread(Cluster.sharing)
-    """As `Cluster.sharing`."""
     tenants = in_thread(Cluster.tenants)
-    """As `Cluster.tenants`."""
     create_tenant = in_thread(Cluster.create_tenant)
-    """As `Cluster.create_tenant`."""
     configure_tenant = in_thread(Cluster.configure_tenant)
-    """As `Cluster.configure_tenant`."""
     tenant_keys = in_thread(Cluster.tenant_keys)
-    """As `Cluster.tenant_keys`."""
     rotate_key = in_thread(Cluster.rotate_key)
-    """As `Cluster.rotate_key`."""
     revoke_key = in_thread(Cluster.revoke_key)
-    """As `Cluster.revoke_key`."""
     drain = in_thread(Cluster.drain)
-    """As `Cluster.drain`."""
     undrain = in_thread(Cluster.undrain)
-    """As `Cluster.undrain`."""
 
     async def close(self) -> None:
         """As `Cluster.close`."""

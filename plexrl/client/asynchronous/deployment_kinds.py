@@ -48,15 +48,10 @@ class AsyncDeployment:
         return self._sync.deployment
 
     barrier = submitting(Deployment.barrier)
-    """As `Deployment.barrier`."""
     load_checkpoint = submitting(Deployment.load_checkpoint)
-    """As `Deployment.load_checkpoint`."""
     recover = in_thread(Deployment.recover)
-    """As `Deployment.recover`."""
     status = in_thread(Deployment.status)
-    """As `Deployment.status`."""
     tokenizer = in_thread(Deployment.tokenizer)
-    """As `Deployment.tokenizer`."""
 
     async def _submit(self, submission: Submission) -> AsyncFuture[Any]:
         found: AsyncFuture[Any] = await self._submit_for(submission, Future)
@@ -76,22 +71,16 @@ class AsyncTrainDeployment(AsyncDeployment):
     """Like `TrainDeployment`, for `async` controllers."""
 
     forward = submitting(TrainDeployment.forward)
-    """As `TrainDeployment.forward`."""
     forward_backward = submitting(TrainDeployment.forward_backward)
-    """As `TrainDeployment.forward_backward`."""
     optim_step = submitting(TrainDeployment.optim_step)
-    """As `TrainDeployment.optim_step`."""
     zero_grad = submitting(TrainDeployment.zero_grad)
-    """As `TrainDeployment.zero_grad`."""
     save_checkpoint = submitting(TrainDeployment.save_checkpoint)
-    """As `TrainDeployment.save_checkpoint`."""
 
 
 class AsyncReferenceDeployment(AsyncDeployment):
     """Like `ReferenceDeployment`, for `async` controllers."""
 
     forward = submitting(ReferenceDeployment.forward)
-    """As `ReferenceDeployment.forward`."""
 
     async def sync_weights(
         self,
@@ -109,7 +98,6 @@ class AsyncRewardDeployment(AsyncDeployment):
     """Like `RewardDeployment`, for `async` controllers."""
 
     score = submitting(RewardDeployment.score)
-    """As `RewardDeployment.score`."""
 
 
 class AsyncRolloutDeployment(AsyncDeployment):
@@ -118,7 +106,6 @@ class AsyncRolloutDeployment(AsyncDeployment):
     _sync: RolloutDeployment
 
     generate = submitting(RolloutDeployment.generate)
-    """As `RolloutDeployment.generate`."""
 
     async def generate_stream(
         self,
@@ -154,6 +141,4 @@ class AsyncRolloutDeployment(AsyncDeployment):
         return await self._submit(submission)
 
     pause = in_thread(RolloutDeployment.pause)
-    """As `RolloutDeployment.pause`."""
     resume = in_thread(RolloutDeployment.resume)
-    """As `RolloutDeployment.resume`."""

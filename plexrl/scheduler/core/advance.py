@@ -8,8 +8,8 @@ event on a sound state can leave out that step and do the others.
 from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
-from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import may_preempt, preempt_detached
+from plexrl.scheduler.admission.reclaim.deadlocks import break_deadlocks
+from plexrl.scheduler.admission.reclaim.preemption import may_preempt, preempt_detached
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
@@ -19,8 +19,8 @@ from plexrl.scheduler.operations.cancellation import deadline_passed
 from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.timers import Subject, TimerKind
 from plexrl.scheduler.state.records import State
-from plexrl.scheduler.state.timers import Subject, TimerKind
 
 EVENT: Final = "event"
 """Name of the step that handles the event itself."""
@@ -77,7 +77,8 @@ class _Steps:
         Raises:
             EndlessStepsError: there were too many; `current` is the step that was most frequent.
         """
-        if not self.name(kind, subject):
+        self._kind, self._subject = kind, subject
+        if self._skipped and self.current in self._skipped:
             return False
         self._count += 1
         if self._count > STEPS_MIN:
@@ -105,11 +106,11 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     Raises:
         Fault: a step failed, or the steps have no end.
     """
-    state, effects = context.state, context.effects
-    dirty, timers, waiting = effects.dirty, effects.timers, context.cluster.waiting
+    state, cluster, effects = context.state, context.cluster, context.effects
+    dirty, timers, waiting = effects.dirty, effects.timers, cluster.waiting
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
-    if not (is_due or must_forget or _has_steps(context) or may_preempt(context.cluster)):
+    if not (dirty or is_due or must_forget or _has_steps(context) or may_preempt(cluster)):
         return
     steps = _Steps(state, skipped)
     try:
@@ -118,13 +119,17 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 # Not counted: thousands may be due at once, and each only once.
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
-        while _has_steps(context) or _preempted(context, steps, now):
+        while True:
             if waiting.must_retry or waiting.newcomers:
                 _place(context, steps, now)
             if dirty:
                 _advance_groups(context, steps, now)
             if effects.cycles_over:
                 _end_cycles(context, steps, now)
+            if not _has_steps(context) and not (
+                may_preempt(cluster) and _preempt(context, steps, now)
+            ):
+                break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
             forget_ended(state, context.settings)
     except MemoryError:
@@ -134,20 +139,13 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
 
 
 def _has_steps(context: Context) -> bool:
-    waiting = context.cluster.waiting
-    return bool(
-        context.effects.dirty
-        or context.effects.cycles_over
-        or waiting.must_retry
-        or waiting.newcomers
-    )
+    effects, waiting = context.effects, context.cluster.waiting
+    return bool(effects.dirty or effects.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
-def _preempted(context: Context, steps: _Steps, now: float) -> bool:
+def _preempt(context: Context, steps: _Steps, now: float) -> bool:
     """Whether a detached job gave its GPUs away, which leaves more steps."""
-    return (
-        may_preempt(context.cluster) and steps.begin(GIVING_WAY) and preempt_detached(context, now)
-    )
+    return steps.begin(GIVING_WAY) and preempt_detached(context, now)
 
 
 def _place(context: Context, steps: _Steps, now: float) -> None:

@@ -18,7 +18,13 @@ from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.client.calls.transport import Transport
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
+from tests.cluster.tools import (
+    VOCABULARY,
+    checkpoint_weights,
+    fix_ports,
+    some_batch,
+    wait_until,
+)
 from tests.router.collector import Collector, collecting
 
 STEPS = 6
@@ -37,8 +43,10 @@ def collector() -> Iterator[Collector]:
 def two(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[EmbeddedCluster]:
+    folder = tmp_path_factory.mktemp("two")
+    fix_ports(folder, routers=2)
     running = start_embedded(
-        tmp_path_factory.mktemp("two"),
+        folder,
         routers=2,
         otlp_endpoint=collector.endpoint,
         pending_operations_max=PENDING_MAX,

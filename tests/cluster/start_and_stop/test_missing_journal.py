@@ -85,7 +85,8 @@ def test_at_a_terminal_up_begins_a_new_journal_only_with_consent(
         if begins:
             process.terminate()
         assert process.wait(START_S) == (0 if begins else 1)
-        assert (data / "journal.sqlite").exists() == begins
+        with up(data) as line:
+            assert ("url" in json.loads(line)) == begins
         assert (data / "checkpoints" / "kept" / "end" / "model.safetensors").exists()
     finally:
         process.kill()

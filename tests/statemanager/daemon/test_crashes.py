@@ -160,7 +160,7 @@ def test_a_worker_killed_during_an_offload_leaves_its_last_version(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = make_shard(daemon, registered=False, elements=8 * MIB)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     last = 0
     for _ in range(3):
         ours, theirs = context.Pipe()

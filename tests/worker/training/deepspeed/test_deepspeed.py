@@ -27,7 +27,6 @@ def test_a_node_without_deepspeed_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_zero_needs_no_compiler_and_an_offload_frees_what_is_derived(tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[no-untyped-call, attr-defined]
         ranks.without_a_compiler, args=(str(tmp_path),), start_method="forkserver"
     )
