@@ -4,43 +4,41 @@ A controller imports this package and nothing heavy comes with it: no torch, no 
 """
 
 from plexrl import errors, losses
-from plexrl.client import (
-    AsyncCheckpointFuture,
-    AsyncCluster,
-    AsyncFuture,
-    AsyncGenerateFuture,
-    AsyncJob,
+from plexrl.client.asynchronous.cluster import AsyncCluster, connect_async
+from plexrl.client.asynchronous.deployment_kinds import (
     AsyncReferenceDeployment,
     AsyncRewardDeployment,
     AsyncRolloutDeployment,
     AsyncTrainDeployment,
-    Batch,
-    CheckpointFuture,
-    Chunk,
-    Cluster,
-    DemandTrace,
-    ForwardResult,
-    Future,
-    GenerateFuture,
-    GenerateResult,
-    Job,
-    LoadedCheckpoint,
+)
+from plexrl.client.asynchronous.job import AsyncJob
+from plexrl.client.blocking.cluster import Cluster, connect
+from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,
     RolloutDeployment,
+    TrainDeployment,
+)
+from plexrl.client.blocking.job import Job
+from plexrl.client.data.batch import Batch
+from plexrl.client.data.demand import DemandTrace, Segment
+from plexrl.client.data.results import (
+    Chunk,
+    ForwardResult,
+    GenerateResult,
+    LoadedCheckpoint,
     Sample,
     SavedCheckpoint,
     ScoreResult,
-    Segment,
     StepResult,
     SyncReport,
-    TrainDeployment,
     TrainResult,
     WeightsSpan,
-    connect,
-    connect_async,
 )
 from plexrl.client.display.progress import Progress
+from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
+from plexrl.client.futures.futures import AsyncFuture, Future
+from plexrl.client.futures.generations import AsyncGenerateFuture, GenerateFuture
 from plexrl.errors import PlexRLError
 from plexrl.model.lora import LoraSpec
 from plexrl.model.parallelism import Parallelism

@@ -1,14 +1,18 @@
 """Fixtures of the whole suite."""
 
+import gc
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from plexrl.process.garbage_collection import rare_collections
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("plexrl", deadline=None, print_blob=True)
@@ -19,6 +23,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # pytest-xdist sets it; commands would take it for a terminal's width.
 os.environ.pop("COLUMNS", None)
+# Without bytecode files, each of the many processes that tests start compiles its modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# A process has one fork server. If the first test to use it did not need torch, each rank of each
+# later test would load torch for itself, which takes five seconds.
+multiprocessing.set_forkserver_preload(
+    ["plexrl.worker.agent.preload", "tests.statemanager.soak_worker"]
+)
 
 ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "traces")
 
@@ -36,6 +48,15 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(
                 f"{source} is newer than what was compiled of it: make compiled, or make pure", 4
             )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects tests with few garbage collections: what is imported is never freed."""
+    with rare_collections():
+        collected = yield
+        gc.freeze()
+    return collected
 
 
 def pytest_unconfigure() -> None:

@@ -34,6 +34,7 @@ UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/lo
 PURE_FOLDERS = (
     "scheduler/admission",
     "scheduler/capacity",
+    "scheduler/context",
     "scheduler/core",
     "scheduler/dispatch",
     "scheduler/jobs",
@@ -186,6 +187,20 @@ def test_fields_that_follow_a_state_machine_have_one_writer() -> None:
                     name = path.relative_to(ROOT)
                     wrong.append(f"{name}:{line} writes {ast.unparse(target)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_few_functions_of_the_scheduler_see_all_of_its_context() -> None:
+    """The others take what they read and write: state, settings, cluster or effects."""
+    found = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in python_files("plexrl/scheduler")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        for argument in node.args.args
+        if argument.annotation is not None
+        and ast.unparse(argument.annotation).strip("'") == "Context"
+    ]
+    assert 0 < len(found) < 40, "\n".join(found)
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[int, ast.Attribute]]:

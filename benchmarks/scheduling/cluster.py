@@ -4,7 +4,8 @@ import random
 from dataclasses import dataclass
 
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.placement.nodes import node_joined
 from plexrl.scheduler.placement.placement import fitting, join, place
 from plexrl.scheduler.placement.policies import PlacementMode
@@ -104,7 +105,7 @@ def populate(nodes: int, residents: int, seed: int) -> Population:
         if placed == residents:
             break
         deployment = population.deployment()
-        if _settle(population.context, deployment, population.rng.uniform(0, 28_800)):
+        if _settle(population.context.cluster, deployment, population.rng.uniform(0, 28_800)):
             placed += 1
         else:
             del population.context.state.deployments[deployment.deployment]
@@ -112,9 +113,9 @@ def populate(nodes: int, residents: int, seed: int) -> Population:
     return population
 
 
-def _settle(context: Context, deployment: Deployment, now: float) -> bool:
+def _settle(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     """Place as the spread policy does, but for the predicted contention."""
-    for choice in fitting(context, deployment, now, strict=True)[:1]:
-        join(context, context.state.groups[choice.group], deployment, choice, now)
+    for choice in fitting(cluster, deployment, now, strict=True)[:1]:
+        join(cluster, cluster.state.groups[choice.group], deployment, choice, now)
         return True
-    return place(context, deployment, now, only=(PlacementMode.DEDICATED,)) is not None
+    return place(cluster, deployment, now, only=(PlacementMode.DEDICATED,)) is not None

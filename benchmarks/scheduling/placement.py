@@ -49,12 +49,12 @@ def _place(population: Population) -> tuple[list[float], float]:
         deployment = population.deployment()
         now = population.rng.uniform(0, 28_800)
         began = time.perf_counter()
-        group = place(population.context, deployment, now)
+        group = place(population.context.cluster, deployment, now)
         samples.append((time.perf_counter() - began) * 1e3)
         if group is not None:
             assert deployment.placement is not None
             strict += deployment.placement.way == "strict"
-            leave(population.context, deployment, now)
+            leave(population.context.cluster, deployment, now)
         del population.context.state.deployments[deployment.deployment]
     return samples, strict / ROUNDS
 
@@ -64,9 +64,9 @@ def _naive(population: Population) -> float:
     context = population.context
     rings = {}
     for group in context.state.groups.values():
-        ring = bytearray(context.config.horizon_slots)
+        ring = bytearray(context.settings.config.horizon_slots)
         for member in group.members:
-            footprint = context.inventory.footprint(context.deployment(member))
+            footprint = context.cluster.inventory.footprint(context.state.deployment(member))
             for start, stop, _ in footprint.intervals().tolist():
                 for slot in range(start, stop):
                     ring[slot % len(ring)] = 1
@@ -75,7 +75,7 @@ def _naive(population: Population) -> float:
     for _ in range(NAIVE_ROUNDS):
         deployment = population.deployment()
         began = time.perf_counter()
-        _scan(deployment, rings, context.config.horizon_slots)
+        _scan(deployment, rings, context.settings.config.horizon_slots)
         took.append(time.perf_counter() - began)
         del context.state.deployments[deployment.deployment]
     return sorted(took)[len(took) // 2]

@@ -11,7 +11,8 @@ The cluster has training GPUs only: *days*, *of isolated* and *gap* count those 
 does not backfill past a job that has waited ten minutes. *all GPU-h* covers the whole cluster: all
 training GPUs until the drain and rollout GPUs while their jobs ran, in thousands, compared with
 `isolated` and `isolated+backfill`. The last row runs `isolated+backfill` on an equal fleet: as many
-GPUs as `spread+backfill` had for training and, at its peak, for rollouts (`fleet`).
+GPUs as `spread+backfill` had for training and, at its peak, for rollouts, because rollout GPUs are
+unlimited and the drain time alone favours a policy that runs more jobs at once.
 
 In full, a policy has 1 to 2 million events for the mix and 7 to 20 million for Philly. Without
 `--full`, jobs of the mix have an eighth of their cycles. For Philly, every eighth job runs with an
@@ -39,9 +40,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.report import report
-from benchmarks.simulating.fleet import equal_fleet
-from benchmarks.simulating.part import Part
+from benchmarks.report import Part, report
 from benchmarks.sizes import sized
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.report.comparison import recovered
@@ -118,6 +117,32 @@ class Workload:
             seed=SEED,
             behaviour=Behaviour(staleness=self.staleness),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneFleet:
+    """The same jobs, with rollout GPUs taken from the cluster too."""
+
+    source: JobSource
+
+    def jobs(self) -> Iterator[TraceJob]:
+        """In their order."""
+        for job in self.source.jobs():
+            yield replace(job, gpus=job.gpus + job.rollout_gpus, rollout_gpus=0)
+
+
+def equal_fleet(scenario: Scenario, shared: SimResult, policy: str) -> Scenario:
+    """`policy`, one without sharing, on as many GPUs as the run `shared` of `scenario` had in all:
+    its training GPUs, and its rollout GPUs when it had most of them."""
+    pool = scenario.pools[0]
+    gpus = shared.gpus + shared.rollout_gpus_peak
+    nodes = -(-gpus // pool.node_type.gpus)
+    return replace(
+        scenario,
+        source=OneFleet(source=scenario.source),
+        pools=(Pool(nodes=nodes, node_type=pool.node_type),),
+        policy=policy,
+    )
 
 
 def workloads(*, part: int = 1, shorter: int = 1) -> dict[str, Workload]:

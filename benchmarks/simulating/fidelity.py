@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from benchmarks.report import report
+from benchmarks.report import Part, report
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
-from benchmarks.simulating.part import Part
 from benchmarks.sizes import sized
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.sim.fidelity.fidelity import (

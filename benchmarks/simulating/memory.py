@@ -10,7 +10,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.simulating.part import Part
+from benchmarks.report import Part
 from benchmarks.simulating.workloads import passers
 from benchmarks.sizes import sized
 from plexrl.sim.engine.simulate import simulate

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from benchmarks.simulating.part import Part
+from benchmarks.report import Part
 from benchmarks.sizes import sized
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.results.result import SimResult

@@ -1,11 +1,14 @@
 """Measures events per second of the real core, and extrapolates to three months."""
 
+import heapq
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.simulating.loops import DEPTH, heap_rate, simpy_rate
-from benchmarks.simulating.part import Part
+import simpy
+
+from benchmarks.report import Part
 from benchmarks.simulating.workloads import DAY_S, residents
 from benchmarks.sizes import sized
 from plexrl.process.garbage_collection import rare_collections
@@ -20,6 +23,11 @@ WARM_DAYS = sized(0.06, quick=0.005)
 """Warm-up until all jobs are placed and have run some twenty cycles each."""
 EVENTS = sized(40_000, quick=1000)
 """Events after the warm-up, from which three months are extrapolated."""
+
+LOOP_EVENTS = sized(300_000, quick=3000)
+"""Events of a loop without decisions."""
+DEPTH = 1000
+"""Events pending in the bare loop, and processes of the second SimPy run."""
 
 STEP = 512
 
@@ -110,3 +118,42 @@ def _stretch(policy: str) -> Pace:
         months_events=months_events,
         months_s=warm_s + months_events * took_s / counted,
     )
+
+
+def simpy_rate(processes: int) -> float:
+    """Timeouts per CPU second, by SimPy processes that only wait."""
+    environment = simpy.Environment()
+
+    def process(period_s: float) -> Generator[simpy.Timeout, None, None]:
+        while True:
+            yield environment.timeout(period_s)
+
+    # Periods near 1: so many events take that many seconds of the virtual clock.
+    for number in range(processes):
+        environment.process(process(1.0 + number / processes / 10))
+    return _rate(lambda: environment.run(until=LOOP_EVENTS / processes * 1.05))
+
+
+def heap_rate() -> float:
+    """Callbacks per CPU second, each of which schedules its next call."""
+    heap = [(number / DEPTH, number) for number in range(DEPTH)]
+    happened = 0
+
+    def happen(at: float, number: int) -> None:
+        nonlocal happened
+        happened += 1
+        heapq.heapreplace(heap, (at + 1.0, number))
+
+    def run() -> None:
+        for _ in range(LOOP_EVENTS):
+            happen(*heap[0])
+
+    rate = _rate(run)
+    assert happened == LOOP_EVENTS, "the loop lost events"
+    return rate
+
+
+def _rate(run: Callable[[], None]) -> float:
+    began = time.process_time()
+    run()
+    return LOOP_EVENTS / (time.process_time() - began)

@@ -27,9 +27,10 @@ from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.arena_tensors import ArenaLayout, span
+from plexrl.worker.state.arena_tensors import ArenaLayout, span, whole_box
 from plexrl.worker.state.host_optimizer import HostAdamW
 from plexrl.worker.state.host_transfer import Run
+from plexrl.worker.training.flat_state import STEP
 
 ELEMENTS = sized(50_000_000 // 16 * 16, quick=1 << 16)
 ROUNDS = sized(7, quick=2)
@@ -51,9 +52,7 @@ class Rank:
         moments = [
             _add(optimizer, StatePart.OPTIMIZER, f"w/{name}") for name in ("exp_avg", "exp_avg_sq")
         ]
-        step = optimizer.add(
-            StateKey(part=StatePart.OPTIMIZER, name="step"), global_shape=(), offset=(), shape=()
-        ).arena_offset
+        step = optimizer.add(STEP, whole_box(())).arena_offset
         start = host_start(layout.nbytes)
         self.arena = Arena(layout.nbytes)
         self.host = HostArena(optimizer.nbytes - start) if in_host else None
@@ -213,8 +212,7 @@ def _switches(config: StateManagerConfig, *, in_host: bool) -> dict[str, float]:
 
 def _add(layout: ArenaLayout, part: StatePart, name: str) -> int:
     key = StateKey(part=part, name=name)
-    placed = layout.add(key, global_shape=(ELEMENTS,), offset=(0,), shape=(ELEMENTS,))
-    return placed.arena_offset
+    return layout.add(key, whole_box((ELEMENTS,))).arena_offset
 
 
 @contextmanager

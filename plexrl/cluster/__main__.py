@@ -9,8 +9,10 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
 from plexrl.cluster.embedded.script_lock import wait_for_last_script
@@ -20,16 +22,6 @@ from plexrl.cluster.supervisor import run_cluster
 from plexrl.errors import PlexRLError
 from plexrl.process.startup import print_refused
 
-NUMBERS = (
-    *("nodes", "gpus-per-node", "gpu-memory-bytes", "host-memory-bytes", "nvme-bytes"),
-    *("port", "journal-bytes-max", "routers"),
-    *("pending-operations-max", "tenant-operations-max"),
-    *("deployment-payload-bytes-max", "tenant-payload-bytes-max"),
-    *("connections-max", "address-connections-max", "json-bytes-max"),
-    *("metrics-row-bytes-max", "metrics-job-bytes-max", "tenant-live-jobs-max"),
-    *("tenant-checkpoints-max", "tenant-checkpoint-bytes-max"),
-)
-
 
 def main() -> None:
     """Run until a signal, or until the lifeline ends."""
@@ -37,19 +29,10 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--lock", type=int, help="descriptor of the data directory's lock")
     parser.add_argument("--temporary", help="remove the data directory at the end")
-    for name in ("policy", "ordering", "journal", "otlp-endpoint", "host"):
-        parser.add_argument(f"--{name}")
-    for name in ("node-types", "blocks"):
-        parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")))
-    for name in ("header-timeout-s", "body-timeout-s", "lease-s"):
-        parser.add_argument(f"--{name}", type=float)
-    for name in ("pin-workers", "new-journal", "api-docs"):
-        parser.add_argument(f"--{name}", type=lambda text: text == "True")
-    for name in NUMBERS:
-        parser.add_argument(f"--{name}", type=int)
-    kinds = {"address": str, "node-grace-s": float, "node-replace-s": float}
-    for name, kind in {**kinds, "rebuild-operations": int, "snapshot-operations": int}.items():
-        parser.add_argument(f"--ray-{name}", type=kind)
+    for prefix, options_class in (("", ClusterOptions), ("ray-", RayOptions)):
+        for name, kind in get_type_hints(options_class).items():
+            if name not in ("data_dir", "places_per_node"):
+                parser.add_argument(f"--{prefix}{name.replace('_', '-')}", type=_reader(kind))
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
 
     # Removed from the environment, so that child processes do not inherit it.
@@ -88,6 +71,16 @@ def main() -> None:
         sys.exit(f"plexrl: {error.message}")
     if is_temporary:
         shutil.rmtree(given["data_dir"], ignore_errors=True)
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """Parses an option of a field of this type."""
+    if kind == tuple[str, ...]:
+        return lambda text: tuple(text.split(","))
+    if kind is bool:
+        return lambda text: text == "True"
+    union = get_args(kind) or (kind,)
+    return int if int in union else float if float in union else str
 
 
 def _wait_for_end_of_input() -> None:

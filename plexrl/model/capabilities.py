@@ -192,7 +192,7 @@ def check_layout(capabilities: BackendCapabilities, layout: Parallelism) -> None
 def check_architecture(capabilities: BackendCapabilities, model: ModelSpec) -> None:
     """Raises `UnsupportedModelError` if the backend does not run the model, naming the models that
     it runs and the backends that run this model."""
-    named = model.config.get("model_type", model.architecture)
+    named = model.model_type
     if named in capabilities.architectures:
         return
     able = [each for each in BACKENDS if named in each.architectures]

@@ -4,19 +4,17 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.spec import WEIGHT_BYTES
 
-BLOCK_TOKENS = 16
-"""Tokens per block, the unit of allocation."""
+BLOCK_TOKENS = {"torch": 16, "vllm": 32}
+"""Tokens per block, the unit of allocation, by rollout backend. vLLM's kernels for CPUs need
+multiples of 32."""
 
 
 def kv_token_bytes(spec: DeploymentSpec) -> int:
     """Cache bytes per token on each worker. The model must be one that `parameter_count`
     supports."""
-    config = spec.model.config
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    own_heads = -(-kv_heads // spec.layout.tp)
-    values = 2 * int(config["num_hidden_layers"]) * own_heads * head_dim
+    sizes = spec.model.dimensions
+    own_heads = -(-sizes.kv_heads // spec.layout.tp)
+    values = 2 * sizes.layers * own_heads * sizes.head_dim
     return values * WEIGHT_BYTES[spec.dtype]
 
 
@@ -33,8 +31,9 @@ def check_cache_budget(spec: DeploymentSpec) -> None:
         raise InvalidRequestError(
             f"kv_cache_bytes is {budget}, and a {spec.kind} deployment has no cache: leave it out"
         )
-    blocks = -(-spec.max_sequence_tokens // BLOCK_TOKENS)
-    least = blocks * BLOCK_TOKENS * kv_token_bytes(spec)
+    block_tokens = BLOCK_TOKENS[spec.backend]
+    blocks = -(-spec.max_sequence_tokens // block_tokens)
+    least = blocks * block_tokens * kv_token_bytes(spec)
     if budget < least:
         raise InvalidRequestError(
             f"kv_cache_bytes is {budget}; one sequence of max_sequence_tokens "

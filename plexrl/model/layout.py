@@ -1,11 +1,20 @@
-"""Checks whether tensor parallelism can cut a model. Pure.
+"""Whether a backend can run a model on a layout: tensor ranks, and the `megatron` backend. Pure.
 
-The router checks this before a worker starts.
+The router checks this before a worker starts. The `megatron` backend runs dense decoders of the
+Llama family, and Mixture-of-Experts with Qwen3's block (`qwen3_moe`).
 """
 
-from plexrl.errors import InvalidRequestError, LayoutError
+from collections.abc import Mapping
+from typing import Any
+
+from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
+from plexrl.model.dimensions import Dimensions, dimensions, size_of
 from plexrl.model.parallelism import Parallelism
-from plexrl.model.spec import ModelSpec
+from plexrl.model.spec import ARCHITECTURES, ModelSpec
+
+ALIGNED_ELEMENTS = 16
+"""A tensor's row must have a multiple of this many float32 elements, because a slice begins at a
+multiple of 64 bytes (`plexrl.statemanager.layout.keys.ARENA_ALIGNMENT`)."""
 
 
 def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
@@ -18,15 +27,8 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
     """
     if layout.tp == 1:
         return
-    config = model.config
-    try:
-        heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        parted = {name: int(config[name]) for name in ("intermediate_size", "vocab_size")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidRequestError(
-            f"the model's configuration lacks a size: {error}; add it to config.json"
-        ) from error
+    sizes = model.dimensions
+    heads, kv_heads = sizes.heads, sizes.kv_heads
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % layout.tp:
             raise LayoutError(
@@ -35,7 +37,7 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
                 "of another axis",
                 field="tp",
             )
-    for name, size in parted.items():
+    for name, size in (("intermediate_size", sizes.mlp), ("vocab_size", sizes.vocabulary)):
         # All parts have equal size, except a smaller last one.
         if -(-size // layout.tp) * (layout.tp - 1) >= size:
             raise LayoutError(
@@ -51,7 +53,7 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
     Raises:
         LayoutError: `tp` does not divide the MLP's columns.
     """
-    columns = int(model.config["intermediate_size"])
+    columns = model.dimensions.mlp
     if columns % layout.tp:
         raise LayoutError(
             f"parallelism.tp is {layout.tp} and the model's intermediate_size is {columns}: the "
@@ -63,3 +65,107 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
 def _best(requested: int, heads: int, kv_heads: int) -> int:
     """The largest valid `tp` up to `requested`."""
     return max(n for n in range(1, requested + 1) if heads % n == 0 and kv_heads % n == 0)
+
+
+def megatron_dimensions(config: Mapping[str, Any]) -> Dimensions:
+    """The sizes of the model with this configuration (`PretrainedConfig.to_dict()`).
+
+    Raises:
+        InvalidRequestError: the `megatron` backend does not run such a model, or a size is missing.
+    """
+    _check_supported(str(config.get("model_type")), config)
+    sizes = dimensions(config)
+    if sizes.experts:
+        size_of(config, "num_experts_per_tok")
+    eps = sizes.norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+        raise InvalidRequestError(
+            f"config.json: rms_norm_eps is {eps!r}: give a number of at least 0 and below 1"
+        )
+    return sizes
+
+
+def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
+    """Raises `LayoutError`, naming the axis, if a layout cannot cut the model evenly."""
+    for axis, name, size in (
+        ("tp", "attention heads", sizes.heads),
+        ("tp", "key and value heads", sizes.kv_heads),
+        ("tp", "MLP columns", sizes.mlp),
+        ("pp", "layers", sizes.layers),
+    ):
+        parts = getattr(layout, axis)
+        if size % parts:
+            raise LayoutError(
+                f"parallelism.{axis} is {parts} and the model has {size} {name}: choose a "
+                f"{axis} that divides {size}",
+                field=axis,
+            )
+    if layout.tp > 1 and sizes.experts:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and the model has experts: Megatron needs sequence "
+            "parallelism for that, which the megatron backend does not support; set tp to 1 and "
+            "use ep",
+            field="tp",
+        )
+    if layout.ep > 1 and (sizes.experts == 0 or sizes.experts % layout.ep):
+        raise LayoutError(
+            f"parallelism.ep is {layout.ep} and the model has {sizes.experts} experts in a layer: "
+            "choose an ep that divides their number, 1 for a dense model",
+            field="ep",
+        )
+    for name, size in (
+        ("hidden size", sizes.hidden),
+        ("head size", sizes.head_dim),
+        ("MLP columns of one rank", sizes.mlp // layout.tp),
+    ):
+        if size % ALIGNED_ELEMENTS:
+            raise LayoutError(
+                f"the model's {name} is {size}: the megatron backend needs a multiple of "
+                f"{ALIGNED_ELEMENTS}; use a smaller tp or backend fsdp",
+                field="tp",
+            )
+
+
+def megatron_state_bytes(sizes: Dimensions, layout: Parallelism, parameters: int) -> int:
+    """State bytes of all ranks together, for a model with `parameters` parameters.
+
+    Every replica holds all its parameters and a buffer to reduce their gradients. The gradients and
+    the two moments are sharded over the replicas.
+    """
+    expert_parameters = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.mlp
+    replicas = layout.dp * layout.cp
+    replica_bytes = 8 if replicas > 1 or layout.pp > 1 else 4
+    copies = (parameters - expert_parameters) * replicas + expert_parameters * layout.expert_dp
+    return replica_bytes * copies + 12 * parameters
+
+
+def padded_vocabulary(sizes: Dimensions, layout: Parallelism) -> int:
+    """Size of the vocabulary, padded to a multiple of the tensor ranks."""
+    return -(-sizes.vocabulary // layout.tp) * layout.tp
+
+
+def _check_supported(architecture: str, config: Mapping[str, Any]) -> None:
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"the megatron backend does not run architecture {architecture!r}: use one of "
+            f"{', '.join(ARCHITECTURES)}",
+            architecture=architecture,
+            supported=list(ARCHITECTURES),
+        )
+    refused = {
+        "attention_bias": architecture != "qwen2",
+        "mlp_bias": True,
+        "mlp_only_layers": True,
+        "sliding_window": config.get("use_sliding_window", architecture == "mistral"),
+    }
+    for field, matters in refused.items():
+        if matters and config.get(field):
+            raise InvalidRequestError(
+                f"the megatron backend does not run a model with {field}={config[field]!r}: "
+                "use backend fsdp"
+            )
+    if config.get("hidden_act", "silu") != "silu" or config.get("decoder_sparse_step", 1) != 1:
+        raise InvalidRequestError(
+            "the megatron backend runs models whose activation is silu and whose layers are all "
+            "alike: use backend fsdp"
+        )

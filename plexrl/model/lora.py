@@ -46,22 +46,14 @@ def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     Raises:
         InvalidRequestError: the model's configuration lacks a size.
     """
-    config = spec.config
-    try:
-        hidden = int(config["hidden_size"])
-        heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        mlp = int(config["intermediate_size"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InvalidRequestError(
-            f"the model's configuration lacks a size: {error}; add it to config.json"
-        ) from error
+    sizes = spec.dimensions
+    hidden, mlp = sizes.hidden, sizes.mlp
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     return {
-        "q_proj": (hidden, heads * head_dim),
-        "k_proj": (hidden, kv_heads * head_dim),
-        "v_proj": (hidden, kv_heads * head_dim),
-        "o_proj": (heads * head_dim, hidden),
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
         "gate_proj": (hidden, mlp),
         "up_proj": (hidden, mlp),
         "down_proj": (mlp, hidden),
@@ -88,7 +80,7 @@ def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
             f"layers are {', '.join(sizes)}"
         )
     layer = sum(sum(sizes[target]) for target in lora.targets)
-    return int(spec.config["num_hidden_layers"]) * layer * lora.rank
+    return spec.dimensions.layers * layer * lora.rank
 
 
 def adapter_names(module: str) -> tuple[str, str]:

@@ -17,6 +17,9 @@ from plexrl.errors import LayoutError
 
 Axis = Literal["dp", "tp", "pp", "cp", "ep", "expert_dp"]
 
+AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "cp", "ep")
+"""The axes of a layout that have a size of their own."""
+
 DENSE_AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 """Axes of layers without experts, the fastest first."""
 
@@ -56,7 +59,7 @@ class Parallelism:
     """Parts of each layer's experts; divides dp·cp."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep"):
+        for name in AXES:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(
@@ -80,7 +83,7 @@ class Parallelism:
         sizes: dict[str, int] = {}
         for part in text.replace(" ", ",").split(","):
             axis, _, size = part.partition("=")
-            if axis not in ("dp", "tp", "pp", "cp", "ep") or axis in sizes or not size.isdecimal():
+            if axis not in AXES or axis in sizes or not size.isdecimal():
                 raise LayoutError(
                     f"{part!r} in layout {text!r} is not an axis with a size: write dp=2,tp=2, "
                     "with each of dp, tp, pp, cp, ep at most once",
@@ -164,8 +167,7 @@ class Parallelism:
 
     def axes_used(self) -> tuple[Axis, ...]:
         """The axes with a size above 1."""
-        axes: tuple[Axis, ...] = ("dp", "tp", "pp", "cp", "ep")
-        return tuple(axis for axis in axes if self.size(axis) > 1)
+        return tuple(axis for axis in AXES if self.size(axis) > 1)
 
 
 def _order_of(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -5,7 +5,6 @@ directory. The parameter count follows from the configuration, so PlexRL can che
 deployment fits before it starts a process.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from plexrl.errors import InvalidRequestError, UnsupportedModelError
+from plexrl.model.dimensions import Dimensions, dimensions
 from plexrl.model.tokenizer import check_vocabulary
 from plexrl.wire.parameter_checks import short
 
@@ -22,9 +22,6 @@ TRAIN_BYTES_PER_PARAMETER = 16
 DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, "qwen3_moe")
 """Model types of `transformers` that some backend runs; those that are not dense have experts."""
-
-SIZE_MAX = 2**31 - 1
-"""Largest size of one dimension."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""
@@ -77,6 +74,17 @@ class ModelSpec:
                 "directory on the nodes, with config.json and weights"
             ) from error
 
+    @property
+    def model_type(self) -> str | None:
+        """The architecture; with `path`, from the configuration. Raises as `config`."""
+        found: str | None = self.config.get("model_type", self.architecture)
+        return found
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The model's sizes. Raises `InvalidRequestError` if one is missing, and as `config`."""
+        return dimensions({"model_type": self.architecture, **self.config})
+
 
 def tiny_qwen2(
     vocabulary: str,
@@ -125,22 +133,6 @@ def tiny_qwen2(
     )
 
 
-def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> int:
-    """A size in a model's configuration; `default` if it is missing or 0.
-
-    Raises:
-        InvalidRequestError: the size is missing, or is not a whole number above 0.
-    """
-    found = config.get(name) or default
-    if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= SIZE_MAX:
-        return found
-    given = f"is {short(config[name])}" if name in config else "is missing"
-    raise InvalidRequestError(
-        f"{name} of the model's configuration {given}: it must be a whole number, at least 1",
-        parameter=name,
-    )
-
-
 def parameter_count(spec: ModelSpec) -> int:
     """Number of parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`),
     or of one with experts (`qwen3_moe`). The number is exact.
@@ -150,7 +142,7 @@ def parameter_count(spec: ModelSpec) -> int:
         InvalidRequestError: a size is missing in the configuration.
     """
     config = spec.config
-    architecture = config.get("model_type", spec.architecture)
+    architecture = spec.model_type
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported: use one of "
@@ -158,29 +150,20 @@ def parameter_count(spec: ModelSpec) -> int:
             architecture=architecture,
             supported=list(ARCHITECTURES),
         )
-    hidden = size_of(config, "hidden_size")
-    heads = size_of(config, "num_attention_heads")
-    kv_heads = size_of(config, "num_key_value_heads", default=heads)
-    head_dim = size_of(config, "head_dim", default=hidden // heads)
-    layers = size_of(config, "num_hidden_layers")
-    vocabulary = size_of(config, "vocab_size")
-    if architecture == "qwen3_moe":
-        experts = size_of(config, "num_experts", default=config.get("num_local_experts"))
-        mlp = size_of(config, "moe_intermediate_size")
-    else:
-        experts, mlp = 0, size_of(config, "intermediate_size")
+    sizes = spec.dimensions
+    hidden, heads, kv_heads, head_dim = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    if architecture == "qwen2":
+    if sizes.has_qkv_bias:
         attention += head_dim * (heads + 2 * kv_heads)
-    elif architecture in ("qwen3", "qwen3_moe"):
+    elif sizes.has_qk_norm:
         attention += 2 * head_dim
     elif config.get("attention_bias", False):
         attention += head_dim * (heads + 2 * kv_heads) + hidden
-    per_layer = attention + 3 * hidden * mlp * max(1, experts) + hidden * experts + 2 * hidden
+    mlp = 3 * hidden * sizes.mlp * max(1, sizes.experts) + hidden * sizes.experts
+    per_layer = attention + mlp + 2 * hidden
     if config.get("mlp_bias", False) and architecture == "llama":
-        per_layer += 2 * mlp + hidden
-    embedding = vocabulary * hidden
+        per_layer += 2 * sizes.mlp + hidden
+    embedding = sizes.vocabulary * hidden
     if spec.head == "reward":
-        return layers * per_layer + hidden + embedding + hidden
-    tied = bool(config.get("tie_word_embeddings", False))
-    return layers * per_layer + hidden + embedding * (1 if tied else 2)
+        return sizes.layers * per_layer + hidden + embedding + hidden
+    return sizes.layers * per_layer + hidden + embedding * (1 if sizes.is_tied else 2)

@@ -6,17 +6,20 @@ import logging
 import socket
 from pathlib import Path
 
-import uvicorn
+from plexrl.process.garbage_collection import rare_collections
 
-from plexrl.process.startup import load_config, print_ready, run_until_signal
-from plexrl.router.config import RouterConfig
-from plexrl.router.http.app import make_app
-from plexrl.router.http.server.connection_limits import (
-    AcceptErrorHandler,
-    RateLimitedWarnings,
-    make_connections,
-)
-from plexrl.router.http.server.guarded_protocol import guarded
+with rare_collections():
+    import uvicorn
+
+    from plexrl.process.startup import load_config, print_ready, run_until_signal
+    from plexrl.router.config import RouterConfig
+    from plexrl.router.http.app import make_app
+    from plexrl.router.http.server.connection_limits import (
+        AcceptErrorHandler,
+        RateLimitedWarnings,
+        make_connections,
+    )
+    from plexrl.router.http.server.guarded_protocol import guarded
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is

@@ -11,23 +11,26 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from plexrl.process.startup import (
-    load_config,
-    parse_config,
-    print_ready,
-    remove_socket,
-    run_until_signal,
-)
-from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.daemon.server import Server
-from plexrl.statemanager.daemon.service_manager import ServiceManager
-from plexrl.statemanager.device.backend import DeviceKind
-from plexrl.statemanager.device.choice import open_devices
-from plexrl.statemanager.observe.health import Health
-from plexrl.statemanager.observe.http import ObservationServer
-from plexrl.statemanager.store.store import Store
-from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
+from plexrl.process.garbage_collection import rare_collections
+
+with rare_collections():
+    from plexrl.process.startup import (
+        load_config,
+        parse_config,
+        print_ready,
+        remove_socket,
+        run_until_signal,
+    )
+    from plexrl.statemanager.daemon.config import StateManagerConfig
+    from plexrl.statemanager.daemon.server import Server
+    from plexrl.statemanager.daemon.service_manager import ServiceManager
+    from plexrl.statemanager.device.backend import DeviceKind
+    from plexrl.statemanager.device.choice import open_devices
+    from plexrl.statemanager.observe.health import Health
+    from plexrl.statemanager.observe.http import ObservationServer
+    from plexrl.statemanager.store.store import Store
+    from plexrl.statemanager.transfer.transport.nixl import NixlLender
+    from plexrl.statemanager.transfer.transport.tcp.server import TcpServer
 
 LOG = logging.getLogger(__name__)
 

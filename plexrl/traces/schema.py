@@ -168,10 +168,10 @@ def column_fault(column: Column, value: Any) -> str | None:
             return _segments_fault(value)
         case "integer":
             if type(value) is not int:
-                return f"is not a whole number: {_shown(value)}"
+                return f"is not a whole number: {shown(value)}"
         case "number":
             if type(value) is not float or not math.isfinite(value):
-                return f"is not a finite number: {_shown(value)}"
+                return f"is not a finite number: {shown(value)}"
     if value < column.low or (column.positive and value <= column.low):
         return f"must be {'more than' if column.positive else 'at least'} {column.low:g}: {value!r}"
     if value > column.high:
@@ -181,15 +181,15 @@ def column_fault(column: Column, value: Any) -> str | None:
 
 def _text_fault(column: Column, value: Any) -> str | None:
     if not isinstance(value, str):
-        return f"is not text: {_shown(value)}"
+        return f"is not text: {shown(value)}"
     if column.required and not value:
         return "is missing"
     if len(value) > TEXT_CHARACTERS_MAX:
         return f"has {len(value)} characters; at most {TEXT_CHARACTERS_MAX}"
     if not value.isprintable() and any(_is_unwanted(each) for each in value):
-        return f"has control characters or is not UTF-8: {_shown(value)}"
+        return f"has control characters or is not UTF-8: {shown(value)}"
     if column.choices and value and value not in column.choices:
-        return f"must be one of {', '.join(column.choices)}: {_shown(value)}"
+        return f"must be one of {', '.join(column.choices)}: {shown(value)}"
     return None
 
 
@@ -201,7 +201,7 @@ def _is_unwanted(character: str) -> bool:
 
 def _segments_fault(value: Any) -> str | None:
     if not isinstance(value, tuple):
-        return f"is not a list of segments: {_shown(value)}"
+        return f"is not a list of segments: {shown(value)}"
     if len(value) > SEGMENTS_MAX:
         return f"has {len(value)} segments; at most {SEGMENTS_MAX}: merge neighbours"
     end_s = 0.0
@@ -210,9 +210,7 @@ def _segments_fault(value: Any) -> str | None:
         if not all(type(each) is float and 0 <= each <= TIME_S_MAX for each in times):
             return f"segment {index}: times must be finite and at least 0"
         if not is_function(segment.function):
-            return (
-                f"segment {index}: {_shown(segment.function)} is not a name of letters, digits, _"
-            )
+            return f"segment {index}: {shown(segment.function)} is not a name of letters, digits, _"
         if segment.offset_s < end_s - TOLERANCE_S:
             return f"segment {index} starts at {segment.offset_s:g} s, before {end_s:g} s"
         end_s = segment.offset_s + segment.duration_s
@@ -229,7 +227,8 @@ def is_function(name: Any) -> bool:
     )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for a message, in ASCII and not too long."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

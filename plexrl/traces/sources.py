@@ -13,7 +13,7 @@ from plexrl.traces.formats import detect, load, unknown_layout
 from plexrl.traces.formats.nearest import nearest
 from plexrl.traces.formats.servegen import Draw, client_files
 from plexrl.traces.io.file_header import read_header
-from plexrl.traces.io.files import check_header, rows, validate
+from plexrl.traces.io.files import read_table
 from plexrl.traces.io.parquet_file import column_names
 from plexrl.traces.io.problems import Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, TABLES, Table
@@ -59,16 +59,11 @@ def open_trace(
     problems = Problems(on_problem)
     if chosen in TABLES:
         table = TABLES[chosen]
-        check_header(path, table)
-        if not skip_bad:
-            found = validate(path, table, on_problem)
-            if not found.ok:
-                raise found.problems.error(str(path))
         return Source(
             path=path,
             format=chosen,
             table=table,
-            rows=rows(path, table, problems),
+            rows=read_table(path, table, skip_bad=skip_bad, on_problem=problems),
             problems=problems,
             left_out=Counter(),
         )

@@ -33,7 +33,7 @@ Buffer = bytes | bytearray | memoryview
 def encode_head(header: Mapping[str, Any], payload_bytes: int) -> bytes:
     """Lengths and header of a frame; the payload follows on the stream."""
     body = msgspec.msgpack.encode(header)
-    _check_lengths(len(body), payload_bytes)
+    _check_lengths(len(body), payload_bytes, PAYLOAD_BYTES_MAX)
     return _LENGTHS.pack(len(body), payload_bytes) + body
 
 
@@ -95,9 +95,8 @@ async def read_frame(
 ) -> tuple[Header, bytes]:
     """The next frame of an asyncio stream. Raises as `recv_frame`."""
     try:
-        lengths = await reader.readexactly(_LENGTHS.size)
-        header_bytes, payload_bytes = _LENGTHS.unpack(lengths)
-        _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
+        lengths = await reader.readexactly(HEAD_BYTES)
+        header_bytes, payload_bytes = decode_lengths(lengths, payload_bytes_max)
         body = await reader.readexactly(header_bytes)
         payload = await reader.readexactly(payload_bytes) if payload_bytes else b""
     except (asyncio.IncompleteReadError, OSError) as error:
@@ -106,15 +105,15 @@ async def read_frame(
 
 
 def _recv_head(sock: socket.socket, payload_bytes_max: int) -> tuple[bytearray, int]:
-    header_bytes, payload_bytes = _LENGTHS.unpack(_recv_exactly(sock, _LENGTHS.size))
-    _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
+    lengths = _recv_exactly(sock, HEAD_BYTES)
+    header_bytes, payload_bytes = decode_lengths(lengths, payload_bytes_max)
     return _recv_exactly(sock, header_bytes), payload_bytes
 
 
-def decode_lengths(lengths: Buffer) -> tuple[int, int]:
+def decode_lengths(lengths: Buffer, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> tuple[int, int]:
     """Bytes of header and payload, from a frame's first `HEAD_BYTES`. Raises as `recv_frame`."""
     header_bytes, payload_bytes = _LENGTHS.unpack(lengths)
-    _check_lengths(header_bytes, payload_bytes)
+    _check_lengths(header_bytes, payload_bytes, payload_bytes_max)
     return header_bytes, payload_bytes
 
 
@@ -128,9 +127,7 @@ def decode_header(body: bytes | bytearray) -> Header:
     return header
 
 
-def _check_lengths(
-    header_bytes: int, payload_bytes: int, payload_bytes_max: int = PAYLOAD_BYTES_MAX
-) -> None:
+def _check_lengths(header_bytes: int, payload_bytes: int, payload_bytes_max: int) -> None:
     if header_bytes > HEADER_BYTES_MAX or payload_bytes > payload_bytes_max:
         raise PayloadTooLargeError(
             f"a frame of {header_bytes} + {payload_bytes} bytes is over the bound of "

@@ -16,6 +16,13 @@ def predicted(mask: Array, lengths: Array) -> Array:
     return found
 
 
+def row_of(index: int, lengths: Array) -> tuple[int, int]:
+    """The row of the token at `index` in the packed batch, and its position in that row."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    row = int(np.searchsorted(ends, index, side="right"))
+    return row, index - int(ends[row] - lengths[row])
+
+
 def check_mask(mask: Array, lengths: Array) -> None:
     """Refuse a mask without any counted token, or with a negative weight. Single rows may have only
     zeros.
@@ -26,9 +33,7 @@ def check_mask(mask: Array, lengths: Array) -> None:
     """
     if len(mask) and float(mask.min()) < 0.0:
         at = int(mask.argmin())
-        ends = np.cumsum(lengths, dtype=np.int64)
-        row = int(np.searchsorted(ends, at, side="right"))
-        position = at - int(ends[row] - lengths[row])
+        row, position = row_of(at, lengths)
         raise InvalidRequestError(
             f"mask is {mask[at]:g} in row {row} at position {position}: mask weights must be at "
             "least 0, and 0 drops a token; use plexrl.losses.custom() for negative weights",

@@ -5,10 +5,13 @@ import asyncio
 import os
 from pathlib import Path
 
-from plexrl.process.startup import load_config, print_ready, run_until_signal
-from plexrl.worker.agent.agent import Agent
-from plexrl.worker.agent.launcher import LocalLauncher
-from plexrl.worker.config import AgentConfig
+from plexrl.process.garbage_collection import rare_collections
+
+with rare_collections():
+    from plexrl.process.startup import load_config, print_ready, run_until_signal
+    from plexrl.worker.agent.agent import Agent
+    from plexrl.worker.agent.launcher import LocalLauncher
+    from plexrl.worker.config import AgentConfig
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Shared actions on and observations of a live cluster."""
 
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import psutil
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
+from tests.free_ports import free_port
 
 VOCABULARY = "0123456789sr="
 DEADLINE_S = 60.0
@@ -22,6 +24,13 @@ def wait_until(what: Callable[[], bool], message: str) -> None:
     while not what():
         assert time.monotonic() < deadline, message
         time.sleep(0.02)
+
+
+def fix_ports(data_dir: Path, routers: int = 1) -> None:
+    """Give the routers of a new data directory ports that no outgoing connection of another test
+    takes while they restart."""
+    data_dir.mkdir(mode=0o700, exist_ok=True)
+    (data_dir / "ports.json").write_text(json.dumps([free_port() for _ in range(routers)]))
 
 
 def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:

@@ -150,6 +150,11 @@ class Prepared:
                 value.barrier().result(ANSWER_S)
         self._job.finish()
 
+    def failed(self) -> list[str]:
+        """The operations of the snippet that failed, with their errors."""
+        rows = [] if self._job is None else self._cluster.operations(job=self._job.job)
+        return [f"{row['kind']}: {row['error']}" for row in rows if row["state"] == "failed"]
+
     def close(self) -> None:
         """Cancel the snippet's job."""
         if self._job is not None:

@@ -50,6 +50,7 @@ def test_a_snippet_runs(prepared: Prepared, block: Block) -> None:
         prepared.get(name)
     code = compile(tree(block), block.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     run(code, prepared)
+    assert prepared.failed() == []
 
 
 def run(code: CodeType, prepared: Prepared) -> None:

@@ -49,5 +49,5 @@ def test_a_cut_that_cannot_be_is_refused_with_what_can(
 
 
 def test_a_configuration_without_sizes_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="lacks a size"):
+    with pytest.raises(InvalidRequestError, match="is missing: it must be"):
         check_tensor_parallel(ModelSpec(architecture="llama"), Parallelism(tp=2))

@@ -29,9 +29,9 @@ class _Look:
         context = cluster.core._context
         self._cluster = cluster
         self._state: State = context.state
-        self._timers = {what for at, what in context.timers if at > cluster.now - 1e-9}
+        self._timers = {what for at, what in context.effects.timers if at > cluster.now - 1e-9}
         # Nothing ever comes due without a wake-up that the shell was asked for.
-        self._is_awake = not context.timers or context.timer_at is not None
+        self._is_awake = not context.effects.timers or context.effects.timer_at is not None
         self._sent = {(run.operation, run.token) for run in cluster.runs}
         self._launches = {(each.deployment, each.incarnation) for each in cluster.launches}
         self._migrations = {each.deployment for each in cluster.migrations}
@@ -82,7 +82,7 @@ class _Look:
         """Whether something will happen after which the deployment's queue is looked at."""
         match deployment.state:
             case WpgState.WAITING:
-                return deployment.deployment in self._cluster.core._context.waiting
+                return deployment.deployment in self._cluster.core._context.cluster.waiting
             case WpgState.LAUNCHING | WpgState.RECOVERING:
                 key = (deployment.deployment, deployment.processes.incarnation)
                 return (

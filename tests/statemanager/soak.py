@@ -39,7 +39,6 @@ class Soak:
         self.chance = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.statemanager.soak_worker"])
         self._checkpoints = checkpoints
         self._nodes = [
             Node(daemon, random.Random(self.chance.random()), self.counts)

@@ -33,21 +33,11 @@ class Bytes(Backend):
     def live_parts(self) -> frozenset[StatePart]:
         return ALL_PARTS
 
-    def before_offload(self) -> None:
-        """Nothing lies outside of the arena."""
-
     def after_load(self, parts: frozenset[StatePart]) -> None:
         assert parts == ALL_PARTS
 
-    def after_pull(self, *, seq: int, trainer_step: int) -> None:
-        """What was pulled is used as it is."""
-
     def gather(self, value: str) -> list[str]:
         return [value]
-
-    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        del dtype
-        return {}
 
     def run(self, call: BackendCall) -> BackendResult:
         raise InvalidRequestError(f"there is nothing to compute for {call.kind}")

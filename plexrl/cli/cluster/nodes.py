@@ -5,29 +5,30 @@ from typing import Annotated, Any
 import typer
 
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
     GIB,
-    DataDir,
-    Json,
-    Key,
+    Access,
+    Cells,
     Output,
-    Url,
     local_time,
-    open_cluster,
+    print_records,
     print_table,
+    write_json,
 )
 from plexrl.cli.terminal.help import CommandGroup
+from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
 
 
-def status(
-    url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
-) -> None:
+@with_option_groups
+def status(access: Access, output: Output) -> None:
     """The cluster in a few numbers, and its problems."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.status()
+    if output.as_json:
+        write_json(found)
+        return
     shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts")
     rows = [
         (name.replace("_", " "), value)
@@ -35,134 +36,111 @@ def status(
         if name not in shown_below and value != ""
     ]
     rows.append(("deployments held", len(found["held"])))
-    rows.append(("parts restarted", _restarts(found["restarts"], found["last_restart_at"])))
+    rows.append(("parts restarted", _restarts(found)))
     rows.append(("conditions", len(found["conditions"]) or "none"))
-    Output(as_json).table("", ("what", "value"), rows, found)
-    if as_json:
-        return
+    print_table("", ("what", "value"), rows)
     if found["conditions"]:
-        conditions = [
-            (each["code"], local_time(each["since"]), each.get("message"))
-            for each in found["conditions"]
-        ]
-        print_table("What is wrong now", ("condition", "since", "what"), conditions)
+        cells: Cells = {
+            "condition": "code",
+            "since": lambda each: local_time(each["since"]),
+            "what": lambda each: each.get("message"),
+        }
+        print_records("What is wrong now", cells, found["conditions"])
     if found.get("parts"):
         parts = [
-            (
-                name,
-                _restarts(each["restarts"], each["last_restart_at"]),
-                local_time(each["down_since"]),
-            )
+            (name, _restarts(each), local_time(each["down_since"]))
             for name, each in found["parts"].items()
         ]
         print_table("Parts that ended", ("part", "restarted", "down since"), parts)
 
 
-def _restarts(count: int, last_at: float | None) -> str:
+def _restarts(of: dict[str, Any]) -> str:
+    count, last_at = of["restarts"], of["last_restart_at"]
     return f"{count}, the last at {local_time(last_at)}" if last_at is not None else str(count)
 
 
 @nodes_app.callback(invoke_without_command=True)
-def nodes(
-    context: typer.Context,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def nodes(context: typer.Context, access: Access, output: Output) -> None:
     """Nodes and their GPUs; drain a node, or return it to use."""
     if context.invoked_subcommand is not None:
         _refuse_lost_options(context)
         return
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.nodes()
-    rows = [
-        (
-            each["node"],
-            each["node_type"],
-            each["block"],
-            "yes" if each["alive"] else "no",
-            "yes" if each["is_draining"] else "no",
-            f"{each['gpus_reserved']}/{each['gpus']}",
-            f"{each['gpu_memory_bytes'] / GIB:.1f} GiB",
-            f"{each['host_memory_bytes'] / GIB:.1f} GiB",
-            f"{each['nvme_bytes'] / GIB:.1f} GiB",
-        )
-        for each in found
-    ]
-    columns = (
-        *("node", "type", "block", "alive", "draining", "GPUs reserved"),
-        *("per GPU", "host tier", "NVMe tier"),
-    )
-    Output(as_json).table("", columns, rows, found)
+    cells: Cells = {
+        "node": "node",
+        "type": "node_type",
+        "block": "block",
+        "alive": lambda each: _yes(each["alive"]),
+        "draining": lambda each: _yes(each["is_draining"]),
+        "GPUs reserved": _reserved,
+        "per GPU": lambda each: _gib(each["gpu_memory_bytes"]),
+        "host tier": lambda each: _gib(each["host_memory_bytes"]),
+        "NVMe tier": lambda each: _gib(each["nvme_bytes"]),
+    }
+    output.table(cells, found)
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
     """Refuse options before a subcommand, which would have no effect."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"put {option} after {context.invoked_subcommand}")
+    for name in given_options(context):
+        raise typer.BadParameter(f"put {option_name(name)} after {context.invoked_subcommand}")
 
 
 @nodes_app.command("drain")
-def drain(
-    node: NodeName,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def drain(node: NodeName, access: Access, output: Output) -> None:
     """Move all work off a node as soon as other nodes have capacity (operator only)."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.drain(node)
-    rows = [(node, found["gpus_reserved"], ", ".join(found["groups"]))]
-    columns = ("node", "GPUs still reserved", "groups still there")
-    Output(as_json).table("", columns, rows, found)
+    cells: Cells = {
+        "node": lambda _: node,
+        "GPUs still reserved": "gpus_reserved",
+        "groups still there": lambda each: ", ".join(each["groups"]),
+    }
+    output.table(cells, [found], found)
 
 
 @nodes_app.command("undrain")
-def undrain(
-    node: NodeName,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def undrain(node: NodeName, access: Access, output: Output) -> None:
     """Return a drained node to use (operator only)."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.undrain(node)
-    rows = [(node, f"{found['gpus_reserved']}/{found['gpus']}")]
-    Output(as_json).table("", ("node", "GPUs reserved"), rows, found)
+    output.table({"node": lambda _: node, "GPUs reserved": _reserved}, [found], found)
 
 
-def groups(
-    url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
-) -> None:
+@with_option_groups
+def groups(access: Access, output: Output) -> None:
     """Node groups: which job holds each, time spent in switches (operator only)."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.groups()
-    rows = [
-        (
-            each["group"],
-            _gpu_ranges(each["gpus"]),
-            ", ".join(each["members"]),
-            each["node_type"],
-            f"{each['load']:.0%}",
-            "yes" if each["is_closed"] else "no",
-            each["holder"] or "nobody",
-            each["phase"],
-            each["switches"],
-            f"{each['switch_seconds']:.2f}",
-        )
-        for each in found
-    ]
-    columns = (
-        *("group", "GPUs", "members", "type", "load", "closed", "held by"),
-        *("phase", "switches", "seconds in them"),
-    )
-    Output(as_json).table("", columns, rows, found)
+    cells: Cells = {
+        "group": "group",
+        "GPUs": lambda each: _gpu_ranges(each["gpus"]),
+        "members": lambda each: ", ".join(each["members"]),
+        "type": "node_type",
+        "load": lambda each: f"{each['load']:.0%}",
+        "closed": lambda each: _yes(each["is_closed"]),
+        "held by": lambda each: each["holder"] or "nobody",
+        "phase": "phase",
+        "switches": "switches",
+        "seconds in them": lambda each: f"{each['switch_seconds']:.2f}",
+    }
+    output.table(cells, found)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
+
+
+def _reserved(node: dict[str, Any]) -> str:
+    return f"{node['gpus_reserved']}/{node['gpus']}"
 
 
 def _gpu_ranges(gpus: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import Json, Output
+from plexrl.cli.terminal.context import Cells, Json, print_records, print_table, write_json
 from plexrl.cli.terminal.sizes import byte_size, size_text
 from plexrl.errors import InvalidRequestError, UnavailableError, from_wire
 
@@ -73,49 +73,41 @@ def statemanager_status(
     if listen is None or ticket_key_file is None:
         raise InvalidRequestError("give --listen and --ticket-key-file, or --config")
     found = _status(listen, ticket_key_file)
-    output = Output(as_json)
     if as_json:
-        output.table("", (), (), found)
-        return
-    output.table(
-        f"StateManager of {found['node']}",
-        ("tier", "used", "bound", "in use"),
-        [
-            (
-                tier,
-                size_text(found[f"{tier}_bytes"]),
-                size_text(found[f"{tier}_bytes_max"]),
-                f"{found[f'{tier}_bytes'] / found[f'{tier}_bytes_max']:.0%}",
-            )
-            for tier in ("host", "nvme")
-        ],
-        found,
-    )
-    output.table(
-        "Versions",
-        ("deployment", "rank", "seq", "kind", "tier", "size"),
-        [
-            (name, v["rank"], v["seq"], v["kind"], v["tier"], size_text(v["nbytes"]))
-            for name, entry in sorted(found["deployments"].items())
-            for v in sorted(entry["versions"], key=lambda v: (v["kind"], v["seq"], v["rank"]))
-        ],
-        found,
-    )
-    output.table(
-        "Tenants",
-        ("tenant", "in host", "on NVMe"),
-        [
-            (name or "(none)", size_text(held["host"]), size_text(held["nvme"]))
-            for name, held in found["tenants"].items()
-        ],
-        found,
-    )
-    output.table(
-        f"Moves ({found['moves_waiting']} queued)",
-        ("kind", "owner", "for"),
-        [(m["kind"], m["who"], f"{m['seconds']:.1f} s") for m in found["moves"]],
-        found,
-    )
+        write_json(found)
+    else:
+        _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    tiers: Cells = {
+        "tier": str,
+        "used": lambda tier: size_text(found[f"{tier}_bytes"]),
+        "bound": lambda tier: size_text(found[f"{tier}_bytes_max"]),
+        "in use": lambda tier: f"{found[f'{tier}_bytes'] / found[f'{tier}_bytes_max']:.0%}",
+    }
+    print_records(f"StateManager of {found['node']}", tiers, ("host", "nvme"))
+    versions: Cells = {
+        "deployment": "deployment",
+        "rank": "rank",
+        "seq": "seq",
+        "kind": "kind",
+        "tier": "tier",
+        "size": lambda version: size_text(version["nbytes"]),
+    }
+    rows = [
+        {"deployment": name, **version}
+        for name, entry in sorted(found["deployments"].items())
+        for version in sorted(entry["versions"], key=lambda v: (v["kind"], v["seq"], v["rank"]))
+    ]
+    print_records("Versions", versions, rows)
+    tenants = [
+        (name or "(none)", size_text(held["host"]), size_text(held["nvme"]))
+        for name, held in found["tenants"].items()
+    ]
+    print_table("Tenants", ("tenant", "in host", "on NVMe"), tenants)
+    moves: Cells = {"kind": "kind", "owner": "who", "for": lambda move: f"{move['seconds']:.1f} s"}
+    print_records(f"Moves ({found['moves_waiting']} queued)", moves, found["moves"])
 
 
 def _fields(config: Path | None) -> dict[str, Any]:

@@ -1,21 +1,14 @@
 """`plexrl tenants`: keys, weights, quotas and priorities."""
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    GIB,
-    DataDir,
-    Json,
-    Key,
-    Output,
-    Url,
-    local_time,
-    open_cluster,
-)
+from plexrl.cli.terminal.context import GIB, Access, Cells, Output, local_time, print_records
 from plexrl.cli.terminal.help import CommandGroup
+from plexrl.cli.terminal.option_groups import option_name, with_option_groups
 
 tenants_app = typer.Typer(
     cls=CommandGroup,
@@ -27,178 +20,150 @@ Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quot
 Bound = Annotated[
     str | None, typer.Option(help="A number, or `none` for the cluster's default limit.")
 ]
-COLUMNS = ("tenant", "weight", "share", "priority at most", "jobs", "GPUs", "GPU-hours")
-STORED = ("tenant", "live jobs", "checkpoints", "GiB of checkpoints")
 
 
 @tenants_app.command("create")
+@with_option_groups
 def create_tenant(
     name: Annotated[str, typer.Argument(help="Letters, digits, '.', '_' and '-'.")],
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    access: Access,
+    output: Output,
 ) -> None:
     """Create a tenant; its API key is shown only now."""
-    with open_cluster(url, api_key, data_dir) as cluster:
-        key = cluster.create_tenant(name)
-    found = {"tenant": name, "api_key": key}
-    Output(as_json).table("", ("tenant", "API key"), [(name, key)], found)
+    with access.open() as cluster:
+        found = {"tenant": name, "api_key": cluster.create_tenant(name)}
+    output.table({"tenant": "tenant", "API key": "api_key"}, [found], found)
 
 
 @tenants_app.command("list")
-def list_tenants(
-    url: Url = None, api_key: Key = None, data_dir: DataDir = DATA_DIR, as_json: Json = False
-) -> None:
+@with_option_groups
+def list_tenants(access: Access, output: Output) -> None:
     """All tenants: weights, quotas, current and past use."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.tenants()
-    _show(Output(as_json), found, found)
+    _show(output, found, found)
 
 
 @tenants_app.command("keys")
-def list_keys(
-    name: Name,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def list_keys(name: Name, access: Access, output: Output) -> None:
     """Ids of a tenant's API keys, with creation and last use; never the keys."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.tenant_keys(name)
-    rows = [
-        (each["key"], local_time(each["created_at"]), local_time(each["last_used_at"]))
-        for each in found
-    ]
-    columns = ("key", "created", "last used since the scheduler's start")
-    Output(as_json).table("", columns, rows, found)
+    cells: Cells = {
+        "key": "key",
+        "created": lambda each: local_time(each["created_at"]),
+        "last used since the scheduler's start": lambda each: local_time(each["last_used_at"]),
+    }
+    output.table(cells, found)
 
 
 @tenants_app.command("rotate")
-def rotate_key(
-    name: Name,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def rotate_key(name: Name, access: Access, output: Output) -> None:
     """Create a new API key for a tenant, shown only now; old keys stay valid until revoked."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = cluster.rotate_key(name)
-    columns = ("tenant", "key", "API key")
-    rows = [(name, found["key"], found["api_key"])]
-    Output(as_json).table("", columns, rows, found)
+    output.table({"tenant": lambda _: name, "key": "key", "API key": "api_key"}, [found], found)
 
 
 @tenants_app.command("revoke")
+@with_option_groups
 def revoke_key(
     name: Name,
     key: Annotated[str, typer.Argument(help="The key's id (`plexrl tenants keys`).")],
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    access: Access,
+    output: Output,
 ) -> None:
     """Revoke an API key of a tenant: every router refuses it from now on."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         cluster.revoke_key(name, key)
         found = cluster.tenant_keys(name)
-    rows = [(name, key, len(found))]
-    Output(as_json).table("", ("tenant", "key", "keys left"), rows, found)
+    cells: Cells = {"tenant": lambda _: name, "key": lambda _: key, "keys left": len}
+    output.table(cells, [found], found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a tenant; absent ones stay unchanged."""
+
+    weight: Annotated[
+        float | None, typer.Option(help="Share of the cluster relative to other tenants.")
+    ] = None
+    jobs_max: Limit = None
+    gpus_max: Limit = None
+    gpu_seconds_max: Limit = None
+    live_jobs_max: Bound = None
+    checkpoints_max: Bound = None
+    checkpoint_bytes_max: Bound = None
+    priority_max: Annotated[
+        int | None, typer.Option(help="Highest priority of its jobs, -100 to 100.")
+    ] = None
 
 
 @tenants_app.command("set")
+@with_option_groups
 def set_tenant(
     name: Annotated[str, typer.Argument(help="The tenant.")],
-    weight: Annotated[
-        float | None, typer.Option(help="Share of the cluster relative to other tenants.")
-    ] = None,
-    jobs_max: Limit = None,
-    gpus_max: Limit = None,
-    gpu_seconds_max: Limit = None,
-    live_jobs_max: Bound = None,
-    checkpoints_max: Bound = None,
-    checkpoint_bytes_max: Bound = None,
-    priority_max: Annotated[
-        int | None, typer.Option(help="Highest priority of its jobs, -100 to 100.")
-    ] = None,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    given: Settings,
+    access: Access,
+    output: Output,
 ) -> None:
     """Set a tenant's weight, quotas and highest priority; other settings stay unchanged."""
-    settings: dict[str, Any] = {}
-    if weight is not None:
-        settings["weight"] = weight
-    if priority_max is not None:
-        settings["priority_max"] = priority_max
-    for key, text, kind in (
-        ("jobs_max", jobs_max, int),
-        ("gpus_max", gpus_max, int),
-        ("gpu_seconds_max", gpu_seconds_max, float),
-        ("live_jobs_max", live_jobs_max, int),
-        ("checkpoints_max", checkpoints_max, int),
-        ("checkpoint_bytes_max", checkpoint_bytes_max, int),
-    ):
-        if text is not None:
-            settings[key] = _limit(key, text, kind)
+    named = asdict(given)
+    settings = {key: _setting(key, value) for key, value in named.items() if value is not None}
     if not settings:
-        raise typer.BadParameter(
-            "nothing to set: give --weight, --jobs-max, --gpus-max, --gpu-seconds-max, "
-            "--live-jobs-max, --checkpoints-max, --checkpoint-bytes-max or --priority-max"
-        )
-    with open_cluster(url, api_key, data_dir) as cluster:
+        *options, last = map(option_name, named)
+        raise typer.BadParameter(f"nothing to set: give {', '.join(options)} or {last}")
+    with access.open() as cluster:
         found = cluster.configure_tenant(name, **settings)
-    _show(Output(as_json), [found], found)
+    _show(output, [found], found)
 
 
 def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
     """Print two tables, because one with all columns is wider than a terminal."""
-    output.table("", COLUMNS, [_row(each) for each in tenants], found)
-    if not output.is_json:
-        output.table("Storage", STORED, [_stored(each) for each in tenants], found)
+    cells: Cells = {
+        "tenant": "tenant",
+        "weight": lambda each: f"{each['weight']:g}",
+        "share": lambda each: f"{each['share']:.2f}",
+        "priority at most": lambda each: "any" if each["is_operator"] else each["priority_max"],
+        "jobs": lambda each: _of(each["jobs_running"], each["jobs_max"]),
+        "GPUs": lambda each: _of(each["gpus_held"], each["gpus_max"]),
+        "GPU-hours": lambda each: _of(each["gpu_seconds"], each["gpu_seconds_max"], _hours),
+    }
+    output.table(cells, tenants, found)
+    if not output.as_json:
+        cells = {
+            "tenant": "tenant",
+            "live jobs": lambda each: _of(each["live_jobs"], each["live_jobs_bound"]),
+            "checkpoints": lambda each: _of(each["checkpoints"], each["checkpoints_bound"]),
+            "GiB of checkpoints": lambda each: _of(
+                each["checkpoint_bytes"], each["checkpoint_bytes_bound"], _gib
+            ),
+        }
+        print_records("Storage", cells, tenants)
 
 
-def _limit(key: str, text: str, kind: type[int] | type[float]) -> float | None:
-    if text == "none":
+def _setting(key: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value == "none":
         return None
     try:
-        return kind(text)
+        return float(value) if key == "gpu_seconds_max" else int(value)
     except ValueError as error:
-        option = f"--{key.replace('_', '-')}"
-        raise typer.BadParameter(f"{option} is {text!r}: give a number or none") from error
+        raise typer.BadParameter(
+            f"{option_name(key)} is {value!r}: give a number or none"
+        ) from error
 
 
-def _row(tenant: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        tenant["tenant"],
-        f"{tenant['weight']:g}",
-        f"{tenant['share']:.2f}",
-        "any" if tenant["is_operator"] else tenant["priority_max"],
-        _of(tenant["jobs_running"], tenant["jobs_max"]),
-        _of(tenant["gpus_held"], tenant["gpus_max"]),
-        _of(_hours(tenant["gpu_seconds"]), _hours(tenant["gpu_seconds_max"])),
-    )
+def _of(used: Any, bound: Any, text: Callable[[Any], str] = str) -> str:
+    return text(used) if bound is None else f"{text(used)} of {text(bound)}"
 
 
-def _stored(tenant: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        tenant["tenant"],
-        _of(tenant["live_jobs"], tenant["live_jobs_bound"]),
-        _of(tenant["checkpoints"], tenant["checkpoints_bound"]),
-        _of(_gib(tenant["checkpoint_bytes"]), _gib(tenant["checkpoint_bytes_bound"])),
-    )
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3g}"
 
 
-def _of(used: object, bound: object) -> str:
-    return f"{used}" if bound is None else f"{used} of {bound}"
-
-
-def _gib(nbytes: int | None) -> str | None:
-    return None if nbytes is None else f"{nbytes / GIB:.3g}"
-
-
-def _hours(gpu_seconds: float | None) -> str | None:
-    return None if gpu_seconds is None else f"{gpu_seconds / 3600:.3f}"
+def _hours(gpu_seconds: float) -> str:
+    return f"{gpu_seconds / 3600:.3f}"

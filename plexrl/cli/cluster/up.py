@@ -11,12 +11,12 @@ from plexrl.cli.cluster import up_options as options
 from plexrl.cli.terminal.context import (
     GIB,
     Json,
-    data_dir_option,
     print_line,
     write_text,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.data_dir import data_dir_at
 from plexrl.errors import InvalidRequestError, JournalMissingError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _cluster_options(
     limits: options.Limits,
 ) -> ClusterOptions:
     return ClusterOptions(
-        data_dir=data_dir_option(local.data_dir),
+        data_dir=data_dir_at(local.data_dir),
         nodes=1 if local.nodes is None else local.nodes,
         gpus_per_node=GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
         gpu_memory_bytes=int(local.gpu_memory * GIB),

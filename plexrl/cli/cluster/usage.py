@@ -1,23 +1,19 @@
 """`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
 
-import csv
-import io
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
+    Access,
     Output,
-    Url,
-    open_cluster,
     print_line,
-    write_text,
+    print_table,
+    write_csv,
+    write_json,
 )
+from plexrl.cli.terminal.option_groups import with_option_groups
 
 COUNTS = ("operations", "failed", "tokens", "gpu_seconds")
 SHARED = ("isolated_gpu_hours", "held_gpu_hours", "saved_gpu_hours")
@@ -35,30 +31,29 @@ KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("ki
 """Key columns of each kind of sum."""
 
 
+@with_option_groups
 def usage(
     by: Annotated[By, typer.Option(help="What to add up by.")] = By.JOB,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    *,
+    access: Access,
+    output: Output,
 ) -> None:
     """GPU-hours, operations and tokens used, and GPU-hours saved by sharing: one's own, or all for
     the operator."""
-    if as_csv and as_json:
+    if as_csv and output.as_json:
         raise typer.BadParameter("--csv and --json are two formats: choose one")
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         rows = add_up(cluster.usage(), by)
         if by is not By.KIND:
             rows = with_sharing(rows, cluster.sharing(), by)
     shared = () if by is By.KIND else SHARED
     columns = (*KEYS[by], "gpu_hours", *COUNTS, *shared)
     if as_csv:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(text.getvalue())
+        write_csv(columns, [[row[name] for name in columns] for row in rows])
+        return
+    if output.as_json:
+        write_json(rows)
         return
     total = _total(rows, by)
     keys = tuple(key for key in KEYS[by] if key != "name")
@@ -72,8 +67,8 @@ def usage(
         for row in [*rows, total]
     ]
     headings = (*keys, *("GPU-hours", "saved")[: len(hours)], *COUNTS[:3])
-    Output(as_json).table("", headings, cells, rows)
-    if shared and not as_json:
+    print_table("", headings, cells)
+    if shared:
         isolated, held, saved = (f"{total[name]:.4f}" for name in SHARED)
         print_line(
             f"Sharing saved {saved} GPU-hours: on groups of their own the jobs would have held "

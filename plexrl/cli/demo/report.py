@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2a6fbb", "#d9822b", "#3d9a50", "#8e5bb5")
 SWITCH_COLOUR = "#444444"
+FIGURES = (
+    *("worker_seconds_per_step", "worker_seconds", "wall_seconds", "busy_share"),
+    *("groups", "context_switches", "switch_seconds"),
+)
+"""The figures of a phase in `report.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +69,7 @@ def report_json(result: DemoResult) -> dict[str, Any]:
 def phase_json(phase: PhaseResult) -> dict[str, Any]:
     """One phase's figures."""
     return {
-        "worker_seconds_per_step": phase.worker_seconds_per_step,
-        "worker_seconds": phase.worker_seconds,
-        "wall_seconds": phase.wall_seconds,
-        "busy_share": phase.busy_share,
-        "groups": phase.groups,
-        "context_switches": phase.context_switches,
-        "switch_seconds": phase.switch_seconds,
+        **{name: getattr(phase, name) for name in FIGURES},
         "jobs": [
             {
                 "name": job.name,

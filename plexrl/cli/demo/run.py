@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +14,13 @@ from plexrl.cli.demo.controllers import Controller, ControllerPlan
 from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
 from plexrl.cli.demo.report import DemoResult, saving, write_report
 from plexrl.cli.demo.view import DemoView, JobLine, Screen
+from plexrl.cli.jobs.jobs import residencies
+from plexrl.client.display.chrome_trace import operation_rows
 from plexrl.errors import ExecutionError
 from plexrl.model.parallelism import Parallelism
 
 if TYPE_CHECKING:
-    from plexrl.client import Cluster
+    from plexrl.client.blocking.cluster import Cluster
 
 POLL_PERIOD_S = 0.3
 TASKS = (("sort", "alice"), ("reverse", "bob"))
@@ -123,9 +125,9 @@ class _Phases:
         rows: list[dict[str, Any]] = []
         started_at = time.time()
         for plans in batches:
-            after = self._last_index()
+            after = max((row["index"] for row in operation_rows(self._cluster)), default=0)
             results += self._run_together(name, plans, started_at)
-            rows += _all_rows(lambda at: self._cluster.operations(after=at), after)
+            rows += operation_rows(self._cluster, after=after)
         return measure_phase(name, results, rows)
 
     def _run_together(
@@ -175,7 +177,7 @@ class _Phases:
                 if job["name"] == line.name and job["tenant"] == line.tenant:
                     line.job = job["job"]
                     line.state = job["state"].lower()
-                    line.residency = _residency(job)
+                    line.residency = residencies(job)
             if line.job is not None:
                 _read_metrics(line, self._cluster.attach_job(line.job, heartbeat=False).metrics())
         screen.groups = [group for group in self._cluster.groups() if len(group["gpus"]) > 1]
@@ -204,19 +206,6 @@ class _Phases:
             ),
         )
 
-    def _last_index(self) -> int:
-        rows = _all_rows(lambda at: self._cluster.operations(after=at), 0)
-        return int(rows[-1]["index"]) if rows else 0
-
-
-def _all_rows(page: Callable[[int], list[dict[str, Any]]], after: int) -> list[dict[str, Any]]:
-    """All rows of a paged log after index `after`."""
-    found: list[dict[str, Any]] = []
-    while rows := page(after):
-        found += rows
-        after = int(rows[-1]["index"])
-    return found
-
 
 def _read_metrics(line: JobLine, rows: Sequence[dict[str, Any]]) -> None:
     line.rewards = [row["values"]["reward/mean"] for row in rows if "reward/mean" in row["values"]]
@@ -227,14 +216,6 @@ def _read_metrics(line: JobLine, rows: Sequence[dict[str, Any]]) -> None:
         line.steps = int(evaluations[0]["steps"])
     if len(evaluations) > 1:
         line.reward_after = evaluations[-1]["eval/reward"]
-
-
-def _residency(job: dict[str, Any]) -> str:
-    """The residency of the job's deployments as text."""
-    return ", ".join(
-        f"{deployment['deployment'].rsplit('/', 1)[1]} {deployment['residency']}"
-        for deployment in job["deployments"]
-    )
 
 
 def _cores() -> int:

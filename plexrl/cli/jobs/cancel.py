@@ -4,33 +4,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
-    Url,
-    open_cluster,
-    print_line,
-    warn,
-    write_json,
-)
+from plexrl.cli.terminal.context import Access, Output, print_line, warn, write_json
 from plexrl.cli.terminal.job_ids import find_job, is_live
+from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import JobEndedError, PlexRLError
 
 if TYPE_CHECKING:
     from plexrl.client.blocking.job import Job
 
 
+@with_option_groups
 def cancel(
     jobs: Annotated[
         list[str], typer.Argument(help="Ids of jobs, prefixes of ids, or jobs' names.")
     ],
     reason: Annotated[str, typer.Option(help="Reason recorded with the job.")] = "plexrl cancel",
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    *,
+    access: Access,
+    output: Output,
 ) -> None:
     """Cancel jobs: their operations end, their GPUs become free, their checkpoints stay.
 
@@ -38,16 +29,16 @@ def cancel(
     others are cancelled, and the exit code is 1.
     """
     results: list[dict[str, Any]] = []
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = {job.job: job for job in [find_job(cluster, each) for each in jobs]}
         for job in found.values():
             try:
                 results.append(_cancel(job, reason))
             except PlexRLError as error:
                 results.append({"job": job.job, "error": error.to_wire()})
-                if not as_json:
+                if not output.as_json:
                     warn(f"plexrl: {error.message}")
-    if as_json:
+    if output.as_json:
         write_json(results)
     else:
         for each in results:

@@ -5,20 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
+    Access,
+    Cells,
     Output,
-    Url,
     local_time,
-    open_cluster,
     print_line,
     warn,
     write_json,
 )
 from plexrl.cli.terminal.help import ListGroup
 from plexrl.cli.terminal.job_ids import JobArgument, find_job
+from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.terminal.sizes import size_text
 from plexrl.errors import CheckpointNotFoundError
 
@@ -29,23 +26,22 @@ checkpoints_app = typer.Typer(
     cls=ListGroup,
     help="Checkpoints of jobs, finished or in progress: `plexrl checkpoints [JOB]` lists them.",
 )
-COLUMNS = ("job", "name", "step", "state", "size", "when", "path")
 
 
 @checkpoints_app.command("list")
+@with_option_groups
 def list_checkpoints(
     job: Annotated[
         str | None, typer.Argument(help="The job; default: all jobs that the key may see.")
     ] = None,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    *,
+    access: Access,
+    output: Output,
 ) -> None:
     """List checkpoints: step, state, bytes, time of the request, and path."""
     found: list[dict[str, Any]] = []
     silent: dict[str, str] = {}
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         names = _jobs_with_checkpoints(cluster) if job is None else [find_job(cluster, job).job]
         for name in names:
             listing = cluster.read_checkpoints(name)
@@ -53,20 +49,17 @@ def list_checkpoints(
             silent |= {node["node"]: node["reason"] for node in listing["failed"]}
     for node, reason in silent.items():
         warn(f"plexrl: no answer from node {node}: {reason}")
-    rows = [
-        (
-            each["job"],
-            each["name"],
-            each["step"],
-            each["state"],
-            _size(each),
-            local_time(each["as_of"]),
-            each["path"],
-        )
-        for each in found
-    ]
-    Output(as_json).table("", COLUMNS, rows, found)
-    if not as_json:
+    cells: Cells = {
+        "job": "job",
+        "name": "name",
+        "step": "step",
+        "state": "state",
+        "size": _size,
+        "when": lambda each: local_time(each["as_of"]),
+        "path": "path",
+    }
+    output.table(cells, found)
+    if not output.as_json:
         for each in found:
             for text in ((each["error"] or {}).get("message"), each["upload_error"]):
                 if text:
@@ -74,16 +67,15 @@ def list_checkpoints(
 
 
 @checkpoints_app.command("delete")
+@with_option_groups
 def delete_checkpoints(
     job: JobArgument,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Checkpoints of the job.")],
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    access: Access,
+    output: Output,
 ) -> None:
     """Delete checkpoints of a job from the disk; if one does not exist, none is deleted."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = find_job(cluster, job)
         known = {each["name"]: each for each in found.checkpoints()}
         unknown = [name for name in names if name not in known]
@@ -94,7 +86,7 @@ def delete_checkpoints(
             )
         for name in dict.fromkeys(names):
             found.delete_checkpoint(name)
-    if as_json:
+    if output.as_json:
         write_json([{"job": found.job, "name": name, "deleted": True} for name in names])
         return
     for name in dict.fromkeys(names):

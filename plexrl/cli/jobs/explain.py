@@ -4,18 +4,17 @@ from itertools import groupby
 from typing import Any
 
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
-    Url,
-    open_cluster,
+    Access,
+    Cells,
+    Output,
     print_line,
+    print_records,
     print_table,
     seconds,
     write_json,
 )
 from plexrl.cli.terminal.job_ids import JobArgument, find_job
+from plexrl.cli.terminal.option_groups import with_option_groups
 
 Plain = dict[str, Any]
 
@@ -23,17 +22,16 @@ IDLE_S = 60.0
 """Shorter idle times are normal between two steps."""
 
 
+@with_option_groups
 def explain(
     job: JobArgument,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    access: Access,
+    output: Output,
 ) -> None:
     """Why a job waits or runs as it does: its operations, its GPUs, and until when."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         view = find_job(cluster, job).explain()
-    if as_json:
+    if output.as_json:
         write_json(view)
         return
     print_line(f"{view['name']} of {view['tenant']} is {view['state']}: {view['summary']}.")
@@ -50,20 +48,16 @@ def print_holders(holders: list[Plain]) -> None:
     """Print the holders of the GPUs that the job waits for, and those that look abandoned."""
     if not holders:
         return
-    rows = [
-        (
-            each["job"] or "another tenant's job",
-            each["tenant"],
-            each["gpus"],
-            each["condition"],
-            seconds(each["silent_s"]),
-            seconds(each["idle_s"]),
-            seconds(each["cancelled_in_s"]),
-        )
-        for each in holders
-    ]
-    times = ("controller silent for", "idle for", "cancelled in")
-    print_table("Who has the GPUs", ("job", "tenant", "GPUs", "condition", *times), rows)
+    cells: Cells = {
+        "job": lambda each: each["job"] or "another tenant's job",
+        "tenant": "tenant",
+        "GPUs": "gpus",
+        "condition": "condition",
+        "controller silent for": lambda each: seconds(each["silent_s"]),
+        "idle for": lambda each: seconds(each["idle_s"]),
+        "cancelled in": lambda each: seconds(each["cancelled_in_s"]),
+    }
+    print_records("Who has the GPUs", cells, holders)
     for each in holders:
         if each["condition"] in ("detached", "silent") or (each["idle_s"] or 0.0) > IDLE_S:
             print_line("")
@@ -129,49 +123,40 @@ def _eta(operation: Plain) -> str:
 def _deployments(deployments: list[Plain]) -> None:
     if not deployments:
         return
-    rows = []
-    for each in deployments:
-        placement = each["placement"] or {}
-        rows.append(
-            (
-                each["deployment"].rpartition("/")[2],
-                each["state"],
-                each["group"] or "none",
-                ", ".join(each["nodes"]),
-                placement.get("way"),
-                seconds(placement.get("shift_s")),
-                seconds(placement.get("overlap_s")),
-                each["moves"],
-                each["moved_because"],
-            )
-        )
-    columns = ("deployment", "state", "group", "nodes", "mode", "shift", "overlap", "moves", "why")
-    print_table("Deployments", columns, rows)
+    rows = [{**(each["placement"] or {}), **each} for each in deployments]
+    cells: Cells = {
+        "deployment": lambda each: each["deployment"].rpartition("/")[2],
+        "state": "state",
+        "group": lambda each: each["group"] or "none",
+        "nodes": lambda each: ", ".join(each["nodes"]),
+        "mode": lambda each: each.get("way"),
+        "shift": lambda each: seconds(each.get("shift_s")),
+        "overlap": lambda each: seconds(each.get("overlap_s")),
+        "moves": "moves",
+        "why": "moved_because",
+    }
+    print_records("Deployments", cells, rows)
 
 
 def _attempts(deployment: Plain) -> None:
     if deployment["attempts"]:
-        rows = [(each["way"], each["why"]) for each in deployment["attempts"]]
-        columns = ("placement mode", "obstacle")
-        print_table(f"Why {deployment['deployment']} has no GPUs", columns, rows)
+        cells: Cells = {"placement mode": "way", "obstacle": "why"}
+        print_records(f"Why {deployment['deployment']} has no GPUs", cells, deployment["attempts"])
 
 
 def _near(deployment: Plain) -> None:
     if not deployment["near"]:
         return
-    rows = [
-        (
-            each["group"],
-            ", ".join(each["members"]),
-            seconds(each["shift_s"]),
-            seconds(each["overlap_s"]),
-            seconds(each["interference_s"]),
-            f"{each['load']:.0%}",
-        )
-        for each in deployment["near"]
-    ]
-    columns = ("group", "members", "shift", "overlap", "interference", "load")
-    print_table(f"Groups with the best gaps for {deployment['deployment']}", columns, rows)
+    cells: Cells = {
+        "group": "group",
+        "members": lambda each: ", ".join(each["members"]),
+        "shift": lambda each: seconds(each["shift_s"]),
+        "overlap": lambda each: seconds(each["overlap_s"]),
+        "interference": lambda each: seconds(each["interference_s"]),
+        "load": lambda each: f"{each['load']:.0%}",
+    }
+    title = f"Groups with the best gaps for {deployment['deployment']}"
+    print_records(title, cells, deployment["near"])
 
 
 def _quality(quality: Plain) -> None:

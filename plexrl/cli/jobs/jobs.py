@@ -5,19 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
+    Access,
+    Cells,
     Output,
-    Url,
-    open_cluster,
     print_line,
     warn,
     write_json,
     write_text,
 )
 from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
+from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -29,6 +26,7 @@ STATES = (
 )
 
 
+@with_option_groups
 def jobs(
     job: Annotated[
         str | None,
@@ -39,36 +37,30 @@ def jobs(
         list[str] | None,
         typer.Option(help="Only jobs in this state, such as queued or failed; may be repeated."),
     ] = None,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    *,
+    access: Access,
+    output: Output,
 ) -> None:
     """Jobs: which run, which wait, and where their models are."""
     wanted = _states(state)
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         if job is not None:
-            _show_one(_with_engines(find_job(cluster, job)), as_json=as_json)
+            _show_one(_with_engines(find_job(cluster, job)), output)
             return
         known = cluster.jobs()
     if wanted:
         found = [each for each in known if each["state"] in wanted]
     else:
         found = known if every else [each for each in known if is_live(each)]
-    rows = [
-        (
-            each["job"],
-            each["tenant"],
-            each["state"],
-            "yes" if each["attached"] else "no",
-            ", ".join(
-                f"{d['deployment'].rsplit('/', 1)[1]} {d['residency']}" for d in each["deployments"]
-            ),
-        )
-        for each in found
-    ]
-    Output(as_json).table("", ("job", "tenant", "state", "attached", "deployments"), rows, found)
-    if as_json:
+    cells: Cells = {
+        "job": "job",
+        "tenant": "tenant",
+        "state": "state",
+        "attached": lambda each: "yes" if each["attached"] else "no",
+        "deployments": residencies,
+    }
+    output.table(cells, found)
+    if output.as_json:
         return
     for each in found:
         if each["reason"]:
@@ -76,6 +68,14 @@ def jobs(
     left_out = len(known) - len(found)
     if left_out and not every and not wanted:
         warn(f"{left_out} ended jobs are not shown: use `plexrl jobs --all`")
+
+
+def residencies(job: dict[str, Any]) -> str:
+    """Where the state of each of the job's deployments is, as text."""
+    return ", ".join(
+        f"{each['deployment'].rpartition('/')[2]} {each['residency']}"
+        for each in job["deployments"]
+    )
 
 
 def _states(given: list[str] | None) -> frozenset[str]:
@@ -87,39 +87,36 @@ def _states(given: list[str] | None) -> frozenset[str]:
     return wanted
 
 
-def _show_one(found: dict[str, Any], *, as_json: bool) -> None:
-    columns = ("kind", "state", "residency", "group", "workers", "pending")
-    rows = [
-        (
-            d["deployment"].rpartition("/")[2],
-            *(d[name] for name in columns),
-            "; ".join(map(_engine, d["engines"])),
-        )
-        for d in found["deployments"]
-    ]
-    if not as_json:
+def _show_one(found: dict[str, Any], output: Output) -> None:
+    fields = ("kind", "state", "residency", "group", "workers", "pending")
+    cells: Cells = {
+        "deployment": lambda each: each["deployment"].rpartition("/")[2],
+        **{field: field for field in fields},
+        "engine": lambda each: "; ".join(map(_engine, each["engines"])),
+    }
+    if not output.as_json:
         print_line(f"{found['job']}: {found['name']} of {found['tenant']} is {found['state']}.")
-    Output(as_json).table("", ("deployment", *columns, "engine"), rows, found)
+    output.table(cells, found["deployments"], found)
     for text in (found["reason"], (found["failure"] or {}).get("message")):
-        if text and not as_json:
+        if text and not output.as_json:
             print_line(text)
 
 
+@with_option_groups
 def logs(
     job: JobArgument,
     deployment: Annotated[str | None, typer.Option(help="Only this deployment's.")] = None,
     lines: Annotated[int, typer.Option(help="Last lines of each worker.")] = 100,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    *,
+    access: Access,
+    output: Output,
 ) -> None:
     """The last lines of a job's worker logs."""
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         answer = find_job(cluster, job).read_logs(deployment, lines=lines)
     for each in answer["failed"]:
         warn(f"plexrl: no logs of node {each['node']}: {each['reason']}")
-    if as_json:
+    if output.as_json:
         write_json(answer["logs"])
         return
     for each in answer["logs"]:

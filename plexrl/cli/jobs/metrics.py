@@ -1,7 +1,5 @@
 """`plexrl metrics`: shows the metrics that a job's controller logs with `job.log`."""
 
-import csv
-import io
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -13,20 +11,17 @@ import typer
 
 from plexrl.cli.jobs.metrics_plot import trend, write_plot
 from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
-    Url,
+    Access,
+    Output,
     local_time,
-    open_cluster,
     print_line,
     print_table,
     terminal_width,
+    write_csv,
     write_json,
-    write_text,
 )
 from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
+from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.terminal.tables import table_width
 from plexrl.client.data.metric_rows import metrics_row
 from plexrl.errors import InvalidRequestError
@@ -41,6 +36,7 @@ TREND_POINTS = 16
 Row = dict[str, Any]
 
 
+@with_option_groups
 def metrics(
     job: JobArgument,
     metric: Annotated[
@@ -56,33 +52,38 @@ def metrics(
         Path | None, typer.Option(help="Draw all rows into this file: .png, .svg or .pdf.")
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
+    *,
+    access: Access,
+    output: Output,
 ) -> None:
     """Metrics of a job, as its controller logs them: the newest rows, or a plot of all."""
-    if as_csv and as_json:
+    if as_csv and output.as_json:
         raise typer.BadParameter("--csv and --json are two formats: choose one")
     if follow and (plot is not None or as_csv):
         raise typer.BadParameter("--follow prints rows as they arrive: omit --plot and --csv")
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         found = find_job(cluster, job)
         rows = found.metrics()
         names = _chosen(found.job, rows, metric)
         known = [_only(row, names) for row in rows]
         newest = known if every else known[-last:]
         if follow:
-            _follow(found, rows, newest, metric, as_json=as_json)
+            _follow(found, rows, newest, metric, output)
             return
     if plot is not None:
         write_plot(plot, found.name, known, names)
-        result = {"path": str(plot), "metrics": names, "rows": len(known)}
-        write_json(result) if as_json else print_line(f"{plot}: {len(known)} rows are drawn.")
-    elif as_json:
+        if output.as_json:
+            write_json({"path": str(plot), "metrics": names, "rows": len(known)})
+        else:
+            print_line(f"{plot}: {len(known)} rows are drawn.")
+    elif output.as_json:
         write_rows(newest)
     elif as_csv:
-        write_text(_csv(newest, names))
+        cells = [
+            (row["step"], row["time"], *(row["values"].get(name, "") for name in names))
+            for row in newest
+        ]
+        write_csv(("step", "time", *names), cells)
     elif not rows:
         print_line(f"{found.job} has logged nothing: `job.log(step, values)` adds a row.")
     else:
@@ -163,34 +164,23 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _csv(rows: Sequence[Row], names: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("step", "time", *names))
-    for row in rows:
-        values = (row["values"].get(name, "") for name in names)
-        writer.writerow((row["step"], row["time"], *values))
-    return text.getvalue()
-
-
 def _follow(
     job: "Job",
     rows: Sequence[Row],
     newest: Sequence[Row],
     patterns: Sequence[str] | None,
-    *,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Print each new row until the job has ended."""
     after = rows[-1]["index"] if rows else 0
     shown = newest
     while True:
         for row in shown:
-            _print_row(row, as_json=as_json)
+            _print_row(row, output)
         view = job.status()
         fresh = job.metrics(after=after)
         if not fresh and not is_live(view):
-            if not as_json:
+            if not output.as_json:
                 print_line(f"{job.job} has ended ({view['state'].lower()}).")
             return
         after = fresh[-1]["index"] if fresh else after
@@ -203,8 +193,8 @@ def _follow(
             time.sleep(POLL_S)
 
 
-def _print_row(row: Row, *, as_json: bool) -> None:
-    if as_json:
+def _print_row(row: Row, output: Output) -> None:
+    if output.as_json:
         write_json(_as_json(row))
         return
     values = "  ".join(f"{name}={_number(value)}" for name, value in row["values"].items())

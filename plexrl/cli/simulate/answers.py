@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from plexrl.cli.simulate.job_rows import write_rows
+from plexrl.cli.simulate.options.setup import Questions
 from plexrl.cli.simulate.progress import Runs
-from plexrl.cli.simulate.setup import Questions
 from plexrl.cli.simulate.tables import (
     Changed,
     Run,

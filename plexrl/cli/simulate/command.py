@@ -2,30 +2,30 @@
 
 import typer
 
-from plexrl.cli.simulate import options
+from plexrl.cli.simulate.options import groups
 from plexrl.cli.terminal.context import Json, print_line
-from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.cli.terminal.option_groups import given_options, with_option_groups
 from plexrl.errors import UnavailableError
 
 
 @with_option_groups
 def simulate(
     context: typer.Context,
-    trace: options.Trace,
-    cluster: options.ClusterOptions,
-    prices: options.PriceOptions,
-    reading: options.TraceOptions,
-    jobs: options.JobOptions,
-    faults: options.FaultOptions,
-    questions: options.QuestionOptions,
-    running: options.RunOptions,
+    trace: groups.Trace,
+    cluster: groups.ClusterOptions,
+    prices: groups.PriceOptions,
+    reading: groups.TraceOptions,
+    jobs: groups.JobOptions,
+    faults: groups.FaultOptions,
+    questions: groups.QuestionOptions,
+    running: groups.RunOptions,
     as_json: Json = False,
 ) -> None:
     """Run a trace through the scheduler on a virtual clock: policies, cluster sizes, costs."""
     try:
-        from plexrl.cli.simulate import checks, setup
         from plexrl.cli.simulate.answers import answered
         from plexrl.cli.simulate.job_rows import check_jobs_out
+        from plexrl.cli.simulate.options import checks, setup
         from plexrl.cli.simulate.output import check_folder, output
     except ImportError as error:
         raise UnavailableError(
@@ -34,7 +34,7 @@ def simulate(
         ) from error
 
     asked = setup.questions(cluster.policy, questions)
-    given = checks.given_options(context)
+    given = given_options(context)
     checks.check_options(given, is_published=trace == setup.PUBLISHED)
     if running.out is not None:
         check_folder(running.out)

@@ -144,7 +144,8 @@ def _figure(figure: "Figure") -> tuple[str, str, str, str, str]:
 
 
 def _amount(value: float | None, unit: "Unit") -> str:
-    from plexrl.cli.simulate.tables import money, percent, span
+    from plexrl.cli.simulate.tables import money, span
+    from plexrl.sim.report.units import percent
 
     if value is None:
         return "-"

@@ -19,11 +19,11 @@ from plexrl.cli.terminal.context import print_line, warn, write_text
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.report.bills import horizon_warning
 from plexrl.sim.report.capacity import headline, meets_all
-from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.results.bill import break_even
 from plexrl.sim.results.headline import Band, Headline, headlines, whole_gpu_hours
 from plexrl.sim.results.result_json import dumps, result_values, scenario_values, speed_values
 from plexrl.sim.search.capacity_search import CapacityPlan
+from plexrl.traces.io.files import write_whole
 
 WRITTEN = ("results.json", "report.html")
 """Files in the folder of --out."""

@@ -12,13 +12,13 @@ from plexrl.cli.simulate.tables import (
     headline_texts,
     money,
     nodes_of,
-    percent,
     setting,
     span,
     varying,
 )
 from plexrl.cli.terminal.context import warn
 from plexrl.sim.report.bills import Billed, price_lines
+from plexrl.sim.report.units import percent
 from plexrl.sim.search.capacity_search import CapacityPlan
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.sim.workload.survey import Survey

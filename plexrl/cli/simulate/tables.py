@@ -9,6 +9,7 @@ from plexrl.cli.terminal.context import plain_cell, print_line, print_table, ter
 from plexrl.sim.report.bills import Billed, bill_table, price_lines, with_own_prices
 from plexrl.sim.report.capacity import certainty, headline, probe_table
 from plexrl.sim.report.comparison import BACKFILLED, BASELINE, GAP_PART_MIN, recovered
+from plexrl.sim.report.units import percent
 from plexrl.sim.results.headline import headlines, sentences
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
@@ -238,12 +239,6 @@ def span(value_s: float) -> str:
         if value_s >= 2 * length_s:
             return f"{value_s / length_s:,.1f} {unit}"
     return f"{value_s:.1f} s" if value_s else "0"
-
-
-def percent(part: float) -> str:
-    """A fraction as a percentage."""
-    # Adding 0 avoids a negative zero.
-    return f"{round(100 * part, 1) + 0.0:,.1f} %"
 
 
 def job_count(jobs: int) -> str:

@@ -1,11 +1,15 @@
 """Shared parts of the commands: connecting to a cluster, and output."""
 
+import csv
+import io
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -20,61 +24,65 @@ from plexrl.process.plain_text import many_lines, one_line
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from plexrl.client import Cluster
+    from plexrl.client.blocking.cluster import Cluster
 
 TIMEOUT_S = 5.0
 """Request timeout of interactive commands."""
 GIB = 1 << 30
 
+Cells = Mapping[str, str | Callable[[Any], Any]]
+"""By heading of the column: the field of the record, or a function of the record."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Url = Annotated[str | None, typer.Option(help="The cluster's URL.", envvar="PLEXRL_URL")]
-Key = Annotated[
-    str | None, typer.Option(help="The API key.", envvar="PLEXRL_API_KEY", show_envvar=True)
-]
 DataDir = Annotated[
     Path, typer.Option(help="Data directory of a local cluster.", envvar="PLEXRL_DATA_DIR")
 ]
 
 
-def data_dir_option(path: Path) -> Path:
-    """The data directory's absolute path."""
-    return data_dir_at(path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The options by which a command finds its cluster."""
+
+    url: Annotated[str | None, typer.Option(help="The cluster's URL.", envvar="PLEXRL_URL")] = None
+    api_key: Annotated[
+        str | None, typer.Option(help="The API key.", envvar="PLEXRL_API_KEY", show_envvar=True)
+    ] = None
+    data_dir: DataDir = DATA_DIR
+
+    def open(self) -> "Cluster":
+        """Connect to the cluster at `url`, or to the local cluster on `data_dir`.
+
+        Raises:
+            ConnectionLostError: there is neither a URL nor a local cluster.
+        """
+        from plexrl.client.blocking.cluster import connect
+        from plexrl.cluster.endpoint import read_endpoint
+
+        url, api_key = self.url, self.api_key
+        if url is None:
+            folder = data_dir_at(self.data_dir)
+            endpoint = read_endpoint(folder)
+            if endpoint is None:
+                raise ConnectionLostError(
+                    f"no cluster runs on {folder}: start one with `plexrl up`, or set PLEXRL_URL"
+                )
+            url, api_key = endpoint.url, api_key or endpoint.api_key
+        return connect(url, api_key, timeout_s=TIMEOUT_S)
 
 
-def open_cluster(url: str | None, api_key: str | None, data_dir: Path) -> "Cluster":
-    """Connect to the cluster at `url`, or to the local cluster on `data_dir`.
-
-    Raises:
-        ConnectionLostError: there is neither a URL nor a local cluster.
-    """
-    from plexrl.client import connect
-    from plexrl.cluster.endpoint import read_endpoint
-
-    if url is None:
-        folder = data_dir_option(data_dir)
-        endpoint = read_endpoint(folder)
-        if endpoint is None:
-            raise ConnectionLostError(
-                f"no cluster runs on {folder}: start one with `plexrl up`, or set PLEXRL_URL"
-            )
-        url, api_key = endpoint.url, api_key or endpoint.api_key
-    return connect(url, api_key, timeout_s=TIMEOUT_S)
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Prints tables for people, JSON for programs."""
+    """The option that chooses between tables for people and JSON for programs."""
 
-    def __init__(self, as_json: bool) -> None:
-        self.is_json = as_json
+    as_json: Json = False
 
     def table(
-        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], found: Any
+        self, cells: Cells, records: Sequence[Any], found: Any = None, *, title: str = ""
     ) -> None:
-        """Print `rows` as a table, or `found` as JSON."""
-        if self.is_json:
-            write_json(found)
-            return
-        print_table(title, columns, rows)
+        """Print the records as a table, or `found` (default: the records) as JSON."""
+        if self.as_json:
+            write_json(records if found is None else found)
+        else:
+            print_records(title, cells, records)
 
 
 # All output of the command line passes through the functions below. They escape control characters,
@@ -88,6 +96,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     head = ["", one_line(title)] if title else []
     for line in [*head, *table_lines(columns, texts, terminal_width())]:
         sys.stdout.write(line + "\n")
+
+
+def print_records(title: str, cells: Cells, records: Iterable[Any]) -> None:
+    """Print a table with one row for each record."""
+    readers = [cell if callable(cell) else itemgetter(cell) for cell in cells.values()]
+    print_table(title, tuple(cells), ([read(each) for read in readers] for each in records))
 
 
 def plain_cell(text: str) -> "Text":
@@ -124,6 +138,13 @@ def write_json(found: Any) -> None:
 def write_text(text: str) -> None:
     """Print lines unchanged, such as those of a log."""
     sys.stdout.write(many_lines(text))
+
+
+def write_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows as CSV with a header."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    write_text(text.getvalue())
 
 
 def warn(text: str) -> None:

@@ -1,16 +1,19 @@
-"""Commands whose options are grouped into dataclasses, so that signatures stay short."""
+"""Options of commands: groups of them as dataclasses, and those that the user has given."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
+import typer
+
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """The command for typer: each parameter that is a dataclass becomes one option per field.
 
     The fields of a group have the annotations and defaults of typer parameters. The order of the
-    options is the order of the parameters and, within a group, of the fields.
+    options is the order of the parameters and, within a group, of the fields. The class attribute
+    `PANEL` of a group, if any, is the section of the help that lists its options.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type] = {}
@@ -20,7 +23,8 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             groups[name] = hints[name]
             parameters += _options(hints[name])
         else:
-            parameters.append(parameter.replace(annotation=hints[name]))
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
 
     def grouped(**values: Any) -> None:
         for name, group in groups.items():
@@ -35,8 +39,28 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     return grouped
 
 
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """The parameters that the command line sets, by name."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        if (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    }
+
+
+def option_name(parameter: str) -> str:
+    """The command-line option of a parameter."""
+    names = {"layout": "from", "as_json": "json"}
+    return "--" + names.get(parameter, parameter).replace("_", "-")
+
+
 def _options(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    panel = getattr(group, "PANEL", None)
+    for each in fields(group):
+        for option in getattr(hints[each.name], "__metadata__", ()):
+            option.rich_help_panel = panel or option.rich_help_panel
     return [
         inspect.Parameter(
             each.name,

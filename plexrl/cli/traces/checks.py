@@ -4,15 +4,13 @@ An option without effect is an error, because the user expects one.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
-import typer
-
+from plexrl.cli.terminal.option_groups import option_name
 from plexrl.errors import InvalidRequestError
-
-_LEFT_OUT = frozenset({"DEFAULT", "DEFAULT_MAP"})
 
 DAYS_MAX = 11_574
 """Longest trace in days: times are at most 1e9 seconds."""
@@ -20,25 +18,16 @@ DAYS_MAX = 11_574
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 
-def given_options(context: typer.Context) -> frozenset[str]:
-    """The parameters that the command line or the environment sets."""
-    sources = ((name, context.get_parameter_source(name)) for name in context.params)
-    return frozenset(
-        name for name, source in sources if source is not None and source.name not in _LEFT_OUT
-    )
-
-
-def refuse(given: frozenset[str], ignored: Mapping[str, str], because: str) -> None:
-    """Refuse options without effect. `ignored`: options by parameter name.
+def refuse(given: Mapping[str, Any], ignored: Iterable[str], because: str) -> None:
+    """Refuse options without effect. `ignored`: their parameters.
 
     Raises:
         InvalidRequestError: an option in `ignored` is given; the message has `because`.
     """
-    idle = [flag for name, flag in ignored.items() if name in given]
+    idle = [option_name(name) for name in ignored if name in given]
     if idle:
-        raise InvalidRequestError(
-            f"{', '.join(idle)} would have no effect: {because}; omit {_them(idle)}"
-        )
+        them = "it" if len(idle) == 1 else "them"
+        raise InvalidRequestError(f"{', '.join(idle)} would have no effect: {because}; omit {them}")
 
 
 def check_amounts(**amounts: float | None) -> None:
@@ -51,14 +40,14 @@ def check_amounts(**amounts: float | None) -> None:
     for name, value in amounts.items():
         if value is not None and name.endswith("days") and value > DAYS_MAX:
             raise InvalidRequestError(
-                f"--{name.replace('_', '-')} is at most {DAYS_MAX:,}, not {value:g}: no trace has "
+                f"{option_name(name)} is at most {DAYS_MAX:,}, not {value:g}: no trace has "
                 "later times"
             )
         least = 0.0 if name.startswith("min_") else None
         if value is None or (isfinite(value) and (value > 0 or value == least)):
             continue
         wanted = "at least 0" if least is not None else "more than 0"
-        raise InvalidRequestError(f"--{name.replace('_', '-')} is {wanted}, not {value:g}")
+        raise InvalidRequestError(f"{option_name(name)} is {wanted}, not {value:g}")
 
 
 def check_out(
@@ -92,7 +81,3 @@ def check_out(
 
 def _is_same(out: Path, source: Path) -> bool:
     return source.exists() and out.samefile(source)
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"

@@ -6,18 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import (
-    DATA_DIR,
-    DataDir,
-    Json,
-    Key,
-    Output,
-    Url,
-    open_cluster,
-    print_line,
-    write_json,
-)
-from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, given_options, refuse
+from plexrl.cli.terminal.context import Access, Json, Output, print_line, print_table, write_json
+from plexrl.cli.terminal.option_groups import given_options, with_option_groups
+from plexrl.cli.traces.checks import SUFFIXES, check_amounts, check_out, refuse
 from plexrl.cli.traces.tables import print_description, print_distributions
 from plexrl.process.plain_text import one_line
 
@@ -25,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from plexrl.traces import Problem, Shape, Source, TraceJob
+    from plexrl.traces.convert.wandb_runs import RunProfile
     from plexrl.traces.formats.servegen import Draw
     from plexrl.traces.generate.distributions import Distribution
 
@@ -75,25 +67,17 @@ def validate(trace: Trace, layout: From = None, as_json: Json = False) -> None:
     }
     rows = [(source.format, good, problems.bad_lines, problems.count, source.left_out.total())]
     columns = ("format", "good rows", "bad lines", "faults", "left out")
-    Output(as_json).table(trace, columns, rows, found)
+    write_json(found) if as_json else print_table(trace, columns, rows)
     if problems.count:
         raise typer.Exit(1)
 
 
-SHAPING = {
-    "compress": "--compress",
-    "backlog": "--backlog",
-    "cap_days": "--cap-days",
-    "min_gpus": "--min-gpus",
-    "min_duration": "--min-duration",
-    "profiles": "--profiles",
-}
+SHAPING = ("compress", "backlog", "cap_days", "min_gpus", "min_duration", "profiles")
 """Options of `convert` that change jobs."""
-OF_A_RUN = {"gpus": "--gpus", "rollout_gpus": "--rollout-gpus", "metric": "--metric"}
+OF_A_RUN = ("gpus", "rollout_gpus", "metric")
 """Options of `convert` for W&B exports."""
-DRAWN = {"requests": "--requests"}
+DRAWN = ("requests",)
 """Options for sources of distributions."""
-SEED = {"seed": "--seed"}
 
 
 @traces_app.command()
@@ -123,20 +107,19 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Read any known trace, or a W&B export (--from wandb), and write it in the schema."""
-    from plexrl.traces import Shape, read_runs, with_profiles, write_jobs, write_lengths
+    from plexrl.traces import Shape, with_profiles, write_jobs, write_lengths
     from plexrl.traces.formats.servegen import Draw
 
     given = given_options(context)
     check_out(out, trace)
     check_amounts(compress=compress, cap_days=cap_days, min_duration=min_duration)
     if "compress" in given:
-        refuse(given, {"backlog": "--backlog"}, "--compress determines the arrivals")
+        refuse(given, ("backlog",), "--compress determines the arrivals")
     if layout == "wandb":
-        refuse(given, {**SHAPING, **DRAWN, **SEED}, "a W&B export is not shaped")
-        on_problem = _printer(trace, sys.stderr) if skip_bad else None
-        runs = read_runs(trace, metrics=_metrics(metric), skip_bad=skip_bad, on_problem=on_problem)
-        jobs: Iterator[TraceJob] = (run.job(gpus=gpus, rollout_gpus=rollout_gpus) for run in runs)
-        _report(out, write_jobs(out, jobs), {}, as_json)
+        refuse(given, (*SHAPING, *DRAWN, "seed"), "a W&B export is not shaped")
+        runs = _wandb_runs(trace, metric, skip_bad)
+        found = (run.job(gpus=gpus, rollout_gpus=rollout_gpus) for run in runs)
+        _report(out, write_jobs(out, found), {}, as_json)
         return
     refuse(given, OF_A_RUN, "it applies to W&B exports (--from wandb)")
     source = _opened(trace, layout, skip_bad, Draw(requests=requests, seed=seed))
@@ -145,11 +128,11 @@ def convert(
     if source.table.name == "lengths":
         refuse(given, SHAPING, "it applies to jobs, and this trace has response lengths")
         if source.format != "servegen":
-            refuse(given, SEED, "nothing is drawn")
+            refuse(given, ("seed",), "nothing is drawn")
         _report(out, write_lengths(out, source.rows), dict(source.left_out), as_json)
         return
     if not profiles:
-        refuse(given, SEED, "nothing is drawn without --profiles")
+        refuse(given, ("seed",), "nothing is drawn without --profiles")
     shape = Shape(
         compress=compress,
         backlog=backlog,
@@ -187,7 +170,7 @@ def describe(
     source = _opened(trace, layout, skip_bad)
     if source.table.name == "lengths":
         if gpus is not None:
-            refuse(frozenset({"gpus"}), {"gpus": "--gpus"}, "response lengths have no load on GPUs")
+            refuse({"gpus": gpus}, ("gpus",), "response lengths have no load on GPUs")
         found = describe_lengths(source.rows)
     else:
         found = describe_jobs(source.rows)
@@ -211,15 +194,9 @@ def describe(
         print_distributions(laws)
 
 
-OF_JOBS = {
-    "jobs": "--jobs",
-    "days": "--days",
-    "jobs_per_day": "--jobs-per-day",
-    "profiles": "--profiles",
-    "cap_days": "--cap-days",
-}
+OF_JOBS = ("jobs", "days", "jobs_per_day", "profiles", "cap_days")
 """Options of `generate` for jobs."""
-OF_LENGTHS = {"samples": "--samples", "correlation": "--correlation"}
+OF_LENGTHS = ("samples", "correlation")
 
 
 @traces_app.command()
@@ -266,7 +243,7 @@ def generate(
         return
     refuse(given, OF_LENGTHS, "it applies to response lengths (--lengths)")
     if fit is not None:
-        refuse(given, {"jobs_per_day": "--jobs-per-day"}, "--fit determines the arrivals")
+        refuse(given, ("jobs_per_day",), "--fit determines the arrivals")
     if jobs is None and days is None:
         raise typer.BadParameter("give --jobs or --days")
     workload = published_workload(jobs_per_day) if fit is None else fit_workload(_job_rows(fit))
@@ -285,13 +262,8 @@ def generate(
 
 
 @traces_app.command()
-def record(
-    out: Out,
-    url: Url = None,
-    api_key: Key = None,
-    data_dir: DataDir = DATA_DIR,
-    as_json: Json = False,
-) -> None:
+@with_option_groups
+def record(out: Out, access: Access, output: Output) -> None:
     """Record a cluster's jobs as far back as its operation log goes: one row each, or, to a file
     named *.json, their whole history (for `plexrl fidelity`)."""
     from plexrl.client.display.chrome_trace import operation_rows
@@ -300,14 +272,14 @@ def record(
     from plexrl.traces.convert.history import history_of, write_history
 
     check_out(out, suffixes=(*SUFFIXES, ".json"))
-    with open_cluster(url, api_key, data_dir) as cluster:
+    with access.open() as cluster:
         now = float(cluster.status()["now"])
         jobs, operations = cluster.jobs(), list(operation_rows(cluster))
     if out.suffix == ".json":
         count = write_history(out, history_of(jobs, operations, now))
     else:
         count = write_jobs(out, recorded(jobs, operations, now))
-    _report(out, count, {}, as_json)
+    _report(out, count, {}, output.as_json)
 
 
 def _generate_lengths(
@@ -361,14 +333,17 @@ def _printer(trace: str, stream: Any) -> Any:
     return report
 
 
-def _metrics(given: list[str] | None) -> dict[str, str]:
-    found = {}
-    for each in given or ():
+def _wandb_runs(trace: str, metrics: list[str] | None, skip_bad: bool) -> "Iterable[RunProfile]":
+    from plexrl.traces import read_runs
+
+    phases = {}
+    for each in metrics or ():
         name, equals, phase = each.rpartition("=")
         if not equals:
             raise typer.BadParameter(f"{each!r}: write it as NAME=PHASE")
-        found[name] = phase
-    return found
+        phases[name] = phase
+    on_problem = _printer(trace, sys.stderr) if skip_bad else None
+    return read_runs(trace, metrics=phases, skip_bad=skip_bad, on_problem=on_problem)
 
 
 def _report(out: Path, count: int, left_out: dict[str, int], as_json: bool) -> None:

@@ -1,21 +1,11 @@
 """`plexrl fidelity`: compares simulated cycles with a live cluster's history."""
 
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import Json, print_line, print_table, warn, write_json
-
-if TYPE_CHECKING:
-    from plexrl.sim.fidelity.fidelity import CycleError, Errors
-    from plexrl.sim.fidelity.history import GroupFidelity, HistoryFidelity
-
-COLUMNS = (
-    *("job", "cycles", "measured p50 / p95", "predicted p50 / p95", "error of a cycle p50 / p95"),
-    *("by law p50", "alone p50"),
-)
+from plexrl.cli.terminal.context import Cells, Json, print_line, print_records, warn, write_json
 
 
 def fidelity(
@@ -37,6 +27,7 @@ def fidelity(
 ) -> None:
     """Replay a live cluster's history, and compare predicted with measured cycle times."""
     from plexrl.sim.fidelity.history import fidelity_of
+    from plexrl.sim.fidelity.values import fidelity_values
     from plexrl.traces.convert.history import read_history
 
     found = fidelity_of(
@@ -46,85 +37,39 @@ def fidelity(
         seeds=range(1, seeds + 1),
         warm_up=warm_up,
     )
+    values = fidelity_values(found, policy)
     if as_json:
-        write_json(_values(found, policy))
+        write_json(values)
         return
-    for group in found.groups:
+    for group in values["groups"]:
         _print(group)
-    for each in found.left_out:
-        warn(f"left out: {each.job}: {each.reason}")
+    for each in values["left_out"]:
+        warn(f"left out: {each['job']}: {each['reason']}")
 
 
-def _values(found: "HistoryFidelity", policy: str) -> dict[str, Any]:
-    return {
-        "policy": policy,
-        "groups": [
-            {
-                "group": group.group,
-                "cycles": len(group.recorded.cycles),
-                "error": _errors(group.recorded.errors),
-                "alone_error": _errors(group.recorded.alone_errors),
-                "jobs": [_job_values(group, job.job) for job in group.recorded.jobs],
-            }
-            for group in found.groups
-        ],
-        "left_out": [{"job": each.job, "reason": each.reason} for each in found.left_out],
+def _print(group: dict[str, Any]) -> None:
+    cells: Cells = {
+        "job": "job",
+        "cycles": "cycles",
+        "measured p50 / p95": lambda job: _seconds(job["measured_s"]),
+        "predicted p50 / p95": lambda job: _seconds(job["predicted_s"]),
+        "error of a cycle p50 / p95": lambda job: (
+            f"{100 * job['error']['median']:.1f} / {100 * job['error']['p95']:.1f} %"
+        ),
+        "by law p50": lambda job: _with_error(job["law_s"], job["measured_s"]["median"]),
+        "alone p50": lambda job: _with_error(job["alone_s"], job["measured_s"]["median"]),
     }
-
-
-def _job_values(group: "GroupFidelity", job: str) -> dict[str, Any]:
-    from plexrl.sim.fidelity.fidelity import errors_of
-
-    cycles = _cycles(group, job)
-    laws = {each.job: each.predicted_s for each in group.drawn}
-    return {
-        "job": job,
-        "cycles": len(cycles),
-        "measured_s": _quantiles([cycle.measured_s for cycle in cycles]),
-        "predicted_s": _quantiles([cycle.predicted_s for cycle in cycles]),
-        "error": _errors(errors_of([cycle.error for cycle in cycles])),
-        "law_s": laws.get(job),
-        "alone_s": median(cycle.alone_s for cycle in cycles),
-    }
-
-
-def _print(group: "GroupFidelity") -> None:
-    rows = []
-    for job in group.recorded.jobs:
-        values = _job_values(group, job.job)
-        was, predicted, error = values["measured_s"], values["predicted_s"], values["error"]
-        rows.append(
-            (
-                job.job,
-                values["cycles"],
-                f"{was['median']:.2f} / {was['p95']:.2f} s",
-                f"{predicted['median']:.2f} / {predicted['p95']:.2f} s",
-                f"{100 * error['median']:.1f} / {100 * error['p95']:.1f} %",
-                _with_error(values["law_s"], was["median"]),
-                _with_error(values["alone_s"], was["median"]),
-            )
-        )
-    print_table(f"Group {group.group}", COLUMNS, rows)
-    errors, unwaited = group.recorded.errors, group.recorded.alone_errors
+    print_records(f"Group {group['group']}", cells, group["jobs"])
+    errors, unwaited = group["error"], group["alone_error"]
     print_line(
-        f"Error over {len(group.recorded.cycles)} cycles: median {100 * errors.median:.1f} %, 95th "
-        f"percentile {100 * errors.p95:.1f} %; if no job waited: {100 * unwaited.median:.1f} % and "
-        f"{100 * unwaited.p95:.1f} %."
+        f"Error over {group['cycles']} cycles: median {100 * errors['median']:.1f} %, 95th "
+        f"percentile {100 * errors['p95']:.1f} %; if no job waited: "
+        f"{100 * unwaited['median']:.1f} % and {100 * unwaited['p95']:.1f} %."
     )
 
 
-def _cycles(group: "GroupFidelity", job: str) -> "list[CycleError]":
-    return [cycle for cycle in group.recorded.cycles if cycle.job == job]
-
-
-def _quantiles(values: list[float]) -> dict[str, float]:
-    from plexrl.sim.fidelity.fidelity import p95_of
-
-    return {"median": median(values), "p95": p95_of(values)}
-
-
-def _errors(errors: "Errors") -> dict[str, float]:
-    return {"median": errors.median, "mean": errors.mean, "p95": errors.p95}
+def _seconds(quantiles: dict[str, float]) -> str:
+    return f"{quantiles['median']:.2f} / {quantiles['p95']:.2f} s"
 
 
 def _with_error(predicted_s: float | None, measured_s: float) -> str:

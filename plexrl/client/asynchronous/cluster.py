@@ -8,16 +8,15 @@ Rare requests (jobs, deployments, logs) run the blocking client in a thread.
 import asyncio
 import os
 from collections.abc import Sequence
-from types import TracebackType
 
-from plexrl.client.asynchronous.in_thread import in_thread, wrapped_in_thread
+from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
 from plexrl.client.blocking.cluster import SILENCE_S_MAX, Cluster, connect
 from plexrl.client.calls.transport import AsyncTransport
 
 
 class AsyncCluster:
-    """A cluster as one API key sees it, for one event loop."""
+    """A cluster as one API key sees it, for one event loop. The methods are those of `Cluster`."""
 
     def __init__(self, cluster: Cluster, transport: AsyncTransport) -> None:
         self._sync = cluster
@@ -37,41 +36,23 @@ class AsyncCluster:
         return self._sync.api_key
 
     create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
-    """As `Cluster.create_job`."""
     attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)
-    """As `Cluster.attach_job`."""
     jobs = in_thread(Cluster.jobs)
-    """As `Cluster.jobs`."""
     read_checkpoints = in_thread(Cluster.read_checkpoints)
-    """As `Cluster.read_checkpoints`."""
     nodes = in_thread(Cluster.nodes)
-    """As `Cluster.nodes`."""
     groups = in_thread(Cluster.groups)
-    """As `Cluster.groups`."""
     status = in_thread(Cluster.status)
-    """As `Cluster.status`."""
     operations = in_thread(Cluster.operations)
-    """As `Cluster.operations`."""
     usage = in_thread(Cluster.usage)
-    """As `Cluster.usage`."""
     sharing = in_thread(Cluster.sharing)
-    """As `Cluster.sharing`."""
     tenants = in_thread(Cluster.tenants)
-    """As `Cluster.tenants`."""
     create_tenant = in_thread(Cluster.create_tenant)
-    """As `Cluster.create_tenant`."""
     configure_tenant = in_thread(Cluster.configure_tenant)
-    """As `Cluster.configure_tenant`."""
     tenant_keys = in_thread(Cluster.tenant_keys)
-    """As `Cluster.tenant_keys`."""
     rotate_key = in_thread(Cluster.rotate_key)
-    """As `Cluster.rotate_key`."""
     revoke_key = in_thread(Cluster.revoke_key)
-    """As `Cluster.revoke_key`."""
     drain = in_thread(Cluster.drain)
-    """As `Cluster.drain`."""
     undrain = in_thread(Cluster.undrain)
-    """As `Cluster.undrain`."""
 
     async def close(self) -> None:
         """As `Cluster.close`."""
@@ -81,12 +62,7 @@ class AsyncCluster:
     async def __aenter__(self) -> "AsyncCluster":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -10,17 +10,18 @@ from plexrl.client.asynchronous.deployment_kinds import (
     AsyncRolloutDeployment,
     AsyncTrainDeployment,
 )
-from plexrl.client.asynchronous.in_thread import in_thread, wrapped_in_thread
+from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.blocking.job import Job, Outcome
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import detach_interrupted_async, is_interrupt, is_success
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.cluster_location import ClusterLocation
-from plexrl.client.futures.futures import wait_final_async
+from plexrl.client.futures.futures import wait_final
 
 
 class AsyncJob:
-    """A job of this controller. As an async context manager it ends the job with the block."""
+    """A job of this controller. As an async context manager it ends the job with the block. The
+    methods are those of `Job`."""
 
     def __init__(self, transport: AsyncTransport, job: Job) -> None:
         self._transport = transport.for_controller(job.controller)
@@ -55,13 +56,9 @@ class AsyncJob:
         return self._sync.controller
 
     train_deployment = wrapped_in_thread(Job.train_deployment, AsyncTrainDeployment)
-    """As `Job.train_deployment`."""
     rollout_deployment = wrapped_in_thread(Job.rollout_deployment, AsyncRolloutDeployment)
-    """As `Job.rollout_deployment`."""
     reference_deployment = wrapped_in_thread(Job.reference_deployment, AsyncReferenceDeployment)
-    """As `Job.reference_deployment`."""
     reward_deployment = wrapped_in_thread(Job.reward_deployment, AsyncRewardDeployment)
-    """As `Job.reward_deployment`."""
 
     @property
     def gradients_found(self) -> dict[str, int]:
@@ -69,25 +66,15 @@ class AsyncJob:
         return self._sync.gradients_found
 
     log = in_thread(Job.log)
-    """As `Job.log`."""
     metrics = in_thread(Job.metrics)
-    """As `Job.metrics`."""
     status = in_thread(Job.status)
-    """As `Job.status`."""
     deployment_status = in_thread(Job.deployment_status)
-    """As `Job.deployment_status`."""
     operations = in_thread(Job.operations)
-    """As `Job.operations`."""
     checkpoints = in_thread(Job.checkpoints)
-    """As `Job.checkpoints`."""
     delete_checkpoint = in_thread(Job.delete_checkpoint)
-    """As `Job.delete_checkpoint`."""
     explain = in_thread(Job.explain)
-    """As `Job.explain`."""
     logs = in_thread(Job.logs)
-    """As `Job.logs`."""
     read_logs = in_thread(Job.read_logs)
-    """As `Job.read_logs`."""
 
     async def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
         """As `Job.finish`."""
@@ -96,9 +83,7 @@ class AsyncJob:
         await asyncio.to_thread(self._sync.finish, outcome, reason)
 
     cancel = in_thread(Job.cancel)
-    """As `Job.cancel`."""
     detach = in_thread(Job.detach)
-    """As `Job.detach`."""
 
     async def __aenter__(self) -> "AsyncJob":
         return self
@@ -120,7 +105,7 @@ class AsyncJob:
         """Wait on the event loop, because a thread that waits cannot be interrupted."""
         controller = self._transport.controller
         for operation in [] if controller is None else controller.last_operations():
-            await wait_final_async(self._transport, operation)
+            await self._transport.run(wait_final(operation))
 
     async def _await_or_detach(self) -> None:
         try:

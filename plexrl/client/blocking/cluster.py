@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ from plexrl.client.blocking.job import Job
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import warn_of_former_jobs
-from plexrl.client.calls.transport import Call, Transport
+from plexrl.client.calls.transport import Transport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
 from plexrl.client.futures.checkpoints import list_call
@@ -100,11 +99,8 @@ class Cluster:
         transport = self._transport.for_controller(Controller())
         view = transport.request(call).json()
         LOG.info("job: %s", view["job"])
-        return Job(
-            transport,
-            {**view, "controller_timeout_s": controller_timeout_s},
-            heartbeat=True,
-        )
+        view = {**view, "controller_timeout_s": controller_timeout_s}
+        return Job(transport, view, heartbeat=True)
 
     def attach_job(self, job: str, *, heartbeat: bool = True, keep_gradients: bool = False) -> Job:
         """Become the controller of the job with the id `job`. Its deployments keep their names and
@@ -125,8 +121,8 @@ class Cluster:
         ]
         transport = self._transport.for_controller(Controller())
         query = {"keep_gradients": keep_gradients}
-        call = Call(method="POST", path=f"/v1/jobs/{quote(job)}/attach", query=query)
-        return Job(transport, transport.request(call).json(), heartbeat=True)
+        view = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
+        return Job(transport, view, heartbeat=True)
 
     def jobs(self) -> list[Plain]:
         """All jobs the key may see."""
@@ -168,8 +164,7 @@ class Cluster:
         wanted = {"job": job, "deployment": deployment, "kind": kind}
         query: Plain = {"after": after, "limit": limit}
         query |= {name: value for name, value in wanted.items() if value is not None}
-        call = Call(method="GET", path="/v1/operations", query=query)
-        return list(self._transport.request(call).json()["operations"])
+        return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
 
     def usage(self) -> list[Plain]:
         """Usage, one row for each job and kind of operation: the tenant's own; for the operator
@@ -189,8 +184,7 @@ class Cluster:
     def create_tenant(self, name: str) -> str:
         """Create the tenant `name` (operator only). Returns its API key, which is shown only
         once."""
-        call = Call(method="POST", path="/v1/tenants", json={"name": name})
-        return str(self._transport.request(call).json()["api_key"])
+        return str(self._transport.ask("POST", "/v1/tenants", body={"name": name})["api_key"])
 
     def configure_tenant(
         self,
@@ -227,32 +221,32 @@ class Cluster:
             "checkpoint_bytes_max": checkpoint_bytes_max,
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
-        return dict(self._transport.request(requests.configure_tenant(name, settings)).json())
+        return self._transport.ask("PATCH", _tenant_path(name), body=settings)
 
     def tenant_keys(self, name: str) -> list[Plain]:
         """The API keys of the tenant `name`, oldest first (operator only): each one's id, its time
         of creation and its last use since the start of the scheduler, to about a minute; never the
         key itself."""
-        return list(self._transport.request(requests.tenant_keys(name)).json()["keys"])
+        return list(self._get(f"{_tenant_path(name)}/keys")["keys"])
 
     def rotate_key(self, name: str) -> Plain:
         """Create one more API key for the tenant `name` (operator only). Returns `api_key`, which
         is shown only once, and its id `key`. The tenant's other keys stay valid until revoked."""
-        return dict(self._transport.request(requests.rotate_key(name)).json())
+        return self._transport.ask("POST", f"{_tenant_path(name)}/keys")
 
     def revoke_key(self, name: str, key: str) -> None:
         """Revoke an API key of the tenant `name` (operator only); `key` is the key's id."""
-        self._transport.request(requests.revoke_key(name, key))
+        self._transport.ask("DELETE", f"{_tenant_path(name)}/keys/{quote(key, safe='')}")
 
     def drain(self, node: str) -> Plain:
         """Move all work off the node named `node` (operator only). Each deployment moves between
         two of its operations, as soon as there is capacity elsewhere. No new work is placed on the
         node."""
-        return dict(self._transport.request(requests.drain(node)).json())
+        return self._transport.ask("POST", f"/v1/nodes/{quote(node, safe='')}/drain")
 
     def undrain(self, node: str) -> Plain:
         """Put the drained node named `node` back in use (operator only)."""
-        return dict(self._transport.request(requests.drain(node, back=True)).json())
+        return self._transport.ask("POST", f"/v1/nodes/{quote(node, safe='')}/undrain")
 
     def close(self) -> None:
         """Close the connection. An embedded cluster ends with the last script that uses it."""
@@ -263,12 +257,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _record_former_jobs(self) -> None:
@@ -285,7 +274,11 @@ class Cluster:
         warn_of_former_jobs(self._transport, jobs, is_new=is_new)
 
     def _get(self, path: str) -> Plain:
-        return dict(self._transport.request(Call(method="GET", path=path)).json())
+        return self._transport.ask("GET", path)
+
+
+def _tenant_path(name: str) -> str:
+    return f"/v1/tenants/{quote(name, safe='')}"
 
 
 def connect(

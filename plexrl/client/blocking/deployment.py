@@ -1,14 +1,14 @@
 """The base class of deployments, for blocking controllers."""
 
 import threading
+from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from plexrl.client.calls import requests
-from plexrl.client.calls.controller import recover_call
+from plexrl.client.calls.controller import submit
 from plexrl.client.calls.requests import Submission
-from plexrl.client.calls.transport import Call, Transport
+from plexrl.client.calls.transport import Call, Transport, deployment_path
 from plexrl.client.data.results import LoadedCheckpoint
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import Future
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plexrl.model.tokenizer import Tokenizer
 
 Plain = dict[str, Any]
+FutureT = TypeVar("FutureT", bound=Future[Any])
 
 
 class Deployment:
@@ -76,7 +77,7 @@ class Deployment:
     def recover(self) -> None:
         """Continue after a failed operation whose future was not read: the deployment accepts
         operations again. Weights and accumulated gradients are those before the failed one."""
-        answer = self._transport.request(recover_call(self.deployment)).json()
+        answer = self._transport.ask("POST", f"{deployment_path(self.deployment)}/recover")
         if self._transport.controller is not None:
             self._transport.controller.acknowledged(answer)
 
@@ -86,9 +87,7 @@ class Deployment:
         (`blocks_held` of `blocks`), preemptions so far. `waiting_gradients` counts the
         `forward_backward`s since the last step; `trainer_step` counts the optimizer steps in the
         weights."""
-        job, _, name = self.deployment.rpartition("/")
-        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
-        return dict(self._transport.request(Call(method="GET", path=path)).json())
+        return self._transport.ask("GET", deployment_path(self.deployment))
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer: `tokenizer.json` of a model with a `path`, as the nodes have it;
@@ -100,24 +99,18 @@ class Deployment:
         """
         from plexrl.model.tokenizer import Tokenizer
 
-        job, _, name = self.deployment.rpartition("/")
-        path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/tokenizer"
+        path = f"{deployment_path(self.deployment)}/tokenizer"
         return Tokenizer(self._transport.request(Call(method="GET", path=path)).text)
 
     def _submit(self, submission: Submission) -> Future[Any]:
-        return Future(self._transport, self._post(submission), submission.decoder)
+        return self._submit_for(submission, Future)
 
-    def _post(self, submission: Submission) -> Plain:
+    def _submit_for(
+        self, submission: Submission, future: Callable[..., FutureT], *samples: int
+    ) -> FutureT:
+        """Submit an operation for this class of future; `samples` is for a `GenerateFuture`."""
         # Under a lock, so that operations are submitted in the order of the calls.
-        controller = self._transport.controller
         with self._submitting:
-            if controller is None:
-                count = 0
-            else:
-                controller.check()
-                count = controller.acknowledged_count
-            call = submission.call.within(self._deadline_s)
-            view = dict(self._transport.request(call).json())
-            if controller is not None:
-                controller.submitted(submission, view, count)
-        return view
+            steps = submit(submission, self._deadline_s, self._transport.controller)
+            view = self._transport.run(steps)
+        return future(self._transport, view, submission.decoder, *samples)

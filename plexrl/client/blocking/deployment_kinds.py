@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from plexrl.client.blocking.deployment import Deployment
 from plexrl.client.calls import requests
+from plexrl.client.calls.transport import deployment_path
 from plexrl.client.data.results import (
     Chunk,
     ForwardResult,
@@ -153,7 +154,7 @@ class TrainDeployment(Deployment):
             upload=upload,
         )
         submission = requests.save_checkpoint(self.deployment, params)
-        return CheckpointFuture(self._transport, self._post(submission), submission.decoder)
+        return self._submit_for(submission, CheckpointFuture)
 
 
 class ReferenceDeployment(Deployment):
@@ -223,7 +224,7 @@ class RolloutDeployment(Deployment):
         submission = requests.generate(
             self.deployment, prompts, n, sampling or SamplingParams(), stream=stream
         )
-        return GenerateFuture(self._transport, self._post(submission), submission.decoder, n)
+        return self._submit_for(submission, GenerateFuture, n)
 
     def generate_stream(
         self,
@@ -283,10 +284,11 @@ class RolloutDeployment(Deployment):
         Raises:
             ConflictError: there are no workers now, or their weights are not on the device.
         """
-        call = requests.engine_command(self.deployment, "pause", {"for_s": for_s})
-        return list(self._transport.request(call).json()["engines"])
+        path = f"{deployment_path(self.deployment)}/pause"
+        return list(self._transport.ask("POST", path, body={"for_s": for_s})["engines"])
 
     def resume(self) -> list[Plain]:
         """Resume paused generations; does nothing if none is paused. Raises as `pause`."""
-        call = requests.engine_command(self.deployment, "resume")
-        return list(self._transport.request(call).json()["engines"])
+        return list(
+            self._transport.ask("POST", f"{deployment_path(self.deployment)}/resume")["engines"]
+        )

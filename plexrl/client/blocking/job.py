@@ -19,7 +19,7 @@ from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller, check_completed
 from plexrl.client.calls.heartbeats import send_heartbeats
 from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_if_unfinished
-from plexrl.client.calls.transport import Call, Transport
+from plexrl.client.calls.transport import Transport
 from plexrl.client.data.argument_checks import with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row, read_rows
@@ -259,16 +259,16 @@ class Job:
             InvalidRequestError: one of `values` is not a number.
         """
         self._control.check()
-        body = metrics_row(step, values)
-        self._transport.request(Call(method="POST", path=f"{self._path}/metrics", json=body))
+        self._transport.ask("POST", f"{self._path}/metrics", body=metrics_row(step, values))
 
     def metrics(self, *, after: int = 0) -> list[Plain]:
         """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,
         `step`, `time` (seconds since the epoch) and `values`."""
         found: list[Plain] = []
         while True:
-            call = Call(method="GET", path=f"{self._path}/metrics", query={"after": after})
-            rows = self._transport.request(call).json()["rows"]
+            rows = self._transport.ask("GET", f"{self._path}/metrics", query={"after": after})[
+                "rows"
+            ]
             if not rows:
                 return found
             found += read_rows(rows)
@@ -288,8 +288,7 @@ class Job:
         query: Plain = {"lines": lines}
         if deployment is not None:
             query["deployment"] = deployment
-        call = Call(method="GET", path=f"{self._path}/logs", query=query)
-        return dict(self._transport.request(call).json())
+        return self._transport.ask("GET", f"{self._path}/logs", query=query)
 
     def checkpoints(self) -> list[Plain]:
         """The job's checkpoints by name, with `state`, `step`, bytes written and `upload`."""
@@ -297,33 +296,29 @@ class Job:
 
     def delete_checkpoint(self, name: str) -> None:
         """Delete the checkpoint `name` from the disk. Raises `CheckpointNotFoundError`."""
-        path = f"{self._path}/checkpoints/{quote(name, safe='')}"
-        self._transport.request(Call(method="DELETE", path=path))
+        self._transport.ask("DELETE", f"{self._path}/checkpoints/{quote(name, safe='')}")
 
     def explain(self) -> Plain:
         """Why the job waits or runs: a summary; its unfinished operations with reason, holder and
         estimated start; its deployments with how they got their group or why they have none; and
         as `holders` the jobs that hold the GPUs it waits for, those without a controller first."""
-        call = Call(method="GET", path=f"{self._path}/explain")
-        return dict(self._transport.request(call).json())
+        return self._transport.ask("GET", f"{self._path}/explain")
 
     def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
         """Finished operations of this job after index `after`, oldest first, at most `limit`; as
         `Cluster.operations`."""
         query = {"job": self.job, "after": after, "limit": limit}
-        call = Call(method="GET", path="/v1/operations", query=query)
-        return list(self._transport.request(call).json()["operations"])
+        return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
 
     def status(self) -> Plain:
         """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""
-        return dict(self._transport.request(Call(method="GET", path=self._path)).json())
+        return self._transport.ask("GET", self._path)
 
     def deployment_status(self, deployment: str) -> Plain:
         """As `Deployment.status`, for the `deployment` of that name (`<job>/<name>`, or the name
         alone)."""
         name = quote(deployment.rpartition("/")[2])
-        call = Call(method="GET", path=f"{self._path}/deployments/{name}")
-        return dict(self._transport.request(call).json())
+        return self._transport.ask("GET", f"{self._path}/deployments/{name}")
 
     def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
         """End the job with an `outcome`: `completed`, `failed` or `cancelled`. `reason` is shown
@@ -338,11 +333,10 @@ class Job:
         """
         if outcome == "completed":
             for operation in self._control.last_operations():
-                wait_final(self._transport, operation)
+                self._transport.run(wait_final(operation))
         body = {"outcome": outcome, "reason": reason}
-        call = Call(method="POST", path=f"{self._path}/finish", json=body)
         try:
-            view = self._transport.request(call).json()
+            view = self._transport.ask("POST", f"{self._path}/finish", body=body)
         finally:
             # Not earlier: until the cluster accepts the request, heartbeats keep the job attached.
             self._leave()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from plexrl.client.calls.transport import Call
+from plexrl.client.calls.transport import Call, Steps
 from plexrl.errors import JobEndedError, from_wire
 from plexrl.wire.operations import HALTED, OperationKind
 
@@ -83,19 +83,35 @@ class Controller:
             self._acknowledged_count += 1
             self._failure = answer.get("failure")
 
-    def submitted(
-        self, submission: "Submission", view: Mapping[str, Any], acknowledged_count: int
-    ) -> None:
-        """Record an accepted operation; `view` is the response."""
-        self.receive_failure(view.get("job_failure"), acknowledged_count)
-        if submission.kind in LASTING:
-            with self._lock:
-                self._last[submission.deployment] = str(view["operation"])
+    def record_last(self, deployment: str, operation: str) -> None:
+        """Record a deployment's last operation whose effect must outlive the job."""
+        with self._lock:
+            self._last[deployment] = operation
 
     def last_operations(self) -> list[str]:
         """The last operation of each deployment whose effect must outlive the job."""
         with self._lock:
             return list(self._last.values())
+
+
+def submit(
+    submission: "Submission", deadline_s: float | None, controller: Controller | None
+) -> Steps[dict[str, Any]]:
+    """Submit an operation and return the cluster's view of it.
+
+    Raises:
+        EarlierFailureError: an earlier operation failed, and nobody read its future.
+    """
+    count = 0
+    if controller is not None:
+        controller.check()
+        count = controller.acknowledged_count
+    view: dict[str, Any] = (yield submission.call.within(deadline_s)).json()
+    if controller is not None:
+        controller.receive_failure(view.get("job_failure"), count)
+        if submission.kind in LASTING:
+            controller.record_last(submission.deployment, str(view["operation"]))
+    return view
 
 
 def check_completed(view: Mapping[str, Any]) -> None:
@@ -118,13 +134,6 @@ def check_completed(view: Mapping[str, Any]) -> None:
 def acknowledge_call(operation: str) -> Call:
     """The request that acknowledges an operation's failure."""
     path = f"/v1/operations/{quote(operation, safe='')}/acknowledge"
-    return Call(method="POST", path=path)
-
-
-def recover_call(deployment: str) -> Call:
-    """The request that acknowledges all failures that halt a deployment."""
-    job, _, name = deployment.rpartition("/")
-    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/recover"
     return Call(method="POST", path=path)
 
 

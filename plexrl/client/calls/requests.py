@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from plexrl.client.calls.transport import Call
+from plexrl.client.calls.transport import Call, deployment_path
 from plexrl.client.data import results
 from plexrl.client.data.argument_checks import (
     check_batch,
@@ -59,11 +59,6 @@ class Submission:
     kind: OperationKind
 
 
-def new_operation(job: str) -> str:
-    """A new unique operation id."""
-    return f"{job}:{uuid.uuid4().hex}"
-
-
 def submission(
     deployment: str,
     kind: OperationKind,
@@ -77,7 +72,6 @@ def submission(
         InvalidRequestError: the parameters are invalid.
     """
     check_parameters(params)
-    job, _, name = deployment.rpartition("/")
     plain = msgspec.to_builtins(params, enc_hook=plain_value)
     if arrays is None:
         content, content_type = msgspec.json.encode(plain), JSON
@@ -88,8 +82,8 @@ def submission(
     return Submission(
         Call(
             method="POST",
-            path=f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/operations/{kind.value}",
-            query={"operation": new_operation(job)},
+            path=f"{deployment_path(deployment)}/operations/{kind.value}",
+            query={"operation": f"{deployment.rpartition('/')[0]}:{uuid.uuid4().hex}"},
             content=content,
             content_type=content_type,
         ),
@@ -194,13 +188,6 @@ def sync_weights(
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
 
 
-def engine_command(deployment: str, command: str, body: dict[str, Any] | None = None) -> Call:
-    """`pause` or `resume` the generations of a rollout deployment."""
-    job, _, name = deployment.rpartition("/")
-    path = f"/v1/jobs/{quote(job)}/deployments/{quote(name)}/{command}"
-    return Call(method="POST", path=path, json=body)
-
-
 def save_checkpoint(deployment: str, params: CheckpointParams) -> Submission:
     """Write a checkpoint."""
     return submission(deployment, OperationKind.SAVE_CHECKPOINT, params, results.decode_plain)
@@ -258,31 +245,3 @@ def create_deployment(
     body = {"name": name, "kind": kind, "model": model, **options, **checked_layout(options)}
     plain = msgspec.to_builtins(body, enc_hook=plain_value)
     return Call(method="POST", path=f"/v1/jobs/{quote(job)}/deployments", json=plain)
-
-
-def configure_tenant(name: str, settings: dict[str, Any]) -> Call:
-    """Set a tenant's weight, quotas and highest priority."""
-    return Call(method="PATCH", path=f"/v1/tenants/{quote(name, safe='')}", json=settings)
-
-
-def tenant_keys(name: str) -> Call:
-    """List a tenant's API keys."""
-    return Call(method="GET", path=f"/v1/tenants/{quote(name, safe='')}/keys")
-
-
-def rotate_key(name: str) -> Call:
-    """Make one more API key for a tenant."""
-    return Call(method="POST", path=f"/v1/tenants/{quote(name, safe='')}/keys")
-
-
-def revoke_key(name: str, key: str) -> Call:
-    """Revoke an API key of a tenant."""
-    return Call(
-        method="DELETE", path=f"/v1/tenants/{quote(name, safe='')}/keys/{quote(key, safe='')}"
-    )
-
-
-def drain(node: str, *, back: bool = False) -> Call:
-    """Drain a node, or put it `back` in use."""
-    verb = "undrain" if back else "drain"
-    return Call(method="POST", path=f"/v1/nodes/{quote(node, safe='')}/{verb}")

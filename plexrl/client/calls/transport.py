@@ -17,10 +17,13 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import aclosing, closing
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from urllib.parse import quote
 
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
@@ -55,6 +58,8 @@ NEXT_ROUTER = frozenset({500, 502, 503})
 LOG_PERIOD_S = 60.0
 """Time between two log messages about the same reason to wait."""
 LOG = logging.getLogger(__name__)
+
+Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,12 @@ class Call:
     def limited_to(self, seconds: float) -> "Call":
         """The same request for a caller that waits at most `seconds` for the response."""
         return replace(self, read_timeout_s=seconds, give_up_at=time.monotonic() + seconds)
+
+
+def deployment_path(deployment: str) -> str:
+    """The path of the deployment `<job>/<name>` in the HTTP API."""
+    job, _, name = deployment.rpartition("/")
+    return f"/v1/jobs/{quote(job)}/deployments/{quote(name)}"
 
 
 class Endpoints:
@@ -183,32 +194,100 @@ def is_unavailable(error: PlexRLError) -> bool:
     return error.status in UNAVAILABLE and "retry_after_s" in error.details
 
 
-class Transport:
+ClientT = TypeVar("ClientT", bound="httpx.Client | httpx.AsyncClient")
+ResultT = TypeVar("ResultT")
+
+Steps = Generator[Call | float, Any, ResultT]
+"""What a request of several steps does, without I/O: yields each `Call`, gets its response or its
+error, and yields a float to pause for so many seconds. `Transport.run` and `AsyncTransport.run`
+carry the steps out."""
+
+
+class _Connections(Generic[ClientT]):
+    """The state of either transport."""
+
+    def __init__(
+        self, client: ClientT, url: str | Sequence[str], api_key: str, timeout_s: float
+    ) -> None:
+        self._client = client
+        self._client.headers["Authorization"] = f"Bearer {api_key}"
+        self._endpoints = Endpoints(url)
+        self.url = str(self._endpoints)
+        """URLs of all routers, separated by commas."""
+        self.timeout_s = timeout_s
+        self._retries = RetryPolicy()
+        self.controller: Controller | None = None
+        """The controller that sends the requests; absent: the sender controls no job."""
+
+    def for_controller(self, controller: "Controller | None") -> Self:
+        """The same connections, for the requests of `controller`."""
+        other = copy(self)
+        other.controller = controller
+        return other
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._client.is_closed
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ConnectionLostError(f"the connection to {self.url} is closed: connect again")
+
+    def _built(self, url: str, call: Call) -> "httpx.Request":
+        import httpx
+
+        query = call.query
+        if call.deadline_at is not None:
+            # The time left: earlier tries and their pauses count.
+            query = {**query, "deadline_s": max(call.deadline_at - time.monotonic(), LEFT_S_MIN)}
+        headers = {} if self.controller is None else {CONTROLLER_HEADER: self.controller.token}
+        if call.content_type is not None:
+            headers["content-type"] = call.content_type
+        try:
+            return self._client.build_request(
+                call.method,
+                url + call.path,
+                params=query,
+                json=call.json,
+                content=call.content,
+                headers=headers,
+                timeout=httpx.Timeout(call.read_timeout_s, connect=CONNECT_TIMEOUT_S),
+            )
+        except ValueError as error:
+            message = f"the request has a number that is not finite: leave it out ({error})"
+            raise NonFiniteInputError(message) from error
+
+    def _received(self, url: str, response: "httpx.Response") -> "httpx.Response | PlexRLError":
+        if response.status_code in NEXT_ROUTER:
+            self._endpoints.failed(url)
+        return checked(response)
+
+    def _refused(self, url: str, response: "httpx.Response") -> PlexRLError:
+        """The error of a refused request for a stream."""
+        found = self._received(url, response)
+        assert isinstance(found, PlexRLError), "called with a good response"
+        return found
+
+    def _lost(self, url: str, error: Exception) -> ConnectionLostError:
+        self._endpoints.failed(url)
+        return ConnectionLostError(
+            f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is "
+            "up and the URL is right"
+        )
+
+
+class Transport(_Connections["httpx.Client"]):
     """Blocking requests to one cluster. Thread-safe."""
 
     def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
         import httpx
 
-        self._endpoints = Endpoints(url)
-        self.url = str(self._endpoints)
-        """URLs of all routers, separated by commas."""
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+        super().__init__(httpx.Client(limits=limits), url, api_key, timeout_s)
         self.location = ClusterLocation(without_credentials(self.url))
         """How another process finds the cluster."""
         self.api_key = api_key
-        self.timeout_s = timeout_s
-        self._retries = RetryPolicy()
-        self.controller: Controller | None = None
-        """The controller that sends the requests; absent: the sender controls no job."""
-        self._client = httpx.Client(
-            headers=_headers(api_key),
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
-        )
-
-    def for_controller(self, controller: "Controller") -> "Transport":
-        """The same connections, for the requests of `controller`."""
-        other = copy(self)
-        other.controller = controller
-        return other
 
     def without_retries(self) -> "Transport":
         """The same connections, for requests that are tried once."""
@@ -223,85 +302,76 @@ class Transport:
             PlexRLError: the cluster refused the request.
             ConnectionLostError: no cluster replied for `timeout_s` seconds.
         """
-        timer = RetryTimer(self.timeout_s, call.deadline_at)
-        while True:
-            error = self._try(call)
-            if not isinstance(error, PlexRLError):
-                return error
-            time.sleep(self._retries.pause_s(call, timer, error))
-
-    def _try(self, call: Call) -> "httpx.Response | PlexRLError":
         import httpx
 
-        if self.is_closed:
-            raise ConnectionLostError(f"the connection to {self.url} is closed: connect again")
-        url = self._endpoints.current
-        try:
-            response = self._client.send(_build(self._client, url, call, self.controller))
-        except httpx.TransportError as error:
-            self._endpoints.failed(url)
-            return _connection_lost(url, error)
-        if response.status_code in NEXT_ROUTER:
-            self._endpoints.failed(url)
-        return checked(response)
+        timer = RetryTimer(self.timeout_s, call.deadline_at)
+        while True:
+            self._check_open()
+            url = self._endpoints.current
+            found: httpx.Response | PlexRLError
+            try:
+                found = self._received(url, self._client.send(self._built(url, call)))
+            except httpx.TransportError as error:
+                found = self._lost(url, error)
+            if not isinstance(found, PlexRLError):
+                return found
+            time.sleep(self._retries.pause_s(call, timer, found))
+
+    def ask(self, method: str, path: str, *, query: Plain | None = None, body: Any = None) -> Plain:
+        """Send a request and return the JSON object of the response; empty without content. Raises
+        as `request`."""
+        call = Call(method=method, path=path, query=query or {}, json=body)
+        response = self.request(call)
+        return dict(response.json()) if response.content else {}
+
+    def run(self, steps: Steps[ResultT]) -> ResultT:
+        """Carry out the steps and return their result. Raises what they raise."""
+        advance: Callable[[], Call | float] = partial(next, steps)
+        with closing(steps):
+            while True:
+                try:
+                    step = advance()
+                except StopIteration as end:
+                    result: ResultT = end.value
+                    return result
+                try:
+                    if isinstance(step, Call):
+                        advance = partial(steps.send, self.request(step))
+                    else:
+                        time.sleep(step)
+                        advance = partial(next, steps)
+                except PlexRLError as error:
+                    advance = partial(steps.throw, error)
 
     def lines(self, call: Call) -> Iterator[str]:
         """Yield the lines of a streamed response. Raises as `request`, without retries."""
         import httpx
 
-        if self.is_closed:
-            raise ConnectionLostError(f"the connection to {self.url} is closed: connect again")
+        self._check_open()
         url = self._endpoints.current
         try:
-            with self._client.stream(
-                call.method,
-                url + call.path,
-                params=call.query,
-                headers=_controller_header(self.controller),
-                timeout=_timeout(call),
-            ) as response:
+            response = self._client.send(self._built(url, call), stream=True)
+            with closing(response):
                 if response.status_code >= 400:
                     response.read()
-                    if response.status_code in NEXT_ROUTER:
-                        self._endpoints.failed(url)
-                    raise _stream_error(response)
+                    raise self._refused(url, response)
                 yield from response.iter_lines()
         except httpx.TransportError as error:
-            self._endpoints.failed(url)
-            raise _connection_lost(url, error) from error
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._client.is_closed
+            raise self._lost(url, error) from error
 
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
 
 
-class AsyncTransport:
+class AsyncTransport(_Connections["httpx.AsyncClient"]):
     """Like `Transport`, for one event loop."""
 
     def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
         import httpx
 
-        self._endpoints = Endpoints(url)
-        self.url = str(self._endpoints)
-        self.timeout_s = timeout_s
-        self._retries = RetryPolicy()
-        self.controller: Controller | None = None
-        """As `Transport.controller`."""
-        self._client = httpx.AsyncClient(
-            headers=_headers(api_key),
-            limits=httpx.Limits(max_connections=2048, max_keepalive_connections=256),
-        )
-
-    def for_controller(self, controller: "Controller | None") -> "AsyncTransport":
-        """As `Transport.for_controller`."""
-        other = copy(self)
-        other.controller = controller
-        return other
+        limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
+        super().__init__(httpx.AsyncClient(limits=limits), url, api_key, timeout_s)
 
     async def request(self, call: Call) -> "httpx.Response":
         """As `Transport.request`."""
@@ -309,44 +379,52 @@ class AsyncTransport:
 
         timer = RetryTimer(self.timeout_s, call.deadline_at)
         while True:
+            self._check_open()
             url = self._endpoints.current
-            response: httpx.Response | PlexRLError
+            found: httpx.Response | PlexRLError
             try:
-                found = await self._client.send(_build(self._client, url, call, self.controller))
+                found = self._received(url, await self._client.send(self._built(url, call)))
             except httpx.TransportError as error:
-                self._endpoints.failed(url)
-                response = _connection_lost(url, error)
-            else:
-                if found.status_code in NEXT_ROUTER:
-                    self._endpoints.failed(url)
-                response = checked(found)
-            if not isinstance(response, PlexRLError):
-                return response
-            await asyncio.sleep(self._retries.pause_s(call, timer, response))
+                found = self._lost(url, error)
+            if not isinstance(found, PlexRLError):
+                return found
+            await asyncio.sleep(self._retries.pause_s(call, timer, found))
+
+    async def run(self, steps: Steps[ResultT]) -> ResultT:
+        """As `Transport.run`."""
+        advance: Callable[[], Call | float] = partial(next, steps)
+        with closing(steps):
+            while True:
+                try:
+                    step = advance()
+                except StopIteration as end:
+                    result: ResultT = end.value
+                    return result
+                try:
+                    if isinstance(step, Call):
+                        advance = partial(steps.send, await self.request(step))
+                    else:
+                        await asyncio.sleep(step)
+                        advance = partial(next, steps)
+                except PlexRLError as error:
+                    advance = partial(steps.throw, error)
 
     async def lines(self, call: Call) -> AsyncIterator[str]:
         """As `Transport.lines`."""
         import httpx
 
+        self._check_open()
         url = self._endpoints.current
         try:
-            async with self._client.stream(
-                call.method,
-                url + call.path,
-                params=call.query,
-                headers=_controller_header(self.controller),
-                timeout=_timeout(call),
-            ) as response:
+            response = await self._client.send(self._built(url, call), stream=True)
+            async with aclosing(response):
                 if response.status_code >= 400:
                     await response.aread()
-                    if response.status_code in NEXT_ROUTER:
-                        self._endpoints.failed(url)
-                    raise _stream_error(response)
+                    raise self._refused(url, response)
                 async for line in response.aiter_lines():
                     yield line
         except httpx.TransportError as error:
-            self._endpoints.failed(url)
-            raise _connection_lost(url, error) from error
+            raise self._lost(url, error) from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -359,31 +437,16 @@ def checked(response: "httpx.Response") -> "httpx.Response | PlexRLError":
         return response
     typed = _typed_error(response)
     if typed is None:
+        text = f"HTTP {response.status_code} from {response.url}: {response.text[:200]}"
         if response.status_code not in UNTYPED_RETRIED:
-            raise error_of(response)
-        return ConnectionLostError(error_of(response).message)
+            raise PlexRLError(text)
+        return ConnectionLostError(text)
     after = response.headers.get("retry-after", "")
     if not after.isdigit():
         # A final refusal, or an operation's own error.
         raise typed
     typed.details.setdefault("retry_after_s", float(after))
     return typed
-
-
-def _stream_error(response: "httpx.Response") -> PlexRLError:
-    """The error of a refused request for a stream."""
-    found = checked(response)
-    assert isinstance(found, PlexRLError), "called with a good response"
-    return found
-
-
-def error_of(response: "httpx.Response") -> PlexRLError:
-    """The error of a bad response."""
-    typed = _typed_error(response)
-    if typed is not None:
-        return typed
-    text = response.text[:200]
-    return PlexRLError(f"HTTP {response.status_code} from {response.url}: {text}")
 
 
 def _typed_error(response: "httpx.Response") -> PlexRLError | None:
@@ -393,52 +456,3 @@ def _typed_error(response: "httpx.Response") -> PlexRLError | None:
     except (ValueError, KeyError, TypeError):
         return None
     return from_wire(body) if isinstance(body, dict) else None
-
-
-def _headers(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"}
-
-
-def _controller_header(controller: "Controller | None") -> dict[str, str]:
-    return {} if controller is None else {CONTROLLER_HEADER: controller.token}
-
-
-def _timeout(call: Call) -> "httpx.Timeout":
-    import httpx
-
-    return httpx.Timeout(call.read_timeout_s, connect=CONNECT_TIMEOUT_S)
-
-
-def _build(
-    client: "httpx.Client | httpx.AsyncClient",
-    url: str,
-    call: Call,
-    controller: "Controller | None",
-) -> "httpx.Request":
-    query = call.query
-    if call.deadline_at is not None:
-        # The time left: earlier tries and their pauses count.
-        query = {**query, "deadline_s": max(call.deadline_at - time.monotonic(), LEFT_S_MIN)}
-    headers = _controller_header(controller)
-    if call.content_type is not None:
-        headers["content-type"] = call.content_type
-    try:
-        return client.build_request(
-            call.method,
-            url + call.path,
-            params=query,
-            json=call.json,
-            content=call.content,
-            headers=headers,
-            timeout=_timeout(call),
-        )
-    except ValueError as error:
-        message = f"the request has a number that is not finite: leave it out ({error})"
-        raise NonFiniteInputError(message) from error
-
-
-def _connection_lost(url: str, error: Exception) -> ConnectionLostError:
-    return ConnectionLostError(
-        f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is up "
-        "and the URL is right"
-    )

@@ -31,6 +31,15 @@ def metrics_row(step: object, values: object) -> Plain:
     return {"step": int(step), "values": {_key(n): _number(n, v) for n, v in values.items()}}
 
 
+def json_number(value: float) -> float | str:
+    """The number itself, or the text for one that JSON does not have."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> list[Plain]:
     """Rows with every value as a float."""
     return [
@@ -56,8 +65,4 @@ def _number(name: object, value: Any) -> float | str:
             f"metric {name!r} is {short(value)}: give one number, such as its .mean()",
             metric=str(name),
         )
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "Infinity" if number > 0 else "-Infinity"
-    return number
+    return json_number(number)

@@ -20,9 +20,10 @@ PAGE = 1000
 QUEUES_FROM = 1_000_000
 
 
-def operation_rows(cluster: "Cluster", job: str | None = None) -> Iterator[Plain]:
-    """All rows of the operation log that the key may see."""
-    after = 0
+def operation_rows(
+    cluster: "Cluster", job: str | None = None, *, after: int = 0
+) -> Iterator[Plain]:
+    """All rows of the operation log after index `after` that the key may see."""
     while rows := cluster.operations(job=job, after=after, limit=PAGE):
         yield from rows
         after = rows[-1]["index"]

@@ -1,21 +1,21 @@
 """Futures of checkpoints: pinned at once, durable a little later."""
 
-import asyncio
-import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from plexrl.client.calls.transport import AsyncTransport, Call, Transport
+from plexrl.client.calls.transport import Call, Steps
 from plexrl.client.data.results import Decoder, SavedCheckpoint
-from plexrl.client.futures.futures import AsyncFuture, Future, View
+from plexrl.client.futures.futures import AsyncFuture, Future, Pending, View
 from plexrl.errors import (
     CheckpointNotFoundError,
-    ConnectionLostError,
     OperationCancelledError,
     PlexRLError,
     from_wire,
 )
+
+if TYPE_CHECKING:
+    from plexrl.client.calls.controller import Controller
 
 POLL_S_MIN = 0.05
 POLL_S_MAX = 1.0
@@ -58,13 +58,52 @@ def is_durable(listing: Mapping[str, Any], name: str, seq: int) -> bool:
     return True
 
 
+class PendingCheckpoint(Pending[SavedCheckpoint]):
+    """A checkpoint that is first pinned, then written to the disk."""
+
+    def __init__(self, view: View, decoder: Decoder, controller: "Controller | None") -> None:
+        super().__init__(view, decoder, controller)
+        self._saved: SavedCheckpoint | None = None
+        self._pause_s = POLL_S_MIN
+
+    def pinned(self, timeout_s: float | None) -> Steps[SavedCheckpoint]:
+        """Wait until the version is pinned."""
+        if self._saved is None:
+            pinned = Pending[SavedCheckpoint](self.view, self.decoder, self._controller)
+            self._saved = yield from pinned.result(timeout_s)
+        return self._saved
+
+    def poll(self, wait_s: float, give_up_at: float | None) -> Steps[None]:
+        """Ask once whether the version is pinned, or after that, whether it is on the disk."""
+        if self._saved is None:
+            yield from super().poll(wait_s, give_up_at)
+            if not self.is_done or self.error is not None:
+                return
+            self._saved = self._result
+            assert self._saved is not None, "a finished operation has a result"
+            self.is_done = bool(self._saved["durable"])
+        else:
+            yield min(self._pause_s, wait_s)
+            self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
+        if not self.is_done:
+            yield from self._check_durable(self._saved, give_up_at)
+
+    def _check_durable(self, saved: SavedCheckpoint, give_up_at: float | None) -> Steps[None]:
+        response = yield from self.tried(list_call(saved["job"]), give_up_at)
+        if response is None:
+            return
+        try:
+            self.is_done = is_durable(response.json(), saved["name"], saved["seq"])
+            self._result = {**saved, "durable": self.is_done}
+        except PlexRLError as error:
+            self.is_done, self.error = True, error
+
+
 class CheckpointFuture(Future[SavedCheckpoint]):
     """Done once the checkpoint is on the disk; the job's other operations continue meanwhile."""
 
-    def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
-        super().__init__(transport, view, decoder)
-        self._saved: SavedCheckpoint | None = None
-        self._pause_s = POLL_S_MIN
+    _steps = PendingCheckpoint
+    _pending: PendingCheckpoint
 
     def pinned(self, timeout_s: float | None = None) -> SavedCheckpoint:
         """Wait until the checkpoint's version is pinned, for at most `timeout_s` seconds if given:
@@ -72,84 +111,15 @@ class CheckpointFuture(Future[SavedCheckpoint]):
 
         Raises as `result`.
         """
-        if self._saved is None:
-            pinned = Future[SavedCheckpoint](
-                self._transport, self._pending.view, self._pending.decoder
-            )
-            self._saved = pinned.result(timeout_s)
-        return self._saved
-
-    def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
-        if self._saved is None:
-            super()._poll(wait_s, give_up_at)
-            if not self._is_done or self._error is not None:
-                return
-            self._saved = self._result
-            assert self._saved is not None, "a finished operation has a result"
-            self._is_done = bool(self._saved["durable"])
-        else:
-            time.sleep(min(self._pause_s, wait_s))
-            self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
-        if not self._is_done:
-            self._check_durable(self._saved, give_up_at)
-
-    def _check_durable(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
-        call = self._pending.limited(list_call(saved["job"]), give_up_at)
-        try:
-            listing = self._transport.request(call)
-            self._pending.unavailable = None
-            self._is_done = is_durable(listing.json(), saved["name"], saved["seq"])
-            self._result = {**saved, "durable": self._is_done}
-        except ConnectionLostError:
-            raise
-        except PlexRLError as error:
-            if error is self._pending.unavailable:
-                # The caller's time is over; the checkpoint may still succeed.
-                return
-            self._is_done, self._error = True, error
+        return self._transport.run(self._pending.pinned(timeout_s))
 
 
 class AsyncCheckpointFuture(AsyncFuture[SavedCheckpoint]):
     """Like `CheckpointFuture`, for `await`."""
 
-    def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
-        super().__init__(transport, view, decoder)
-        self._saved: SavedCheckpoint | None = None
-        self._pause_s = POLL_S_MIN
+    _steps = PendingCheckpoint
+    _pending: PendingCheckpoint
 
     async def pinned(self, timeout_s: float | None = None) -> SavedCheckpoint:
         """As `CheckpointFuture.pinned`."""
-        if self._saved is None:
-            pinned = AsyncFuture[SavedCheckpoint](
-                self._transport, self._pending.view, self._pending.decoder
-            )
-            self._saved = await pinned.result(timeout_s)
-        return self._saved
-
-    async def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
-        if self._saved is None:
-            await super()._poll(wait_s, give_up_at)
-            if not self._is_done or self._error is not None:
-                return
-            self._saved = self._result
-            assert self._saved is not None, "a finished operation has a result"
-            self._is_done = bool(self._saved["durable"])
-        else:
-            await asyncio.sleep(min(self._pause_s, wait_s))
-            self._pause_s = min(POLL_S_MAX, self._pause_s * 1.5)
-        if not self._is_done:
-            await self._check_durable(self._saved, give_up_at)
-
-    async def _check_durable(self, saved: SavedCheckpoint, give_up_at: float | None) -> None:
-        call = self._pending.limited(list_call(saved["job"]), give_up_at)
-        try:
-            listing = (await self._transport.request(call)).json()
-            self._pending.unavailable = None
-            self._is_done = is_durable(listing, saved["name"], saved["seq"])
-            self._result = {**saved, "durable": self._is_done}
-        except ConnectionLostError:
-            raise
-        except PlexRLError as error:
-            if error is self._pending.unavailable:
-                return
-            self._is_done, self._error = True, error
+        return await self._transport.run(self._pending.pinned(timeout_s))

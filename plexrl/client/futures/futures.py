@@ -3,13 +3,13 @@
 import logging
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 from plexrl.client.calls.controller import acknowledge_call
-from plexrl.client.calls.transport import AsyncTransport, Call, Transport
+from plexrl.client.calls.transport import AsyncTransport, Call, Steps, Transport
 from plexrl.client.data.results import Decoder
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import (
@@ -47,81 +47,138 @@ def poll_call(operation: str, wait_s: float) -> Call:
     )
 
 
-def wait_final(transport: Transport, operation: str) -> None:
+def wait_final(operation: str) -> Steps[None]:
     """Wait until an operation is final, whatever its outcome.
 
     Raises:
         ConnectionLostError: no cluster replies.
         ControllerReplacedError: another controller has attached the job.
     """
-    while True:
+    status = 202
+    while status == 202:
         try:
-            if transport.request(poll_call(operation, POLL_S)).status_code != 202:
-                return
+            response = yield poll_call(operation, POLL_S)
         except (ConnectionLostError, ControllerReplacedError):
             raise
         except PlexRLError:
             # The operation's own failure. The cluster keeps it until a controller reads it.
             return
+        status = response.status_code
 
 
-async def wait_final_async(transport: AsyncTransport, operation: str) -> None:
-    """As `wait_final`."""
-    while True:
-        try:
-            response = await transport.request(poll_call(operation, POLL_S))
-        except (ConnectionLostError, ControllerReplacedError):
-            raise
-        except PlexRLError:
-            return
-        if response.status_code != 202:
-            return
+class Pending(Generic[ResultT]):
+    """An accepted operation, its last view, and the steps to its result; both kinds of future carry
+    them out."""
 
-
-def cancel_call(operation: str) -> Call:
-    """The request that cancels an operation, or ends a generation early."""
-    return Call(method="DELETE", path=f"/v1/operations/{quote(operation, safe='')}")
-
-
-def waiting(controller: "Controller | None", operation: str) -> AbstractContextManager[None]:
-    """`Controller.waiting`, if there is a controller."""
-    return nullcontext() if controller is None else controller.waiting(operation)
-
-
-class Pending:
-    """The last view of one operation; shared by both kinds of future."""
-
-    def __init__(self, view: View, decoder: Decoder) -> None:
+    def __init__(self, view: View, decoder: Decoder, controller: "Controller | None") -> None:
         self.operation: str = view["operation"]
         self.view = view
         self.decoder = decoder
-        self.unavailable: PlexRLError | None = None
+        self.is_done = False
+        self.error: PlexRLError | None = None
+        self._result: ResultT | None = None
+        self._controller = controller
+        self._is_acknowledged = False
+        self._unavailable: PlexRLError | None = None
         """Why the cluster cannot report the operation's state now."""
         self._logged_at = time.monotonic()
 
-    def poll(self, wait_s: float, give_up_at: float | None = None) -> Call:
-        """The request that waits for the result."""
-        return self.limited(poll_call(self.operation, wait_s), give_up_at)
+    def result(self, timeout_s: float | None) -> Steps[ResultT]:
+        """Wait for the result."""
+        controller = self._controller
+        with nullcontext() if controller is None else controller.waiting(self.operation):
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            while not self.is_done:
+                yield from self.poll(poll_s(deadline), deadline)
+                if not self.is_done:
+                    self._log_wait()
+                    if is_over(deadline):
+                        raise not_finished(self.operation, timeout_s, self.explain())
+            if self.error is not None:
+                yield from self._acknowledge()
+                raise self.error
+        return self._result  # type: ignore[return-value]  # it is done without an error
 
-    def limited(self, call: Call, give_up_at: float | None) -> Call:
-        """The same request; its retries end at `give_up_at`, and `unavailable` then says why."""
-        return replace(call, give_up_at=give_up_at, on_unavailable=self._set_unavailable)
+    def done(self) -> Steps[bool]:
+        """Whether the result, or the operation's error, is available."""
+        if not self.is_done:
+            yield from self.poll(0.0, time.monotonic())
+        return self.is_done
 
-    def repr_of(self, future: object, error: Exception | None) -> str:
+    def status(self) -> Steps[View]:
+        """The cluster's view of the operation."""
+        yield from self.done()
+        return dict(self.view)
+
+    def cancel(self) -> Steps[None]:
+        """Cancel the operation, or end a generation early."""
+        path = f"/v1/operations/{quote(self.operation, safe='')}"
+        self.view = (yield Call(method="DELETE", path=path)).json()
+
+    def poll(self, wait_s: float, give_up_at: float | None) -> Steps[None]:
+        """Ask for the result once; the cluster answers within `wait_s` seconds."""
+        response = yield from self.tried(poll_call(self.operation, wait_s), give_up_at)
+        if response is None:
+            return
+        if response.status_code == 202:
+            self.view = response.json()
+            return
+        from plexrl.wire.tensors import decode_body
+
+        try:
+            # A copy, so that the caller may write to the arrays.
+            params, arrays = decode_body(bytearray(response.content))
+            self.view = params["operation"]
+            self._result = self.decoder(params["result"], arrays)
+        except PlexRLError as error:
+            self.error = error
+        self.is_done = True
+
+    def tried(self, call: Call, give_up_at: float | None) -> Steps["httpx.Response | None"]:
+        """Send a request about the operation; its retries end at `give_up_at`. Absent: there is no
+        response in that time, or the operation failed, which `error` says."""
+        limited = replace(call, give_up_at=give_up_at, on_unavailable=self._set_unavailable)
+        try:
+            response: httpx.Response = yield limited
+        except ConnectionLostError:
+            raise
+        except PlexRLError as error:
+            if error is not self._unavailable:
+                self.is_done, self.error = True, error
+            # Otherwise the caller's time is over; the operation may still succeed.
+            return None
+        self._unavailable = None
+        return response
+
+    def repr_of(self, future: object) -> str:
         """The future's repr: operation, kind, deployment and last known state."""
         kind, deployment = self.view.get("kind"), self.view.get("deployment")
         where = () if kind is None else (f"{kind} on {deployment!r}",)
+        error = self.error
         state = str(self.view["state"]) if error is None else f"failed: {type(error).__name__}"
         return handle_repr(future, self.operation, *where, state)
 
     def explain(self) -> str:
         """Why the operation was unfinished at the last poll."""
-        if self.unavailable is not None:
+        if self._unavailable is not None:
             state = self.view["state"]
-            return f"{state}; the cluster is unavailable for now: {self.unavailable}"
+            return f"{state}; the cluster is unavailable for now: {self._unavailable}"
         return explanation_text(self.view)
 
-    def log_wait(self) -> None:
+    def _acknowledge(self) -> Steps[None]:
+        """Acknowledge the operation's failure, which the caller is about to see."""
+        if self._is_acknowledged or self._controller is None:
+            return
+        try:
+            response = yield acknowledge_call(self.operation)
+        except PlexRLError as second:
+            # The operation's own error is raised; the next call reports the failure again.
+            LOG.warning("the failure of %s was not acknowledged: %s", self.operation, second)
+            return
+        self._controller.acknowledged(response.json())
+        self._is_acknowledged = True
+
+    def _log_wait(self) -> None:
         """Log from time to time why the caller still waits."""
         now = time.monotonic()
         if now - self._logged_at >= LOG_PERIOD_S:
@@ -129,35 +186,20 @@ class Pending:
             LOG.info("still waiting: %s", self.explain())
 
     def _set_unavailable(self, error: PlexRLError) -> None:
-        self.unavailable = error
-
-    def take(self, response: "httpx.Response") -> tuple[bool, Any]:
-        """(is finished, result) from the response to a poll."""
-        self.unavailable = None
-        if response.status_code == 202:
-            self.view = response.json()
-            return False, None
-        from plexrl.wire.tensors import decode_body
-
-        # A copy, so that the caller may write to the arrays.
-        params, arrays = decode_body(bytearray(response.content))
-        self.view = params["operation"]
-        return True, self.decoder(params["result"], arrays)
+        self._unavailable = error
 
 
 class Future(Generic[ResultT]):
     """The result of an accepted operation. For one thread at a time."""
 
+    _steps: type[Pending[Any]] = Pending
+
     def __init__(self, transport: Transport, view: View, decoder: Decoder) -> None:
         self._transport = transport
-        self._pending = Pending(view, decoder)
-        self._result: ResultT | None = None
-        self._error: Exception | None = None
-        self._is_done = False
-        self._is_acknowledged = False
+        self._pending: Pending[ResultT] = self._steps(view, decoder, transport.controller)
 
     def __repr__(self) -> str:
-        return self._pending.repr_of(self, self._error)
+        return self._pending.repr_of(self)
 
     @property
     def operation(self) -> str:
@@ -171,41 +213,11 @@ class Future(Generic[ResultT]):
             PlexRLError: the operation failed; this is its own error.
             DeadlineExceededError: unfinished after `timeout_s` seconds; call again later.
         """
-        with waiting(self._transport.controller, self.operation):
-            return self._wait(timeout_s)
-
-    def _wait(self, timeout_s: float | None) -> ResultT:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._is_done:
-            self._poll(poll_s(deadline), give_up_at=deadline)
-            if not self._is_done:
-                self._pending.log_wait()
-                if is_over(deadline):
-                    raise not_finished(self.operation, timeout_s, self.explain())
-        if self._error is not None:
-            self._acknowledge(self._error)
-            raise self._error
-        return self._result  # type: ignore[return-value]
-
-    def _acknowledge(self, error: Exception) -> None:
-        """Acknowledge the operation's failure, which the caller is about to see."""
-        controller = self._transport.controller
-        if self._is_acknowledged or controller is None or not isinstance(error, PlexRLError):
-            return
-        try:
-            answer = self._transport.request(acknowledge_call(self.operation)).json()
-        except PlexRLError as second:
-            # The operation's own error is raised; the next call reports the failure again.
-            LOG.warning("the failure of %s was not acknowledged: %s", self.operation, second)
-            return
-        controller.acknowledged(answer)
-        self._is_acknowledged = True
+        return self._transport.run(self._pending.result(timeout_s))
 
     def done(self) -> bool:
         """Whether the result, or the operation's error, is available."""
-        if not self._is_done:
-            self._poll(0.0, give_up_at=time.monotonic())
-        return self._is_done
+        return self._transport.run(self._pending.done())
 
     def cancel(self) -> None:
         """Cancel the operation if it is pending; end a running generation with its tokens so far.
@@ -213,7 +225,7 @@ class Future(Generic[ResultT]):
         Raises:
             ConflictError: the operation is running and cannot be ended.
         """
-        self._pending.view = self._transport.request(cancel_call(self.operation)).json()
+        self._transport.run(self._pending.cancel())
 
     def explain(self) -> str:
         """Why the operation was unfinished at the last poll, and until when by estimate."""
@@ -221,35 +233,20 @@ class Future(Generic[ResultT]):
 
     def status(self) -> View:
         """The cluster's view of the operation."""
-        self.done()
-        return dict(self._pending.view)
-
-    def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
-        try:
-            response = self._transport.request(self._pending.poll(wait_s, give_up_at))
-            self._is_done, self._result = self._pending.take(response)
-        except ConnectionLostError:
-            raise
-        except PlexRLError as error:
-            if error is self._pending.unavailable:
-                # The caller's time is over; the operation may still succeed.
-                return
-            self._is_done, self._error = True, error
+        return self._transport.run(self._pending.status())
 
 
 class AsyncFuture(Generic[ResultT]):
     """The result of an accepted operation, for `await`."""
 
+    _steps: type[Pending[Any]] = Pending
+
     def __init__(self, transport: AsyncTransport, view: View, decoder: Decoder) -> None:
         self._transport = transport
-        self._pending = Pending(view, decoder)
-        self._result: ResultT | None = None
-        self._error: PlexRLError | None = None
-        self._is_done = False
-        self._is_acknowledged = False
+        self._pending: Pending[ResultT] = self._steps(view, decoder, transport.controller)
 
     def __repr__(self) -> str:
-        return self._pending.repr_of(self, self._error)
+        return self._pending.repr_of(self)
 
     @property
     def operation(self) -> str:
@@ -258,61 +255,23 @@ class AsyncFuture(Generic[ResultT]):
 
     async def result(self, timeout_s: float | None = None) -> ResultT:
         """As `Future.result`."""
-        with waiting(self._transport.controller, self.operation):
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            while not self._is_done:
-                await self._poll(poll_s(deadline), give_up_at=deadline)
-                if not self._is_done:
-                    self._pending.log_wait()
-                    if is_over(deadline):
-                        raise not_finished(self.operation, timeout_s, self.explain())
-            if self._error is not None:
-                await self._acknowledge()
-                raise self._error
-        return self._result  # type: ignore[return-value]
+        return await self._transport.run(self._pending.result(timeout_s))
 
     async def done(self) -> bool:
         """As `Future.done`."""
-        if not self._is_done:
-            await self._poll(0.0, give_up_at=time.monotonic())
-        return self._is_done
-
-    async def status(self) -> View:
-        """As `Future.status`."""
-        await self.done()
-        return dict(self._pending.view)
-
-    async def _poll(self, wait_s: float, give_up_at: float | None = None) -> None:
-        try:
-            response = await self._transport.request(self._pending.poll(wait_s, give_up_at))
-            self._is_done, self._result = self._pending.take(response)
-        except ConnectionLostError:
-            raise
-        except PlexRLError as error:
-            if error is self._pending.unavailable:
-                return
-            self._is_done, self._error = True, error
-
-    async def _acknowledge(self) -> None:
-        """As `Future._acknowledge`."""
-        controller = self._transport.controller
-        if self._is_acknowledged or controller is None:
-            return
-        try:
-            response = await self._transport.request(acknowledge_call(self.operation))
-        except PlexRLError as second:
-            LOG.warning("the failure of %s was not acknowledged: %s", self.operation, second)
-            return
-        controller.acknowledged(response.json())
-        self._is_acknowledged = True
+        return await self._transport.run(self._pending.done())
 
     async def cancel(self) -> None:
         """As `Future.cancel`."""
-        self._pending.view = (await self._transport.request(cancel_call(self.operation))).json()
+        await self._transport.run(self._pending.cancel())
 
     def explain(self) -> str:
         """As `Future.explain`."""
         return self._pending.explain()
+
+    async def status(self) -> View:
+        """As `Future.status`."""
+        return await self._transport.run(self._pending.status())
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         return self.result().__await__()

@@ -129,7 +129,8 @@ class PartProcesses:
             done, _ = await asyncio.wait({ended}, timeout=LOOK_S)
             if done:
                 return True
-            if not await asyncio.to_thread(is_at_work, process.pid):
+            # Its children may compute for ever: a part that waits for them must still end.
+            if not await asyncio.to_thread(is_at_work, process.pid, with_children=False):
                 slept_s += LOOK_S
         ended.cancel()
         return False
@@ -152,7 +153,7 @@ class PartProcesses:
                     # Its last output may still be in the pipe.
                     await asyncio.wait({line}, timeout=LOOK_S)
                     return line.result() if line.done() else b"", "it ended"
-                if not await asyncio.to_thread(is_at_work, process.pid):
+                if not await asyncio.to_thread(is_at_work, process.pid, with_children=True):
                     slept_s += LOOK_S
             return b"", f"it did nothing for {slept_s:g} s"
         finally:

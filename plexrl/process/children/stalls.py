@@ -13,12 +13,15 @@ AT_WORK = ("R", "D")
 """Thread states in /proc: running or ready to run; waiting for a disk."""
 
 
-def is_at_work(session: int) -> bool:
-    """Whether any thread of this session's processes is at work; False without /proc."""
+def is_at_work(leader: int, *, with_children: bool) -> bool:
+    """Whether any thread of a process is at work; `with_children`: of any process in the session
+    that it leads. False without /proc."""
+    processes = [PROC / str(leader)]
+    if with_children:
+        processes = [each for each in _entries(PROC) if _state_and_session(each)[1] == leader]
     return any(
         _state_and_session(task)[0] in AT_WORK
-        for process in _entries(PROC)
-        if _state_and_session(process)[1] == session
+        for process in processes
         for task in _entries(process / "task")
     )
 

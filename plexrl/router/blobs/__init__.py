@@ -1,1 +1,1 @@
-"""Payloads and results on disk, and access to and quotas of checkpoints."""
+"""Payloads and results on disk, and the admission of uploads."""

@@ -26,7 +26,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
 
     No part is fuller than the fullest part of longest-processing-time-first.
     """
-    assigned = _longest_first(costs, parts)
+    assigned = longest_first(costs, parts)
     bound = lower_bound(costs, parts)
     kept = [sorted((costs[index], index) for index in indices) for indices in assigned]
     loads = [sum(cost for cost, _ in items) for items in kept]
@@ -51,17 +51,21 @@ def lower_bound(costs: Sequence[int], parts: int) -> int:
     return bound
 
 
-def _longest_first(costs: Sequence[int], parts: int) -> list[list[int]]:
+def longest_first(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Distribute indices of `costs` over `parts` lists: the largest cost first, each to the list
+    with the least so far. Deterministic."""
     assigned: list[list[int]] = [[] for _ in range(parts)]
-    if parts == 1:
-        assigned[0] = list(range(len(costs)))
-        return assigned
     loads = [(0, part) for part in range(parts)]
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+    for index in by_cost(costs):
         load, part = loads[0]
         assigned[part].append(index)
         heapq.heapreplace(loads, (load + costs[index], part))
     return assigned
+
+
+def by_cost(costs: Sequence[int]) -> list[int]:
+    """Indices of `costs`, the largest cost first."""
+    return sorted(range(len(costs)), key=lambda index: (-costs[index], index))
 
 
 def _exchange(kept: list[list[tuple[int, int]]], loads: list[int], fullest: int) -> bool:

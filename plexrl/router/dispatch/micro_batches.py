@@ -6,12 +6,12 @@ rows of each micro-batch. For both, a row longer than the bound is a micro-batch
 ranks run the same number of micro-batches, because each takes part in the others' collectives.
 """
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
 
+from plexrl.router.dispatch.balance import by_cost, longest_first
 from plexrl.wire.tensors import Array
 
 
@@ -41,7 +41,7 @@ def packed(costs: Sequence[int], count: int, bound: int) -> list[list[int]]:
 
     `count` is at least `packed_count` of the same rows.
     """
-    groups = _evenly(costs, count)
+    groups = longest_first(costs, count)
     if any(len(group) > 1 and _total(costs, group) > bound for group in groups):
         groups = _best_fit(costs, bound)
         assert len(groups) <= count
@@ -69,7 +69,7 @@ def _best_fit(costs: Sequence[int], bound: int) -> list[list[int]]:
     groups: list[list[int]] = []
     capacities: list[tuple[int, int]] = []
     """(tokens left, group), sorted."""
-    for index in _longest_first(costs):
+    for index in by_cost(costs):
         at = bisect_left(capacities, (costs[index], -1))
         if at < len(capacities):
             left, group = capacities.pop(at)
@@ -80,20 +80,6 @@ def _best_fit(costs: Sequence[int], bound: int) -> list[list[int]]:
         if left > costs[index]:
             insort(capacities, (left - costs[index], group))
     return groups
-
-
-def _evenly(costs: Sequence[int], count: int) -> list[list[int]]:
-    groups: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, group) for group in range(count)]
-    for index in _longest_first(costs):
-        load, group = loads[0]
-        groups[group].append(index)
-        heapq.heapreplace(loads, (load + costs[index], group))
-    return groups
-
-
-def _longest_first(costs: Sequence[int]) -> list[int]:
-    return sorted(range(len(costs)), key=lambda index: (-costs[index], index))
 
 
 def _total(costs: Sequence[int], group: Sequence[int]) -> int:

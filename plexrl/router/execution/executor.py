@@ -20,9 +20,9 @@ from plexrl.wire.rpc import Peer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
     from plexrl.router.execution.deployment_specs import DeploymentSpecs
     from plexrl.router.execution.scheduler_link import SchedulerLink
+    from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
     from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)

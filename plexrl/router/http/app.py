@@ -11,8 +11,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, PlexRLError
-from plexrl.router.blobs.checkpoint_access import CheckpointAccess
-from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
 from plexrl.router.blobs.garbage_collection import collect_orphans, collect_results
 from plexrl.router.blobs.store import BlobStore
 from plexrl.router.blobs.upload_admission import UploadAdmission
@@ -28,8 +26,10 @@ from plexrl.router.http.schemas import ErrorResponse
 from plexrl.router.http.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.http.server.shutdown import RetryOnShutdown
 from plexrl.router.http.services import RouterServices
+from plexrl.router.job_files.checkpoint_access import CheckpointAccess
+from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.observe.health import ClusterHealth
-from plexrl.router.observe.metrics_log import MetricsLog
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
 

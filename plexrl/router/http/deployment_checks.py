@@ -13,10 +13,16 @@ from plexrl.model.capabilities import (
     check_optimizer,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.dimensions import Dimensions
 from plexrl.model.kv_cache import check_cache_budget
-from plexrl.model.layout import check_equal_parts, check_tensor_parallel
+from plexrl.model.layout import (
+    check_cut,
+    check_equal_parts,
+    check_tensor_parallel,
+    megatron_dimensions,
+    megatron_state_bytes,
+)
 from plexrl.model.lora import LoraSpec, adapter_parameter_count
-from plexrl.model.megatron_dimensions import Dimensions, check_cut, dimensions, megatron_state_bytes
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import (
     TRAIN_BYTES_PER_PARAMETER,
@@ -129,7 +135,7 @@ def _lora_fields(body: LoraRequest) -> Plain:
 
 
 def _dimensions(model: ModelSpec) -> Dimensions:
-    return dimensions({"model_type": model.architecture, **model.config})
+    return megatron_dimensions({"model_type": model.architecture, **model.config})
 
 
 def _layout(body: DeploymentRequest) -> Parallelism:

@@ -17,7 +17,7 @@ from plexrl.errors import (
 )
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.lora import LoraSpec
-from plexrl.wire.masks import check_mask
+from plexrl.wire.masks import check_mask, row_of
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
@@ -222,7 +222,7 @@ def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
     # Two fast passes without allocation; the position is searched for only after an error.
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= size))
-        row, position = _row_of(int(wrong[0]), lengths)
+        row, position = row_of(int(wrong[0]), lengths)
         raise TokenRangeError(
             f"row {row} has token {int(tokens[wrong[0]])} at position {position}; the vocabulary "
             f"is 0 to {size - 1}: is this the model's own tokenizer?",
@@ -235,7 +235,7 @@ def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:
 def _check_finite(name: str, array: Array, lengths: Array) -> None:
     if not np.isfinite((array.min(), array.max())).all():
         wrong = np.flatnonzero(~np.isfinite(array))
-        row, position = _row_of(int(wrong[0]), lengths)
+        row, position = row_of(int(wrong[0]), lengths)
         raise NonFiniteInputError(
             f"{name} is {array[wrong[0]]} in row {row} at position {position}: every value must "
             "be finite; give unused tokens 0. Values that a model computed are not finite once its "
@@ -244,10 +244,3 @@ def _check_finite(name: str, array: Array, lengths: Array) -> None:
             row=row,
             position=position,
         )
-
-
-def _row_of(index: int, lengths: Array) -> tuple[int, int]:
-    """The row of the token at `index` in the packed batch, and its position in that row."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    row = int(np.searchsorted(ends, index, side="right"))
-    return row, index - int(ends[row] - lengths[row])

@@ -17,8 +17,6 @@ from plexrl.errors import (
     StorageFullError,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.router.blobs.checkpoint_access import CheckpointAccess
-from plexrl.router.blobs.checkpoint_quota import CheckpointQuota
 from plexrl.router.blobs.store import BlobStore, Upload
 from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
@@ -28,8 +26,10 @@ from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.http.authentication import Caller, KeyCache, bearer_key
 from plexrl.router.http.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
 from plexrl.router.http.server.shutdown import Shutdown
+from plexrl.router.job_files.checkpoint_access import CheckpointAccess
+from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.observe.health import ClusterHealth
-from plexrl.router.observe.metrics_log import MetricsLog
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.wire.tensors import MEDIA_TYPE
 
@@ -77,6 +77,17 @@ class RouterServices:
         if not caller.is_operator:
             raise PermissionDeniedError("this needs the operator's key")
         return caller
+
+    async def ask(self, request: Request, method: str, **fields: Any) -> Plain:
+        """Call the scheduler with `fields` and the claim of the sender of the request. Raises as
+        `caller` and `SchedulerLink.call`."""
+        caller = await self.caller(request)
+        return await self.scheduler.call(method, {**fields, **caller.claim})
+
+    async def ask_as_operator(self, request: Request, method: str, **fields: Any) -> Plain:
+        """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
+        caller = await self.operator(request)
+        return await self.scheduler.call(method, {**fields, **caller.claim})
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""

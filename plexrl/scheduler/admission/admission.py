@@ -10,7 +10,9 @@ jobs ended (`fit.feasibility`) blocks no other.
 
 from plexrl.scheduler.admission.admission_pass import AdmissionPass
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.placement import patience_ends_at
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.records import Deployment
@@ -18,34 +20,37 @@ from plexrl.scheduler.state.records import Deployment
 
 def enqueue_deployment(context: Context, deployment: Deployment) -> None:
     """Enqueue a new deployment; it is considered at the end of this event."""
-    begin_to_wait(context, context.job(deployment.job).tenant, deployment.created_at)
-    context.wait(deployment)
-    context.newcomers.append(deployment.deployment)
-    _wake_when_patience_ends(context, deployment)
+    begin_to_wait(context.cluster, context.state.job(deployment.job).tenant, deployment.created_at)
+    context.cluster.wait(deployment)
+    context.cluster.waiting.newcomers.append(deployment.deployment)
+    if _has_patience(context.settings, deployment):
+        context.effects.wake(patience_ends_at(context.settings, deployment), timers.PLACEMENT)
 
 
-def reset_patience_timers(context: Context) -> None:
-    """Set the patience timers again after a change of the settings."""
-    for name in sorted(context.waiting):
-        _wake_when_patience_ends(context, context.deployment(name))
+def patience_ends(cluster: Cluster) -> list[float]:
+    """When the patience of each waiting deployment ends: timers to set after a change of the
+    settings."""
+    waiting = [cluster.state.deployment(name) for name in sorted(cluster.waiting)]
+    return [
+        patience_ends_at(cluster.settings, each)
+        for each in waiting
+        if _has_patience(cluster.settings, each)
+    ]
 
 
-def _wake_when_patience_ends(context: Context, deployment: Deployment) -> None:
-    if context.policy.repacks and deployment.shares:
-        # From then on the deployment may share a group.
-        context.wake(patience_ends_at(context, deployment), timers.PLACEMENT)
+def _has_patience(settings: Settings, deployment: Deployment) -> bool:
+    """Whether the deployment may share a group once its patience has ended."""
+    return settings.policy.repacks and deployment.shares
 
 
-def admit(context: Context, now: float) -> list[Deployment]:
+def admit(cluster: Cluster, now: float) -> list[Deployment]:
     """Place all deployments that can be placed now; returns them in the order of admission.
 
     All waiting deployments are considered if capacity has become free; otherwise only the new ones,
     because the others have already failed on the same capacity.
     """
-    all_waiting = context.place_waiting
-    context.place_waiting = False
-    newcomers, context.newcomers = context.newcomers, []
-    still_waiting = [name for name in newcomers if name in context.waiting]
-    if not (context.waiting if all_waiting else still_waiting):
+    all_waiting = cluster.waiting.must_retry
+    still_waiting = [name for name in cluster.waiting.take_newcomers() if name in cluster.waiting]
+    if not (cluster.waiting if all_waiting else still_waiting):
         return []
-    return AdmissionPass(context, now, None if all_waiting else still_waiting).run()
+    return AdmissionPass(cluster, now, None if all_waiting else still_waiting).run()

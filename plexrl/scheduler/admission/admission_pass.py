@@ -33,7 +33,7 @@ from plexrl.scheduler.admission.queues.gangs import (
 from plexrl.scheduler.admission.queues.queue_heads import Head
 from plexrl.scheduler.admission.queues.waiting import Owner, QueueKey, Size, Sizes, Unit, size_of
 from plexrl.scheduler.admission.scarcity import is_rival, node_types_compatible
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.placement import modes
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
@@ -65,15 +65,15 @@ class AdmissionPass:
     """The working state of one pass."""
 
     def __init__(
-        self, context: Context, now: float, newcomers: Sequence[DeploymentId] | None
+        self, cluster: Cluster, now: float, newcomers: Sequence[DeploymentId] | None
     ) -> None:
-        self._context = context
+        self._cluster = cluster
         self._now = now
         if newcomers is None:
-            context.state.searches.clear()
+            cluster.state.searches.clear()
         self._newcomers = None if newcomers is None else set(newcomers)
         """The only deployments that may be placed; None: all."""
-        self._bounds = FitBoundCache(context)
+        self._bounds = FitBoundCache(cluster)
         self._heap: list[tuple[AdmissionKey, int]] = []
         """(key, number of the entry)."""
         self._entries: list[tuple[Owner | _Closed | DeploymentId, bool]] = []
@@ -131,7 +131,7 @@ class AdmissionPass:
         return self._placed
 
     def _consider(self, name: DeploymentId) -> None:
-        context = self._context
+        cluster = self._cluster
         head, blocker = self._heads.pop(name, None), self._blockers.pop(name, None)
         if head is not None:
             self._passed[head[0]] = head[1]
@@ -141,15 +141,15 @@ class AdmissionPass:
                 head = None
                 if blocker is None:
                     return
-        deployment = context.deployment(name)
+        deployment = cluster.state.deployment(name)
         is_placed = self._try_to_place(deployment, is_tried=head is not None)
-        if head is not None and (is_placed or why_not_yet(context, deployment) is None):
+        if head is not None and (is_placed or why_not_yet(cluster, deployment) is None):
             self._push_next_head(head[0])
         if is_placed and blocker is not None:
             self._push_next_blocker(*blocker)
 
     def _fill_heap(self) -> None:
-        waiting = self._context.waiting
+        waiting = self._cluster.waiting
         sizes: set[Size] = set()
         """Sizes that may fit."""
         if self._newcomers is None:
@@ -168,12 +168,12 @@ class AdmissionPass:
                 if unit is None:
                     if name in waiting.of_partial_jobs:
                         self._push(name)
-                        sizes.add(size_of(self._context.deployment(name)))
+                        sizes.add(size_of(self._cluster.state.deployment(name)))
                 elif self._may_fit(_index_of(unit), unit.head):
                     self._push(unit.head.name)
                     sizes.update(unit.sizes)
             for name in waiting.of_partial_jobs if self._candidates else ():
-                if blocks_others(self._context, self._context.deployment(name), self._now):
+                if blocks_others(self._cluster, self._cluster.state.deployment(name), self._now):
                     self._push(name, is_candidate=False)
         if not self._candidates:
             return
@@ -193,7 +193,7 @@ class AdmissionPass:
         """The last three criteria of the lowest key of those that have waited long enough, whether
         or not they could ever get GPUs."""
         first = self._earliest([(expected_s, queue[0]) for expected_s, queue in queues.items()])
-        if first is None or not self._context.policy.backfills or first[0] == -math.inf:
+        if first is None or not self._cluster.settings.policy.backfills or first[0] == -math.inf:
             return first
         return None
 
@@ -203,7 +203,7 @@ class AdmissionPass:
         """The last three criteria of one owner's lowest key, given the first of each length."""
         found = None
         for expected_s, (created_at, name) in firsts:
-            ratio = waiting_ratio(self._context, created_at, expected_s, self._now)
+            ratio = waiting_ratio(self._cluster.settings, created_at, expected_s, self._now)
             end = -ratio, created_at, name
             if found is None or end < found:
                 found = end
@@ -222,18 +222,20 @@ class AdmissionPass:
         if isinstance(entry, _Closed):
             tenant, priority = entry.owner
             return True, -priority, self._share(tenant), *entry.first
-        deployment = self._context.deployment(entry)
-        share = self._share(self._context.job(deployment.job).tenant)
-        return admission_key(self._context, deployment, share, self._now)
+        deployment = self._cluster.state.deployment(entry)
+        share = self._share(self._cluster.state.job(deployment.job).tenant)
+        return admission_key(
+            self._cluster.state, self._cluster.settings, deployment, share, self._now
+        )
 
     def _share(self, tenant: TenantId) -> float:
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = tenant_share(self._context, tenant, self._now)
+            share = self._shares[tenant] = tenant_share(self._cluster, tenant, self._now)
         return share
 
     def _open_owner(self, owner: Owner) -> None:
-        waiting = self._context.waiting
+        waiting = self._cluster.waiting
         for is_blocking, sizes in self._unreached.pop(owner):
             if is_blocking and self._is_covered(sizes):
                 continue
@@ -262,12 +264,12 @@ class AdmissionPass:
             self._skipped.setdefault(sizes, []).append(owner)
             return
         self._candidates -= 1
-        for key in self._context.waiting.heads.get(sizes, {}).get(owner, ()):
+        for key in self._cluster.waiting.heads.get(sizes, {}).get(owner, ()):
             self._push_next_head(_IndexId(sizes, owner, key))
 
     def _mark_if_full(self, sizes: Sizes) -> bool:
         """Whether no deployment of these sizes waits or may fit; if so, mark the sizes as full."""
-        least = self._context.waiting.smallest_demand.get(sizes)
+        least = self._cluster.waiting.smallest_demand.get(sizes)
         may_fit = least is not None and self._bounds.of_unit(sizes).may_fit(*least)
         if may_fit and not self._is_blocked(sizes):
             return False
@@ -286,7 +288,7 @@ class AdmissionPass:
     def _push_next_head(self, where: _IndexId) -> None:
         """Push the next head of an index that may fit."""
         sizes, owner, key = where
-        index = self._context.waiting.heads.get(sizes, {}).get(owner, {}).get(key)
+        index = self._cluster.waiting.heads.get(sizes, {}).get(owner, {}).get(key)
         bound = self._bound(where)
         if index is None or bound is None:
             return
@@ -320,7 +322,7 @@ class AdmissionPass:
             del self._full[sizes]
             self._candidates += self._unopened[sizes]
             for owner in self._skipped.pop(sizes, ()):
-                for key in self._context.waiting.heads.get(sizes, {}).get(owner, ()):
+                for key in self._cluster.waiting.heads.get(sizes, {}).get(owner, ()):
                     self._push_next_head(_IndexId(sizes, owner, key))
         for where in [each for each in self._exhausted if may_join(each.sizes)]:
             del self._exhausted[where]
@@ -329,7 +331,7 @@ class AdmissionPass:
     def _bound(self, where: _IndexId) -> FitBound | None:
         """The fit bound of an index, given the blocking requests and the searches so far; None:
         nothing fits."""
-        sizes, searches_max = where.sizes, self._context.config.searches_max
+        sizes, searches_max = where.sizes, self._cluster.settings.config.searches_max
         if len(sizes) > 1 and self._gang_searches >= searches_max:
             return None
         takes_free = [True] * len(sizes)
@@ -341,7 +343,7 @@ class AdmissionPass:
                     takes_free[at] = False
         if len(sizes) > 1:
             return self._bounds.of_gang(sizes, tuple(takes_free))
-        searches = self._context.state.searches.get(_size_key(sizes[0]), 0)
+        searches = self._cluster.state.searches.get(_size_key(sizes[0]), 0)
         joins = not where.key.has_profile or searches < searches_max
         return self._bounds.of(sizes[0], takes_free=takes_free[0], joins=joins)
 
@@ -352,8 +354,8 @@ class AdmissionPass:
             return False
         if where.key.has_profile or head.state_bytes <= bound.free_state_bytes:
             return True
-        context = self._context
-        allowed = modes(context, context.deployment(head.name), self._now)
+        cluster = self._cluster
+        allowed = modes(cluster, cluster.state.deployment(head.name), self._now)
         return allowed != (PlacementMode.DEDICATED,)
 
     def _is_covered(self, sizes: Sizes) -> bool:
@@ -365,15 +367,15 @@ class AdmissionPass:
         requests."""
         if self._is_covered(sizes):
             return
-        context = self._context
+        cluster = self._cluster
         found: list[tuple[AdmissionKey, DeploymentId]] = []
-        for queue in context.waiting.blocking_requests.get(sizes, {}).get(owner, {}).values():
+        for queue in cluster.waiting.blocking_requests.get(sizes, {}).get(owner, {}).values():
             for _, name in queue:
-                deployment = context.deployment(name)
-                if blocks_others(context, deployment, self._now):
+                deployment = cluster.state.deployment(name)
+                if blocks_others(cluster, deployment, self._now):
                     found.append((self._key_of(name), name))
                     break
-                if is_possible(context, deployment):
+                if is_possible(cluster, deployment):
                     # The deployments behind it have waited less.
                     break
         if found:
@@ -384,41 +386,41 @@ class AdmissionPass:
     def _try_to_place(self, deployment: Deployment, *, is_tried: bool) -> bool:
         """Place the deployment and its gang; False: not possible now. `is_tried` is False for a
         deployment that only blocks others, because it cannot fit."""
-        context, now = self._context, self._now
-        gang = gang_of(context, deployment)
+        cluster, now = self._cluster, self._now
+        gang = gang_of(cluster, deployment)
         self._seen.update(each.deployment for each in gang)
-        if why_not_yet(context, deployment) is not None:
+        if why_not_yet(cluster, deployment) is not None:
             return False
         if is_tried or self._may_try(gang):
-            allowed = allowed_modes(context, gang, self._blocking, now)
+            allowed = allowed_modes(cluster, gang, self._blocking, now)
             keys = tuple(equivalence_key(each, allowed[each.deployment]) for each in gang)
             if keys not in self._failed and self._failed.isdisjoint((key,) for key in keys):
-                if place_all(context, gang, allowed, now):
+                if place_all(cluster, gang, allowed, now):
                     self._note_placed(gang)
                     return True
                 self._failed.add(keys)
                 self._note_failed_search(gang, allowed[deployment.deployment])
-        if blocks_others(context, deployment, now):
+        if blocks_others(cluster, deployment, now):
             self._blocking.update((each.node_type, each.workers) for each in gang)
         return False
 
     def _note_placed(self, gang: Sequence[Deployment]) -> None:
-        context = self._context
+        cluster = self._cluster
         self._placed += gang
         self._bounds.invalidate()
-        job = context.job(gang[0].job)
+        job = cluster.state.job(gang[0].job)
         for each in gang if self._bounds.policy_shares else ():
-            group = context.group_of(each)
+            group = cluster.state.group_of(each)
             if group is not None and group.shared and len(group.members) == 1:
                 self._reopen(group.node_type, each.workers)
         # After `_reopen`, so that deployments already passed are not considered again.
         self._shares.pop(job.tenant, None)
         # The job has GPUs, so its other deployments move ahead in the order.
         for other in job.deployments:
-            if other in context.waiting and other not in self._seen:
+            if other in cluster.waiting and other not in self._seen:
                 if self._newcomers is None or other in self._newcomers:
                     self._push(other)
-                elif blocks_others(context, context.deployment(other), self._now):
+                elif blocks_others(cluster, cluster.state.deployment(other), self._now):
                     self._push(other, is_candidate=False)
 
     def _note_failed_search(
@@ -431,26 +433,26 @@ class AdmissionPass:
         if PlacementMode.DEDICATED in allowed:
             self._bounds.note_refusal(size, gang[0].state_bytes)
         if gang[0].trace is not None:
-            searches, key = self._context.state.searches, _size_key(size)
+            searches, key = self._cluster.state.searches, _size_key(size)
             searches[key] = searches.get(key, 0) + 1
 
     def _may_try(self, gang: Sequence[Deployment]) -> bool:
         """Whether the gang may be placed in this pass, and may fit: one of it is new, or its job
         has GPUs already."""
-        first, context = gang[0], self._context
+        first, cluster = gang[0], self._cluster
         if self._newcomers is None:
-            if first.deployment not in context.waiting.of_partial_jobs:
+            if first.deployment not in cluster.waiting.of_partial_jobs:
                 return False
         elif not any(each.deployment in self._newcomers for each in gang):
             return False
-        unit = context.waiting.unit_of(first.deployment)
+        unit = cluster.waiting.unit_of(first.deployment)
         if unit is not None:
             return self._may_fit(_index_of(unit), unit.head)
         if len(gang) > 1:
             return True
         size = size_of(first)
-        searches = context.state.searches.get(_size_key(size), 0)
-        if first.trace is None or searches < context.config.searches_max:
+        searches = cluster.state.searches.get(_size_key(size), 0)
+        if first.trace is None or searches < cluster.settings.config.searches_max:
             return True
         return first.state_bytes <= self._bounds.of(size, joins=False).free_state_bytes
 

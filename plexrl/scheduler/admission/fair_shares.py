@@ -17,7 +17,8 @@ from plexrl.scheduler.state.records import HeldTime
 
 if TYPE_CHECKING:
     from plexrl.ids import TenantId
-    from plexrl.scheduler.core.context import Context
+    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.state.records import State
 
 HALF_LIFE_S = 7 * 86_400.0
 """As in Slurm's fair share: long compared with jobs, so that one job still counts when the next one
@@ -39,44 +40,44 @@ def settle(held: HeldTime, gpus: int, now: float) -> None:
     held.at = now
 
 
-def begin_to_wait(context: "Context", name: "TenantId", now: float) -> None:
+def begin_to_wait(cluster: "Cluster", name: "TenantId", now: float) -> None:
     """Update the share of a tenant before one of its deployments starts to wait."""
-    held = context.state.held.get(name)
+    held = cluster.state.held.get(name)
     if held is None:
-        held = context.state.held[name] = HeldTime(at=now)
+        held = cluster.state.held[name] = HeldTime(at=now)
     waited_at, held.waited_at = held.waited_at, now
-    if name in context.waiting.by_tenant:
+    if name in cluster.waiting.by_tenant:
         return
     if waited_at is not None and now - waited_at < PAUSE_S:
         return
     others = [
-        decayed_use(context, other, now) for other in context.active_tenants() if other != name
+        decayed_use(cluster, other, now) for other in cluster.active_tenants() if other != name
     ]
     if not others:
         return
-    gpus, _ = context.holdings(name)
+    gpus, _ = cluster.holdings(name)
     settle(held, gpus, now)
-    held.gpu_seconds = max(held.gpu_seconds, min(others) * weight_of(context, name))
+    held.gpu_seconds = max(held.gpu_seconds, min(others) * weight_of(cluster.state, name))
 
 
-def tenant_share(context: "Context", name: "TenantId", now: float) -> float:
+def tenant_share(cluster: "Cluster", name: "TenantId", now: float) -> float:
     """The tenant's share, in GPU-hours per weight."""
-    gpus, _ = context.holdings(name)
-    return decayed_use(context, name, now) / HELD_NOW_S + gpus / weight_of(context, name)
+    gpus, _ = cluster.holdings(name)
+    return decayed_use(cluster, name, now) / HELD_NOW_S + gpus / weight_of(cluster.state, name)
 
 
-def decayed_use(context: "Context", name: "TenantId", now: float) -> float:
+def decayed_use(cluster: "Cluster", name: "TenantId", now: float) -> float:
     """GPU-seconds that the tenant held, decayed, divided by its weight."""
-    held = context.state.held.get(name)
+    held = cluster.state.held.get(name)
     if held is None:
         return 0.0
-    gpus, _ = context.holdings(name)
-    return _until(held, gpus, now) / weight_of(context, name)
+    gpus, _ = cluster.holdings(name)
+    return _until(held, gpus, now) / weight_of(cluster.state, name)
 
 
-def weight_of(context: "Context", name: "TenantId") -> float:
+def weight_of(state: "State", name: "TenantId") -> float:
     """The tenant's weight; 1 by default."""
-    tenant = context.state.tenants.get(name)
+    tenant = state.tenants.get(name)
     return 1.0 if tenant is None else tenant.weight
 
 

@@ -20,23 +20,24 @@ import math
 
 from plexrl.scheduler.admission.fit.feasibility import is_possible
 from plexrl.scheduler.admission.queues.waiting import expected_step
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.hrrs import ratio_of, starves_at
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.records import Deployment, Job, State
 
 AdmissionKey = tuple[bool, int, float, float, float, str]
 """The criteria above; the lowest key goes first."""
 
 
 def admission_key(
-    context: Context, deployment: Deployment, share: float, now: float
+    state: State, settings: Settings, deployment: Deployment, share: float, now: float
 ) -> AdmissionKey:
     """The sort key of a deployment whose tenant has this share."""
-    job = context.job(deployment.job)
+    job = state.job(deployment.job)
     created_at, expected_s = deployment.created_at, expected_step(job.expected_s)
-    ratio = waiting_ratio(context, created_at, expected_s, now)
+    ratio = waiting_ratio(settings, created_at, expected_s, now)
     return (
-        not is_partial(context, job),
+        not is_partial(state, job),
         -job.priority,
         share,
         -ratio,
@@ -45,23 +46,23 @@ def admission_key(
     )
 
 
-def waiting_ratio(context: Context, created_at: float, expected_s: float, now: float) -> float:
+def waiting_ratio(settings: Settings, created_at: float, expected_s: float, now: float) -> float:
     """Response ratio of a deployment that has waited since `created_at`; infinite beyond the
     starvation bound."""
-    if now >= starves_at(created_at, context.config.starvation_bound_s):
+    if now >= starves_at(created_at, settings.config.starvation_bound_s):
         return math.inf
     return ratio_of(now - created_at, expected_s)
 
 
-def blocks_others(context: Context, deployment: Deployment, now: float) -> bool:
+def blocks_others(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     """Whether deployments behind it may not take free GPUs that it needs: it has waited beyond the
     bound or the policy does not backfill, and the nodes in service could hold it."""
-    starving_at = starves_at(deployment.created_at, context.config.starvation_bound_s)
-    if context.policy.backfills and now < starving_at:
+    starving_at = starves_at(deployment.created_at, cluster.settings.config.starvation_bound_s)
+    if cluster.settings.policy.backfills and now < starving_at:
         return False
-    return is_possible(context, deployment)
+    return is_possible(cluster, deployment)
 
 
-def is_partial(context: Context, job: Job) -> bool:
+def is_partial(state: State, job: Job) -> bool:
     """Whether the job has GPUs for one of its deployments."""
-    return any(context.deployment(name).group is not None for name in job.deployments)
+    return any(state.deployment(name).group is not None for name in job.deployments)

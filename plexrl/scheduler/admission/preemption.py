@@ -9,27 +9,35 @@ like new ones and continue from their state. Operations submitted before run fir
 
 from plexrl.scheduler.admission.deadlocks import is_waited_for, placed_of
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.evacuation import displace, may_displace
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Job
+from plexrl.scheduler.state.records import Job, State
 
 
-def may_preempt(context: Context) -> bool:
+def may_preempt(cluster: Cluster) -> bool:
     """Whether there is a detached job, and a deployment that waits for GPUs."""
-    return bool(context.detached and context.waiting)
+    return bool(cluster.detached and cluster.waiting)
 
 
 def preempt_detached(context: Context, now: float) -> bool:
     """Set one detached job aside, if a job that is not detached could use GPUs. False: none was."""
-    if not may_preempt(context):
+    cluster = context.cluster
+    detached = map(context.state.job, cluster.detached)
+    idle = [job for job in detached if _is_idle(context.state, context.settings, job)]
+    if not idle or not is_waited_for(cluster, idle):
         return False
-    detached = map(context.job, context.detached)
-    idle = [job for job in detached if _is_idle(context, job)]
-    if not idle or not is_waited_for(context, idle):
-        return False
-    _set_aside(context, min(idle, key=lambda each: (each.seen_at, each.job)), now)
+    job = min(idle, key=lambda each: (each.seen_at, each.job))
+    for deployment in placed_of(context.state, job):
+        displace(context, deployment, "its job has no controller, and others waited", now)
+    job.is_set_aside = True
+    del cluster.detached[job.job]
+    for name in job.deployments:
+        cluster.waiting.remove(name)
+    cluster.waiting.retry_all()
     return True
 
 
@@ -38,29 +46,19 @@ def resume(context: Context, job: Job, now: float) -> None:
     if not job.is_set_aside:
         return
     job.is_set_aside = False
-    begin_to_wait(context, job.tenant, now)
-    for deployment in map(context.deployment, job.deployments):
+    begin_to_wait(context.cluster, job.tenant, now)
+    for deployment in map(context.state.deployment, job.deployments):
         if deployment.state == WpgState.WAITING:
-            context.wait(deployment)
+            context.cluster.wait(deployment)
             for node in deployment.stored.nodes:
                 # A node may have been lost in the meantime.
-                context.wake(now, timers.node_check(node))
-    context.place_waiting = True
+                context.effects.wake(now, timers.node_check(node))
+    context.cluster.waiting.retry_all()
 
 
-def _set_aside(context: Context, job: Job, now: float) -> None:
-    for deployment in placed_of(context, job):
-        displace(context, deployment, "its job has no controller, and others waited", now)
-    job.is_set_aside = True
-    del context.detached[job.job]
-    for name in job.deployments:
-        context.waiting.remove(name)
-    context.place_waiting = True
-
-
-def _is_idle(context: Context, job: Job) -> bool:
+def _is_idle(state: State, settings: Settings, job: Job) -> bool:
     """Whether the job has deployments and none of them has anything to run."""
     if not job.deployments:
         return False
-    waits = any(context.deployment(name).queue for name in job.deployments)
-    return not waits and all(may_displace(context, each) for each in placed_of(context, job))
+    waits = any(state.deployment(name).queue for name in job.deployments)
+    return not waits and all(may_displace(state, settings, each) for each in placed_of(state, job))

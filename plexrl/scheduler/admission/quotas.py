@@ -4,21 +4,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plexrl.ids import TenantId
-    from plexrl.scheduler.core.context import Context
-    from plexrl.scheduler.state.records import Job
+    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.state.records import Job, State
     from plexrl.scheduler.state.tenant import Tenant
 
 
-def over_quota(context: "Context", job: "Job", gpus: int) -> str | None:
+def over_quota(cluster: "Cluster", job: "Job", gpus: int) -> str | None:
     """Why a quota of the tenant does not allow `job` to get `gpus` more; None if it does."""
-    tenant = context.state.tenants.get(job.tenant)
+    tenant = cluster.state.tenants.get(job.tenant)
     if tenant is None or (tenant.jobs_max is None and tenant.gpus_max is None):
         return None
-    held_gpus, held_jobs = context.holdings(job.tenant)
-    has_gpus = any(context.deployment(name).group is not None for name in job.deployments)
+    held_gpus, held_jobs = cluster.holdings(job.tenant)
+    has_gpus = any(cluster.state.deployment(name).group is not None for name in job.deployments)
     if tenant.jobs_max is not None and not has_gpus and held_jobs >= tenant.jobs_max:
         return f"tenant {job.tenant!r} runs {held_jobs} jobs, its quota is {tenant.jobs_max}"
-    if not allows_gpus(context, job.tenant, held_gpus + gpus):
+    if not allows_gpus(cluster.state, job.tenant, held_gpus + gpus):
         return (
             f"tenant {job.tenant!r} holds {held_gpus} GPUs, its quota is {tenant.gpus_max}; this "
             f"asks for {gpus}"
@@ -26,9 +26,9 @@ def over_quota(context: "Context", job: "Job", gpus: int) -> str | None:
     return None
 
 
-def allows_gpus(context: "Context", name: "TenantId", gpus: int) -> bool:
+def allows_gpus(state: "State", name: "TenantId", gpus: int) -> bool:
     """Whether the tenant may hold this many GPUs in all."""
-    tenant = context.state.tenants.get(name)
+    tenant = state.tenants.get(name)
     return tenant is None or tenant.gpus_max is None or gpus <= tenant.gpus_max
 
 

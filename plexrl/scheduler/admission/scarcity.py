@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from plexrl.scheduler.admission.queues.waiting import Size
-    from plexrl.scheduler.core.context import Context
+    from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.state.records import Deployment
 
 
-def is_scarce(context: "Context", deployment: "Deployment") -> bool:
+def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
     """Whether another eligible deployment needs more GPUs than are free; if `deployment` has none
     yet, more than would be free after it got a group of its own."""
     taken = deployment.workers if deployment.group is None else 0
-    waiting, node_type, pool = context.waiting, deployment.node_type, context.inventory.pool
+    waiting, node_type, pool = cluster.waiting, deployment.node_type, cluster.inventory.pool
     for size, tenants in waiting.pending_by_tenant.items():
         if not node_types_compatible(size.node_type, node_type):
             continue
@@ -25,32 +25,32 @@ def is_scarce(context: "Context", deployment: "Deployment") -> bool:
             continue
         for queue in tenants.values():
             # One deployment stands for its queue: the first that is not `deployment` itself.
-            other = context.deployment(queue[0][1])
+            other = cluster.state.deployment(queue[0][1])
             if other is deployment:
                 if len(queue) == 1:
                     continue
-                other = context.deployment(queue[1][1])
-            if _is_eligible(context, other):
+                other = cluster.state.deployment(queue[1][1])
+            if _is_eligible(cluster, other):
                 return True
     for name in waiting.of_partial_jobs:
-        other = context.deployment(name)
+        other = cluster.state.deployment(name)
         if (
             other is not deployment
             and node_types_compatible(other.node_type, node_type)
             and other.workers > pool.free_gpus(other.node_type) - taken
-            and _is_eligible(context, other)
+            and _is_eligible(cluster, other)
         ):
             return True
     return False
 
 
-def _is_eligible(context: "Context", deployment: "Deployment") -> bool:
+def _is_eligible(cluster: "Cluster", deployment: "Deployment") -> bool:
     """Whether only free GPUs are missing: the gang is complete, the quota allows the GPUs, and the
     nodes in service could hold it."""
-    job = context.job(deployment.job)
-    if len(job.deployments) < job.gang or over_quota(context, job, deployment.workers) is not None:
+    job = cluster.state.job(deployment.job)
+    if len(job.deployments) < job.gang or over_quota(cluster, job, deployment.workers) is not None:
         return False
-    return is_possible(context, deployment)
+    return is_possible(cluster, deployment)
 
 
 def node_types_compatible(one_type: str, other_type: str) -> bool:

@@ -13,8 +13,9 @@ from plexrl.scheduler.state.records import Deployment, Group, Reservation
 
 if TYPE_CHECKING:
     from plexrl.scheduler.capacity.index import GroupSlots
-    from plexrl.scheduler.core.context import Context
+    from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.state.demand import DemandTrace
+    from plexrl.scheduler.state.records import State
 
 UNCOUNTED_S: Final = math.inf
 """Marks an overlap whose length was not counted."""
@@ -23,45 +24,45 @@ TINY_SLOTS: Final = 1e-6
 """Far below a slot, far above the rounding error of a phase."""
 
 
-def update_reservation(context: "Context", deployment: Deployment, shift: float) -> None:
+def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float) -> None:
     """Replace the deployment's reservation by its present trace at `shift` slots."""
     assert deployment.group is not None, f"{deployment.deployment} is on no group"
-    group = context.state.groups[deployment.group]
+    group = cluster.state.groups[deployment.group]
     trace, before = deployment.trace, deployment.reservation
-    context.inventory.replace_reservation(deployment, trace, shift)
-    slots = context.inventory.index.slots(deployment.group)
-    overlap_s = UNCOUNTED_S if _overlaps_any(context, group, slots, deployment) else 0.0
+    cluster.inventory.replace_reservation(deployment, trace, shift)
+    slots = cluster.inventory.index.slots(deployment.group)
+    overlap_s = UNCOUNTED_S if _overlaps_any(cluster.state, group, slots, deployment) else 0.0
     deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
     if before is None or before.trace is None:
         # The group may accept members now.
-        context.inventory.refresh(group)
-    refresh_overlap_flags(context, group)
+        cluster.inventory.refresh(group)
+    refresh_overlap_flags(cluster, group)
 
 
-def refresh_overlap_flags(context: "Context", group: Group) -> None:
+def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
     """Clear the overlap flag of members that no longer overlap, after a footprint moved."""
-    slots = context.inventory.index.slots(group.group)
+    slots = cluster.inventory.index.slots(group.group)
     for name in group.members:
-        member = context.state.deployments[name]
+        member = cluster.state.deployments[name]
         reservation = member.reservation
         if (
             reservation is not None
             and reservation.overlap_s != 0.0
             and reservation.trace is not None
-            and not _overlaps_any(context, group, slots, member)
+            and not _overlaps_any(cluster.state, group, slots, member)
         ):
             member.reservation = Reservation(shift=reservation.shift, trace=reservation.trace)
 
 
-def overlap_s(context: "Context", deployment: Deployment) -> float:
+def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:
     """Seconds of the deployment's cycle in which another member is busy too, by the plan."""
     reservation = deployment.reservation
     if deployment.group is None or reservation is None or reservation.overlap_s == 0.0:
         return 0.0
-    slots = context.inventory.index.slots(deployment.group)
+    slots = cluster.inventory.index.slots(deployment.group)
     others = 0
-    for name in context.state.groups[deployment.group].members:
-        planned = context.state.deployments[name].reservation
+    for name in cluster.state.groups[deployment.group].members:
+        planned = cluster.state.deployments[name].reservation
         if name != deployment.deployment and planned is not None and planned.trace is not None:
             others |= slots.busy_of(name)
     both = slots.busy_of(deployment.deployment) & others
@@ -105,12 +106,12 @@ def footprints_overlap(one: Footprint, other: Footprint) -> bool:
 
 
 def _overlaps_any(
-    context: "Context", group: Group, slots: "GroupSlots", deployment: Deployment
+    state: "State", group: Group, slots: "GroupSlots", deployment: Deployment
 ) -> bool:
     footprints = slots.footprints
     own = footprints[deployment.deployment]
     for name in group.members:
-        planned = context.state.deployments[name].reservation
+        planned = state.deployments[name].reservation
         if (
             name != deployment.deployment
             and planned is not None

@@ -10,7 +10,7 @@ from typing import Final
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.deadlocks import break_deadlocks
 from plexrl.scheduler.admission.preemption import may_preempt, preempt_detached
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
@@ -77,7 +77,8 @@ class _Steps:
         Raises:
             EndlessStepsError: there were too many; `current` is the step that was most frequent.
         """
-        if not self.name(kind, subject):
+        self._kind, self._subject = kind, subject
+        if self._skipped and self.current in self._skipped:
             return False
         self._count += 1
         if self._count > STEPS_MIN:
@@ -105,27 +106,32 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     Raises:
         Fault: a step failed, or the steps have no end.
     """
-    dirty, timers = context.dirty, context.timers
+    state, cluster, effects = context.state, context.cluster, context.effects
+    dirty, timers, waiting = effects.dirty, effects.timers, cluster.waiting
     is_due = bool(timers) and timers[0][0] <= now
-    must_forget = len(context.state.ended) > context.ended_jobs
-    if not (is_due or must_forget or _has_steps(context) or may_preempt(context)):
+    must_forget = len(state.ended) > state.ended_jobs
+    if not (dirty or is_due or must_forget or _has_steps(context) or may_preempt(cluster)):
         return
-    steps = _Steps(context.state, skipped)
+    steps = _Steps(state, skipped)
     try:
         if is_due:
-            for what in context.due(now):
+            for what in effects.due(now):
                 # Not counted: thousands may be due at once, and each only once.
                 if steps.name("timer", str(what)):
                     _look_again(context, what, now)
-        while _has_steps(context) or _preempted(context, steps, now):
-            if context.place_waiting or context.newcomers:
+        while True:
+            if waiting.must_retry or waiting.newcomers:
                 _place(context, steps, now)
             if dirty:
                 _advance_groups(context, steps, now)
-            if context.cycles_over:
+            if effects.cycles_over:
                 _end_cycles(context, steps, now)
-        if len(context.state.ended) > context.ended_jobs and steps.begin("forgetting"):
-            forget_ended(context)
+            if not _has_steps(context) and not (
+                may_preempt(cluster) and _preempt(context, steps, now)
+            ):
+                break
+        if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
+            forget_ended(state, context.settings)
     except MemoryError:
         raise
     except Exception as error:
@@ -133,12 +139,13 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
 
 
 def _has_steps(context: Context) -> bool:
-    return bool(context.dirty or context.cycles_over or context.place_waiting or context.newcomers)
+    effects, waiting = context.effects, context.cluster.waiting
+    return bool(effects.dirty or effects.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
-def _preempted(context: Context, steps: _Steps, now: float) -> bool:
+def _preempt(context: Context, steps: _Steps, now: float) -> bool:
     """Whether a detached job gave its GPUs away, which leaves more steps."""
-    return may_preempt(context) and steps.begin(GIVING_WAY) and preempt_detached(context, now)
+    return steps.begin(GIVING_WAY) and preempt_detached(context, now)
 
 
 def _place(context: Context, steps: _Steps, now: float) -> None:
@@ -146,12 +153,11 @@ def _place(context: Context, steps: _Steps, now: float) -> None:
         place_waiting(context, now)
         break_deadlocks(context, now)
     else:
-        context.place_waiting = False
-        context.newcomers.clear()
+        context.cluster.waiting.take_newcomers()
 
 
 def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
-    dirty, groups = context.dirty, context.state.groups
+    dirty, groups = context.effects.dirty, context.state.groups
     while dirty:
         touched = next(iter(dirty))
         del dirty[touched]
@@ -161,7 +167,7 @@ def _advance_groups(context: Context, steps: _Steps, now: float) -> None:
 
 
 def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
-    cycles_over, deployments = context.cycles_over, context.state.deployments
+    cycles_over, deployments = context.effects.cycles_over, context.state.deployments
     while cycles_over:
         deployment = deployments[next(iter(cycles_over))]
         del cycles_over[deployment.deployment]
@@ -171,25 +177,26 @@ def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
 
 def has_work(context: Context) -> bool:
     """Whether an event has caused commands or steps. A refused event must cause none."""
-    return bool(context.commands or context.discards) or _has_steps(context)
+    return bool(context.effects.commands or context.effects.discards) or _has_steps(context)
 
 
 def _look_again(context: Context, what: Subject, now: float) -> None:
+    state, effects = context.state, context.effects
     kind, name = what
     match kind:
         case TimerKind.GROUP:
-            context.touch(GroupId(name))
+            effects.touch(GroupId(name))
         case TimerKind.DEADLINE:
-            deadline_passed(context, OperationId(name), now)
+            deadline_passed(state, effects, OperationId(name), now)
         case TimerKind.PLACEMENT:
-            context.place_waiting = context.place_waiting or bool(context.waiting)
-        case TimerKind.NODE if name in context.state.nodes:
+            context.cluster.waiting.retry_all_if_any()
+        case TimerKind.NODE if name in state.nodes:
             reconcile_node(context, NodeId(name), now)
-        case TimerKind.LAUNCH if name in context.state.deployments:
-            launch_if_due(context, context.deployment(DeploymentId(name)), now)
+        case TimerKind.LAUNCH if name in state.deployments:
+            launch_if_due(state, effects, state.deployment(DeploymentId(name)), now)
         case TimerKind.MIGRATION:
-            deployment = context.state.deployments.get(DeploymentId(name))
+            deployment = state.deployments.get(DeploymentId(name))
             if deployment is not None and deployment.state == WpgState.MIGRATING:
-                send_migration(context, deployment)
-        case TimerKind.JOB if (job := context.state.jobs.get(JobId(name))) is not None:
+                send_migration(state, effects, deployment)
+        case TimerKind.JOB if (job := state.jobs.get(JobId(name))) is not None:
             detach_or_cancel(context, job, now)

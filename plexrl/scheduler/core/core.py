@@ -13,12 +13,12 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import enqueue_deployment, reset_patience_timers
+from plexrl.scheduler.admission.admission import enqueue_deployment, patience_ends
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.config import SchedulerConfig, with_core_settings
+from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
 from plexrl.scheduler.core.calls import ListOperations
-from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.core.invariants import check
 from plexrl.scheduler.core.limits import check_numbers, within_limits
 from plexrl.scheduler.core.lookups import (
@@ -113,24 +113,25 @@ class SchedulerCore:
         self._begin(Context(config))
 
     def _begin(self, context: Context) -> None:
-        self._context = context
+        self._context, self._state = context, context.state
+        self._cluster, self._effects = context.cluster, context.effects
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,
             ev.NodeJoined: partial(node_joined, context),
             ev.NodeLost: partial(node_lost, context),
-            ev.RouterJoined: partial(router_joined, context),
-            ev.RouterLost: partial(router_lost, context),
-            ev.TenantCreated: partial(tenant_created, context),
-            ev.ApiKeyAdded: partial(api_key_added, context),
-            ev.ApiKeyRevoked: partial(api_key_revoked, context),
+            ev.RouterJoined: partial(router_joined, context.state, context.effects),
+            ev.RouterLost: partial(router_lost, context.state, context.effects),
+            ev.TenantCreated: partial(tenant_created, context.state),
+            ev.ApiKeyAdded: partial(api_key_added, context.state),
+            ev.ApiKeyRevoked: partial(api_key_revoked, context.state),
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: partial(node_drain_changed, context),
             ev.StateMigrated: partial(state_migrated, context),
-            ev.StateReported: partial(state_reported, context),
+            ev.StateReported: partial(state_reported, context.state, context.effects),
             ev.JobSubmitted: self._job_submitted,
             ev.ControllerSeen: partial(controller_seen, context),
             ev.ControllerAttached: partial(controller_attached, context),
-            ev.FailureAcknowledged: partial(failure_acknowledged, context),
+            ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
             ev.JobFinished: partial(job_finished, context),
             ev.DeploymentCreated: self._deployment_created,
             ev.WorkerReady: self._worker_ready,
@@ -140,7 +141,7 @@ class SchedulerCore:
             ev.OperationFinished: self._operation_finished,
             ev.OperationFailed: partial(run_failed, context),
             ev.TimerFired: self._timer_fired,
-            ev.ServiceResumed: partial(excuse_silence, context),
+            ev.ServiceResumed: partial(excuse_silence, context.state),
         }
 
     def handle(self, event: ev.Event, now: float, skipped: frozenset[str] = NONE) -> list[Command]:
@@ -163,11 +164,7 @@ class SchedulerCore:
                 raise
             raise Fault(EVENT, error) from error
         work_off(context, now, skipped)
-        commands = context.commands
-        context.commands = []
-        if context.timer_at is None or context.wakes_sooner or context.discards:
-            context.add_own_commands(commands)
-        return commands
+        return context.effects.take_commands()
 
     def become(self, other: "SchedulerCore") -> None:
         """Take over the state of `other`, which must not be used any more."""
@@ -196,31 +193,32 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Assert the invariants of `plexrl.scheduler.state`."""
-        check(self._context)
+        check(self._cluster)
 
     def _scheduler_started(self, event: ev.SchedulerStarted, now: float) -> None:
         if event.settings_json:
             self._take_settings(event.settings_json)
-            reset_patience_timers(self._context)
-        state = self._context.state
+            for at in patience_ends(self._cluster):
+                self._effects.wake(at, timers.PLACEMENT)
+        state = self._state
         state.routers.clear()
         for node in state.nodes.values():
             node.alive = False
-            self._context.inventory.node_changed(node)
-        self._context.timer_at = None
-        excuse_silence(self._context, event, now)
+            self._cluster.inventory.node_changed(node)
+        self._effects.timer_at = None
+        excuse_silence(self._state, event, now)
 
     def _take_settings(self, settings_json: str) -> None:
         try:
             settings = msgspec.json.decode(settings_json, type=dict[str, Any])
         except ValueError as error:
             raise InvalidRequestError(f"settings_json is no JSON object: {error}") from error
-        self._context.reconfigure(with_core_settings(self._context.config, settings))
+        self._cluster.reconfigure(with_core_settings(self._cluster.settings.config, settings))
 
     def _tenant_configured(self, event: ev.TenantConfigured, now: float) -> None:
         del now
-        tenant_configured(self._context.state, event)
-        self._context.place_waiting = True
+        tenant_configured(self._state, event)
+        self._cluster.waiting.retry_all()
 
     def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
         context = self._context
@@ -229,11 +227,11 @@ class SchedulerCore:
             if (known.tenant, known.name) != (event.tenant, event.name):
                 raise ConflictError(f"job id {event.job!r} is taken: choose another")
             if event.controller and not known.state.is_final:
-                take_over(context, known, event.controller, now)
+                take_over(context.state, context.effects, known, event.controller, now)
             return
         check_priority(context.state, event.tenant, event.priority)
         check_budget(context.state, event.tenant)
-        check_live_jobs(context, event.tenant)
+        check_live_jobs(context.cluster, event.tenant)
         context.state.jobs[event.job] = Job(
             job=event.job,
             tenant=event.tenant,
@@ -248,8 +246,8 @@ class SchedulerCore:
             controller=event.controller,
             halts_on_failure=event.halts_on_failure,
         )
-        context.count_live_job(event.tenant, +1)
-        context.wake(now + event.controller_timeout_s, timers.silence(event.job))
+        context.cluster.count_live_job(event.tenant, +1)
+        context.effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context
@@ -283,12 +281,12 @@ class SchedulerCore:
             node_type=event.node_type,
             trace=event.trace,
         )
-        check_it_can_fit(context, job, deployment)
-        check_gpus(context, job, event.workers)
+        check_it_can_fit(context.cluster, job, deployment)
+        check_gpus(context.state, job, event.workers)
         context.state.deployments[event.deployment] = deployment
         job.deployments.append(event.deployment)
         if deployment.trace is None:
-            deployment.trace = context.state.profiles.get(profile_key(context, deployment))
+            deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
         seen(context, job, now)
         enqueue_deployment(context, deployment)
 
@@ -296,9 +294,9 @@ class SchedulerCore:
         deployment = self._current(event.deployment, event.incarnation)
         if deployment is None or not 0 <= event.rank < len(deployment.ranks):
             return
-        if has_gpu(self._context, deployment.ranks[event.rank]):
+        if has_gpu(self._state, deployment.ranks[event.rank]):
             # Else its node was lost: a node that comes back reports its workers.
-            worker_ready(self._context, deployment, event.rank, event.address, now)
+            worker_ready(self._effects, deployment, event.rank, event.address, now)
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
@@ -312,7 +310,7 @@ class SchedulerCore:
 
     def _current(self, name: DeploymentId, incarnation: int) -> Deployment | None:
         """The deployment, if that incarnation of its workers is the present one."""
-        deployment = self._context.state.deployments.get(name)
+        deployment = self._state.deployments.get(name)
         if deployment is None or deployment.processes.incarnation != incarnation:
             return None
         gone = (WpgState.STOPPED, WpgState.MIGRATING, WpgState.WAITING)
@@ -345,38 +343,44 @@ class SchedulerCore:
         check_deadline(event)
         if event.kind in HALTED:
             check_not_halted([deployment] if source is None else [deployment, source])
-        check_room(context, event, deployment, source)
+        check_room(context.state, context.settings, event, deployment, source)
         seen(context, job, now)
-        operation = enqueue(context, event, deployment, now)
-        record_estimate(context, deployment, operation, now)
+        operation = enqueue(context.state, context.effects, event, deployment, now)
+        record_estimate(context.state, context.settings, deployment, operation, now)
         if event.deadline_s is not None:
-            await_deadline(context, operation)
+            await_deadline(context.effects, operation)
 
     def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        run_finished(self._context, within_limits(event), now)
+        run_finished(
+            self._state,
+            self._cluster.settings,
+            self._effects,
+            within_limits(event),
+            now,
+        )
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)
         deployment = self._deployment(operation.deployment)
         check_controller(self._job(deployment.job), event.controller)
-        cancel(self._context, operation, now)
+        cancel(self._state, self._effects, operation, now)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """The pending wake-up has fired; due timers are handled after every event."""
         del event, now
-        self._context.timer_at = None
+        self._effects.timer_at = None
 
     def _job(self, name: JobId) -> Job:
-        return find_job(self._context.state, name)
+        return find_job(self._state, name)
 
     def _live_job(self, name: JobId) -> Job:
-        return find_live_job(self._context.state, name)
+        return find_live_job(self._state, name)
 
     def _deployment(self, name: DeploymentId) -> Deployment:
-        return find_deployment(self._context.state, name)
+        return find_deployment(self._state, name)
 
     def _operation(self, name: OperationId) -> Operation:
-        return find_operation(self._context.state, name)
+        return find_operation(self._state, name)
 
     def tenant_of_job(self, job: JobId) -> TenantId:
         """The owner of a job. Raises `UnknownJobError`."""
@@ -395,8 +399,8 @@ class SchedulerCore:
         `UnknownOperationError`."""
         found = self._operation(operation)
         job = self._job(self._deployment(found.deployment).job)
-        failure = failure_view(job_failure(self._context.state, job))
-        return {**operation_view(self._context, found, now), "job_failure": failure}
+        failure = failure_view(job_failure(self._state, job))
+        return {**operation_view(self._cluster, found, now), "job_failure": failure}
 
     def check_controller(
         self,
@@ -410,7 +414,7 @@ class SchedulerCore:
         """Refuse a query of a former controller about its job or a part of it. Unknown names and
         those of other tenants pass: the query itself refuses them. Raises
         `ControllerReplacedError`."""
-        found = job_named(self._context.state, job, deployment, operation)
+        found = job_named(self._state, job, deployment, operation)
         if found is not None and tenant in (None, found.tenant):
             check_controller(found, controller)
 
@@ -420,77 +424,77 @@ class SchedulerCore:
 
     def ended_since(self, count: int) -> tuple[int, list[OperationId] | None]:
         """(number of ended operations, names of those after the first `count`; None: dropped)."""
-        return ended_since(self._context.state, count)
+        return ended_since(self._state, count)
 
     def deployment_view(self, deployment: DeploymentId, now: float) -> View:
         """One deployment. Raises `UnknownDeploymentError`."""
         del now
-        return deployment_view(self._context, self._deployment(deployment))
+        return deployment_view(self._state, self._deployment(deployment))
 
     def job_view(self, job: JobId, now: float) -> View:
         """One job. Raises `UnknownJobError`."""
         del now
-        return job_view(self._context, self._job(job))
+        return job_view(self._state, self._job(job))
 
     def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> View:
         """Why a job waits or how it runs; an operator `sees_all`. Raises `UnknownJobError`."""
-        return explain_job(self._context, self._job(job), now, sees_all=sees_all)
+        return explain_job(self._cluster, self._job(job), now, sees_all=sees_all)
 
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        jobs = self._context.state.jobs.values()
-        return [job_view(self._context, job) for job in jobs if tenant in (None, job.tenant)]
+        jobs = self._state.jobs.values()
+        return [job_view(self._state, job) for job in jobs if tenant in (None, job.tenant)]
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""
-        return [job.job for job in self._context.state.jobs.values() if job.tenant == tenant]
+        return [job.job for job in self._state.jobs.values() if job.tenant == tenant]
 
     def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
         """All nodes, as visible to a tenant or (None) the operator."""
-        nodes = self._context.state.nodes.values()
-        return [node_view(self._context, node, tenant) for node in nodes]
+        nodes = self._state.nodes.values()
+        return [node_view(self._cluster, node, tenant) for node in nodes]
 
     def list_groups(self, now: float) -> list[View]:
         """All node groups."""
         del now
-        return [group_view(self._context, group) for group in self._context.state.groups.values()]
+        return [group_view(self._cluster, group) for group in self._state.groups.values()]
 
     def operation_log(
         self, tenant: TenantId | None, wanted: ListOperations, now: float
     ) -> list[View]:
         """Finished operations after index `wanted.after`, oldest first."""
-        return operation_log(self._context, tenant, wanted, now)
+        return operation_log(self._cluster, tenant, wanted, now)
 
     def status(self, now: float, tenant: TenantId | None = None) -> View:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
-        return cluster_view(self._context, tenant, now)
+        return cluster_view(self._cluster, tenant, now)
 
     def held_deployments(self) -> list[View]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
-        return held_view(self._context, self._context.state.deployments)
+        return held_view(self._state, self._state.deployments)
 
     def unreferenced_payloads(self, blobs: Iterable[BlobRef]) -> list[BlobRef]:
         """The payloads that neither an unfinished operation nor a recovery needs."""
-        return unreferenced_payloads(self._context.state, blobs)
+        return unreferenced_payloads(self._state, blobs)
 
     def authenticate(self, key_digest: str) -> tuple[TenantId, bool]:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
-        return authenticate(self._context.state, key_digest)
+        return authenticate(self._state, key_digest)
 
     def usage(self, tenant: TenantId | None) -> list[View]:
         """Use of a tenant, or of all: a row for each job and kind of operation."""
-        return usage_view(self._context, tenant)
+        return usage_view(self._state, tenant)
 
     def sharing(self, tenant: TenantId | None, now: float) -> list[View]:
         """Savings of a tenant, or of all, by sharing groups: a row for each job that had GPUs."""
-        return sharing_view(self._context.state, tenant, now)
+        return sharing_view(self._state, tenant, now)
 
     def list_tenants(self, now: float) -> list[View]:
         """All tenants, with their limits, GPUs and use."""
-        tenants = self._context.state.tenants.values()
-        return [tenant_view(self._context, tenant, now) for tenant in tenants]
+        tenants = self._state.tenants.values()
+        return [tenant_view(self._cluster, tenant, now) for tenant in tenants]
 
     def tenants(self) -> list[TenantId]:
         """All tenants, in the order of their creation."""
-        return list(self._context.state.tenants)
+        return list(self._state.tenants)

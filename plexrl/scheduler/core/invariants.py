@@ -1,17 +1,17 @@
 """Checks of all invariants of the scheduler's state."""
 
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind, OperationState
 
 
-def check(context: Context) -> None:
+def check(cluster: Cluster) -> None:
     """Raises `AssertionError`, which names the first broken invariant."""
-    state = context.state
-    context.inventory.check()
-    context.waiting.check()
+    state = cluster.state
+    cluster.inventory.check()
+    cluster.waiting.check()
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
         assert group.members, f"{group.group} has no members"
@@ -29,13 +29,12 @@ def check(context: Context) -> None:
                 assert not busy, f"{member} runs without the lock of {group.group}"
                 assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
     for deployment in state.deployments.values():
-        _check_deployment(context, deployment)
-    _check_in_flight(context)
+        _check_deployment(cluster.state, deployment)
+    _check_in_flight(cluster.state)
 
 
-def _check_in_flight(context: Context) -> None:
+def _check_in_flight(state: State) -> None:
     """Check that the counts used by limits equal the operations that exist."""
-    state = context.state
     counted: dict[str, list[int]] = {}
     for operation in state.operations.values():
         if operation.is_counted:
@@ -51,8 +50,7 @@ def _check_in_flight(context: Context) -> None:
     assert not counted, f"nothing is kept of {sorted(counted)}"
 
 
-def _check_deployment(context: Context, deployment: Deployment) -> None:
-    state = context.state
+def _check_deployment(state: State, deployment: Deployment) -> None:
     name = deployment.deployment
     placed = deployment.state not in (WpgState.WAITING, WpgState.STOPPED)
     assert placed == (deployment.group is not None), f"{name}: placed and group disagree"

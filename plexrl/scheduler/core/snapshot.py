@@ -8,29 +8,37 @@ state. The settings are those in force at the time of the snapshot: the events a
 under them.
 """
 
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
 from plexrl.errors import StorageError
 from plexrl.scheduler.config import SchedulerConfig, core_settings, with_core_settings
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.snapshot_versions import from_version_1
+from plexrl.scheduler.state.records import State
+from plexrl.scheduler.state.timers import Timer
 from plexrl.wire.codec import restore_annotations
 
 VERSION = 2
 """Incremented when a change of a record makes older snapshots unreadable."""
 
-_KEPT = ("state", "timers", "timer_at")
-
 
 def encode(context: Context) -> bytes:
     """The snapshot of `context` between two events."""
-    to_do = (context.commands, context.discards, context.dirty, context.place_waiting)
-    assert not any((*to_do, context.newcomers, context.cycles_over)), "a snapshot inside an event"
-    kept = {name: getattr(context, name) for name in _kept_fields()}
-    head = {"version": VERSION, "settings": core_settings(context.config)}
-    return msgspec.msgpack.encode({**head, **kept})
+    effects, waiting = context.effects, context.cluster.waiting
+    to_do = (effects.commands, effects.discards, effects.dirty, effects.cycles_over)
+    assert not any((*to_do, waiting.must_retry, waiting.newcomers)), "a snapshot inside an event"
+    restore_annotations(State)
+    return msgspec.msgpack.encode(
+        {
+            "version": VERSION,
+            "settings": core_settings(context.settings.config),
+            "state": context.state,
+            "timers": effects.timers,
+            "timer_at": effects.timer_at,
+        }
+    )
 
 
 def decode(body: bytes, config: SchedulerConfig) -> Context:
@@ -50,15 +58,13 @@ def decode(body: bytes, config: SchedulerConfig) -> Context:
                 version=head.version,
             )
         # The version is checked before the other fields, so that the error names it.
-        raw = msgspec.msgpack.decode(body, type=dict[str, msgspec.Raw])
-        found: dict[str, Any] = {
-            name: msgspec.msgpack.decode(raw[name], type=hint)
-            for name, hint in _kept_fields().items()
-            if name in raw
-        }
+        restore_annotations(State)
+        found = msgspec.msgpack.decode(body, type=_Snapshot)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"the snapshot cannot be read: {error}") from error
-    return Context(config=with_core_settings(config, head.settings), **found)
+    context = Context(with_core_settings(config, head.settings), found.state)
+    context.effects.timers, context.effects.timer_at = found.timers, found.timer_at
+    return context
 
 
 class _Head(msgspec.Struct):
@@ -66,8 +72,7 @@ class _Head(msgspec.Struct):
     settings: dict[str, Any]
 
 
-def _kept_fields() -> dict[str, Any]:
-    """Name and type of each part of a snapshot."""
-    restore_annotations(Context)
-    hints = get_type_hints(Context)
-    return {name: hints[name] for name in _KEPT}
+class _Snapshot(msgspec.Struct):
+    state: State
+    timers: list[Timer] = msgspec.field(default_factory=list)
+    timer_at: float | None = None

@@ -11,7 +11,9 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.capacity.overlaps import has_exclusive_slots
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES
 from plexrl.scheduler.dispatch.ordering import first
@@ -24,11 +26,12 @@ from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
 from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state.commands import PrefetchState
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind, OperationState
 
 _READY: Final = WpgState.READY
@@ -46,79 +49,82 @@ LOOK_AHEAD = 32
 
 def advance(context: Context, group: Group, now: float) -> None:
     """Decide and start the next step of `group`."""
-    if context.relocating and _move_out(context, group, now):
+    state, settings, effects = context.state, context.settings, context.effects
+    if context.cluster.relocating and _move_out(context, group, now):
         return
     if group.holder is None:
-        waiting = _waiting(context, group, now)
-        chosen = _first_not_held_back(context, group, waiting, now)
+        waiting = _waiting(state, group, now)
+        chosen = _first_not_held_back(state, settings, effects, group, waiting, now)
         if chosen is not None:
-            _grant(context, group, chosen, now)
+            _grant(state, effects, group, chosen, now)
         return
-    holder = context.state.deployments[group.holder]
+    holder = state.deployments[group.holder]
     if holder.moving is not None or holder.state is not _READY:
         return
     if holder.replay.replaying:
         held = now < holder.backoff.until
-        if not holder.running and not held and may_replay(context, holder):
-            _replay_next(context, group, holder, now)
+        if not holder.running and not held and may_replay(state, holder):
+            _replay_next(state, effects, group, holder, now)
         return
-    if holder.moves.planned is not None and is_stopping(context, holder):
+    if holder.moves.planned is not None and is_stopping(state, holder):
         return
     if holder.kind == "forward" and _leans_on_its_source(holder, now):
-        _snapshot(context, group, holder, now)
+        _snapshot(state, effects, group, holder, now)
         return
-    if not holder.running and not _goes_on(context, holder, now):
-        waiting = _waiting(context, group, now, besides=holder)
-        if waiting and _may_be_relieved(context, group, holder, waiting, now):
-            chosen = _first_not_held_back(context, group, waiting, now)
+    if not holder.running and not _goes_on(state, settings, holder, now):
+        waiting = _waiting(state, group, now, besides=holder)
+        if waiting and _may_be_relieved(state, settings, effects, group, holder, waiting, now):
+            chosen = _first_not_held_back(state, settings, effects, group, waiting, now)
             if chosen is not None:
-                _switch(context, group, holder, chosen, now)
+                _switch(state, effects, group, holder, chosen, now)
                 return
             if not holder.queue:
                 # All waiting members are held back from a critical segment; the holder is idle.
                 end_burst(holder, now)
-                _anticipate(context, group, holder, now, held_back=True)
+                _anticipate(state, settings, effects, group, holder, now, held_back=True)
                 return
         if not waiting and not holder.queue:
-            _anticipate(context, group, holder, now)
+            _anticipate(state, settings, effects, group, holder, now)
             return
     if holder.queue:
-        _dispatch(context, group, holder, now)
-    if holder.running and context.inventory.spills(group):
-        _look_ahead(context, group, holder, now)
+        _dispatch(state, settings, effects, group, holder, now)
+    if holder.running and context.cluster.inventory.spills(group):
+        hint = _look_ahead(state, settings, group, holder, now)
+        if hint is not None:
+            effects.emit(hint)
 
 
-def next_operation(context: Context, deployment: Deployment) -> Operation | None:
+def next_operation(state: State, deployment: Deployment) -> Operation | None:
     """The head of the queue, if only the load of its WPG is missing to run it."""
     if not deployment.queue:
         return None
-    head = context.state.operations[deployment.queue[0]]
-    return head if head.after is None or _is_over(context, head.after) else None
+    head = state.operations[deployment.queue[0]]
+    return head if head.after is None or _is_over(state, head.after) else None
 
 
-def _is_over(context: Context, name: OperationId) -> bool:
-    dependency = context.state.operations.get(name)
+def _is_over(state: State, name: OperationId) -> bool:
+    dependency = state.operations.get(name)
     return dependency is None or dependency.state is _FINISHED
 
 
-def wants_the_group(context: Context, deployment: Deployment, now: float) -> bool:
+def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
     """Whether the deployment has an operation to run, ready processes, and no back-off."""
     queue = deployment.queue
     if not queue or deployment.state is not _READY or now < deployment.backoff.until:
         return False
-    if deployment.moves.planned is not None and is_stopping(context, deployment):
+    if deployment.moves.planned is not None and is_stopping(state, deployment):
         return False
-    after = context.state.operations[queue[0]].after
-    return after is None or _is_over(context, after)
+    after = state.operations[queue[0]].after
+    return after is None or _is_over(state, after)
 
 
-def candidate(context: Context, group: Group, deployment: Deployment) -> Candidate:
+def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
     """The waiting burst of `deployment`, as input for the ordering."""
     estimates = deployment.estimates
     queue = deployment.queue
     head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
     if queue:
-        operations = context.state.operations
+        operations = state.operations
         head = operations[queue[0]]
         # The queue is in order of submission, including operations that a fault put back.
         arrived_at = head.submitted_at
@@ -133,12 +139,12 @@ def candidate(context: Context, group: Group, deployment: Deployment) -> Candida
         name=deployment.deployment,
         arrived_at=arrived_at,
         service_s=max(queued_s, burst_s),
-        setup_s=switch_cost(context, group, deployment),
+        setup_s=switch_cost(state, group, deployment),
         head_s=head_s,
         cycle_s=cycle_s,
         served_at=deployment.burst.served_at,
         turns_away=_turns_away(group, deployment),
-        priority=context.state.jobs[deployment.job].priority,
+        priority=state.jobs[deployment.job].priority,
     )
 
 
@@ -151,109 +157,132 @@ def _turns_away(group: Group, deployment: Deployment) -> int:
 
 
 def _waiting(
-    context: Context, group: Group, now: float, besides: Deployment | None = None
+    state: State, group: Group, now: float, besides: Deployment | None = None
 ) -> list[Deployment]:
     """All members that want the group, except `besides`."""
-    deployments = context.state.deployments
+    deployments = state.deployments
     found = []
     for name in group.members:
         member = deployments[name]
-        if member.queue and member is not besides and wants_the_group(context, member, now):
+        if member.queue and member is not besides and wants_the_group(state, member, now):
             found.append(member)
     return found
 
 
-def _first(context: Context, group: Group, waiting: Sequence[Deployment], now: float) -> Deployment:
+def _first(
+    state: State, settings: Settings, group: Group, waiting: Sequence[Deployment], now: float
+) -> Deployment:
     """The first of `waiting`, which is not empty, by the ordering."""
     if len(waiting) == 1:
         return waiting[0]
-    candidates = [candidate(context, group, each) for each in waiting]
-    best = first(context.ordering, candidates, now, context.config.starvation_bound_s)
+    candidates = [candidate(state, group, each) for each in waiting]
+    best = first(settings.ordering, candidates, now, settings.config.starvation_bound_s)
     assert best is not None, f"{group.group}: no candidate is first"
-    return context.deployment(DeploymentId(best.name))
+    return state.deployment(DeploymentId(best.name))
 
 
 def _first_not_held_back(
-    context: Context, group: Group, waiting: Sequence[Deployment], now: float
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    group: Group,
+    waiting: Sequence[Deployment],
+    now: float,
 ) -> Deployment | None:
     """The first of `waiting` that is not held back from a critical segment."""
-    if not context.policy.guards_slack:
-        return _first(context, group, waiting, now) if waiting else None
+    if not settings.policy.guards_slack:
+        return _first(state, settings, group, waiting, now) if waiting else None
     left = list(waiting)
     while left:
-        chosen = _first(context, group, left, now)
-        if not _held_back(context, group, chosen, now):
+        chosen = _first(state, settings, group, left, now)
+        if not _held_back(state, settings, effects, group, chosen, now):
             return chosen
         left.remove(chosen)
     return None
 
 
-def _held_back(context: Context, group: Group, chosen: Deployment, now: float) -> bool:
+def _held_back(
+    state: State, settings: Settings, effects: Effects, group: Group, chosen: Deployment, now: float
+) -> bool:
     """Whether the next burst must stay out of a critical segment; if so, sets a timer."""
     if has_exclusive_slots(chosen):
         return False
-    wait_s = holds_back(context, group, chosen, candidate(context, group, chosen), now)
+    wait_s = holds_back(state, settings, group, chosen, candidate(state, group, chosen), now)
     if wait_s is None:
         return False
-    context.wake(now + wait_s, timers.group_step(group.group))
+    effects.wake(now + wait_s, timers.group_step(group.group))
     return True
 
 
 def _move_out(context: Context, group: Group, now: float) -> bool:
     """Continue the moves of members that are between operations. True if the group must wait."""
+    state = context.state
     for name in list(group.members):
-        member = context.deployment(name)
-        if not is_due(context, member):
+        member = state.deployment(name)
+        if not is_due(state, member):
             continue
         if member.residency == Residency.DEVICE and group.holder == name:
-            _offload(context, group, member, now)
+            _offload(state, context.effects, group, member, now)
             return True
         if member.residency != Residency.DEVICE and finish_relocation(context, member, now):
             if member.state == WpgState.RECOVERING:
-                launch(context, member)
-            context.touch(member.group)
-    return group.group not in context.state.groups
+                launch(state, context.effects, member)
+            context.effects.touch(member.group)
+    return group.group not in state.groups
 
 
-def _goes_on(context: Context, holder: Deployment, now: float) -> bool:
+def _goes_on(state: State, settings: Settings, holder: Deployment, now: float) -> bool:
     """Whether the holder's burst continues, even if others wait."""
-    if not holder.queue or not context.ordering.holds_bursts:
+    if not holder.queue or not settings.ordering.holds_bursts:
         return False
-    if not wants_the_group(context, holder, now):
+    if not wants_the_group(state, holder, now):
         return False
     started_at = holder.burst.started_at if holder.burst.started_at is not None else now
-    return now - started_at < context.config.burst_max_s
+    return now - started_at < settings.config.burst_max_s
 
 
 def _may_be_relieved(
-    context: Context, group: Group, holder: Deployment, waiting: Sequence[Deployment], now: float
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    group: Group,
+    holder: Deployment,
+    waiting: Sequence[Deployment],
+    now: float,
 ) -> bool:
     """Whether one of `waiting` may take the lock now. It may restart the burst or set a timer."""
-    ordering = context.ordering
-    if wants_the_group(context, holder, now):
-        if _first(context, group, [holder, *waiting], now) is not holder:
+    ordering = settings.ordering
+    if wants_the_group(state, holder, now):
+        if _first(state, settings, group, [holder, *waiting], now) is not holder:
             return True
         if ordering.holds_bursts:
             holder.burst.begin(now)
         return False
     if holder.burst.idle_since is None or not ordering.holds_bursts:
         return True
-    hold_s = _hold_s(context, holder)
+    hold_s = _hold_s(state, settings, holder)
     if now >= holder.burst.idle_since + hold_s:
         return True
-    context.wake(holder.burst.idle_since + hold_s, timers.group_step(group.group))
+    effects.wake(holder.burst.idle_since + hold_s, timers.group_step(group.group))
     return False
 
 
-def _hold_s(context: Context, holder: Deployment) -> float:
+def _hold_s(state: State, settings: Settings, holder: Deployment) -> float:
     """Maximum wait for the next operation of a burst: at most the time of a switch away and
     back."""
     usual_s = GAP_MARGIN * (holder.estimates.gap_seconds or 0.0)
-    return min(max(context.config.burst_hold_s, usual_s), round_trip_s(context, holder))
+    return min(max(settings.config.burst_hold_s, usual_s), round_trip_s(state, holder))
 
 
 def _anticipate(
-    context: Context, group: Group, holder: Deployment, now: float, *, held_back: bool = False
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    group: Group,
+    holder: Deployment,
+    now: float,
+    *,
+    held_back: bool = False,
 ) -> None:
     """Switch an idle group to the member whose next burst is expected first.
 
@@ -261,25 +290,22 @@ def _anticipate(
     switch in any case, and one that arrives during the offload gets the group. With `held_back`,
     waiting members are held back for one with exclusive slots, and only such a member is chosen.
     """
-    if (
-        not context.anticipates
-        or holder.burst.started_at is not None
-        or holder.burst.ended_at is None
-    ):
+    burst = holder.burst
+    if not settings.anticipates or burst.started_at is not None or burst.ended_at is None:
         return
-    expected = _expected_next(context, group, now, critical=held_back)
+    expected = _expected_next(state, group, now, critical=held_back)
     if expected is not None and expected is not holder:
-        _switch(context, group, holder, expected, now)
+        _switch(state, effects, group, holder, expected, now)
 
 
 def _expected_next(
-    context: Context, group: Group, now: float, *, critical: bool = False
+    state: State, group: Group, now: float, *, critical: bool = False
 ) -> Deployment | None:
     """The member whose next burst is due first, by the end of its last one and its usual pause.
 
     `critical`: only among members with exclusive slots and empty queues.
     """
-    deployments = context.state.deployments
+    deployments = state.deployments
     first_due: Deployment | None = None
     due_at = 0.0
     for name in group.members:
@@ -288,12 +314,10 @@ def _expected_next(
         if ended_at is None or member.state is not _READY:
             continue
         think_s = member.estimates.think_seconds
-        # A member that is very late may have stopped for good.
-        if (
-            think_s is None
-            or now > ended_at + EXPECTED_PAUSES * think_s
-            or now < member.backoff.until
-        ):
+        if think_s is None or now < member.backoff.until:
+            continue
+        if now > ended_at + EXPECTED_PAUSES * think_s:
+            # It may have stopped for good.
             continue
         if critical and (member.queue or not has_exclusive_slots(member)):
             continue
@@ -303,65 +327,71 @@ def _expected_next(
     return first_due
 
 
-def _look_ahead(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    """While the holder works, prefetch the state of the next member into host memory."""
-    waiting = _waiting(context, group, now, besides=holder)
+def _look_ahead(
+    state: State, settings: Settings, group: Group, holder: Deployment, now: float
+) -> PrefetchState | None:
+    """While the holder works: the hint to prefetch the next member's state into host memory."""
+    waiting = _waiting(state, group, now, besides=holder)
     if waiting:
-        prefetch(context, group, _first(context, group, waiting, now), now)
-        return
-    expected = _expected_next(context, group, now)
-    if expected is not None and expected is not holder:
-        prefetch(context, group, expected, now)
+        return prefetch(group, _first(state, settings, group, waiting, now), now)
+    expected = _expected_next(state, group, now)
+    if expected is None or expected is holder:
+        return None
+    return prefetch(group, expected, now)
 
 
-def successor(context: Context, group: Group, now: float) -> Deployment | None:
+def successor(
+    state: State, settings: Settings, effects: Effects, group: Group, now: float
+) -> Deployment | None:
     """The member that gets the lock after the holder's offload.
 
     It is the incoming member, unless that was only expected and another one waits.
     """
     if group.incoming is None:
         return None
-    incoming = context.state.deployments[group.incoming]
+    incoming = state.deployments[group.incoming]
     if incoming.state is not _READY:
         return None
-    if not wants_the_group(context, incoming, now):
-        waiting = _waiting(context, group, now)
+    if not wants_the_group(state, incoming, now):
+        waiting = _waiting(state, group, now)
         if waiting:
-            return _first_not_held_back(context, group, waiting, now) or incoming
+            return _first_not_held_back(state, settings, effects, group, waiting, now) or incoming
     return incoming
 
 
-def _grant(context: Context, group: Group, deployment: Deployment, now: float) -> None:
+def _grant(
+    state: State, effects: Effects, group: Group, deployment: Deployment, now: float
+) -> None:
     """Give the free lock to `deployment`, and load its state."""
-    group_lock.grant(context.state, group, deployment.deployment)
-    load(context, group, deployment, now)
+    group_lock.grant(state, group, deployment.deployment)
+    load(state, effects, group, deployment, now)
 
 
-def load(context: Context, group: Group, deployment: Deployment, now: float) -> None:
+def load(state: State, effects: Effects, group: Group, deployment: Deployment, now: float) -> None:
     """Start the load of the holder's last complete version."""
     deployment.switch_times.begin(now)
     wpg.begin_load(deployment)
     if group.prefetched == deployment.deployment:
         # After the next offload its state may lie on NVMe.
         group.prefetched = None
-    start_move(context, group, deployment, _LOAD, deployment.replay.durable_seq, now)
+    start_move(state, effects, group, deployment, _LOAD, deployment.replay.durable_seq, now)
 
 
 def _switch(
-    context: Context, group: Group, holder: Deployment, rival: Deployment, now: float
+    state: State, effects: Effects, group: Group, holder: Deployment, rival: Deployment, now: float
 ) -> None:
     """Offload the holder; after that the lock goes to `rival`."""
     group_lock.begin_switch(group, rival.deployment)
     rival.switch_times.begin(now)
-    _offload(context, group, holder, now)
+    _offload(state, effects, group, holder, now)
 
 
-def _offload(context: Context, group: Group, holder: Deployment, now: float) -> None:
+def _offload(state: State, effects: Effects, group: Group, holder: Deployment, now: float) -> None:
     """Offload the holder's state under a new token."""
     end_burst(holder, now)
-    group_lock.fence(context.state, group)
+    group_lock.fence(state, group)
     wpg.begin_offload(holder)
-    start_move(context, group, holder, _OFFLOAD, holder.replay.completed_seq, now)
+    start_move(state, effects, group, holder, _OFFLOAD, holder.replay.completed_seq, now)
 
 
 def end_burst(holder: Deployment, now: float) -> None:
@@ -372,11 +402,13 @@ def end_burst(holder: Deployment, now: float) -> None:
         holder.estimates.observe_burst(length_s, tokens)
 
 
-def _dispatch(context: Context, group: Group, holder: Deployment, now: float) -> None:
+def _dispatch(
+    state: State, settings: Settings, effects: Effects, group: Group, holder: Deployment, now: float
+) -> None:
     """Start the operations that may run at the same time: one, or several generations with at most
     one in-flight sync."""
     while True:
-        head = next_operation(context, holder)
+        head = next_operation(state, holder)
         if head is None or now < holder.backoff.until:
             return
         if holder.running:
@@ -387,23 +419,23 @@ def _dispatch(context: Context, group: Group, holder: Deployment, now: float) ->
                 return
             if any(each.kind != _GENERATE for each in holder.running.values()):
                 return
-        elif now >= holder.no_snapshot_until and _has_much_to_replay(context, holder):
-            _snapshot(context, group, holder, now)
+        elif now >= holder.no_snapshot_until and _has_much_to_replay(state, settings, holder):
+            _snapshot(state, effects, group, holder, now)
             return
-        _go_on_with_burst(context, holder, head, now)
-        renew_token(context, group, head)
+        _go_on_with_burst(state, settings, holder, head, now)
+        renew_token(state, group, head)
         holder.queue.pop(0)
-        start(context, group, holder, head, now)
+        start(state, effects, group, holder, head, now)
         if head.kind != _GENERATE:
             return
 
 
-def _has_much_to_replay(context: Context, holder: Deployment) -> bool:
+def _has_much_to_replay(state: State, settings: Settings, holder: Deployment) -> bool:
     """Whether a recovery would replay the maximum number of mutations or compute time."""
-    log, config = holder.replay.log, context.config
+    log, config = holder.replay.log, settings.config
     if len(log) >= config.snapshot_operations:
         return True
-    operations = context.state.operations
+    operations = state.operations
     work_s = sum(operations[name].compute_s or 0.0 for name in log)
     return work_s >= config.snapshot_work_s
 
@@ -414,25 +446,29 @@ def _leans_on_its_source(holder: Deployment, now: float) -> bool:
     return not holder.running and now >= holder.no_snapshot_until and bool(holder.replay.log)
 
 
-def _snapshot(context: Context, group: Group, holder: Deployment, now: float) -> None:
+def _snapshot(state: State, effects: Effects, group: Group, holder: Deployment, now: float) -> None:
     holder.burst.forget_pause()
-    start_move(context, group, holder, OperationKind.SNAPSHOT, holder.replay.completed_seq, now)
+    start_move(
+        state, effects, group, holder, OperationKind.SNAPSHOT, holder.replay.completed_seq, now
+    )
 
 
-def _go_on_with_burst(context: Context, holder: Deployment, head: Operation, now: float) -> None:
+def _go_on_with_burst(
+    state: State, settings: Settings, holder: Deployment, head: Operation, now: float
+) -> None:
     """Add `head` to the holder's burst, or to a new one after a long pause."""
     idle_since = holder.burst.idle_since
     if holder.burst.started_at is not None and idle_since is not None and now > idle_since:
-        if now - idle_since > _gap_s_max(context, holder):
+        if now - idle_since > _gap_s_max(state, settings, holder):
             end_burst(holder, now)
         elif head.submitted_at > idle_since:
             # An operation queued before the pause says nothing about the controller's pauses.
             holder.estimates.observe_gap(now - idle_since)
-    _observe_pause(context, holder, head)
+    _observe_pause(state, settings, holder, head)
     holder.burst.serve(head.tokens, now)
 
 
-def _observe_pause(context: Context, holder: Deployment, head: Operation) -> None:
+def _observe_pause(state: State, settings: Settings, holder: Deployment, head: Operation) -> None:
     """Measure the pause before `head`, if it is the first operation of a burst.
 
     A pause shorter than an offload and a load counts as a gap inside one burst: a switch split it
@@ -442,20 +478,22 @@ def _observe_pause(context: Context, holder: Deployment, head: Operation) -> Non
     if ended_at is None or holder.burst.served_at > ended_at or head.submitted_at <= ended_at:
         return
     pause_s = head.submitted_at - ended_at
-    if pause_s <= _gap_s_max(context, holder):
+    if pause_s <= _gap_s_max(state, settings, holder):
         holder.estimates.observe_gap(pause_s)
     else:
         holder.estimates.observe_think(pause_s)
 
 
-def _gap_s_max(context: Context, deployment: Deployment) -> float:
+def _gap_s_max(state: State, settings: Settings, deployment: Deployment) -> float:
     """Maximum pause inside a burst."""
-    hold_s = context.config.burst_hold_s
-    switch_s = round_trip_s(context, deployment)
+    hold_s = settings.config.burst_hold_s
+    switch_s = round_trip_s(state, deployment)
     return switch_s if switch_s > hold_s else hold_s
 
 
-def _replay_next(context: Context, group: Group, holder: Deployment, now: float) -> None:
-    operation = context.state.operations[holder.replay.replaying[0]]
-    renew_token(context, group, operation)
-    start(context, group, holder, operation, now, replay=True)
+def _replay_next(
+    state: State, effects: Effects, group: Group, holder: Deployment, now: float
+) -> None:
+    operation = state.operations[holder.replay.replaying[0]]
+    renew_token(state, group, operation)
+    start(state, effects, group, holder, operation, now, replay=True)

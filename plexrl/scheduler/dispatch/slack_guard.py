@@ -7,7 +7,7 @@ anyway (PlexRL §4.4, §7.1).
 """
 
 from plexrl.scheduler.capacity.overlaps import has_exclusive_slots
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.hrrs import (
     Candidate,
     guard_ends_at,
@@ -18,12 +18,10 @@ from plexrl.scheduler.dispatch.hrrs import (
 from plexrl.scheduler.dispatch.next_use import is_overdue, next_use_s, worked_until
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.state.commands import PrefetchState
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment, Group, State
 
 
-def next_critical_s(
-    context: Context, group: Group, except_for: Deployment, now: float
-) -> float | None:
+def next_critical_s(state: State, group: Group, except_for: Deployment, now: float) -> float | None:
     """Seconds to the next critical segment of a member with exclusive slots; None if none is
     expected.
 
@@ -32,7 +30,7 @@ def next_critical_s(
     """
     soonest: float | None = None
     for name in group.members:
-        member = context.deployment(name)
+        member = state.deployment(name)
         if member is except_for or not has_exclusive_slots(member) or not member.is_ready:
             continue
         think_s, ended_at = member.estimates.think_seconds, worked_until(member)
@@ -48,19 +46,19 @@ def next_critical_s(
 
 
 def holds_back(
-    context: Context, group: Group, guest: Deployment, burst: Candidate, now: float
+    state: State, settings: Settings, group: Group, guest: Deployment, burst: Candidate, now: float
 ) -> float | None:
     """Seconds until the guest's burst must be checked again; None: it may start now."""
-    if not context.policy.guards_slack or has_exclusive_slots(guest):
+    if not settings.policy.guards_slack or has_exclusive_slots(guest):
         return None
-    config, since = context.config, waits_since(burst)
+    config, since = settings.config, waits_since(burst)
     if response_ratio(burst, now) >= config.starvation_ratio:
         return None
     if now >= starves_at(since, config.starvation_bound_s):
         return None
-    critical_s = next_critical_s(context, group, guest, now)
+    critical_s = next_critical_s(state, group, guest, now)
     effective_s = burst.service_s + burst.setup_s
-    if critical_s is None or effective_s + round_trip_s(context, guest) <= critical_s:
+    if critical_s is None or effective_s + round_trip_s(state, guest) <= critical_s:
         return None
     ends_at = guard_ends_at(
         burst.arrived_at,
@@ -72,18 +70,15 @@ def holds_back(
     return max(0.001, min(ends_at - now, critical_s + effective_s))
 
 
-def prefetch(context: Context, group: Group, deployment: Deployment, now: float) -> None:
-    """Send a prefetch hint for the member that is likely to be loaded next, if its state may lie on
-    NVMe."""
+def prefetch(group: Group, deployment: Deployment, now: float) -> PrefetchState | None:
+    """The prefetch hint for the member that is likely to be loaded next; None if it was the last
+    one prefetched, or has no state yet."""
     if group.prefetched == deployment.deployment or not deployment.replay.durable_seq:
-        return
+        return None
     group.prefetched = deployment.deployment
-    if context.inventory.spills(group):
-        context.emit(
-            PrefetchState(
-                deployment=deployment.deployment,
-                seq=deployment.replay.durable_seq,
-                nodes=deployment.nodes,
-                next_use_s=next_use_s(deployment, now),
-            )
-        )
+    return PrefetchState(
+        deployment=deployment.deployment,
+        seq=deployment.replay.durable_seq,
+        nodes=deployment.nodes,
+        next_use_s=next_use_s(deployment, now),
+    )

@@ -14,11 +14,11 @@ from plexrl.scheduler.state.estimates import LINK_BYTES_PER_S, MOVE_BYTES_PER_S,
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.core.context import Context
+    from plexrl.scheduler.context.effects import Effects
     from plexrl.scheduler.state.commands import RankPlacement
     from plexrl.scheduler.state.events import OperationFinished, StateReported
     from plexrl.scheduler.state.operation import Operation
-    from plexrl.scheduler.state.records import Deployment, Group
+    from plexrl.scheduler.state.records import Deployment, Group, State
 
 HOST: Final = "host"
 NVME: Final = "nvme"
@@ -29,28 +29,28 @@ _PREFIXES: dict[OperationKind, str] = {kind: f"{kind.value}/" for kind in Operat
 
 
 def load_s(
-    context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
+    state: "State", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> float:
     """Predicted seconds to load the state onto the GPUs from its present tier. `ranks`: the GPUs to
     assume for a deployment that is not placed."""
     estimates = deployment.estimates
     if not deployment.stored.nvme_bytes:
         known = estimates.seconds_by_kind.get(_LOAD)
-        return known if known is not None else _by_model(context, deployment, _LOAD, ranks=ranks)
+        return known if known is not None else _by_model(state, deployment, _LOAD, ranks=ranks)
     known = estimates.nvme_load_seconds
-    return known if known is not None else _by_model(context, deployment, _LOAD, NVME)
+    return known if known is not None else _by_model(state, deployment, _LOAD, NVME)
 
 
 def offload_s(
-    context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
+    state: "State", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> float:
     """Predicted seconds to offload the state. `ranks`: as for `load_s`."""
     known = deployment.estimates.seconds_by_kind.get(_OFFLOAD)
-    return known if known is not None else _by_model(context, deployment, _OFFLOAD, ranks=ranks)
+    return known if known is not None else _by_model(state, deployment, _OFFLOAD, ranks=ranks)
 
 
 def moves_at_best_s(
-    context: "Context", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
+    state: "State", deployment: "Deployment", ranks: "tuple[RankPlacement, ...] | None" = None
 ) -> tuple[float, float]:
     """(load, offload) in seconds: predicted from measured moves, otherwise at full link speed.
 
@@ -66,35 +66,33 @@ def moves_at_best_s(
     if deployment.stored.nvme_bytes:
         load_tier, own_load_s = NVME, estimates.nvme_load_seconds
     own_offload_s = estimates.seconds_by_kind.get(_OFFLOAD)
-    loads = (
-        own_load_s is not None or _model(context, deployment, _LOAD, load_tier, ranks) is not None
-    )
-    model = _model(context, deployment, _OFFLOAD, HOST, ranks)
+    loads = own_load_s is not None or _model(state, deployment, _LOAD, load_tier, ranks) is not None
+    model = _model(state, deployment, _OFFLOAD, HOST, ranks)
     offloads = own_offload_s is not None or model is not None
     return (
-        load_s(context, deployment, ranks) if loads else at_best_s,
-        offload_s(context, deployment, ranks) if offloads else at_best_s,
+        load_s(state, deployment, ranks) if loads else at_best_s,
+        offload_s(state, deployment, ranks) if offloads else at_best_s,
     )
 
 
-def round_trip_s(context: "Context", deployment: "Deployment") -> float:
+def round_trip_s(state: "State", deployment: "Deployment") -> float:
     """Predicted seconds of an offload and a load."""
-    return offload_s(context, deployment) + load_s(context, deployment)
+    return offload_s(state, deployment) + load_s(state, deployment)
 
 
-def switch_cost(context: "Context", group: "Group", deployment: "Deployment") -> float:
+def switch_cost(state: "State", group: "Group", deployment: "Deployment") -> float:
     """Predicted seconds until the deployment's state is on the group's GPUs: 0 for the holder,
     otherwise the holder's offload plus the deployment's load."""
     if group.holder == deployment.deployment:
         return 0.0
-    cost_s = load_s(context, deployment)
+    cost_s = load_s(state, deployment)
     if group.holder is not None:
-        cost_s += offload_s(context, context.state.deployments[group.holder])
+        cost_s += offload_s(state, state.deployments[group.holder])
     return cost_s
 
 
 def observe_move(
-    context: "Context", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
+    state: "State", deployment: "Deployment", operation: "Operation", event: "OperationFinished"
 ) -> None:
     """Update the estimates with a finished load or offload. Ignores the first load of a new model,
     which builds the model instead of moving state."""
@@ -110,8 +108,8 @@ def observe_move(
     if not nbytes:
         return
     nodes = len(deployment.nodes) or 1
-    models = context.state.move_laws
-    path = _path(context, deployment.ranks, kind, tier)
+    models = state.move_laws
+    path = _path(state, deployment.ranks, kind, tier)
     model = models.get(path)
     if model is None:
         model = models[path] = MoveLaw()
@@ -125,19 +123,19 @@ def record_tier(deployment: "Deployment", tier: str) -> None:
     deployment.stored.put_in_tier(nodes, per_node)
 
 
-def state_reported(context: "Context", event: "StateReported", now: float) -> None:
+def state_reported(state: "State", effects: "Effects", event: "StateReported", now: float) -> None:
     """Update the tiers of a node's states. The WPG's slowest node counts."""
     del now
     for report in event.states:
-        deployment = context.state.deployments.get(report.deployment)
+        deployment = state.deployments.get(report.deployment)
         if deployment is None or event.node not in deployment.nodes:
             continue
         deployment.stored.report(event.node, bounded_bytes(report.nvme_bytes))
-        context.touch(deployment.group)
+        effects.touch(deployment.group)
 
 
 def _by_model(
-    context: "Context",
+    state: "State",
     deployment: "Deployment",
     kind: OperationKind,
     tier: str = HOST,
@@ -148,12 +146,12 @@ def _by_model(
     else:
         nodes = len({rank.node for rank in ranks or ()}) or 1
     nbytes = deployment.state_bytes / nodes
-    model = _model(context, deployment, kind, tier, ranks)
+    model = _model(state, deployment, kind, tier, ranks)
     return model.seconds(nbytes) if model is not None else nbytes / MOVE_BYTES_PER_S
 
 
 def _model(
-    context: "Context",
+    state: "State",
     deployment: "Deployment",
     kind: OperationKind,
     tier: str,
@@ -162,18 +160,18 @@ def _model(
     """The cost model of the path on the deployment's GPUs, or on `ranks`; None: nothing
     measured."""
     there = deployment.ranks or ranks or ()
-    models = context.state.move_laws
-    model = models.get(_path(context, there, kind, tier))
+    models = state.move_laws
+    model = models.get(_path(state, there, kind, tier))
     if model is None:
         # The reverse direction uses the same links.
         back = _LOAD if kind is _OFFLOAD else _OFFLOAD
-        model = models.get(_path(context, there, back, tier))
+        model = models.get(_path(state, there, back, tier))
     return model
 
 
 def _path(
-    context: "Context", ranks: "tuple[RankPlacement, ...]", kind: OperationKind, tier: str
+    state: "State", ranks: "tuple[RankPlacement, ...]", kind: OperationKind, tier: str
 ) -> str:
-    node = context.state.nodes.get(ranks[0].node) if ranks else None
+    node = state.nodes.get(ranks[0].node) if ranks else None
     node_type = node.node_type if node is not None else ""
     return _PREFIXES[kind] + tier + "/" + node_type

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
 from plexrl.scheduler.admission.preemption import resume
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
@@ -22,7 +23,7 @@ from plexrl.scheduler.state.events import (
     FailureAcknowledged,
     JobFinished,
 )
-from plexrl.scheduler.state.records import Job
+from plexrl.scheduler.state.records import Job, State
 
 if TYPE_CHECKING:
     from plexrl.ids import OperationId
@@ -52,9 +53,9 @@ def seen(context: Context, job: Job, now: float) -> None:
     job.seen_at = now
     if not job.attached:
         job.attached = True
-        context.detached.pop(job.job, None)
+        context.cluster.detached.pop(job.job, None)
         resume(context, job, now)
-        context.wake(now + job.controller_timeout_s, timers.silence(job.job))
+        context.effects.wake(now + job.controller_timeout_s, timers.silence(job.job))
 
 
 def controller_seen(context: Context, event: ControllerSeen, now: float) -> None:
@@ -69,12 +70,25 @@ def controller_attached(context: Context, event: ControllerAttached, now: float)
     if not event.controller:
         raise InvalidRequestError("attach a job with a controller token: it is empty")
     job = find_live_job(context.state, event.job)
-    take_over(context, job, event.controller, now, keep_gradients=event.keep_gradients)
+    take_over(
+        context.state,
+        context.effects,
+        job,
+        event.controller,
+        now,
+        keep_gradients=event.keep_gradients,
+    )
     seen(context, job, now)
 
 
 def take_over(
-    context: Context, job: Job, controller: str, now: float, *, keep_gradients: bool = False
+    state: State,
+    effects: Effects,
+    job: Job,
+    controller: str,
+    now: float,
+    *,
+    keep_gradients: bool = False,
 ) -> None:
     """Make the controller with this token the job's only one; a repeated call changes nothing.
 
@@ -86,15 +100,14 @@ def take_over(
     job.controller = controller
     if not keep_gradients:
         for name in job.deployments:
-            deployment = context.deployment(name)
-            if gradients_to_come(context, deployment):
-                enqueue_zero_grad(context, deployment, now)
+            deployment = state.deployment(name)
+            if gradients_to_come(state, deployment):
+                enqueue_zero_grad(state, effects, deployment, now)
 
 
-def failure_acknowledged(context: Context, event: FailureAcknowledged, now: float) -> None:
+def failure_acknowledged(state: State, event: FailureAcknowledged, now: float) -> None:
     """Acknowledge a failure; one that was acknowledged before changes nothing."""
     del now
-    state = context.state
     failed: list[OperationId] = []
     if event.operation is not None:
         operation = find_operation(state, event.operation)

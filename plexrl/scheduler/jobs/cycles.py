@@ -2,7 +2,9 @@
 
 from plexrl.scheduler.capacity.overlaps import update_reservation
 from plexrl.scheduler.capacity.shift_search import is_off_plan
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import refresh
 from plexrl.scheduler.placement.relocation import (
     consider_relief,
@@ -11,66 +13,69 @@ from plexrl.scheduler.placement.relocation import (
 )
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, State
 
 
 def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     """Use the deployment's newest cycle."""
+    settings, cluster = context.settings, context.cluster
     if deployment.group is None or not deployment.shares:
         return
-    if refresh(deployment, context.profiler):
-        remember(context, deployment)
-        if context.policy.repacks:
+    if refresh(deployment, settings.profiler):
+        remember(context.state, settings, deployment)
+        if settings.policy.repacks:
             # Other policies do not plan by time.
-            _follow(context, deployment)
-        if context.policy.plans_by_profile:
+            _follow(cluster, deployment)
+        if settings.policy.plans_by_profile:
             # Its group may now take others.
-            context.place_waiting = context.place_waiting or bool(context.waiting)
-        change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)
-        consider_repacking(context, deployment, now)
+            cluster.waiting.retry_all_if_any()
+        change_job(context.state.job(deployment.job), JobTrigger.CYCLE_ENDED)
+        moves = consider_repacking(cluster, deployment, now)
     else:
-        if context.policy.repacks:
-            if _is_beside_plan(context, deployment):
-                _follow(context, deployment)
-            if holds_up_others(context, deployment):
-                consider_repacking(context, deployment, now)
-    consider_relief(context, deployment, now)
+        moves = False
+        if settings.policy.repacks:
+            if _is_beside_plan(cluster, deployment):
+                _follow(cluster, deployment)
+            if holds_up_others(cluster, deployment):
+                moves = consider_repacking(cluster, deployment, now)
+    if consider_relief(cluster, deployment, now) or moves:
+        context.effects.touch(deployment.group)
 
 
-def remember(context: Context, deployment: Deployment) -> None:
+def remember(state: State, settings: Settings, deployment: Deployment) -> None:
     """Store the profile for the next job of the same tenant and name (warm start)."""
     assert deployment.trace is not None
-    profiles = context.state.profiles
-    key = profile_key(context, deployment)
+    profiles = state.profiles
+    key = profile_key(state, deployment)
     profiles.pop(key, None)
     profiles[key] = deployment.trace
     # There may be several if the setting was reduced.
-    while len(profiles) > context.config.profiles:
+    while len(profiles) > settings.config.profiles:
         del profiles[next(iter(profiles))]
 
 
-def profile_key(context: Context, deployment: Deployment) -> str:
+def profile_key(state: State, deployment: Deployment) -> str:
     """Key of the profile: a later deployment with the same key starts with it."""
-    job = context.job(deployment.job)
+    job = state.job(deployment.job)
     name = deployment.deployment.rsplit("/", 1)[-1]
     parts = (job.tenant, job.name, name, str(deployment.workers), str(deployment.state_bytes))
     return "/".join(parts)
 
 
-def _follow(context: Context, deployment: Deployment) -> None:
+def _follow(cluster: Cluster, deployment: Deployment) -> None:
     """Shift the reservation to where the job really runs."""
     cycle = deployment.cycles.open
     started_at = (
         cycle.started_at if cycle is not None else deployment.cycles.measured[-1].started_at
     )
-    update_reservation(context, deployment, started_at % context.config.horizon_slots)
+    update_reservation(cluster, deployment, started_at % cluster.settings.config.horizon_slots)
 
 
-def _is_beside_plan(context: Context, deployment: Deployment) -> bool:
+def _is_beside_plan(cluster: Cluster, deployment: Deployment) -> bool:
     reservation, cycle = deployment.reservation, deployment.cycles.open
     if reservation is None or reservation.trace is None or cycle is None:
         return False
     assert deployment.group is not None, f"{deployment.deployment} has a plan and no group"
-    footprint = context.inventory.index.footprint(deployment.group, deployment.deployment)
-    started_at = cycle.started_at % context.config.horizon_slots
+    footprint = cluster.inventory.index.footprint(deployment.group, deployment.deployment)
+    started_at = cycle.started_at % cluster.settings.config.horizon_slots
     return is_off_plan(started_at, reservation.shift, footprint.period)

@@ -4,7 +4,10 @@ from typing import Final
 
 from plexrl.errors import OperationCancelledError, StorageFullError
 from plexrl.scheduler.admission.admission import admit
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
@@ -24,7 +27,7 @@ from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import change_operation
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.records import Deployment, Job, State
 
 _ADMITTED: Final = JobState.ADMITTED
 _DEVICE: Final = Residency.DEVICE
@@ -41,24 +44,26 @@ ENDINGS = {
 
 def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: float) -> None:
     """End a job, and release everything it holds."""
+    state = context.state
     change_job(job, trigger)
     job.reason = reason
     job.ended_at = now
-    context.state.ended[job.job] = None
-    context.count_live_job(job.tenant, -1)
+    state.ended[job.job] = None
+    context.cluster.count_live_job(job.tenant, -1)
     job.attached = False
-    context.detached.pop(job.job, None)
+    context.cluster.detached.pop(job.job, None)
     for name in job.deployments:
-        group = context.group_of(context.deployment(name))
-        if group is not None and context.deployment(name).queue:
-            note_wait(context.state, group, context.deployment(name), now)
+        group = state.group_of(state.deployment(name))
+        if group is not None and state.deployment(name).queue:
+            note_wait(state, group, state.deployment(name), now)
     for name in job.deployments:
-        _end_deployment(context, context.deployment(name), job, now)
-    context.place_waiting = True
+        _end_deployment(context, state.deployment(name), job, now)
+    context.cluster.waiting.retry_all()
 
 
 def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
-    meter(context.state, deployment, now)
+    state, effects = context.state, context.effects
+    meter(state, deployment, now)
     why = f": {job.reason}" if job.reason else ""
     error = OperationCancelledError(
         f"the job {job.job!r} ended ({job.state.lower()}) before this operation did{why}",
@@ -71,14 +76,14 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
     deployment.queue.clear()
     deployment.moving = None
     for name in unfinished:
-        operation = context.state.operations[name]
+        operation = state.operations[name]
         if not operation.state.is_final:
-            fail(context, operation, error, now)
-    drop_log(context, deployment)
-    drop_past(context, deployment)
+            fail(state, effects, operation, error, now)
+    drop_log(state, effects, deployment)
+    drop_past(state, effects, deployment)
     nodes = deployment.nodes
     if deployment.processes.incarnation:
-        context.emit(
+        effects.emit(
             StopWorkers(
                 deployment=deployment.deployment,
                 incarnation=deployment.processes.incarnation,
@@ -86,11 +91,11 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
             )
         )
         kept = tuple(sorted({*nodes, *deployment.stored.nodes}))
-        context.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    context.waiting.remove(deployment.deployment)
+        effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
+    context.cluster.waiting.remove(deployment.deployment)
     if deployment.group is not None:
-        context.hold(deployment, -1, now)
-        vacate(context, deployment, now)
+        context.cluster.hold(deployment, -1, now)
+        effects.touch(vacate(context.cluster, deployment, now))
     wpg.end(deployment)
     # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
@@ -99,74 +104,74 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
 
 def place_waiting(context: Context, now: float) -> None:
     """Place all deployments that admission chooses, and start their workers."""
-    for deployment in admit(context, now):
-        context.touch(deployment.group)
-        job = context.job(deployment.job)
+    state, effects = context.state, context.effects
+    for deployment in admit(context.cluster, now):
+        effects.touch(deployment.group)
+        job = state.job(deployment.job)
         if deployment.processes.incarnation:
             # It had GPUs before, and lost them.
-            settle(context, deployment)
+            settle(state, effects, deployment)
         else:
             wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
-            launch(context, deployment)
-        if all(context.deployment(name).group is not None for name in job.deployments):
-            _placed(context, job)
+            launch(state, effects, deployment)
+        if all(state.deployment(name).group is not None for name in job.deployments):
+            _placed(state, context.settings, job)
 
-    for node in sorted(context.inventory.draining):
-        drain(context, node, now)
+    for node in sorted(context.cluster.inventory.draining):
+        for group in drain(context.cluster, node, now):
+            effects.touch(group)
 
 
-def _placed(context: Context, job: Job) -> None:
+def _placed(state: State, settings: Settings, job: Job) -> None:
     """Record that all deployments of the job have GPUs."""
     change_job(job, JobTrigger.PLACED)
     if job.state is _ADMITTED:
         for name in job.deployments:
-            deployment = context.deployment(name)
+            deployment = state.deployment(name)
             if deployment.residency is _DEVICE:
                 # It was loaded while another deployment of the job waited for GPUs.
-                granted(context, deployment)
+                granted(state, settings, deployment)
 
 
-def granted(context: Context, deployment: Deployment) -> None:
+def granted(state: State, settings: Settings, deployment: Deployment) -> None:
     """The state of a WPG is on the GPUs: its job runs, if this is the WPG that the job's state
     follows. A job that has been profiled before is not profiled again."""
-    job = context.state.jobs[deployment.job]
+    job = state.jobs[deployment.job]
     if deployment.kind == "train" or all(
-        context.deployment(name).kind != "train" for name in job.deployments
+        state.deployment(name).kind != "train" for name in job.deployments
     ):
         change_job(job, JobTrigger.GRANTED)
-        had_a_cycle = not context.policy.repacks and deployment.burst.ended_at is not None
+        had_a_cycle = not settings.policy.repacks and deployment.burst.ended_at is not None
         if deployment.trace is not None or had_a_cycle:
             change_job(job, JobTrigger.CYCLE_ENDED)
 
 
-def launch(context: Context, deployment: Deployment) -> None:
+def launch(state: State, effects: Effects, deployment: Deployment) -> None:
     """Start the next incarnation of the WPG's processes, if all its nodes are connected."""
-    before = deployment.processes.incarnation or last_incarnation(
-        context.state, deployment.deployment
-    )
+    before = deployment.processes.incarnation or last_incarnation(state, deployment.deployment)
     deployment.processes.begin_launch(before)
-    send_launch(context, deployment)
+    send_launch(state, effects, deployment)
 
 
-def has_gpu(context: Context, rank: RankPlacement) -> bool:
+def has_gpu(state: State, rank: RankPlacement) -> bool:
     """Whether the rank's node is connected, and still has that GPU."""
-    node = context.state.nodes[rank.node]
+    node = state.nodes[rank.node]
     return node.alive and rank.gpu < node.gpus
 
 
-def send_launch(context: Context, deployment: Deployment) -> None:
+def send_launch(state: State, effects: Effects, deployment: Deployment) -> None:
     """Send, or send again, the launch of the present incarnation; nothing while a launch waits for
     free disk space."""
     if deployment.processes.launch_at is not None:
         return
-    if not all(has_gpu(context, rank) for rank in deployment.ranks):
+    if not all(has_gpu(state, rank) for rank in deployment.ranks):
         return
     assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
-    context.emit(
+    effects.emit(
         LaunchWorkers(
             deployment=deployment.deployment,
-            tenant=context.job(deployment.job).tenant,
+            tenant=state.job(deployment.job).tenant,
             kind=deployment.kind,
             incarnation=deployment.processes.incarnation,
             group=deployment.group,
@@ -181,7 +186,7 @@ def restart(
 ) -> None:
     """Restart the WPG from its last complete version; other members use its group meanwhile."""
     if stop(context, deployment, reason, now, counts=counts):
-        launch(context, deployment)
+        launch(context.state, context.effects, deployment)
 
 
 def restart_when_there_is_room(
@@ -193,14 +198,14 @@ def restart_when_there_is_room(
         deployment.backoff.report(StorageFullError.code, reason, now)
         launch_at = now + NO_ROOM_PAUSE_S
         deployment.processes.delay_launch(launch_at)
-        context.wake(launch_at, timers.launch(deployment.deployment))
+        context.effects.wake(launch_at, timers.launch(deployment.deployment))
 
 
-def launch_if_due(context: Context, deployment: Deployment, now: float) -> None:
+def launch_if_due(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
     """Start the processes that waited for free disk space."""
     at = deployment.processes.launch_at
     if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
-        launch(context, deployment)
+        launch(state, effects, deployment)
 
 
 def stop(
@@ -208,28 +213,29 @@ def stop(
 ) -> bool:
     """Stop the WPG's processes, and queue its runs again. `counts`: it counts as a failure of the
     WPG. False: there were too many failures, and the job has ended."""
-    job = context.job(deployment.job)
+    state = context.state
+    job = state.job(deployment.job)
     if counts:
         deployment.processes.fail()
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:
-        operation = context.state.operations[name]
+        operation = state.operations[name]
         change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
         # Work that a fault discarded is not billed.
         operation.gpu_seconds = 0.0
     # These must not run again: cancelled, or past a deadline whose timer has fired.
-    over = [name for name in interrupted if is_over(context.state.operations[name], now)]
+    over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:
-        operation = context.state.operations[name]
-        fail(context, operation, early_end(operation, now), now)
+        operation = state.operations[name]
+        fail(state, context.effects, operation, early_end(operation, now), now)
     deployment.queue[:0] = [name for name in interrupted if name not in over]
     if deployment.moving is not None:
         # A new move, with a new name, is made when it is needed.
-        del context.state.operations[deployment.moving.operation]
+        del state.operations[deployment.moving.operation]
         deployment.moving = None
-    if deployment.processes.failures > context.config.launch_attempts:
+    if deployment.processes.failures > context.settings.config.launch_attempts:
         end_job(
             context,
             job,
@@ -244,8 +250,8 @@ def stop(
     if deployment.queue:
         deployment.burst.want(now)
     deployment.burst.interrupt()
-    release_lock(context, deployment)
-    context.emit(
+    context.effects.touch(release_lock(state, deployment))
+    context.effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
             incarnation=deployment.processes.incarnation,
@@ -257,7 +263,7 @@ def stop(
 
 
 def worker_ready(
-    context: Context, deployment: Deployment, rank: int, address: str, now: float
+    effects: Effects, deployment: Deployment, rank: int, address: str, now: float
 ) -> None:
     """A worker of the present incarnation is ready."""
     if deployment.processes.add(rank, address) < deployment.workers:
@@ -265,45 +271,45 @@ def worker_ready(
     deployment.processes.connect()
     if not deployment.is_ready:
         wpg.connect(deployment, now)
-        context.touch(deployment.group)
+        effects.touch(deployment.group)
         if not deployment.queue and not deployment.replay.log:
             deployment.backoff.clear()
         if now < deployment.backoff.until and deployment.group is not None:
             # The timer that was set may name another group.
-            context.wake(deployment.backoff.until, timers.group_step(deployment.group))
+            effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
 
 
-def router_joined(context: Context, event: RouterJoined, now: float) -> None:
+def router_joined(state: State, effects: Effects, event: RouterJoined, now: float) -> None:
     """A router connected: it gets all runs in flight."""
     del now
-    if event.router not in context.state.routers:
-        context.state.routers.append(event.router)
-    issue_again(context)
+    if event.router not in state.routers:
+        state.routers.append(event.router)
+    issue_again(state, effects)
 
 
-def router_lost(context: Context, event: RouterLost, now: float) -> None:
+def router_lost(state: State, effects: Effects, event: RouterLost, now: float) -> None:
     """A router was lost: another gets all runs in flight."""
     del now
-    if event.router in context.state.routers:
-        context.state.routers.remove(event.router)
-        if context.state.routers:
-            issue_again(context)
+    if event.router in state.routers:
+        state.routers.remove(event.router)
+        if state.routers:
+            issue_again(state, effects)
 
 
-def excuse_silence(context: Context, event: Event, now: float) -> None:
+def excuse_silence(state: State, event: Event, now: float) -> None:
     """Reset controller timeouts: the scheduler received no heartbeats while it was down."""
     del event
-    for job in context.state.jobs.values():
+    for job in state.jobs.values():
         if not job.state.is_final:
             job.seen_at = now
 
 
-def detach(context: Context, job: Job) -> None:
+def detach(cluster: Cluster, job: Job) -> None:
     """The job has no controller: its GPUs may go to jobs that wait."""
     job.attached = False
     if not job.is_set_aside:
-        context.detached[job.job] = None
-    context.place_waiting = context.place_waiting or bool(context.waiting)
+        cluster.detached[job.job] = None
+    cluster.waiting.retry_all_if_any()
 
 
 def detach_or_cancel(context: Context, job: Job, now: float) -> None:
@@ -312,12 +318,12 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
         return
     gone_at = job.seen_at + job.controller_timeout_s
     if now < gone_at:
-        context.wake(gone_at, timers.silence(job.job))
+        context.effects.wake(gone_at, timers.silence(job.job))
         return
-    detach(context, job)
+    detach(context.cluster, job)
     cancelled_at = gone_at + job.reattach_timeout_s
     if now < cancelled_at:
-        context.wake(cancelled_at, timers.silence(job.job))
+        context.effects.wake(cancelled_at, timers.silence(job.job))
         return
     end_job(
         context,
@@ -328,12 +334,12 @@ def detach_or_cancel(context: Context, job: Job, now: float) -> None:
     )
 
 
-def issue_again(context: Context) -> None:
+def issue_again(state: State, effects: Effects) -> None:
     """Send all runs in flight again: the router that had them may be gone."""
-    for deployment in context.state.deployments.values():
+    for deployment in state.deployments.values():
         if deployment.moving is not None:
-            context.emit(deployment.moving)
+            effects.emit(deployment.moving)
         for command in deployment.running.values():
-            context.emit(command)
-            if context.state.operations[command.operation].is_aborted:
-                abort(context, command)
+            effects.emit(command)
+            if state.operations[command.operation].is_aborted:
+                abort(effects, command)

@@ -7,7 +7,8 @@ of an old worker is not taken for a new one's. Decisions never read dropped jobs
 """
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, ForgottenJobs, State
 
@@ -15,10 +16,9 @@ INCARNATIONS_MAX = 4096
 """Dropped deployments whose last incarnation is stored; of older ones only the highest is."""
 
 
-def forget_ended(context: Context) -> None:
+def forget_ended(state: State, settings: Settings) -> None:
     """Drop ended jobs above the limit; call it after an event, which may end many jobs."""
-    state = context.state
-    while len(state.ended) > context.config.ended_jobs:
+    while len(state.ended) > settings.config.ended_jobs:
         name = next(iter(state.ended))
         del state.ended[name]
         job = state.jobs.pop(name)
@@ -31,15 +31,14 @@ def forget_ended(context: Context) -> None:
         totals.operations += sum(row.operations for row in job.usage.values())
 
 
-def forget_oldest(context: Context) -> None:
+def forget_oldest(state: State, effects: Effects) -> None:
     """Drop operations from the history above its limit."""
-    state = context.state
     finished = state.finished
-    while len(finished) > context.history:
+    while len(finished) > state.history:
         name = finished.pop(state.finished_count + 1 - len(finished))
         oldest = state.operations[name]
         if oldest.result is not None:
-            context.discard(oldest.result)
+            effects.discard(oldest.result)
         if oldest.is_logged:
             # A recovery may still repeat it: it is dropped with the log.
             oldest.is_forgotten = True

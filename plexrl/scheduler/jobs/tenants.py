@@ -8,7 +8,8 @@ from plexrl.errors import (
     QuotaExceededError,
 )
 from plexrl.ids import TenantId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.state.events import (
     ApiKeyAdded,
     ApiKeyRevoked,
@@ -31,17 +32,17 @@ PAST_BUDGET = frozenset({OperationKind.SAVE_CHECKPOINT})
 results. They are billed like all others."""
 
 
-def tenant_created(context: Context, event: TenantCreated, now: float) -> None:
+def tenant_created(state: State, event: TenantCreated, now: float) -> None:
     """Add a tenant.
 
     Raises:
         ConflictError: a tenant with that name and other keys exists.
     """
-    known = context.state.tenants.get(event.tenant)
+    known = state.tenants.get(event.tenant)
     if known is not None and event.key_digest not in known.keys:
         raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
     if known is None:
-        context.state.tenants[event.tenant] = Tenant(
+        state.tenants[event.tenant] = Tenant(
             tenant=event.tenant, is_operator=event.is_operator, keys={event.key_digest: now}
         )
 
@@ -51,21 +52,21 @@ def key_id(digest: str) -> str:
     return digest[:KEY_ID_CHARACTERS]
 
 
-def api_key_added(context: Context, event: ApiKeyAdded, now: float) -> None:
+def api_key_added(state: State, event: ApiKeyAdded, now: float) -> None:
     """Add an API key to a tenant.
 
     Raises:
         NotFoundError: there is no such tenant.
         ConflictError: the tenant has too many keys, or the key is another tenant's or was revoked.
     """
-    tenant = _tenant(context.state, event.tenant)
+    tenant = _tenant(state, event.tenant)
     if event.key_digest in tenant.keys:
         return
     if len(tenant.keys) >= KEYS_MAX:
         raise ConflictError(
             f"tenant {event.tenant!r} has {KEYS_MAX} API keys, which is the most: revoke one first"
         )
-    for each in context.state.tenants.values():
+    for each in state.tenants.values():
         for digest in (*each.keys, *each.revoked):
             if key_id(digest) == key_id(event.key_digest):
                 raise ConflictError(
@@ -74,7 +75,7 @@ def api_key_added(context: Context, event: ApiKeyAdded, now: float) -> None:
     tenant.keys[event.key_digest] = now
 
 
-def api_key_revoked(context: Context, event: ApiKeyRevoked, now: float) -> None:
+def api_key_revoked(state: State, event: ApiKeyRevoked, now: float) -> None:
     """Revoke a tenant's API key; a key that was revoked before stays revoked.
 
     Raises:
@@ -82,7 +83,7 @@ def api_key_revoked(context: Context, event: ApiKeyRevoked, now: float) -> None:
         ConflictError: it is the last key of an operator.
     """
     del now
-    tenant = _tenant(context.state, event.tenant)
+    tenant = _tenant(state, event.tenant)
     if any(key_id(digest) == event.key for digest in tenant.revoked):
         return
     digest = next((each for each in tenant.keys if key_id(each) == event.key), None)
@@ -165,15 +166,15 @@ def check_priority(state: State, name: TenantId, priority: int) -> None:
     )
 
 
-def check_live_jobs(context: Context, name: TenantId) -> None:
+def check_live_jobs(cluster: Cluster, name: TenantId) -> None:
     """Refuse a new job of a tenant with the maximum number of live jobs.
 
     Raises:
         QuotaExceededError: the tenant has that many.
     """
-    tenant = context.state.tenants.get(name)
-    bound = None if tenant is None else live_jobs_bound(context, tenant)
-    live = context.live_jobs.get(name, 0)
+    tenant = cluster.state.tenants.get(name)
+    bound = None if tenant is None else live_jobs_bound(cluster.settings, tenant)
+    live = cluster.live_jobs.get(name, 0)
     if bound is not None and live >= bound:
         raise QuotaExceededError(
             f"tenant {name!r} has {live} jobs that have not ended, and {bound} are the most: "
@@ -183,23 +184,23 @@ def check_live_jobs(context: Context, name: TenantId) -> None:
         )
 
 
-def live_jobs_bound(context: Context, tenant: Tenant) -> int | None:
+def live_jobs_bound(settings: Settings, tenant: Tenant) -> int | None:
     """Maximum number of live jobs of a tenant; None: no limit."""
     if tenant.is_operator:
         return None
     if tenant.live_jobs_max is not None:
         return tenant.live_jobs_max
-    return context.config.tenant_live_jobs_max
+    return settings.config.tenant_live_jobs_max
 
 
-def check_gpus(context: Context, job: Job, workers: int) -> None:
+def check_gpus(state: State, job: Job, workers: int) -> None:
     """Refuse a deployment that makes its job larger than its tenant's quota of GPUs.
 
     Raises:
         QuotaExceededError: the job would need more GPUs than the tenant may hold.
     """
-    tenant = context.state.tenants.get(job.tenant)
-    workers += sum(context.deployment(name).workers for name in job.deployments)
+    tenant = state.tenants.get(job.tenant)
+    workers += sum(state.deployment(name).workers for name in job.deployments)
     if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
         return
     raise QuotaExceededError(

@@ -7,7 +7,7 @@ which operations ended lately. Accepted operations are never dropped.
 import math
 
 from plexrl.errors import OverloadedError
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.state.events import OperationSubmitted
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, InFlight, State
@@ -23,19 +23,23 @@ NEWEST = 0.25
 
 
 def check_room(
-    context: Context, event: OperationSubmitted, deployment: Deployment, source: Deployment | None
+    state: State,
+    settings: Settings,
+    event: OperationSubmitted,
+    deployment: Deployment,
+    source: Deployment | None,
 ) -> None:
     """Refuse a submission above a limit.
 
     Raises:
         OverloadedError: a limit is reached; `details` name it and the time to retry.
     """
-    config = context.config
+    config = settings.config
     _check_queue(deployment, config.pending_operations_max)
     if source is not None:
         _check_queue(source, config.pending_operations_max)
-    tenant = context.state.jobs[deployment.job].tenant
-    in_flight = context.state.in_flight.get(tenant)
+    tenant = state.jobs[deployment.job].tenant
+    in_flight = state.in_flight.get(tenant)
     if in_flight is None:
         in_flight = InFlight()
     if event.payload_bytes:

@@ -12,15 +12,16 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.ids import OperationId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.operations.operations import fail_queued
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import State
 from plexrl.wire.operations import OperationKind, OperationState
 
 
-def cancel(context: Context, operation: Operation, now: float) -> None:
+def cancel(state: State, effects: Effects, operation: Operation, now: float) -> None:
     """Cancel an operation.
 
     Raises:
@@ -29,33 +30,33 @@ def cancel(context: Context, operation: Operation, now: float) -> None:
     if operation.state.is_final:
         return
     if operation.state == OperationState.PENDING:
-        fail_queued(context, operation, early_end(operation, now), now)
+        fail_queued(state, effects, operation, early_end(operation, now), now)
         return
     if operation.kind != OperationKind.GENERATE:
         raise ConflictError(
             f"a running {operation.kind.value} cannot be cancelled: wait for its result"
         )
-    _end_run(context, operation)
+    _end_run(state, effects, operation)
 
 
-def await_deadline(context: Context, operation: Operation) -> None:
+def await_deadline(effects: Effects, operation: Operation) -> None:
     """Set a timer for the deadline, if there is one."""
     if operation.deadline_at is not None:
-        context.wake(operation.deadline_at, timers.deadline(operation.operation))
+        effects.wake(operation.deadline_at, timers.deadline(operation.operation))
 
 
-def deadline_passed(context: Context, name: OperationId, now: float) -> None:
+def deadline_passed(state: State, effects: Effects, name: OperationId, now: float) -> None:
     """End an operation at its deadline, unless it has ended before."""
-    operation = context.state.operations.get(name)
+    operation = state.operations.get(name)
     if operation is None or operation.state.is_final:
         return
     if operation.deadline_at is None or now < operation.deadline_at:
         # Another operation with the same id, after the first one left the history.
         return
     if operation.state == OperationState.PENDING:
-        fail_queued(context, operation, early_end(operation, now), now)
+        fail_queued(state, effects, operation, early_end(operation, now), now)
     elif operation.kind == OperationKind.GENERATE and not operation.is_aborted:
-        _end_run(context, operation)
+        _end_run(state, effects, operation)
 
 
 def is_over(operation: Operation, now: float) -> bool:
@@ -77,9 +78,9 @@ def early_end(operation: Operation, now: float) -> PlexRLError:
     )
 
 
-def abort(context: Context, command: RunOperation) -> None:
+def abort(effects: Effects, command: RunOperation) -> None:
     """Have the workers stop a run, which returns its tokens so far."""
-    context.emit(
+    effects.emit(
         AbortOperation(
             operation=command.operation,
             deployment=command.deployment,
@@ -88,7 +89,7 @@ def abort(context: Context, command: RunOperation) -> None:
     )
 
 
-def _end_run(context: Context, operation: Operation) -> None:
+def _end_run(state: State, effects: Effects, operation: Operation) -> None:
     operation.is_aborted = True
-    deployment = context.deployment(operation.deployment)
-    abort(context, deployment.running[operation.operation])
+    deployment = state.deployment(operation.deployment)
+    abort(effects, deployment.running[operation.operation])

@@ -2,8 +2,7 @@
 
 from typing import Final
 
-from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
 
 _FORWARD_BACKWARD: Final = OperationKind.FORWARD_BACKWARD
@@ -19,11 +18,11 @@ def gradients_after(kind: OperationKind, count: int) -> int:
     return 0 if kind in _DROPS_THEM else count
 
 
-def gradients_to_come(context: Context, deployment: Deployment) -> int:
+def gradients_to_come(state: State, deployment: Deployment) -> int:
     """The count after all accepted operations."""
     count = deployment.waiting_gradients
     for name in (*deployment.running, *deployment.queue):
-        operation = context.state.operations[name]
+        operation = state.operations[name]
         # An operation that is replayed was counted before.
         if not operation.state.is_final:
             count = gradients_after(operation.kind, count)

@@ -17,13 +17,13 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment, Group, State
 
 CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
 """Errors of conditions that pass: the same run may succeed later."""
@@ -35,14 +35,19 @@ def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
 
 
 def hold(
-    context: Context, deployment: Deployment, operation: Operation, error: PlexRLError, now: float
+    state: State,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
 ) -> None:
     """Retry a run, which is no longer in flight, after a back-off."""
     deployment.backoff.report(error.code, error.message, now)
     deployment.backoff.retry_later(now)
     assert deployment.group is not None, f"{operation.operation} ran without a group"
-    context.wake(deployment.backoff.until, timers.group_step(deployment.group))
-    context.touch(deployment.group)
+    effects.wake(deployment.backoff.until, timers.group_step(deployment.group))
+    effects.touch(deployment.group)
     # The open cycle does not measure the job's demand.
     deployment.cycles.abandon()
     if operation.operation in deployment.replay.replaying:
@@ -51,24 +56,24 @@ def hold(
     operation.started_at = None
     # Discarded work is not billed.
     operation.gpu_seconds = 0.0
-    deployment.queue.insert(_place(context, deployment.queue, operation), operation.operation)
+    deployment.queue.insert(_place(state, deployment.queue, operation), operation.operation)
     if not deployment.running:
         deployment.burst.pause(now)
         deployment.burst.want(now)
 
 
-def renew_token(context: Context, group: Group, operation: Operation) -> None:
+def renew_token(state: State, group: Group, operation: Operation) -> None:
     """Give the group a new token before a run is retried under the same grant: workers answer a
     repeated (operation, token) with their first answer."""
     if operation.token == group.token:
-        fence(context.state, group)
+        fence(state, group)
 
 
-def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str, Any]]:
+def held_view(state: State, names: Iterable[DeploymentId]) -> list[dict[str, Any]]:
     """The deployments among `names` that retry runs, with the reason."""
     found = []
     for name in names:
-        deployment = context.deployment(name)
+        deployment = state.deployment(name)
         wants = deployment.queue or deployment.running
         if deployment.backoff.code and wants and deployment.state is not WpgState.STOPPED:
             found.append(
@@ -83,9 +88,9 @@ def held_view(context: Context, names: Iterable[DeploymentId]) -> list[dict[str,
     return found
 
 
-def _place(context: Context, queue: list[OperationId], operation: Operation) -> int:
+def _place(state: State, queue: list[OperationId], operation: Operation) -> int:
     """Queue position of a returning operation: after all that were submitted before it."""
-    operations = context.state.operations
+    operations = state.operations
     place = 0
     while place < len(queue) and operations[queue[place]].submitted_at < operation.submitted_at:
         place += 1

@@ -9,7 +9,7 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.next_use import next_use_s
 from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended
 from plexrl.scheduler.jobs.retention import forget_oldest
@@ -24,7 +24,7 @@ from plexrl.scheduler.state.commands import RunOperation
 from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
@@ -50,13 +50,13 @@ _OPENINGS: dict[OperationKind, str] = {
 
 
 def enqueue(
-    context: Context, event: OperationSubmitted, deployment: Deployment, now: float
+    state: State, effects: Effects, event: OperationSubmitted, deployment: Deployment, now: float
 ) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
     after: OperationId | None = None
     if event.source is not None:
-        after = publish_name(context, event.operation)
-        enqueue_publish(context, context.deployment(event.source), after, event.operation, now)
+        after = publish_name(state, event.operation)
+        enqueue_publish(state, effects, state.deployment(event.source), after, event.operation, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
     operation.params_json = event.params_json
     operation.payload = event.payload
@@ -69,51 +69,57 @@ def enqueue(
     operation.after = after
     operation.in_flight = event.in_flight
     operation.ends_burst = event.ends_burst
-    context.state.operations[event.operation] = operation
-    taken_in(context.state, deployment, operation)
-    _queue(context, deployment, event.operation, now)
+    state.operations[event.operation] = operation
+    taken_in(state, deployment, operation)
+    _queue(effects, deployment, event.operation, now)
     return operation
 
 
-def publish_name(context: Context, sync: OperationId, attempt: str = "") -> OperationId:
+def publish_name(state: State, sync: OperationId, attempt: str = "") -> OperationId:
     """An unused id for the publish that a sync needs: an earlier sync with the same id may have
     left the history before its publish."""
     name = OperationId(f"{sync}{OWN_MARK}publish{attempt}")
-    while name in context.state.operations:
+    while name in state.operations:
         name = OperationId(f"{name}'")
     return name
 
 
 def enqueue_publish(
-    context: Context, source: Deployment, name: OperationId, serves: OperationId, now: float
+    state: State,
+    effects: Effects,
+    source: Deployment,
+    name: OperationId,
+    serves: OperationId,
+    now: float,
 ) -> None:
     """Queue a publish of a trainer's weights for the sync `serves`."""
     operation = Operation(name, source.deployment, _PUBLISH, now, internal=True)
     operation.serves = serves
-    context.state.operations[name] = operation
-    _queue(context, source, name, now)
+    state.operations[name] = operation
+    _queue(effects, source, name, now)
 
 
-def enqueue_zero_grad(context: Context, deployment: Deployment, now: float) -> None:
+def enqueue_zero_grad(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
     """Queue an operation that drops the gradients of a trainer's accepted operations."""
-    name = OperationId(f"{deployment.deployment}{OWN_MARK}zero_grad.{context.state.moves_made}")
-    context.state.moves_made += 1
+    name = OperationId(f"{deployment.deployment}{OWN_MARK}zero_grad.{state.moves_made}")
+    state.moves_made += 1
     operation = Operation(name, deployment.deployment, OperationKind.ZERO_GRAD, now, internal=True)
-    context.state.operations[name] = operation
-    _queue(context, deployment, name, now)
+    state.operations[name] = operation
+    _queue(effects, deployment, name, now)
 
 
-def _queue(context: Context, deployment: Deployment, operation: OperationId, now: float) -> None:
+def _queue(effects: Effects, deployment: Deployment, operation: OperationId, now: float) -> None:
     if not deployment.running and (deployment.burst.wants_since is None or not deployment.queue):
         deployment.burst.want(now)
     deployment.queue.append(operation)
     if len(deployment.queue) == 1:
         # Only the head of a queue affects the order of members.
-        context.touch(deployment.group)
+        effects.touch(deployment.group)
 
 
 def start(
-    context: Context,
+    state: State,
+    effects: Effects,
     group: Group,
     deployment: Deployment,
     operation: Operation,
@@ -122,7 +128,6 @@ def start(
     replay: bool = False,
 ) -> None:
     """Send `operation`, which is no move, to its WPG under the group's token."""
-    state = context.state
     if deployment.running or deployment.moving is not None:
         meter(state, deployment, now)
     else:
@@ -135,11 +140,11 @@ def start(
         note_start(deployment, operation, now)
         if deployment.kind != "rollout":
             if next_began(deployment, now):
-                context.cycles_over[deployment.deployment] = None
+                effects.cycles_over[deployment.deployment] = None
             note_wait(state, group, deployment, now)
             run_began(deployment, now)
         if operation.expected_at is not None:
-            _compare(context, operation, now)
+            _compare(state, operation, now)
     operation.token = group.token
     operation.group = group.group
     source = operation.source
@@ -155,7 +160,7 @@ def start(
         operation.params_json,
         operation.payload,
         deployment.processes.endpoints,
-        () if source is None else _statemanagers(context, source),
+        () if source is None else _statemanagers(state, source),
         source,
         operation.source_seq,
         deployment.replay.durable_seq,
@@ -165,11 +170,12 @@ def start(
     )
     deployment.running[operation.operation] = command
     if state.routers:
-        context.commands.append(command)
+        effects.commands.append(command)
 
 
 def start_move(
-    context: Context,
+    state: State,
+    effects: Effects,
     group: Group,
     deployment: Deployment,
     kind: OperationKind,
@@ -177,7 +183,6 @@ def start_move(
     now: float,
 ) -> None:
     """Send the WPG a move of its whole state; no other operation runs at the same time."""
-    state = context.state
     token = group.token
     number = f"{token}.{state.moves_made}"
     name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
@@ -220,19 +225,19 @@ def start_move(
     )
     deployment.moving = command
     if state.routers:
-        context.commands.append(command)
+        effects.commands.append(command)
 
 
-def _statemanagers(context: Context, trainer: DeploymentId) -> tuple[str, ...]:
+def _statemanagers(state: State, trainer: DeploymentId) -> tuple[str, ...]:
     """StateManagers of the nodes that the trainer is on."""
-    nodes = context.state.nodes
-    return tuple(nodes[node].statemanager for node in context.deployment(trainer).nodes)
+    nodes = state.nodes
+    return tuple(nodes[node].statemanager for node in state.deployment(trainer).nodes)
 
 
-def _compare(context: Context, operation: Operation, now: float) -> None:
+def _compare(state: State, operation: Operation, now: float) -> None:
     """Record the error of the estimated start of an operation."""
     assert operation.expected_at is not None
-    errors = context.state.eta_errors
+    errors = state.eta_errors
     late_s = now - operation.expected_at
     errors.count += 1
     errors.absolute_s += abs(late_s)
@@ -244,7 +249,8 @@ def _compare(context: Context, operation: Operation, now: float) -> None:
 
 
 def complete(
-    context: Context,
+    state: State,
+    effects: Effects,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
@@ -253,36 +259,36 @@ def complete(
     """Record a completed user operation or publish, and keep what a recovery needs. A step that
     dropped its gradients completes, but its state is FAILED."""
     if deployment.kind != "rollout":
-        _note_run(context, deployment, operation, now)
+        _note_run(state, deployment, operation, now)
     operation.result = event.result
     operation.result_bytes = event.result_bytes
     kind = operation.kind
     if kind in MUTATING:
         deployment.waiting_gradients = gradients_after(kind, deployment.waiting_gradients)
         if kind in SUPERSEDING:
-            drop_log(context, deployment)
-            drop_past(context, deployment)
+            drop_log(state, effects, deployment)
+            drop_past(state, effects, deployment)
             deployment.replay.supersede()
         deployment.replay.append(operation.operation, operation.seq)
         operation.is_logged = True
     elif operation.payload is not None:
-        context.discards.append(operation.payload)
+        effects.discards.append(operation.payload)
     if kind == _PUBLISH:
-        dependent = _served(context, operation)
+        dependent = _served(state, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq
             dependent.source_step = deployment.trainer_step
-    finish(context, deployment, operation, event, now)
+    finish(state, effects, deployment, operation, event, now)
     if operation.state is _FAILED:
-        _halt(context, deployment, operation, read_error(event.error_json), now)
+        _halt(state, effects, deployment, operation, read_error(event.error_json), now)
 
 
-def _note_run(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+def _note_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     began_at = operation.started_at if operation.started_at is not None else now
     overlapped = False
-    names = context.state.jobs[deployment.job].deployments
+    names = state.jobs[deployment.job].deployments
     if len(names) > 1:
-        deployments = context.state.deployments
+        deployments = state.deployments
         for name in names:
             other = deployments[name]
             if other.kind == "rollout" and other.running:
@@ -293,7 +299,13 @@ def _note_run(context: Context, deployment: Deployment, operation: Operation, no
 
 
 def fail(
-    context: Context, operation: Operation, error: PlexRLError, now: float, *, place: int = 0
+    state: State,
+    effects: Effects,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+    *,
+    place: int = 0,
 ) -> None:
     """Record a failure; operations that depend on this one fail too.
 
@@ -302,33 +314,36 @@ def fail(
     is_cancelled = isinstance(error, OperationCancelledError)
     change_operation(operation, _CANCELLED if is_cancelled else _FAILS)
     operation.error_json = msgspec.json.encode(error.to_wire()).decode()
-    context.discard(operation.payload)
-    own = context.deployment(operation.deployment)
-    _into_history(context, own, operation, now)
+    effects.discard(operation.payload)
+    own = state.deployment(operation.deployment)
+    _into_history(state, effects, own, operation, now)
     if not own.queue and not own.running and not own.replay.replaying:
         own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
-        _halt(context, own, operation, error, now, place)
-    dependent = _served(context, operation)
+        _halt(state, effects, own, operation, error, now, place)
+    dependent = _served(state, operation)
     if dependent is None:
         return
     # A final dependent is a sync that is replayed: it is retried without this publish.
-    context.touch(context.deployment(dependent.deployment).group)
+    effects.touch(state.deployment(dependent.deployment).group)
     if dependent.state == OperationState.PENDING:
-        fail_queued(context, dependent, error, now)
+        fail_queued(state, effects, dependent, error, now)
 
 
-def fail_queued(context: Context, operation: Operation, error: PlexRLError, now: float) -> None:
+def fail_queued(
+    state: State, effects: Effects, operation: Operation, error: PlexRLError, now: float
+) -> None:
     """Fail an operation that is in its queue."""
-    deployment = context.deployment(operation.deployment)
+    deployment = state.deployment(operation.deployment)
     place = deployment.queue.index(operation.operation)
     del deployment.queue[place]
-    fail(context, operation, error, now, place=place)
-    context.touch(deployment.group)
+    fail(state, effects, operation, error, now, place=place)
+    effects.touch(deployment.group)
 
 
 def _halt(
-    context: Context,
+    state: State,
+    effects: Effects,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
@@ -337,7 +352,7 @@ def _halt(
 ) -> None:
     """Fail the queued operations that depend on a failed one, until the controller acknowledges the
     failure. Those before `place` in the queue were submitted earlier, and do not depend on it."""
-    if not context.job(deployment.job).halts_on_failure:
+    if not state.job(deployment.job).halts_on_failure:
         return
     failure = failure_of(operation, error, now)
     if any(each.operation == failure.operation for each in deployment.unacknowledged):
@@ -347,26 +362,26 @@ def _halt(
     if not failure.halts:
         return
     for name in deployment.queue[place:]:
-        if _is_halted(context, name):
-            fail_queued(context, context.state.operations[name], earlier_failure(failure), now)
-    context.touch(deployment.group)
+        if _is_halted(state, name):
+            fail_queued(state, effects, state.operations[name], earlier_failure(failure), now)
+    effects.touch(deployment.group)
 
 
-def _is_halted(context: Context, name: OperationId) -> bool:
+def _is_halted(state: State, name: OperationId) -> bool:
     """Whether a queued operation depends on its deployment's state. A publish for a sync that is
     replayed does not: it publishes a state from before the failure."""
-    operation = context.state.operations[name]
+    operation = state.operations[name]
     if operation.kind == _PUBLISH:
-        dependent = _served(context, operation)
+        dependent = _served(state, operation)
         return dependent is not None and dependent.state == OperationState.PENDING
     return operation.kind in HALTED and not operation.internal
 
 
-def _served(context: Context, operation: Operation) -> Operation | None:
+def _served(state: State, operation: Operation) -> Operation | None:
     """The operation that waits for this publish, if it is in the history."""
     if operation.serves is None:
         return None
-    served = context.state.operations.get(operation.serves)
+    served = state.operations.get(operation.serves)
     if served is None or served.after != operation.operation:
         # Another sync may have the same id, and wait for another publish.
         return None
@@ -374,7 +389,8 @@ def _served(context: Context, operation: Operation) -> Operation | None:
 
 
 def finish(
-    context: Context,
+    state: State,
+    effects: Effects,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
@@ -391,19 +407,18 @@ def finish(
     operation.result_json = event.result_json
     operation.compute_s = event.compute_s
     operation.transfer_s = event.transfer_s
-    _into_history(context, deployment, operation, now)
+    _into_history(state, effects, deployment, operation, now)
 
 
 def _into_history(
-    context: Context, deployment: Deployment, operation: Operation, now: float
+    state: State, effects: Effects, deployment: Deployment, operation: Operation, now: float
 ) -> None:
-    state = context.state
     operation.finished_at = now
     if operation.is_counted:
         ended(state, deployment, operation, now)
     if operation.source is not None:
         # A move of the trainer may wait for it.
-        context.touch(context.deployment(operation.source).group)
+        effects.touch(state.deployment(operation.source).group)
     if operation.started_at is not None:
         bill(state, deployment, operation)
     elif operation.state is _FAILED:
@@ -411,4 +426,4 @@ def _into_history(
     index = state.finished_count + 1
     state.finished_count = operation.index = index
     state.finished[index] = operation.operation
-    forget_oldest(context)
+    forget_oldest(state, effects)

@@ -8,7 +8,9 @@ from plexrl.errors import (
     is_storage_full,
 )
 from plexrl.ids import FencingToken
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.group_step import end_burst, load, successor
 from plexrl.scheduler.dispatch.switch_cost import HOST, observe_move, record_tier
 from plexrl.scheduler.jobs.lifecycle import (
@@ -48,9 +50,11 @@ _PUBLISH: Final = OperationKind.PUBLISH
 _SUSPENDS: Final = JobTrigger.OFFLOADED
 
 
-def run_finished(context: Context, event: OperationFinished, now: float) -> None:
+def run_finished(
+    state: State, settings: Settings, effects: Effects, event: OperationFinished, now: float
+) -> None:
     """Handle a completed run; a late report of another run changes nothing."""
-    state, name = context.state, event.operation
+    name = event.operation
     operation = state.operations.get(name)
     deployment = None if operation is None else _at_work(state, operation, event.token)
     if operation is None or deployment is None:
@@ -60,7 +64,7 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         deployment.trainer_step = event.trainer_step
     command = deployment.running.pop(name, None)
     if command is None:
-        _move_finished(context, deployment, operation, event, now)
+        _move_finished(state, settings, effects, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
         deployment.backoff.clear()
@@ -73,20 +77,21 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # Only new work counts as progress. Else an operation that kills its worker would be
             # retried for ever, since loads and replays succeed.
             deployment.processes.succeed()
-            complete(context, deployment, operation, event, now)
+            complete(state, effects, deployment, operation, event, now)
         if not deployment.running:
             deployment.burst.pause(now)
         if operation.kind == _PUBLISH:
-            _published(context, deployment, operation, now)
+            _published(state, settings, effects, deployment, now)
         elif operation.ends_burst and not command.replay:
-            _burst_over(context, deployment, now)
+            _burst_over(state, settings, deployment, now)
     group = deployment.group
     if group is not None:
-        context.dirty[group] = None
+        effects.dirty[group] = None
 
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
     """Handle a run that did not complete."""
+    effects = context.effects
     state = context.state
     operation = state.operations.get(event.operation)
     deployment = None if operation is None else _at_work(state, operation, event.token)
@@ -102,18 +107,18 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     if deployment.moving is not None and deployment.moving.operation == event.operation:
         if error.code in LOST_CODES and operation.kind == OperationKind.LOAD:
-            if fall_back(context, deployment):
+            if fall_back(context.state, deployment):
                 restart(context, deployment, error.message, now, counts=False)
                 return
             reason = (
                 f"the state of {deployment.deployment!r} cannot be loaded, nor recomputed from "
                 f"the operations that were kept: {error.message}"
             )
-            end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
+            end_job(context, context.state.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif operation.kind == OperationKind.LOAD and isinstance(error, InvalidRequestError):
             # The model or layout is invalid, or a library is not installed.
             reason = f"{deployment.deployment!r} cannot be built: {error.message}"
-            end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
+            end_job(context, context.state.job(deployment.job), JobTrigger.FAILED, reason, now)
         elif event.state_intact:
             _move_called_off(context, deployment, operation, now, error.message)
         else:
@@ -121,29 +126,29 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         return
     command = deployment.running[event.operation]
     if command.replay:
-        if republish(context, deployment, operation, error, now):
-            context.touch(deployment.group)
+        if republish(context.state, context.settings, effects, deployment, operation, error, now):
+            effects.touch(deployment.group)
             return
         if is_held(error, state_intact=event.state_intact):
             del deployment.running[event.operation]
-            hold(context, deployment, operation, error, now)
+            hold(context.state, effects, deployment, operation, error, now)
             return
         restart(context, deployment, f"replaying {event.operation!r}: {error.message}", now)
         return
     del deployment.running[event.operation]
     if is_held(error, state_intact=event.state_intact):
         if not is_over(operation, now):
-            hold(context, deployment, operation, error, now)
+            hold(context.state, effects, deployment, operation, error, now)
             return
         error = early_end(operation, now)
     else:
         deployment.backoff.clear()
-    fail(context, operation, error, now)
+    fail(context.state, effects, operation, error, now)
     if event.state_intact:
         deployment.processes.succeed()
         if not deployment.running:
             deployment.burst.pause(now)
-        context.touch(deployment.group)
+        effects.touch(deployment.group)
     else:
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
@@ -167,13 +172,15 @@ def _at_work(state: State, operation: Operation, token: FencingToken) -> Deploym
     return deployment
 
 
-def _group_of(context: Context, deployment: Deployment) -> Group:
+def _group_of(state: State, deployment: Deployment) -> Group:
     assert deployment.group is not None, f"{deployment.deployment} moves without a group"
-    return context.state.groups[deployment.group]
+    return state.groups[deployment.group]
 
 
 def _move_finished(
-    context: Context,
+    state: State,
+    settings: Settings,
+    effects: Effects,
     deployment: Deployment,
     operation: Operation,
     event: OperationFinished,
@@ -181,10 +188,10 @@ def _move_finished(
 ) -> None:
     deployment.moving = None
     began_at = operation.started_at if operation.started_at is not None else now
-    finish(context, deployment, operation, event, now)
+    finish(state, effects, deployment, operation, event, now)
     kind = operation.kind
     if kind == _LOAD:
-        observe_move(context, deployment, operation, event)
+        observe_move(state, deployment, operation, event)
         wpg.end_load(deployment)
         deployment.switch_times.end(now)
         deployment.replay.begin_replay()
@@ -193,41 +200,49 @@ def _move_finished(
             deployment.burst.begin_loaded(now)
         else:
             deployment.burst.stay_over()
-        group_lock.count_load(_group_of(context, deployment), now - began_at)
-        granted(context, deployment)
+        group_lock.count_load(_group_of(state, deployment), now - began_at)
+        granted(state, settings, deployment)
     elif kind == _OFFLOAD:
-        observe_move(context, deployment, operation, event)
-        _version_made(context, deployment, event)
+        observe_move(state, deployment, operation, event)
+        _version_made(state, settings, effects, deployment, event)
         wpg.end_offload(deployment)
-        group = _group_of(context, deployment)
+        group = _group_of(state, deployment)
         group_lock.count_offload(group, now - began_at)
         if deployment.kind == "train":
-            change_job(context.state.jobs[deployment.job], _SUSPENDS)
-        _hand_over(context, group, now)
+            change_job(state.jobs[deployment.job], _SUSPENDS)
+        _hand_over(state, settings, effects, group, now)
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
-        _version_made(context, deployment, event)
+        _version_made(state, settings, effects, deployment, event)
         deployment.no_snapshot_until = 0.0
         deployment.burst.pause(now)
 
 
-def _version_made(context: Context, deployment: Deployment, event: OperationFinished) -> None:
+def _version_made(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    deployment: Deployment,
+    event: OperationFinished,
+) -> None:
     former_seq = deployment.replay.store()
     deployment.stored.move_to(deployment.nodes)
     moved = event.moved
     record_tier(deployment, HOST if moved is None else moved.tier)
     if former_seq < deployment.replay.durable_seq:
-        retire_log(context, deployment, former_seq)
+        retire_log(state, settings, effects, deployment, former_seq)
 
 
-def _hand_over(context: Context, group: Group, now: float) -> None:
+def _hand_over(
+    state: State, settings: Settings, effects: Effects, group: Group, now: float
+) -> None:
     """The holder is offloaded: the lock goes to the incoming member, if it is still ready."""
-    incoming = successor(context, group, now)
+    incoming = successor(state, settings, effects, group, now)
     if incoming is None:
         group_lock.release(group)
     else:
         group_lock.hand_over(group, incoming.deployment)
-        load(context, group, incoming, now)
+        load(state, effects, group, incoming, now)
 
 
 def _move_called_off(
@@ -238,7 +253,7 @@ def _move_called_off(
     reason: str,
 ) -> None:
     """A move changed nothing. The deployment that needed it waits for a back-off."""
-    group = _group_of(context, deployment)
+    group = _group_of(context.state, deployment)
     deployment.moving = None
     change_operation(operation, OperationTrigger.FAILED)
     del context.state.operations[operation.operation]
@@ -252,34 +267,41 @@ def _move_called_off(
         if operation.kind == OperationKind.OFFLOAD:
             wpg.refuse_offload(deployment)
             if group.incoming is not None:
-                held_back = context.deployment(group.incoming)
+                held_back = context.state.deployment(group.incoming)
                 held_back.switch_times.end(now)
                 group_lock.end_switch(group)
-    context.touch(group.group)
+    context.effects.touch(group.group)
     if operation.kind == OperationKind.SNAPSHOT:
         deployment.no_snapshot_until = now + SNAPSHOT_BACK_OFF_S
         return
     if deployment.moves.planned is not None:
-        cancel_move(context, deployment, now)
+        cancel_move(context.cluster, deployment, now)
+        for node in deployment.nodes:
+            context.effects.wake(deployment.moves.not_before, timers.node_check(node))
         if operation.kind == OperationKind.OFFLOAD and held_back is deployment:
             # No member waits for the group: the holder continues.
             return
     held_back.backoff.wait(now + BACK_OFF_S, reason)
-    context.wake(held_back.backoff.until, timers.group_step(group.group))
+    context.effects.wake(held_back.backoff.until, timers.group_step(group.group))
 
 
-def _published(context: Context, deployment: Deployment, operation: Operation, now: float) -> None:
+def _published(
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    deployment: Deployment,
+    now: float,
+) -> None:
     """A publish ended a training cycle: wake the sync that waits, and end the burst."""
-    deployment.published_seq = operation.seq
-    for name in context.job(deployment.job).deployments:
-        context.touch(context.deployment(name).group)
-    _burst_over(context, deployment, now)
+    for name in state.job(deployment.job).deployments:
+        effects.touch(state.deployment(name).group)
+    _burst_over(state, settings, deployment, now)
 
 
-def _burst_over(context: Context, deployment: Deployment, now: float) -> None:
+def _burst_over(state: State, settings: Settings, deployment: Deployment, now: float) -> None:
     """The last operation of a cycle has run: if no more work waits, the burst ends."""
     if not deployment.queue:
         end_burst(deployment, now)
         deployment.burst.forget_pause()
-        if not context.policy.repacks or deployment.trace is not None:
-            change_job(context.job(deployment.job), JobTrigger.CYCLE_ENDED)
+        if not settings.policy.repacks or deployment.trace is not None:
+            change_job(state.job(deployment.job), JobTrigger.CYCLE_ENDED)

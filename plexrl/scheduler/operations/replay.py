@@ -1,21 +1,24 @@
 """What is kept of the mutations of a WPG, and when their payloads are discarded."""
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.core.context import Context
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.state.records import Deployment, State
 
 
-def drop_log(context: Context, deployment: Deployment) -> None:
+def drop_log(state: State, effects: Effects, deployment: Deployment) -> None:
     """Drop the replay log: a recovery needs none of it."""
-    _forget(context, deployment.replay.take_log())
+    _forget(state, effects, deployment.replay.take_log())
 
 
-def drop_past(context: Context, deployment: Deployment) -> None:
+def drop_past(state: State, effects: Effects, deployment: Deployment) -> None:
     """Drop what led to the durable version: a recovery needs none of it, or it is too much."""
-    _forget(context, deployment.replay.take_past())
+    _forget(state, effects, deployment.replay.take_past())
 
 
-def retire_log(context: Context, deployment: Deployment, former_seq: int) -> None:
+def retire_log(
+    state: State, settings: Settings, effects: Effects, deployment: Deployment, former_seq: int
+) -> None:
     """The durable version includes the replay log: a recovery needs the log only if that version is
     damaged or lost, so the log is kept as far as the bounds allow.
 
@@ -24,11 +27,11 @@ def retire_log(context: Context, deployment: Deployment, former_seq: int) -> Non
     """
     replay = deployment.replay
     past, log = replay.past, replay.log
-    log_bytes = payload_bytes(context, log)
-    if not _is_kept(context, len(past) + len(log), replay.past_payload_bytes + log_bytes):
-        drop_past(context, deployment)
-        if not former_seq or not _is_kept(context, len(log), log_bytes):
-            drop_log(context, deployment)
+    log_bytes = payload_bytes(state, log)
+    if not _is_kept(settings, len(past) + len(log), replay.past_payload_bytes + log_bytes):
+        drop_past(state, effects, deployment)
+        if not former_seq or not _is_kept(settings, len(log), log_bytes):
+            drop_log(state, effects, deployment)
             return
         replay.reach_back_to(former_seq)
     elif replay.past_is_whole:
@@ -36,39 +39,39 @@ def retire_log(context: Context, deployment: Deployment, former_seq: int) -> Non
     elif not replay.previous_seq:
         # Nothing that leads to `former_seq` is kept, so `past` begins there.
         if not former_seq:
-            drop_past(context, deployment)
-            drop_log(context, deployment)
+            drop_past(state, effects, deployment)
+            drop_log(state, effects, deployment)
             return
         replay.reach_back_to(former_seq)
     replay.retire(log_bytes)
 
 
-def forget_previous(context: Context, deployment: Deployment) -> None:
+def forget_previous(state: State, effects: Effects, deployment: Deployment) -> None:
     """Forget the earlier version: nodes that hold the durable one do not have it."""
     if not deployment.replay.past_is_whole:
-        drop_past(context, deployment)
+        drop_past(state, effects, deployment)
     deployment.replay.forget_previous()
 
 
-def payload_bytes(context: Context, names: list[OperationId]) -> int:
+def payload_bytes(state: State, names: list[OperationId]) -> int:
     """Payload bytes of these operations together."""
-    operations = context.state.operations
+    operations = state.operations
     return sum([operations[name].payload_bytes for name in names])
 
 
-def _is_kept(context: Context, count: int, nbytes: int) -> bool:
+def _is_kept(settings: Settings, count: int, nbytes: int) -> bool:
     """Whether so many operations, with payloads of so many bytes, are kept to compute a version
     again."""
-    config = context.config
+    config = settings.config
     return count <= config.rebuild_operations and nbytes <= config.rebuild_payload_bytes_max
 
 
-def _forget(context: Context, names: list[OperationId]) -> None:
-    operations = context.state.operations
+def _forget(state: State, effects: Effects, names: list[OperationId]) -> None:
+    operations = state.operations
     for name in names:
         operation = operations[name]
         if operation.payload is not None:
-            context.discards.append(operation.payload)
+            effects.discards.append(operation.payload)
         operation.is_logged = False
         if operation.is_forgotten:
             del operations[name]

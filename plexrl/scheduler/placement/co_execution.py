@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.core.context import Context
-    from plexrl.scheduler.state.records import Deployment, Group
+    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.state.records import Deployment, Group, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,29 +43,29 @@ def total_stretch(shares: Sequence[RoundShare], length_s: float) -> float:
     return math.fsum(length_s / share.cycle_s - 1.0 for share in shares)
 
 
-def round_share(context: "Context", deployment: "Deployment", group: "Group") -> RoundShare | None:
+def round_share(state: "State", deployment: "Deployment", group: "Group") -> RoundShare | None:
     """The share that the deployment needs of a round of `group`; None without a profile."""
     trace = deployment.trace
     if trace is None:
         return None
     worst_s = trace.busy_s * (1.0 + trace.jitter_s / trace.period_s)
-    switches_s = offload_s(context, deployment, group.gpus) + load_s(
-        context, deployment, group.gpus
-    )
+    switches_s = offload_s(state, deployment, group.gpus) + load_s(state, deployment, group.gpus)
     return RoundShare(cycle_s=trace.period_s, busy_s=worst_s + switches_s)
 
 
-def added_stretch(context: "Context", group: "Group", deployment: "Deployment") -> float | None:
+def added_stretch(
+    state: "State", settings: "Settings", group: "Group", deployment: "Deployment"
+) -> float | None:
     """How much the members' total stretch would grow if the deployment joined `group`.
 
     None if the shares would not fit, or a member would wait more than the service level allows.
     """
-    newcomer = round_share(context, deployment, group)
+    newcomer = round_share(state, deployment, group)
     if newcomer is None:
         return None
     shares = []
     for name in group.members:
-        share = round_share(context, context.deployment(name), group)
+        share = round_share(state, state.deployment(name), group)
         if share is None:
             return None
         shares.append(share)
@@ -73,6 +73,6 @@ def added_stretch(context: "Context", group: "Group", deployment: "Deployment") 
     if before_s is None or after_s is None:
         return None
     shortest_s = min(share.cycle_s for share in (*shares, newcomer))
-    if 1.0 - shortest_s / after_s > context.config.waiting_part_max:
+    if 1.0 - shortest_s / after_s > settings.config.waiting_part_max:
         return None
     return total_stretch([*shares, newcomer], after_s) - total_stretch(shares, before_s)

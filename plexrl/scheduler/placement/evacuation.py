@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 from plexrl.ids import NodeId
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.jobs.profiler import forget_open_cycle
 from plexrl.scheduler.placement.placement import vacate
@@ -24,18 +26,22 @@ from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Node
+from plexrl.scheduler.state.records import Deployment, Node, State
 
 
 def reconcile_node(context: Context, name: NodeId, now: float) -> None:
     """Move all WPGs off the node that should not stay there and can move now."""
     node = context.state.nodes[name]
     if not node.alive:
-        if _is_written_off(context, node, now):
-            for deployment in [*placed_on(context, name), *_with_state_on(context, name)]:
+        if _is_written_off(context.settings, node, now):
+            for deployment in [
+                *placed_on(context.cluster, name),
+                *_with_state_on(context.cluster, name),
+            ]:
                 _evacuate(context, deployment, now)
     elif node.is_draining:
-        drain(context, name, now)
+        for group in drain(context.cluster, name, now):
+            context.effects.touch(group)
     else:
         replace_shrunk(context, name, now)
 
@@ -43,7 +49,7 @@ def reconcile_node(context: Context, name: NodeId, now: float) -> None:
 def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
     """Move the WPGs on GPUs that the node no longer has; their workers there are gone."""
     gpus = context.state.nodes[name].gpus
-    for deployment in placed_on(context, name):
+    for deployment in placed_on(context.cluster, name):
         if all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name):
             continue
         if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
@@ -55,16 +61,18 @@ def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
         _evacuate(context, deployment, now)
 
 
-def may_displace(context: Context, deployment: Deployment) -> bool:
+def may_displace(state: State, settings: Settings, deployment: Deployment) -> bool:
     """Whether the WPG can release its GPUs and continue from its state elsewhere."""
     if deployment.running or deployment.moving is not None:
         return False
-    return deployment.state != WpgState.MIGRATING and _survives(context, deployment)
+    return deployment.state != WpgState.MIGRATING and _survives(state, settings, deployment)
 
 
 def displace(context: Context, deployment: Deployment, reason: str, now: float) -> None:
     """Take the GPUs of a WPG that runs nothing; it waits for others and keeps its queue."""
-    assert may_displace(context, deployment), f"{deployment.deployment} cannot be moved"
+    assert may_displace(context.state, context.settings, deployment), (
+        f"{deployment.deployment} cannot be moved"
+    )
     deployment.replay.end_replay()
     forget_open_cycle(deployment)
     if deployment.queue:
@@ -74,35 +82,35 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _evacuate(context, deployment, now)
 
 
-def placed_on(context: Context, node: NodeId) -> Iterator[Deployment]:
+def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
     """The deployments with ranks on a node, oldest group first. Skips those that lose their GPUs
     during the iteration, because handling one may end the job of another."""
     members = [
-        context.deployment(member)
-        for name in context.inventory.groups_on(node)
-        for member in context.state.groups[name].members
+        cluster.state.deployment(member)
+        for name in cluster.inventory.groups_on(node)
+        for member in cluster.state.groups[name].members
     ]
     for deployment in members:
         if deployment.group is not None:
             yield deployment
 
 
-def awaited(context: Context, deployment: Deployment) -> tuple[NodeId, ...]:
+def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
     """The nodes that the WPG needs to continue: it has ranks on them, or only they hold its state.
     Empty if it waits for its processes only."""
-    nodes = context.state.nodes
+    nodes = state.nodes
     dead = [each for each in deployment.stored.nodes if not nodes[each].alive]
     if deployment.replay.durable_seq and dead:
         return tuple(sorted(dead))
-    lacking = {rank.node for rank in deployment.ranks if not has_gpu(context, rank)}
+    lacking = {rank.node for rank in deployment.ranks if not has_gpu(state, rank)}
     return tuple(sorted(lacking))
 
 
-def _with_state_on(context: Context, node: NodeId) -> list[Deployment]:
+def _with_state_on(cluster: Cluster, node: NodeId) -> list[Deployment]:
     """The deployments whose durable version is on the node while they have no ranks there: the copy
     is not complete, or they wait for GPUs."""
-    placed = [name for group in context.state.groups.values() for name in group.members]
-    found = map(context.deployment, [*placed, *sorted(context.waiting.displaced)])
+    placed = [name for group in cluster.state.groups.values() for name in group.members]
+    found = map(cluster.state.deployment, [*placed, *sorted(cluster.waiting.displaced)])
     return [
         deployment
         for deployment in found
@@ -112,31 +120,36 @@ def _with_state_on(context: Context, node: NodeId) -> list[Deployment]:
     ]
 
 
-def _is_written_off(context: Context, node: Node, now: float) -> bool:
+def _is_written_off(settings: Settings, node: Node, now: float) -> bool:
     if node.lost_at is None:
         return False
-    return node.is_draining or now >= node.lost_at + context.config.node_replace_s
+    return node.is_draining or now >= node.lost_at + settings.config.node_replace_s
 
 
-def _survives(context: Context, deployment: Deployment) -> bool:
+def _survives(state: State, settings: Settings, deployment: Deployment) -> bool:
     if not deployment.replay.durable_seq:
         return True
-    nodes = context.state.nodes
-    return context.config.migrates and all(nodes[each].alive for each in deployment.stored.nodes)
+    nodes = state.nodes
+    return settings.config.migrates and all(nodes[each].alive for each in deployment.stored.nodes)
 
 
 def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     """Take the WPG off its group and enqueue it, if its state survives or can be recomputed."""
+    state, cluster, effects = context.state, context.cluster, context.effects
     if deployment.state == WpgState.STOPPED:
         # Its job ended because another deployment was lost.
         return
-    if not _survives(context, deployment) and not rebuild(context, deployment, now):
-        _end_if_lost(context, deployment, now)
+    if not _survives(state, context.settings, deployment) and not rebuild(
+        state, context.settings, effects, deployment, now
+    ):
+        reason = _loss(state, context.settings, deployment)
+        if reason is not None:
+            end_job(context, state.job(deployment.job), JobTrigger.FAILED, reason, now)
         return
     if deployment.state == WpgState.WAITING:
         return
     nodes = deployment.nodes
-    context.emit(
+    effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
             incarnation=deployment.processes.incarnation,
@@ -146,30 +159,30 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     unwanted = tuple(each for each in nodes if each not in deployment.stored.nodes)
     if unwanted:
         # Incomplete copies of the version.
-        context.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
-    context.hold(deployment, -1, now)
-    vacate(context, deployment, now)
+        effects.emit(ReleaseState(deployment=deployment.deployment, nodes=unwanted))
+    cluster.hold(deployment, -1, now)
+    effects.touch(vacate(cluster, deployment, now))
     wpg.displace(deployment)
-    change_job(context.job(deployment.job), JobTrigger.DISPLACED)
-    _enqueue(context, deployment, now)
-    for name in sorted(context.relocating):
+    change_job(state.job(deployment.job), JobTrigger.DISPLACED)
+    _enqueue(cluster, deployment, now)
+    for name in sorted(cluster.relocating):
         # A relocation may have waited for this WPG to pull weights.
-        context.touch(context.deployment(name).group)
+        effects.touch(state.deployment(name).group)
 
 
-def _end_if_lost(context: Context, deployment: Deployment, now: float) -> None:
-    lost = [each for each in deployment.stored.nodes if not context.state.nodes[each].alive]
-    if context.config.lost_nodes_return or not lost:
-        return
-    reason = (
+def _loss(state: State, settings: Settings, deployment: Deployment) -> str | None:
+    """Why the job cannot continue; None: its state comes back with its nodes."""
+    lost = [each for each in deployment.stored.nodes if not state.nodes[each].alive]
+    if settings.config.lost_nodes_return or not lost:
+        return None
+    return (
         f"the state of {deployment.deployment!r} was on {', '.join(sorted(lost))}, which is lost, "
         f"and the operations that led to it exceed those kept for a rebuild "
-        f"({context.config.rebuild_operations}): start a job from its newest checkpoint"
+        f"({settings.config.rebuild_operations}): start a job from its newest checkpoint"
     )
-    end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
 
 
-def _enqueue(context: Context, deployment: Deployment, now: float) -> None:
-    begin_to_wait(context, context.job(deployment.job).tenant, now)
-    context.wait(deployment)
-    context.place_waiting = True
+def _enqueue(cluster: Cluster, deployment: Deployment, now: float) -> None:
+    begin_to_wait(cluster, cluster.state.job(deployment.job).tenant, now)
+    cluster.wait(deployment)
+    cluster.waiting.retry_all()

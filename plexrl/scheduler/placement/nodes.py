@@ -2,7 +2,8 @@
 
 from plexrl.errors import NotFoundError
 from plexrl.ids import NodeId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
 from plexrl.scheduler.placement.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
@@ -12,7 +13,7 @@ from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Node
+from plexrl.scheduler.state.records import Deployment, Node, State
 
 MIGRATION_RETRY_S = 2.0
 """Delay before a failed copy is tried again."""
@@ -20,8 +21,9 @@ MIGRATION_RETRY_S = 2.0
 
 def node_joined(context: Context, event: NodeJoined, now: float) -> None:
     """A node joined or returned, with these workers and states."""
-    known = context.state.nodes.get(event.node)
-    context.state.nodes[event.node] = Node(
+    state, effects = context.state, context.effects
+    known = state.nodes.get(event.node)
+    state.nodes[event.node] = Node(
         node=event.node,
         gpus=event.gpus,
         gpu_memory_bytes=event.gpu_memory_bytes,
@@ -32,14 +34,14 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         nvme_bytes=event.nvme_bytes,
         is_draining=known is not None and known.is_draining,
     )
-    context.inventory.node_changed(context.state.nodes[event.node])
+    context.cluster.inventory.node_changed(state.nodes[event.node])
     replace_shrunk(context, event.node, now)
     seen = {(worker.deployment, worker.rank): worker for worker in event.workers}
     wanted = set()
-    for deployment in placed_on(context, event.node):
+    for deployment in placed_on(context.cluster, event.node):
         ranks = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if deployment.state == WpgState.MIGRATING:
-            send_migration(context, deployment)
+            send_migration(state, effects, deployment)
             continue
         missing = False
         for rank in ranks:
@@ -49,7 +51,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             )
             if worker is not None and worker.incarnation == incarnation:
                 wanted.add((worker.deployment, worker.rank))
-                worker_ready(context, deployment, rank, worker.address, now)
+                worker_ready(effects, deployment, rank, worker.address, now)
             else:
                 missing = True
         if missing and deployment.is_ready:
@@ -58,23 +60,23 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             why = f"node {event.node!r} came back without its workers"
             restart(context, deployment, why, now, counts=was_at_work)
         elif missing or not deployment.is_ready:
-            send_launch(context, deployment)
+            send_launch(state, effects, deployment)
     for worker in event.workers:
         if (worker.deployment, worker.rank) not in wanted:
-            context.emit(
+            effects.emit(
                 StopWorkers(
                     deployment=worker.deployment,
                     incarnation=worker.incarnation,
                     nodes=(event.node,),
                 )
             )
-    live = context.state.deployments
+    live = state.deployments
     for name in event.states:
         if name not in live or not _keeps_state(live[name], event.node):
-            context.emit(ReleaseState(deployment=name, nodes=(event.node,)))
-    context.place_waiting = True
+            effects.emit(ReleaseState(deployment=name, nodes=(event.node,)))
+    context.cluster.waiting.retry_all()
     # WPGs of lost nodes may have waited for the state on this node.
-    for other in list(context.state.nodes):
+    for other in list(state.nodes):
         reconcile_node(context, other, now)
 
 
@@ -85,55 +87,60 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
     Raises:
         NotFoundError: there is no such node.
     """
+    cluster = context.cluster
     node = context.state.nodes.get(event.node)
     if node is None:
         raise NotFoundError(f"there is no node {event.node!r}")
     node.is_draining = event.is_draining
-    context.inventory.node_changed(node)
+    cluster.inventory.node_changed(node)
     # GPUs are available again, or deployments that waited for them block others no longer.
-    context.place_waiting = True
+    cluster.waiting.retry_all()
     if event.is_draining:
         reconcile_node(context, event.node, now)
         return
-    for name in sorted(context.relocating):
-        deployment = context.deployment(name)
+    for name in sorted(cluster.relocating):
+        deployment = context.state.deployment(name)
         if event.node in deployment.nodes:
             deployment.moves.cancel()
-            del context.relocating[name]
-            context.touch(deployment.group)
+            del cluster.relocating[name]
+            context.effects.touch(deployment.group)
 
 
 def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     """A node has fetched a version, or failed to."""
+    effects = context.effects
     deployment = context.state.deployments.get(event.deployment)
     if deployment is None or deployment.state != WpgState.MIGRATING:
         return
     if event.seq != deployment.replay.durable_seq:
         return
     if event.code in LOST_CODES:
-        _copy_another(context, deployment, event, now)
+        reason = _copy_another(context.state, effects, deployment, event)
+        if reason is not None:
+            job = context.state.job(deployment.job)
+            end_job(context, job, JobTrigger.FAILED, reason, now)
     elif event.error:
         deployment.backoff.explain(event.error)
-        context.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
-    elif migrated(context, deployment, event.node):
-        launch(context, deployment)
-        context.touch(deployment.group)
+        effects.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
+    elif migrated(context.state, effects, deployment, event.node):
+        launch(context.state, effects, deployment)
+        effects.touch(deployment.group)
 
 
 def _copy_another(
-    context: Context, deployment: Deployment, event: StateMigrated, now: float
-) -> None:
-    """Fall back to another version, because the one to copy is damaged or missing."""
-    if not fall_back(context, deployment):
-        reason = (
+    state: State, effects: Effects, deployment: Deployment, event: StateMigrated
+) -> str | None:
+    """Fall back to another version, because the one to copy is damaged or missing. Returns why the
+    job must end, if there is none."""
+    if not fall_back(state, deployment):
+        return (
             f"the state of {deployment.deployment!r} cannot be copied to {event.node!r}, nor "
             f"recomputed from the operations that were kept: {event.error}"
         )
-        end_job(context, context.job(deployment.job), JobTrigger.FAILED, reason, now)
-        return
-    settle(context, deployment)
+    settle(state, effects, deployment)
     if deployment.state != WpgState.MIGRATING:
-        launch(context, deployment)
+        launch(state, effects, deployment)
+    return None
 
 
 def _keeps_state(deployment: Deployment, node: NodeId) -> bool:
@@ -151,11 +158,13 @@ def node_lost(context: Context, event: NodeLost, now: float) -> None:
     node.alive = False
     if node.lost_at is None:
         node.lost_at = now
-    context.wake(node.lost_at + context.config.node_replace_s, timers.node_check(event.node))
-    context.inventory.node_changed(node)
+    context.effects.wake(
+        node.lost_at + context.settings.config.node_replace_s, timers.node_check(event.node)
+    )
+    context.cluster.inventory.node_changed(node)
     # Deployments that waited for its GPUs block others no longer.
-    context.place_waiting = True
-    for deployment in placed_on(context, event.node):
+    context.cluster.waiting.retry_all()
+    for deployment in placed_on(context.cluster, event.node):
         here = [rank.rank for rank in deployment.ranks if rank.node == event.node]
         if deployment.state == WpgState.MIGRATING:
             continue

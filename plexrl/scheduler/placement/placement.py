@@ -17,7 +17,8 @@ from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.index import Shape, ShapeTable
 from plexrl.scheduler.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.capacity.shift_search import Fit, ShiftSearch
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.jobs.sharing import settle_group
 from plexrl.scheduler.placement.co_execution import added_stretch
@@ -27,7 +28,7 @@ from plexrl.scheduler.state.commands import RankPlacement
 from plexrl.scheduler.state.demand import DemandTrace, project
 from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
-from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation
+from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
 
 CANDIDATES_PER_PASS = 256
 """Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
@@ -59,7 +60,7 @@ class Choice:
 
 
 def place(
-    context: Context,
+    cluster: Cluster,
     deployment: Deployment,
     now: float,
     only: tuple[PlacementMode, ...] | None = None,
@@ -68,42 +69,42 @@ def place(
 
     `only`: the modes to try; default: those of the policy.
     """
-    for mode in modes(context, deployment, now) if only is None else only:
+    for mode in modes(cluster, deployment, now) if only is None else only:
         if mode == PlacementMode.DEDICATED:
-            group = _new_group(context, deployment)
+            group = _new_group(cluster, deployment)
             if group is None:
                 continue
             choice = Choice(group=group.group, mode=mode, contention=0.0)
         else:
-            found = find(context, deployment, mode, now)
+            found = find(cluster, deployment, mode, now)
             if found is None:
                 continue
-            choice, group = found, context.state.groups[found.group]
-        join(context, group, deployment, choice, now)
+            choice, group = found, cluster.state.groups[found.group]
+        join(cluster, group, deployment, choice, now)
         return group
     return None
 
 
 def join(
-    context: Context, group: Group, deployment: Deployment, choice: Choice, now: float
+    cluster: Cluster, group: Group, deployment: Deployment, choice: Choice, now: float
 ) -> None:
     """Make `deployment` a member of `group` by a choice made at `now`.
 
     Raises:
         CapacityError: the choice was strict and is no longer free; nothing changed.
     """
-    settle_group(context.state, group, now)
+    settle_group(cluster.state, group, now)
     group.members.append(deployment.deployment)
     deployment.group = group.group
     deployment.ranks = group.gpus
-    deployment.nodes = context.inventory.nodes(group)
+    deployment.nodes = cluster.inventory.nodes(group)
     trace = deployment.trace if deployment.shares else None
-    start_slot = int(now) % context.config.horizon_slots
+    start_slot = int(now) % cluster.settings.config.horizon_slots
     deployment.reservation = Reservation(
         shift=float(start_slot + choice.shift_slots), trace=trace, overlap_s=choice.overlap_s
     )
     try:
-        context.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
+        cluster.inventory.reserve(deployment, strict=choice.mode == PlacementMode.STRICT)
     except CapacityError:
         group.members.remove(deployment.deployment)
         deployment.group = deployment.reservation = None
@@ -116,82 +117,87 @@ def join(
         group=group.group,
         members=len(group.members),
         shift_s=float(choice.shift_slots),
-        setup_s=load_s(context, deployment),
+        setup_s=load_s(cluster.state, deployment),
         overlap_s=choice.overlap_s,
         interference_s=choice.interference_s,
         contention=choice.contention,
     )
 
 
-def modes(context: Context, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
+def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[PlacementMode, ...]:
     """The placement modes to try for `deployment`, best first."""
     if not deployment.shares:
         return (PlacementMode.DEDICATED,)
     has_profile = deployment.trace is not None
-    return context.policy.modes(
+    return cluster.settings.policy.modes(
         has_profile=has_profile,
-        is_patience_over=now >= patience_ends_at(context, deployment),
-        is_scarce=has_profile and context.policy.repacks and is_scarce(context, deployment),
+        is_patience_over=now >= patience_ends_at(cluster.settings, deployment),
+        is_scarce=has_profile
+        and cluster.settings.policy.repacks
+        and is_scarce(cluster, deployment),
     )
 
 
-def patience_ends_at(context: Context, deployment: Deployment) -> float:
+def patience_ends_at(settings: Settings, deployment: Deployment) -> float:
     """When a job without a profile stops waiting for a group of its own."""
-    return deployment.created_at + context.config.cold_start_patience_s
+    return deployment.created_at + settings.config.cold_start_patience_s
 
 
-def leave(context: Context, deployment: Deployment, now: float) -> None:
+def leave(cluster: Cluster, deployment: Deployment, now: float) -> None:
     """Remove `deployment` from its group; an empty group frees its GPUs."""
-    group = context.state.groups[_placed(deployment)]
-    settle_group(context.state, group, now)
+    state = cluster.state
+    group = state.groups[_placed(deployment)]
+    settle_group(state, group, now)
     group.members.remove(deployment.deployment)
     if len(group.members) == 1:
         group.alone_since = now
-    context.inventory.release(deployment)
+    cluster.inventory.release(deployment)
     deployment.group = None
     deployment.reservation = None
-    refresh_overlap_flags(context, group)
+    refresh_overlap_flags(cluster, group)
     if not group.members:
-        context.inventory.remove_group(group)
-        context.state.former_switches += group.switches
-        del context.state.groups[group.group]
-        context.dirty.pop(group.group, None)
+        cluster.inventory.remove_group(group)
+        state.former_switches += group.switches
+        del state.groups[group.group]
 
 
-def release_lock(context: Context, deployment: Deployment) -> None:
-    """Free the group's lock if the WPG holds it; end the switch if it is the incoming one."""
-    group = context.state.groups[_placed(deployment)]
+def release_lock(state: State, deployment: Deployment) -> GroupId:
+    """Free the group's lock if the WPG holds it; end the switch if it is the incoming one. Returns
+    the group, whose next step must be decided."""
+    group = state.groups[_placed(deployment)]
     withdraw(group, deployment.deployment)
-    context.touch(group.group)
+    return group.group
 
 
-def vacate(context: Context, deployment: Deployment, now: float) -> None:
-    """Take a WPG with stopped processes off its group; the caller sets its next state."""
-    release_lock(context, deployment)
-    leave(context, deployment, now)
+def vacate(cluster: Cluster, deployment: Deployment, now: float) -> GroupId:
+    """Take a WPG with stopped processes off its group; the caller sets its next state. Returns the
+    group, whose next step must be decided."""
+    group = release_lock(cluster.state, deployment)
+    leave(cluster, deployment, now)
     lose_processes(deployment)
     deployment.moves.cancel()
-    context.relocating.pop(deployment.deployment, None)
+    cluster.relocating.pop(deployment.deployment, None)
+    return group
 
 
 def find(
-    context: Context, deployment: Deployment, mode: PlacementMode, now: float
+    cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float
 ) -> Choice | None:
     """The group that this mode chooses; changes nothing."""
     match mode:
         case PlacementMode.STRICT | PlacementMode.OVERLAP:
-            found = nearest(context, deployment, now, strict=mode == PlacementMode.STRICT, count=1)
+            found = nearest(cluster, deployment, now, strict=mode == PlacementMode.STRICT, count=1)
             return found[0] if found else None
         case PlacementMode.PACKED | PlacementMode.EMPTIEST:
-            return _by_load(context, deployment, mode)
+            return _by_load(cluster, deployment, mode)
         case PlacementMode.CO_EXECUTED:
-            return _by_round(context, deployment)
+            return _by_round(cluster, deployment)
         case _:
             raise AssertionError(f"{mode} does not join an existing group")
 
 
 def nearest(
-    context: Context, deployment: Deployment, now: float, *, strict: bool, count: int
+    cluster: Cluster, deployment: Deployment, now: float, *, strict: bool, count: int
 ) -> list[Choice]:
     """At most `count` groups in which the deployment's trace fits, best first.
 
@@ -200,11 +206,11 @@ def nearest(
     """
     found: list[Choice] = []
     most = max(count, PREDICTIONS_MAX)
-    for choice in fitting(context, deployment, now, strict=strict, count=most):
-        expected = predicted_contention(context, deployment, choice)
+    for choice in fitting(cluster, deployment, now, strict=strict, count=most):
+        expected = predicted_contention(cluster, deployment, choice)
         if expected is None:
             found.append(choice)
-        elif expected.worst <= context.config.waiting_part_max:
+        elif expected.worst <= cluster.settings.config.waiting_part_max:
             found.append(replace(choice, contention=expected.group))
         if len(found) == count:
             break
@@ -212,51 +218,52 @@ def nearest(
 
 
 def predicted_contention(
-    context: Context, deployment: Deployment, choice: Choice
+    cluster: Cluster, deployment: Deployment, choice: Choice
 ) -> Contention | None:
     """The predicted contention of the chosen group with `deployment`; None if the demand of a
     member is unknown."""
+    state, settings = cluster.state, cluster.settings
     if deployment.trace is None:
         return None
-    gpus = context.state.groups[choice.group].gpus
-    residents = [_resident(context, deployment, deployment.trace, gpus)]
-    for name in context.state.groups[choice.group].members:
-        member = context.deployment(name)
+    gpus = state.groups[choice.group].gpus
+    residents = [_resident(state, deployment, deployment.trace, gpus)]
+    for name in state.groups[choice.group].members:
+        member = state.deployment(name)
         if member.reservation is None or member.reservation.trace is None:
             return None
-        residents.append(_resident(context, member, member.reservation.trace, gpus))
+        residents.append(_resident(state, member, member.reservation.trace, gpus))
     key = tuple(residents)
-    known = context.contentions.get(key)
+    known = cluster.contentions.get(key)
     if known is None:
         rule = ContentionConfig(
-            anticipates=context.anticipates,
-            guards_slack=context.policy.guards_slack,
-            starvation_ratio=context.config.starvation_ratio,
-            starvation_bound_s=context.config.starvation_bound_s,
-            horizon_slots=context.config.horizon_slots,
-            period_tolerance=context.config.period_tolerance,
-            profile_cycles=context.config.profile_cycles,
+            anticipates=settings.anticipates,
+            guards_slack=settings.policy.guards_slack,
+            starvation_ratio=settings.config.starvation_ratio,
+            starvation_bound_s=settings.config.starvation_bound_s,
+            horizon_slots=settings.config.horizon_slots,
+            period_tolerance=settings.config.period_tolerance,
+            profile_cycles=settings.config.profile_cycles,
         )
-        if len(context.contentions) >= PREDICTIONS_KEPT:
-            context.contentions.clear()
-        known = context.contentions[key] = predict(residents, rule)
+        if len(cluster.contentions) >= PREDICTIONS_KEPT:
+            cluster.contentions.clear()
+        known = cluster.contentions[key] = predict(residents, rule)
     return known
 
 
 def _resident(
-    context: Context,
+    state: State,
     deployment: Deployment,
     trace: DemandTrace,
     ranks: tuple[RankPlacement, ...] | None = None,
 ) -> Resident:
     # Rounded to two digits. Each measured move changes the last digits, and the cached prediction
     # of the same residents would be lost.
-    load, offload = moves_at_best_s(context, deployment, ranks)
+    load, offload = moves_at_best_s(state, deployment, ranks)
     return Resident(trace=trace, load_s=float(f"{load:.2g}"), offload_s=float(f"{offload:.2g}"))
 
 
 def fitting(
-    context: Context,
+    cluster: Cluster,
     deployment: Deployment,
     now: float,
     *,
@@ -267,12 +274,12 @@ def fitting(
     trace = deployment.trace
     if trace is None:
         return []
-    config, index = context.config, context.inventory.index
+    config, index = cluster.settings.config, cluster.inventory.index
     tables: list[tuple[ShapeTable, NDArray[np.intp]]] = []
-    for shape in _shapes(context, deployment):
+    for shape in _shapes(cluster, deployment):
         table = index.table(shape)
-        fits_row = can_take(context, table, deployment, trace.duty)
-        _exclude_own(context, shape, deployment, fits_row)
+        fits_row = can_take(cluster.settings, table, deployment, trace.duty)
+        _exclude_own(cluster, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
         if rows.size:
             tables.append((table, rows))
@@ -314,26 +321,26 @@ def fitting(
 
 
 def can_take(
-    context: Context, table: ShapeTable, deployment: Deployment, duty: float
+    settings: Settings, table: ShapeTable, deployment: Deployment, duty: float
 ) -> NDArray[np.bool_]:
     """Rows whose group has capacity for one more such member: [rows] bool."""
     return (
         table.is_open
-        & (table.members < context.config.residents_max)
+        & (table.members < settings.config.residents_max)
         & (table.state_bytes_free >= deployment.state_bytes)
-        & (table.load + duty <= context.config.load_bound)
+        & (table.load + duty <= settings.config.load_bound)
     )
 
 
-def _by_load(context: Context, deployment: Deployment, mode: PlacementMode) -> Choice | None:
-    duty = context.inventory.duty(deployment)
+def _by_load(cluster: Cluster, deployment: Deployment, mode: PlacementMode) -> Choice | None:
+    duty = cluster.inventory.duty(deployment)
     if deployment.trace is not None:
         duty = deployment.trace.duty
     best: tuple[tuple[float, ...], Choice] | None = None
-    for shape in _shapes(context, deployment):
-        table = context.inventory.index.table(shape)
-        fits_row = can_take(context, table, deployment, duty)
-        _exclude_own(context, shape, deployment, fits_row)
+    for shape in _shapes(cluster, deployment):
+        table = cluster.inventory.index.table(shape)
+        fits_row = can_take(cluster.settings, table, deployment, duty)
+        _exclude_own(cluster, shape, deployment, fits_row)
         rows = np.flatnonzero(fits_row)
         if not rows.size:
             continue
@@ -348,20 +355,22 @@ def _by_load(context: Context, deployment: Deployment, mode: PlacementMode) -> C
     return None if best is None else best[1]
 
 
-def _by_round(context: Context, deployment: Deployment) -> Choice | None:
+def _by_round(cluster: Cluster, deployment: Deployment) -> Choice | None:
     """The group whose round takes the deployment at the least cost; the fullest among equals."""
     if deployment.trace is None:
         return None
     best: tuple[tuple[float, ...], Choice] | None = None
-    for shape in _shapes(context, deployment):
-        table = context.inventory.index.table(shape)
-        fits_row = can_take(context, table, deployment, deployment.trace.duty)
+    for shape in _shapes(cluster, deployment):
+        table = cluster.inventory.index.table(shape)
+        fits_row = can_take(cluster.settings, table, deployment, deployment.trace.duty)
         fits_row &= table.host_bytes_free >= deployment.state_bytes
-        _exclude_own(context, shape, deployment, fits_row)
+        _exclude_own(cluster, shape, deployment, fits_row)
         for row in np.flatnonzero(fits_row).tolist():
             group = table.groups[row]
             assert group is not None, "a free row has capacity"
-            cost = added_stretch(context, context.state.groups[group], deployment)
+            cost = added_stretch(
+                cluster.state, cluster.settings, cluster.state.groups[group], deployment
+            )
             if cost is None:
                 continue
             key = (cost, -float(table.load[row]), float(table.serial[row]))
@@ -371,11 +380,11 @@ def _by_round(context: Context, deployment: Deployment) -> Choice | None:
 
 
 def _exclude_own(
-    context: Context, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
+    cluster: Cluster, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
 ) -> None:
     """Exclude the group that the deployment is on."""
     if deployment.group is not None:
-        row = context.inventory.index.row(deployment.group, shape)
+        row = cluster.inventory.index.row(deployment.group, shape)
         if row is not None:
             fits_row[row] = False
 
@@ -396,11 +405,11 @@ def _sorted_passes(
     ]
 
 
-def _shapes(context: Context, deployment: Deployment) -> list[Shape]:
+def _shapes(cluster: Cluster, deployment: Deployment) -> list[Shape]:
     per_rank = -(-deployment.state_bytes // deployment.workers)
     return [
         shape
-        for shape in context.inventory.index.shapes(deployment.workers, deployment.node_type)
+        for shape in cluster.inventory.index.shapes(deployment.workers, deployment.node_type)
         if shape.gpu_memory_bytes >= per_rank
     ]
 
@@ -410,11 +419,11 @@ def _spill_s(table: ShapeTable, row: int, deployment: Deployment) -> float:
     return max(0, over) / SPILL_BYTES_PER_S
 
 
-def _new_group(context: Context, deployment: Deployment) -> Group | None:
-    gpus = context.inventory.find_gpus(deployment)
+def _new_group(cluster: Cluster, deployment: Deployment) -> Group | None:
+    gpus = cluster.inventory.find_gpus(deployment)
     if gpus is None:
         return None
-    state = context.state
+    state = cluster.state
     state.groups_made += 1
     node = state.nodes[gpus[0].node]
     group = Group(
@@ -426,7 +435,7 @@ def _new_group(context: Context, deployment: Deployment) -> Group | None:
         gpu_memory_bytes=node.gpu_memory_bytes,
     )
     state.groups[group.group] = group
-    context.inventory.add_group(group)
+    cluster.inventory.add_group(group)
     return group
 
 

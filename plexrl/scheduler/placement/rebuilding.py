@@ -8,12 +8,13 @@ newer.
 """
 
 from plexrl.errors import PlexRLError
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import payload_bytes
 from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind
 
 OUT_OF_REACH = frozenset({"state_lost", "connection_lost"})
@@ -24,42 +25,44 @@ LOST_CODES = frozenset({"state_lost", "corrupt_state"})
 """Errors of a load or copy that mean that the version is damaged or missing."""
 
 
-def rebuild(context: Context, deployment: Deployment, now: float) -> bool:
+def rebuild(
+    state: State, settings: Settings, effects: Effects, deployment: Deployment, now: float
+) -> bool:
     """Make the next load start from the initial weights, if a node with the WPG's version is lost
     and all operations since are kept. False: nothing has changed.
 
     A lost node that may come back is awaited for as long as the replay would take, so the delay is
     at most twice that of the better choice.
     """
-    nodes = context.state.nodes
+    nodes = state.nodes
     lost = [each for each in deployment.stored.nodes if not nodes[each].alive]
     if not lost or not deployment.replay.past_is_whole:
         return False
-    for name in lost if context.config.lost_nodes_return else ():
+    for name in lost if settings.config.lost_nodes_return else ():
         node = nodes[name]
-        begins_at = (node.lost_at or 0.0) + _replay_s(context, deployment)
+        begins_at = (node.lost_at or 0.0) + _replay_s(state, deployment)
         if now < begins_at and not node.is_draining:
-            context.wake(begins_at, timers.node_check(name))
+            effects.wake(begins_at, timers.node_check(name))
             return False
     return _restart_from_initial(deployment)
 
 
-def _replay_s(context: Context, deployment: Deployment) -> float:
+def _replay_s(state: State, deployment: Deployment) -> float:
     """Compute time of a replay from the initial weights."""
-    operations = context.state.operations
+    operations = state.operations
     names = [*deployment.replay.past, *deployment.replay.log]
     return sum(operations[name].compute_s or 0.0 for name in names)
 
 
-def fall_back(context: Context, deployment: Deployment) -> bool:
+def fall_back(state: State, deployment: Deployment) -> bool:
     """Make the next load start from the version before the damaged or missing durable one, or from
     the initial weights. False: neither leads to the present state; nothing has changed."""
     replay = deployment.replay
     if not replay.previous_seq:
         return _restart_from_initial(deployment)
-    operations = context.state.operations
+    operations = state.operations
     behind = [name for name in replay.past if operations[name].seq > replay.previous_seq]
-    replay.fall_back(len(behind), payload_bytes(context, behind))
+    replay.fall_back(len(behind), payload_bytes(state, behind))
     deployment.stored.forget_tier()
     return True
 
@@ -74,7 +77,9 @@ def _restart_from_initial(deployment: Deployment) -> bool:
 
 
 def republish(
-    context: Context,
+    state: State,
+    settings: Settings,
+    effects: Effects,
     deployment: Deployment,
     operation: Operation,
     error: PlexRLError,
@@ -87,21 +92,21 @@ def republish(
     if deployment.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if deployment.processes.failures >= context.config.launch_attempts:
+    if deployment.processes.failures >= settings.config.launch_attempts:
         return False
     deployment.processes.fail()
     del deployment.running[operation.operation]
-    trainer = context.deployment(operation.source)
-    name = publish_name(context, operation.operation, str(deployment.processes.failures))
+    trainer = state.deployment(operation.source)
+    name = publish_name(state, operation.operation, str(deployment.processes.failures))
     operation.after = name
-    enqueue_publish(context, trainer, name, operation.operation, now)
+    enqueue_publish(state, effects, trainer, name, operation.operation, now)
     return True
 
 
-def may_replay(context: Context, deployment: Deployment) -> bool:
+def may_replay(state: State, deployment: Deployment) -> bool:
     """Whether the inputs of the next operation to replay are available."""
-    operation = context.state.operations[deployment.replay.replaying[0]]
+    operation = state.operations[deployment.replay.replaying[0]]
     if operation.kind != OperationKind.SYNC_WEIGHTS or operation.after is None:
         return True
-    publish = context.state.operations.get(operation.after)
+    publish = state.operations.get(operation.after)
     return publish is None or publish.state.is_final

@@ -14,10 +14,13 @@ import math
 from collections.abc import Callable
 from typing import assert_never
 
-from plexrl.ids import NodeId
+from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
 from plexrl.scheduler.capacity.overlaps import overlap_s
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.switch_cost import HOST, record_tier, round_trip_s
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
@@ -32,14 +35,13 @@ from plexrl.scheduler.placement.placement import (
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
 from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, State
 
 REPACK_WINDOW_S = 3600.0
 """Time in which a move must pay."""
@@ -63,73 +65,82 @@ REOPEN_PART = 0.8
 """A closed group opens again when all members wait less than this part of the bound."""
 
 
-def holds_up_others(context: Context, deployment: Deployment) -> bool:
+def holds_up_others(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether it is alone on a group while others wait for its GPUs."""
     return (
-        bool(context.waiting)
+        bool(cluster.waiting)
         and deployment.group is not None
-        and len(context.state.groups[deployment.group].members) == 1
-        and is_scarce(context, deployment)
+        and len(cluster.state.groups[deployment.group].members) == 1
+        and is_scarce(cluster, deployment)
     )
 
 
-def consider_repacking(context: Context, deployment: Deployment, now: float) -> None:
-    """Move the deployment into the gaps of another group if that pays."""
-    if not context.policy.repacks or not may_move(context, deployment, now):
-        return
-    choice = _destination(context, deployment, MoveCause.REPACK, now)
-    if choice is not None:
-        reason = f"repacked into the gaps of {choice.group}"
-        _begin(context, deployment, MoveCause.REPACK, reason, now)
+def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> bool:
+    """Move the deployment into the gaps of another group if that pays. True: it will move, and the
+    next step of its group must be decided."""
+    if not cluster.settings.policy.repacks or not may_move(cluster.settings, deployment, now):
+        return False
+    choice = _destination(cluster, deployment, MoveCause.REPACK, now)
+    if choice is None:
+        return False
+    reason = f"repacked into the gaps of {choice.group}"
+    _begin(cluster, deployment, MoveCause.REPACK, reason)
+    return True
 
 
-def consider_relief(context: Context, deployment: Deployment, now: float) -> None:
-    """After a cycle: close the group if a member waits too much, and move the one that waits
-    most."""
+def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> bool:
+    """After a cycle: close the group if a member waits too much, and move the one that waits most.
+    True: `deployment` will move, and the next step of its group must be decided."""
     if deployment.group is None or not deployment.shares:
-        return
-    group = context.state.groups[deployment.group]
+        return False
+    group = cluster.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:
-        return
-    bound = context.config.waiting_part_max
+        return False
+    bound = cluster.settings.config.waiting_part_max
     if not group.is_closed and _waiting(deployment) <= bound:
         # The other members were checked at the end of their own cycles.
-        return
-    parts = {name: _waiting(context.deployment(name)) for name in group.members}
+        return False
+    parts = {name: _waiting(cluster.state.deployment(name)) for name in group.members}
     worst = max(parts.values())
     if group.is_closed and worst < REOPEN_PART * bound:
         group.is_closed = False
-        context.inventory.refresh(group)
-        context.place_waiting = True
+        cluster.inventory.refresh(group)
+        cluster.waiting.retry_all()
     elif not group.is_closed and worst > bound and len(group.members) > 1:
         group.is_closed = True
-        context.inventory.refresh(group)
+        cluster.inventory.refresh(group)
     if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
-        return
+        return False
     record = deployment.placement
-    if record is None or now - record.at < context.config.relief_after_s:
-        return
-    if not may_move(context, deployment, now):
-        return
-    if _destination(context, deployment, MoveCause.RELIEF, now) is not None:
-        part = f"{parts[deployment.deployment]:.0%}"
-        reason = f"waited {part} of its time, the bound is {bound:.0%}"
-        _begin(context, deployment, MoveCause.RELIEF, reason, now)
+    if record is None or now - record.at < cluster.settings.config.relief_after_s:
+        return False
+    if not may_move(cluster.settings, deployment, now):
+        return False
+    if _destination(cluster, deployment, MoveCause.RELIEF, now) is None:
+        return False
+    part = f"{parts[deployment.deployment]:.0%}"
+    reason = f"waited {part} of its time, the bound is {bound:.0%}"
+    _begin(cluster, deployment, MoveCause.RELIEF, reason)
+    return True
 
 
-def drain(context: Context, node: NodeId, now: float) -> None:
-    """Move all deployments that can move off a drained node. Called again when capacity appears."""
-    for name in context.inventory.groups_on(node):
-        for member in list(context.state.groups[name].members):
-            deployment = context.deployment(member)
+def drain(cluster: Cluster, node: NodeId, now: float) -> list[GroupId]:
+    """Move all deployments that can move off a drained node. Called again when capacity appears.
+    Returns the groups of those that will move, whose next steps must be decided."""
+    left = []
+    for name in cluster.inventory.groups_on(node):
+        for member in list(cluster.state.groups[name].members):
+            deployment = cluster.state.deployment(member)
             if deployment.moves.planned is not None or now < deployment.moves.not_before:
                 continue
-            if _destination(context, deployment, MoveCause.DRAIN, now) is not None:
+            if _destination(cluster, deployment, MoveCause.DRAIN, now) is not None:
                 reason = f"node {node!r} is drained"
-                _begin(context, deployment, MoveCause.DRAIN, reason, now)
+                _begin(cluster, deployment, MoveCause.DRAIN, reason)
+                left.append(name)
+    return left
 
 
-def may_move(context: Context, deployment: Deployment, now: float) -> bool:
+def may_move(settings: Settings, deployment: Deployment, now: float) -> bool:
     """Whether the deployment may move: enough time has passed, doubled by each former move."""
     if deployment.moves.planned is not None or deployment.state != WpgState.READY:
         return False
@@ -137,29 +148,29 @@ def may_move(context: Context, deployment: Deployment, now: float) -> bool:
         return False
     if deployment.moves.last_at is None:
         return True
-    rest_s = context.config.repack_interval_s * 2.0 ** min(deployment.moves.count, 10)
+    rest_s = settings.config.repack_interval_s * 2.0 ** min(deployment.moves.count, 10)
     return now - deployment.moves.last_at >= rest_s
 
 
-def gain_s(context: Context, deployment: Deployment, choice: Choice) -> float:
+def gain_s(cluster: Cluster, deployment: Deployment, choice: Choice) -> float:
     """The gain of a move, in seconds of the deployment's group over `REPACK_WINDOW_S`."""
     assert deployment.group is not None
     assert deployment.trace is not None
-    group = context.state.groups[deployment.group]
+    group = cluster.state.groups[deployment.group]
     frees = 0.0
     if len(group.members) == 1:
-        frees = 1.0 if context.waiting else FREE_GROUP_VALUE
-    relief = (overlap_s(context, deployment) - choice.overlap_s) / deployment.trace.period_s
+        frees = 1.0 if cluster.waiting else FREE_GROUP_VALUE
+    relief = (overlap_s(cluster, deployment) - choice.overlap_s) / deployment.trace.period_s
     return REPACK_WINDOW_S * (frees + relief)
 
 
-def cost_s(context: Context, deployment: Deployment) -> float:
+def cost_s(state: State, deployment: Deployment) -> float:
     """The cost of a move in seconds: offload, transfer, load, and new processes."""
     over_s = deployment.state_bytes / MOVE_BYTES_PER_S
-    return LAUNCH_S + round_trip_s(context, deployment) + over_s
+    return LAUNCH_S + round_trip_s(state, deployment) + over_s
 
 
-def is_due(context: Context, deployment: Deployment) -> bool:
+def is_due(state: State, deployment: Deployment) -> bool:
     """Whether a decided move can run: the WPG is between operations, its state is complete, and no
     rollout still has to pull its published weights."""
     return (
@@ -168,37 +179,37 @@ def is_due(context: Context, deployment: Deployment) -> bool:
         and not deployment.running
         and not deployment.replay.replaying
         and deployment.moving is None
-        and not _has_pending_pulls(context, deployment)
+        and not _has_pending_pulls(state, deployment)
     )
 
 
-def is_stopping(context: Context, deployment: Deployment) -> bool:
+def is_stopping(state: State, deployment: Deployment) -> bool:
     """Whether the deployment starts no more operations until it has moved. While others pull its
     weights it continues, because they may wait for its work."""
-    return deployment.moves.planned is not None and not _has_pending_pulls(context, deployment)
+    return deployment.moves.planned is not None and not _has_pending_pulls(state, deployment)
 
 
-def cancel_move(context: Context, deployment: Deployment, now: float) -> None:
-    """Cancel a move that found no capacity; the WPG stays for at least `BACK_OFF_S`."""
+def cancel_move(cluster: Cluster, deployment: Deployment, now: float) -> None:
+    """Cancel a move that found no capacity. The WPG stays for at least `BACK_OFF_S`; the caller has
+    its nodes checked again after that."""
     deployment.moves.postpone(now + BACK_OFF_S)
-    context.relocating.pop(deployment.deployment, None)
-    for node in deployment.nodes:
-        context.wake(deployment.moves.not_before, timers.node_check(node))
+    cluster.relocating.pop(deployment.deployment, None)
 
 
 def finish(context: Context, deployment: Deployment, now: float) -> bool:
     """Move after the offload, if there still is a destination. False: it stays."""
+    state, cluster = context.state, context.cluster
     relocation = deployment.moves.planned
     assert relocation is not None, f"{deployment.deployment} is not relocating"
     deployment.moves.cancel()
-    context.relocating.pop(deployment.deployment, None)
-    choice = _destination(context, deployment, relocation.cause, now)
+    cluster.relocating.pop(deployment.deployment, None)
+    choice = _destination(cluster, deployment, relocation.cause, now)
     if choice is None or deployment.group is None:
         return False
-    old_group = context.state.groups[deployment.group]
+    old_group = state.groups[deployment.group]
     old_nodes = deployment.nodes
-    note_wait(context.state, old_group, deployment, now)
-    context.emit(
+    note_wait(state, old_group, deployment, now)
+    context.effects.emit(
         StopWorkers(
             deployment=deployment.deployment,
             incarnation=deployment.processes.incarnation,
@@ -209,38 +220,38 @@ def finish(context: Context, deployment: Deployment, now: float) -> bool:
     forget_open_cycle(deployment)
     if deployment.queue:
         deployment.burst.want(now)
-    vacate(context, deployment, now)
+    context.effects.touch(vacate(cluster, deployment, now))
     if choice.mode == PlacementMode.DEDICATED:
-        joined = place(context, deployment, now, only=(PlacementMode.DEDICATED,))
+        joined = place(cluster, deployment, now, only=(PlacementMode.DEDICATED,))
         assert joined is not None, "the destination search found free GPUs"
     else:
-        join(context, context.state.groups[choice.group], deployment, choice, now)
+        join(cluster, state.groups[choice.group], deployment, choice, now)
     deployment.moves.done(relocation.reason, now)
-    context.place_waiting = True
-    settle(context, deployment)
+    cluster.waiting.retry_all()
+    settle(state, context.effects, deployment)
     return True
 
 
-def settle(context: Context, deployment: Deployment) -> None:
+def settle(state: State, effects: Effects, deployment: Deployment) -> None:
     """After a change of GPUs: start the migration of the state, or let the workers launch."""
     # With several nodes, each holds the parts of its former ranks only, which may have moved.
     held = set(deployment.stored.nodes) if len(deployment.stored.nodes) == 1 else set()
     missing = sorted(set(deployment.nodes) - held)
     if deployment.replay.durable_seq and missing:
         wpg.await_copies(deployment, missing)
-        send_migration(context, deployment)
+        send_migration(state, effects, deployment)
     else:
         wpg.resume(deployment)
-        _release_left_nodes(context, deployment)
+        _release_left_nodes(effects, deployment)
 
 
-def send_migration(context: Context, deployment: Deployment) -> None:
+def send_migration(state: State, effects: Effects, deployment: Deployment) -> None:
     """Send (or resend) the order to copy the durable version to the nodes that lack it."""
-    nodes = context.state.nodes
+    nodes = state.nodes
     alive = tuple(node for node in deployment.stored.awaited_nodes if nodes[node].alive)
     sources = tuple(nodes[node].statemanager for node in deployment.stored.nodes)
     if alive:
-        context.emit(
+        effects.emit(
             MigrateState(
                 deployment=deployment.deployment,
                 seq=deployment.replay.durable_seq,
@@ -250,44 +261,41 @@ def send_migration(context: Context, deployment: Deployment) -> None:
         )
 
 
-def migrated(context: Context, deployment: Deployment, node: NodeId) -> bool:
+def migrated(state: State, effects: Effects, deployment: Deployment, node: NodeId) -> bool:
     """Note that a node has the durable version. True once all have, so the workers can launch."""
     if deployment.state != WpgState.MIGRATING or node not in deployment.stored.awaited_nodes:
         return False
     if not deployment.stored.copied_to(node):
         return False
-    _release_left_nodes(context, deployment)
+    _release_left_nodes(effects, deployment)
     deployment.stored.move_to(deployment.nodes)
     # Only the durable version was copied.
-    forget_previous(context, deployment)
+    forget_previous(state, effects, deployment)
     record_tier(deployment, HOST)
     wpg.resume(deployment)
     return True
 
 
-def _begin(
-    context: Context, deployment: Deployment, cause: MoveCause, reason: str, now: float
-) -> None:
-    deployment.moves.plan(Relocation(reason=reason, asked_at=now, cause=cause))
-    context.relocating[deployment.deployment] = None
-    context.touch(deployment.group)
+def _begin(cluster: Cluster, deployment: Deployment, cause: MoveCause, reason: str) -> None:
+    deployment.moves.plan(Relocation(reason=reason, cause=cause))
+    cluster.relocating[deployment.deployment] = None
 
 
-def _release_left_nodes(context: Context, deployment: Deployment) -> None:
+def _release_left_nodes(effects: Effects, deployment: Deployment) -> None:
     """Release the state on nodes that the deployment has left."""
     here = deployment.nodes
     gone = tuple(each for each in deployment.stored.nodes if each not in here)
     if gone:
-        context.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
+        effects.emit(ReleaseState(deployment=deployment.deployment, nodes=gone))
         deployment.stored.keep_only(here)
 
 
-def _has_pending_pulls(context: Context, deployment: Deployment) -> bool:
+def _has_pending_pulls(state: State, deployment: Deployment) -> bool:
     """Whether an unfinished sync needs weights that the deployment has published. A sync without
     GPUs may never finish, so it does not count."""
-    operations = context.state.operations
-    for name in context.job(deployment.job).deployments:
-        other = context.deployment(name)
+    operations = state.operations
+    for name in state.job(deployment.job).deployments:
+        other = state.deployment(name)
         if other.group is None:
             continue
         for each in (*other.running, *other.queue):
@@ -301,54 +309,56 @@ def _has_pending_pulls(context: Context, deployment: Deployment) -> bool:
 
 
 def _destination(
-    context: Context, deployment: Deployment, cause: MoveCause, now: float
+    cluster: Cluster, deployment: Deployment, cause: MoveCause, now: float
 ) -> Choice | None:
     """The destination of a move for this cause; None: there is none, or the move does not pay."""
     match cause:
         case MoveCause.REPACK:
-            near = nearest(context, deployment, now, strict=True, count=4)
-            if not near and holds_up_others(context, deployment):
-                near = nearest(context, deployment, now, strict=False, count=4)
-            found = _reachable(context, deployment, near)
-            if found and gain_s(context, deployment, found[0]) > HYSTERESIS * cost_s(
-                context, deployment
+            near = nearest(cluster, deployment, now, strict=True, count=4)
+            if not near and holds_up_others(cluster, deployment):
+                near = nearest(cluster, deployment, now, strict=False, count=4)
+            found = _reachable(cluster.state, cluster.settings, deployment, near)
+            if found and gain_s(cluster, deployment, found[0]) > HYSTERESIS * cost_s(
+                cluster.state, deployment
             ):
                 return found[0]
             return None
         case MoveCause.RELIEF:
             return _elsewhere(
-                context, deployment, now, lambda choice: _relieves(context, deployment, choice)
+                cluster, deployment, now, lambda choice: _relieves(cluster, deployment, choice)
             )
         case MoveCause.DRAIN:
-            return _elsewhere(context, deployment, now, lambda _: True)
+            return _elsewhere(cluster, deployment, now, lambda _: True)
         case _:
             assert_never(cause)
 
 
-def _relieves(context: Context, deployment: Deployment, choice: Choice) -> bool:
+def _relieves(cluster: Cluster, deployment: Deployment, choice: Choice) -> bool:
     """Whether the deployment would wait less there."""
     assert deployment.group is not None
-    rivals = len(context.state.groups[deployment.group].members) - 1
+    rivals = len(cluster.state.groups[deployment.group].members) - 1
     match choice.mode:
         case PlacementMode.DEDICATED:
             return rivals > 0
         case PlacementMode.STRICT:
             return True
         case PlacementMode.OVERLAP:
-            return choice.overlap_s < overlap_s(context, deployment)
+            return choice.overlap_s < overlap_s(cluster, deployment)
         case _:
-            return len(context.state.groups[choice.group].members) < rivals
+            return len(cluster.state.groups[choice.group].members) < rivals
 
 
 def _elsewhere(
-    context: Context, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
+    cluster: Cluster, deployment: Deployment, now: float, suits: Callable[[Choice], bool]
 ) -> Choice | None:
     """The best acceptable destination other than the present group."""
-    for mode in modes(context, deployment, now):
+    for mode in modes(cluster, deployment, now):
         match mode:
             case PlacementMode.DEDICATED:
-                gpus = context.inventory.find_gpus(deployment)
-                reach = context.config.migrates or gpus is None or not _has_state(deployment)
+                gpus = cluster.inventory.find_gpus(deployment)
+                reach = (
+                    cluster.settings.config.migrates or gpus is None or not _has_state(deployment)
+                )
                 if gpus is not None and (
                     reach or {gpu.node for gpu in gpus} <= set(deployment.stored.nodes)
                 ):
@@ -358,27 +368,31 @@ def _elsewhere(
                         return own
             case PlacementMode.STRICT | PlacementMode.OVERLAP:
                 strict = mode == PlacementMode.STRICT
-                found = nearest(context, deployment, now, strict=strict, count=4)
-                for choice in _reachable(context, deployment, found):
+                found = nearest(cluster, deployment, now, strict=strict, count=4)
+                for choice in _reachable(cluster.state, cluster.settings, deployment, found):
                     if suits(choice):
                         return choice
             case _:
-                joined = find(context, deployment, mode, now)
-                if joined is None or not _reachable(context, deployment, [joined]):
+                joined = find(cluster, deployment, mode, now)
+                if joined is None or not _reachable(
+                    cluster.state, cluster.settings, deployment, [joined]
+                ):
                     continue
                 if suits(joined):
                     return joined
     return None
 
 
-def _reachable(context: Context, deployment: Deployment, choices: list[Choice]) -> list[Choice]:
-    if context.config.migrates or not _has_state(deployment):
+def _reachable(
+    state: State, settings: Settings, deployment: Deployment, choices: list[Choice]
+) -> list[Choice]:
+    if settings.config.migrates or not _has_state(deployment):
         return choices
     there = set(deployment.stored.nodes)
     return [
         choice
         for choice in choices
-        if {gpu.node for gpu in context.state.groups[choice.group].gpus} <= there
+        if {gpu.node for gpu in state.groups[choice.group].gpus} <= there
     ]
 
 

@@ -5,13 +5,13 @@ with the real start.
 """
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.group_step import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
 SAMPLE_EACH = 8
@@ -19,22 +19,22 @@ SAMPLE_EACH = 8
 cost. Explicit queries are always answered."""
 
 
-def group_free_s(context: Context, group: Group, now: float) -> float:
+def group_free_s(state: State, group: Group, now: float) -> float:
     """Estimated seconds until the holder's burst is over; 0 without a holder."""
     if group.holder is None:
         return 0.0
-    holder = context.deployment(group.holder)
+    holder = state.deployment(group.holder)
     if holder.deployment == group.incoming:
         return 0.0
     estimates = holder.estimates
     queued_s = sum(
         estimates.operation_s(operation.kind, operation.tokens)
-        for operation in (context.state.operations[name] for name in holder.queue)
+        for operation in (state.operations[name] for name in holder.queue)
     )
-    running_s = max((_left_s(context, name, holder, now) for name in holder.running), default=0.0)
+    running_s = max((_left_s(state, name, holder, now) for name in holder.running), default=0.0)
     if holder.moving is not None:
-        moving = context.state.operations[holder.moving.operation]
-        running_s = _left_s(context, moving.operation, holder, now)
+        moving = state.operations[holder.moving.operation]
+        running_s = _left_s(state, moving.operation, holder, now)
     burst_s = 0.0
     if holder.burst.started_at is not None:
         elapsed_s = now - holder.burst.started_at
@@ -43,64 +43,67 @@ def group_free_s(context: Context, group: Group, now: float) -> float:
 
 
 def goes_before(
-    context: Context, group: Group, deployment: Deployment, now: float
+    state: State, settings: Settings, group: Group, deployment: Deployment, now: float
 ) -> list[Candidate]:
     """Waiting members that go before `deployment`, in order."""
-    own = sort_key(context.ordering, candidate(context, group, deployment), now, _bound(context))
+    own = sort_key(settings.ordering, candidate(state, group, deployment), now, _bound(settings))
     found = []
     for name in group.members:
         if name in (deployment.deployment, group.holder):
             continue
-        rival = context.deployment(name)
-        if not rival.queue or not wants_the_group(context, rival, now):
+        rival = state.deployment(name)
+        if not rival.queue or not wants_the_group(state, rival, now):
             continue
-        burst = candidate(context, group, rival)
-        if sort_key(context.ordering, burst, now, _bound(context)) < own:
+        burst = candidate(state, group, rival)
+        if sort_key(settings.ordering, burst, now, _bound(settings)) < own:
             found.append(burst)
-    return sorted(found, key=lambda each: sort_key(context.ordering, each, now, _bound(context)))
+    return sorted(found, key=lambda each: sort_key(settings.ordering, each, now, _bound(settings)))
 
 
-def start_s(context: Context, group: Group, deployment: Deployment, now: float) -> float:
+def start_s(
+    state: State, settings: Settings, group: Group, deployment: Deployment, now: float
+) -> float:
     """Estimated seconds until the head of `deployment`'s queue starts on its group."""
     if group.holder == deployment.deployment:
-        return group_free_s(context, group, now) if deployment.moving is not None else 0.0
-    own = candidate(context, group, deployment)
+        return group_free_s(state, group, now) if deployment.moving is not None else 0.0
+    own = candidate(state, group, deployment)
     if group.incoming == deployment.deployment:
         holder = group.holder
-        left_s = group_free_s(context, group, now) if holder is not None else 0.0
-        return left_s + load_s(context, deployment)
+        left_s = group_free_s(state, group, now) if holder is not None else 0.0
+        return left_s + load_s(state, deployment)
     ahead_s = sum(
-        each.service_s + each.setup_s for each in goes_before(context, group, deployment, now)
+        each.service_s + each.setup_s
+        for each in goes_before(state, settings, group, deployment, now)
     )
-    return group_free_s(context, group, now) + ahead_s + own.setup_s
+    return group_free_s(state, group, now) + ahead_s + own.setup_s
 
 
 def record_estimate(
-    context: Context, deployment: Deployment, operation: Operation, now: float
+    state: State, settings: Settings, deployment: Deployment, operation: Operation, now: float
 ) -> None:
     """Record the estimated start of an operation that has to wait for its group."""
-    group = context.group_of(deployment)
+    group = state.group_of(deployment)
     if group is None or group.holder == deployment.deployment or len(deployment.queue) > 1:
         return
     if len(group.members) == 1 or not deployment.is_ready:
         return
-    errors = context.state.eta_errors
+    errors = state.eta_errors
     errors.waits += 1
     if errors.waits % SAMPLE_EACH == 1:
-        operation.expected_at = now + start_s(context, group, deployment, now)
+        operation.expected_at = now + start_s(state, settings, group, deployment, now)
 
 
-def _bound(context: Context) -> float:
-    return context.config.starvation_bound_s
+def _bound(settings: Settings) -> float:
+    return settings.config.starvation_bound_s
 
 
-def _left_s(context: Context, name: OperationId, deployment: Deployment, now: float) -> float:
-    operation = context.state.operations[name]
+def _left_s(state: State, name: OperationId, deployment: Deployment, now: float) -> float:
+    operation = state.operations[name]
     began_at = operation.started_at if operation.started_at is not None else now
     if operation.kind == OperationKind.LOAD:
-        whole_s = load_s(context, deployment)
+        whole_s = load_s(state, deployment)
     elif operation.kind == OperationKind.OFFLOAD:
-        whole_s = offload_s(context, deployment)
+        whole_s = offload_s(state, deployment)
     else:
         whole_s = deployment.estimates.operation_s(operation.kind, operation.tokens)
     return max(0.0, whole_s - (now - began_at))

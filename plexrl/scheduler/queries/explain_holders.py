@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from plexrl.ids import JobId, TenantId
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.queries.explain_placement import why_no_gpus
 from plexrl.scheduler.state.machines.wpg_states import WpgState
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.records import Deployment, Job, State
 
 View = dict[str, Any]
 
@@ -52,17 +52,21 @@ class Holder:
     """Time until it is cancelled if its controller stays silent; None otherwise."""
 
 
-def holders(context: Context, job: Job, now: float, *, sees_all: bool) -> list[View]:
+def holders(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> list[View]:
     """The jobs with GPUs that a waiting deployment of `job` could use; if it waits for a quota, the
     jobs of its tenant. Only an operator (`sees_all`) sees the identity of other tenants' jobs."""
     waiting = [
-        each for each in map(context.deployment, job.deployments) if each.state == WpgState.WAITING
+        each
+        for each in map(cluster.state.deployment, job.deployments)
+        if each.state == WpgState.WAITING
     ]
     gpus: dict[JobId, int] = {}
     for deployment in waiting:
-        for name, count in _suitable(context, deployment, now).items():
+        for name, count in _suitable(cluster, deployment, now).items():
             gpus[name] = max(count, gpus.get(name, 0))
-    rows = [_holder(context, context.job(name), count, now) for name, count in gpus.items()]
+    rows = [
+        _holder(cluster.state, cluster.state.job(name), count, now) for name, count in gpus.items()
+    ]
     rows.sort(key=_dispensable_first)
     shown = [
         row
@@ -73,27 +77,28 @@ def holders(context: Context, job: Job, now: float, *, sees_all: bool) -> list[V
     return [msgspec.to_builtins(row) for row in shown]
 
 
-def _suitable(context: Context, waiting: Deployment, now: float) -> dict[JobId, int]:
+def _suitable(cluster: Cluster, waiting: Deployment, now: float) -> dict[JobId, int]:
     """GPUs of each other job that the deployment could use if they became free."""
-    _, rule, _ = why_no_gpus(context, waiting, now)
+    state = cluster.state
+    _, rule, _ = why_no_gpus(cluster, waiting, now)
     if rule not in ("capacity", "turn", "quota"):
         return {}
-    tenant = context.job(waiting.job).tenant
+    tenant = state.job(waiting.job).tenant
     found: dict[JobId, int] = {}
-    for group in context.state.groups.values():
+    for group in state.groups.values():
         if rule != "quota" and waiting.node_type not in ("", group.node_type):
             continue
         for name in group.members:
-            member = context.deployment(name)
+            member = state.deployment(name)
             if member.job == waiting.job:
                 continue
-            if rule != "quota" or context.job(member.job).tenant == tenant:
+            if rule != "quota" or state.job(member.job).tenant == tenant:
                 found[member.job] = found.get(member.job, 0) + member.workers
     return found
 
 
-def _holder(context: Context, job: Job, gpus: int, now: float) -> Holder:
-    deployments = [context.deployment(name) for name in job.deployments]
+def _holder(state: State, job: Job, gpus: int, now: float) -> Holder:
+    deployments = [state.deployment(name) for name in job.deployments]
     works = any(bool(each.queue or each.running or each.moving) for each in deployments)
     silent_s = now - job.seen_at
     if not job.attached:

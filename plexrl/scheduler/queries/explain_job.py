@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.jobs.profiler import waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
 from plexrl.scheduler.queries.explain_holders import holders
@@ -19,20 +19,20 @@ OPERATIONS_MAX = 20
 """Maximum number of explained operations for each deployment, next ones first."""
 
 
-def explain_job(context: Context, job: Job, now: float, *, sees_all: bool) -> View:
+def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> View:
     """Why `job` waits or runs as it does. `sees_all`: for an operator, who may see which other
     tenants' jobs hold the GPUs."""
-    deployments = [context.deployment(name) for name in job.deployments]
-    errors = context.state.eta_errors
+    deployments = [cluster.state.deployment(name) for name in job.deployments]
+    errors = cluster.state.eta_errors
     return {
         "job": job.job,
         "tenant": job.tenant,
         "name": job.name,
         "state": job.state.value,
-        "summary": _summary(context, job, deployments, now),
-        "deployments": [_deployment(context, each, now) for each in deployments],
-        "operations": [row for each in deployments for row in _operations(context, each, now)],
-        "holders": holders(context, job, now, sees_all=sees_all),
+        "summary": _summary(cluster, job, deployments, now),
+        "deployments": [_deployment(cluster, each, now) for each in deployments],
+        "operations": [row for each in deployments for row in _operations(cluster, each, now)],
+        "holders": holders(cluster, job, now, sees_all=sees_all),
         "eta_quality": {
             "estimates": errors.count,
             "mean_error_s": errors.absolute_s / errors.count if errors.count else None,
@@ -42,20 +42,20 @@ def explain_job(context: Context, job: Job, now: float, *, sees_all: bool) -> Vi
     }
 
 
-def _summary(context: Context, job: Job, deployments: list[Deployment], now: float) -> str:
+def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: float) -> str:
     if job.state.is_final:
         return f"it has ended: {job.reason}" if job.reason else "it has ended"
     if not deployments:
         return "it has no deployments yet"
-    failure = job_failure(context.state, job)
+    failure = job_failure(cluster.state, job)
     if failure is not None:
         return f"its controller has not acknowledged a failure: {earlier_failure(failure).message}"
     for deployment in deployments:
         if deployment.state == WpgState.WAITING:
-            reason, _, _ = why_no_gpus(context, deployment, now)
+            reason, _, _ = why_no_gpus(cluster, deployment, now)
             return f"{deployment.deployment} waits for GPUs: {reason}"
     for deployment in deployments:
-        for row in _operations(context, deployment, now, most=1):
+        for row in _operations(cluster, deployment, now, most=1):
             if row["rule"] != "running":
                 return f"{row['operation']} waits: {row['reason']}"
     if any(each.running for each in deployments):
@@ -63,7 +63,7 @@ def _summary(context: Context, job: Job, deployments: list[Deployment], now: flo
     return "it waits for its controller's next operation"
 
 
-def _deployment(context: Context, deployment: Deployment, now: float) -> View:
+def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> View:
     record = deployment.placement
     measured = deployment.cycles.measured
     trace, kept_part = deployment.trace, deployment.cycles.waiting_part
@@ -90,19 +90,19 @@ def _deployment(context: Context, deployment: Deployment, now: float) -> View:
             "cycles": trace.cycles,
         }
     if deployment.state == WpgState.WAITING:
-        view["attempts"] = attempts(context, deployment, now, searches=True)
+        view["attempts"] = attempts(cluster, deployment, now, searches=True)
     if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
-        view["near"] = near_groups(context, deployment, now)
+        view["near"] = near_groups(cluster, deployment, now)
     return view
 
 
 def _operations(
-    context: Context, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
+    cluster: Cluster, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
 ) -> list[View]:
     rows = []
     for name in [*deployment.running, *deployment.queue][:most]:
-        operation = context.state.operations[name]
-        found = explain(context, operation, now)
+        operation = cluster.state.operations[name]
+        found = explain(cluster, operation, now)
         if found is not None:
             rows.append(
                 {

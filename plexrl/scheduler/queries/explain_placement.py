@@ -10,10 +10,10 @@ from plexrl.scheduler.admission.fit.feasibility import why_impossible
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.capacity.index import Shape
 from plexrl.scheduler.capacity.node_pool import NodeKind
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.placement import fitting, modes, nearest
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, State
 
 NEAR_MAX = 3
 """Maximum number of groups with the best fit in an explanation."""
@@ -22,75 +22,75 @@ View = dict[str, Any]
 
 
 def why_no_gpus(
-    context: Context, deployment: Deployment, now: float
+    cluster: Cluster, deployment: Deployment, now: float
 ) -> tuple[str, str, float | None]:
     """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
-    held = why_not_yet(context, deployment)
+    held = why_not_yet(cluster, deployment)
     if held is not None:
         return *held, None
-    why_never = why_impossible(context, deployment)
+    why_never = why_impossible(cluster, deployment)
     if why_never is not None:
         return why_never, "impossible", None
-    eta_s = _capacity_eta_s(context, deployment, now)
+    eta_s = _capacity_eta_s(cluster, deployment, now)
     what = f"{deployment.workers} GPUs"
     if deployment.node_type:
         what += f" of type {deployment.node_type!r}"
-    rows = attempts(context, deployment, now, searches=False)
+    rows = attempts(cluster, deployment, now, searches=False)
     tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
-    ahead, others = context.waiting.counts.standing(deployment.deployment)
+    ahead, others = cluster.waiting.counts.standing(deployment.deployment)
     standing = (
         f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
     )
     return f"{what} are not free yet; {standing}; {tried}", "turn" if ahead else "capacity", eta_s
 
 
-def attempts(context: Context, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
+def attempts(cluster: Cluster, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
     """Why each placement mode fails now, in the order in which they are tried.
 
     `searches`: also search the groups with capacity for free slots, which takes milliseconds. Polls
     do not search.
     """
     return [
-        _attempt(context, deployment, mode, now, searches=searches)
-        for mode in modes(context, deployment, now)
+        _attempt(cluster, deployment, mode, now, searches=searches)
+        for mode in modes(cluster, deployment, now)
     ]
 
 
-def name_for(context: Context, name: DeploymentId, reader: Deployment) -> str:
+def name_for(state: State, name: DeploymentId, reader: Deployment) -> str:
     """A deployment's name as the tenant of `reader` may see it."""
-    owner = context.job(context.deployment(name).job).tenant
-    return name if owner == context.job(reader.job).tenant else "another tenant's job"
+    owner = state.job(state.deployment(name).job).tenant
+    return name if owner == state.job(reader.job).tenant else "another tenant's job"
 
 
-def near_groups(context: Context, deployment: Deployment, now: float) -> list[View]:
+def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[View]:
     """The other groups in which the deployment's trace fits best."""
     return [
         {
             "group": choice.group,
             "members": [
-                name_for(context, member, deployment)
-                for member in context.state.groups[choice.group].members
+                name_for(cluster.state, member, deployment)
+                for member in cluster.state.groups[choice.group].members
             ],
             "shift_s": float(choice.shift_slots),
             "overlap_s": choice.overlap_s,
             "interference_s": choice.interference_s,
             "contention": choice.contention,
-            "load": context.inventory.index.load(choice.group),
+            "load": cluster.inventory.index.load(choice.group),
         }
-        for choice in nearest(context, deployment, now, strict=False, count=NEAR_MAX)
+        for choice in nearest(cluster, deployment, now, strict=False, count=NEAR_MAX)
     ]
 
 
 def _attempt(
-    context: Context, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
+    cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
 ) -> View:
     if mode == PlacementMode.DEDICATED:
-        free = context.inventory.pool.free_gpus(deployment.node_type)
+        free = cluster.inventory.pool.free_gpus(deployment.node_type)
         why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
-        if context.inventory.draining:
-            why += f"; {len(context.inventory.draining)} nodes are being drained"
+        if cluster.inventory.draining:
+            why += f"; {len(cluster.inventory.draining)} nodes are being drained"
         return {"way": mode.value, "free_gpus": free, "why": why}
-    counts = _census(context, deployment)
+    counts = _census(cluster, deployment)
     row: View = {"way": mode.value, **counts}
     refused = [
         f"{counts[name]} {words}"
@@ -112,12 +112,12 @@ def _attempt(
     ):
         longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
         strict = mode == PlacementMode.STRICT
-        fits = fitting(context, deployment, now, strict=strict)
+        fits = fitting(cluster, deployment, now, strict=strict)
         if not fits:
             kind = "free at any shift" if strict else "with little enough overlap"
             refused.append(f"{open_count} have no window of {longest} s {kind}")
-        elif not nearest(context, deployment, now, strict=strict, count=1):
-            bound = f"{context.config.waiting_part_max:.0%}"
+        elif not nearest(cluster, deployment, now, strict=strict, count=1):
+            bound = f"{cluster.settings.config.waiting_part_max:.0%}"
             refused.append(
                 f"in the best of the {len(fits)} where it fits, a member would wait for more than "
                 f"{bound} of its time"
@@ -131,30 +131,30 @@ def _attempt(
     return row
 
 
-def _census(context: Context, deployment: Deployment) -> dict[str, int]:
+def _census(cluster: Cluster, deployment: Deployment) -> dict[str, int]:
     counts = dict.fromkeys(("groups", "closed", "full", "without_memory", "loaded", "open"), 0)
-    duty = context.inventory.duty(deployment)
+    duty = cluster.inventory.duty(deployment)
     if deployment.trace is not None:
         duty = deployment.trace.duty
-    index = context.inventory.index
+    index = cluster.inventory.index
     for shape in index.shapes(deployment.workers, deployment.node_type):
-        for name, count in _census_of(context, deployment, shape, duty).items():
+        for name, count in _census_of(cluster, deployment, shape, duty).items():
             counts[name] += count
     return counts
 
 
 def _census_of(
-    context: Context, deployment: Deployment, shape: Shape, duty: float
+    cluster: Cluster, deployment: Deployment, shape: Shape, duty: float
 ) -> dict[str, int]:
     """Counts the groups of a shape, each under the first reason against it."""
-    table = context.inventory.index.table(shape)
+    table = cluster.inventory.index.table(shape)
     left = np.array([group is not None for group in table.groups])
     counts = {"groups": int(left.sum())}
     for name, against in (
         ("closed", ~table.is_open),
-        ("full", table.members >= context.config.residents_max),
+        ("full", table.members >= cluster.settings.config.residents_max),
         ("without_memory", table.state_bytes_free < deployment.state_bytes),
-        ("loaded", table.load + duty > context.config.load_bound),
+        ("loaded", table.load + duty > cluster.settings.config.load_bound),
     ):
         counts[name] = int((left & against).sum())
         left &= ~against
@@ -162,19 +162,19 @@ def _census_of(
     return counts
 
 
-def _capacity_eta_s(context: Context, deployment: Deployment, now: float) -> float | None:
+def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:
     """Seconds until jobs with a declared length have released enough suitable GPUs, ignoring the
     deployments ahead; None if too few jobs declare a length."""
     free = {
-        kind: context.inventory.pool.free_gpus(kind.node_type)
-        for kind in context.inventory.sizes()
+        kind: cluster.inventory.pool.free_gpus(kind.node_type)
+        for kind in cluster.inventory.sizes()
         if deployment.node_type in ("", kind.node_type)
     }
     ends = []
-    for group in context.state.groups.values():
+    for group in cluster.state.groups.values():
         if len(group.members) != 1:
             continue
-        job = context.job(context.deployment(group.members[0]).job)
+        job = cluster.state.job(cluster.state.deployment(group.members[0]).job)
         if job.expected_s and job.job != deployment.job:
             end_s = max(0.0, job.submitted_at + job.expected_s - now)
             kind = NodeKind(group.node_type, group.gpu_memory_bytes)

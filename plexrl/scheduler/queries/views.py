@@ -9,8 +9,8 @@ from plexrl.ids import BlobRef, DeploymentId, OperationId, TenantId
 from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
 from plexrl.scheduler.admission.quotas import limits_of
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.calls import ListOperations
-from plexrl.scheduler.core.context import Context
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
@@ -24,15 +24,15 @@ from plexrl.scheduler.state.tenant import Tenant
 View = dict[str, Any]
 
 
-def operation_view(context: Context, operation: Operation, now: float) -> View:
+def operation_view(cluster: Cluster, operation: Operation, now: float) -> View:
     """One operation; while it waits, with the reason."""
-    deployment = context.deployment(operation.deployment)
-    explanation = explain(context, operation, now)
+    deployment = cluster.state.deployment(operation.deployment)
+    explanation = explain(cluster, operation, now)
     return {
         "operation": operation.operation,
         "deployment": operation.deployment,
         "job": deployment.job,
-        "tenant": context.job(deployment.job).tenant,
+        "tenant": cluster.state.job(deployment.job).tenant,
         "kind": operation.kind.value,
         "state": operation.state.value,
         "seq": operation.seq,
@@ -51,10 +51,10 @@ def operation_view(context: Context, operation: Operation, now: float) -> View:
     }
 
 
-def log_view(context: Context, operation: Operation, now: float) -> View:
+def log_view(cluster: Cluster, operation: Operation, now: float) -> View:
     """One row of the operation log."""
     return {
-        **operation_view(context, operation, now),
+        **operation_view(cluster, operation, now),
         "index": operation.index,
         "queue_s": operation.queue_s,
         "switch_s": operation.switch_s,
@@ -68,7 +68,7 @@ def log_view(context: Context, operation: Operation, now: float) -> View:
     }
 
 
-def deployment_view(context: Context, deployment: Deployment) -> View:
+def deployment_view(state: State, deployment: Deployment) -> View:
     """One deployment and its WPG."""
     return {
         "deployment": deployment.deployment,
@@ -96,15 +96,15 @@ def deployment_view(context: Context, deployment: Deployment) -> View:
         "durable_seq": deployment.replay.durable_seq,
         "state_bytes": deployment.state_bytes,
         "nvme_bytes": deployment.stored.nvme_bytes,
-        "load_s": load_s(context, deployment),
-        "offload_s": offload_s(context, deployment),
+        "load_s": load_s(state, deployment),
+        "offload_s": offload_s(state, deployment),
         "pending": len(deployment.queue),
         "running": [command.kind.value for command in deployment.running.values()],
         "spec_json": deployment.spec_json,
     }
 
 
-def job_view(context: Context, job: Job) -> View:
+def job_view(state: State, job: Job) -> View:
     """One job with its deployments."""
     return {
         "job": job.job,
@@ -113,18 +113,16 @@ def job_view(context: Context, job: Job) -> View:
         "state": job.state.value,
         "attached": job.attached,
         "reason": job.reason,
-        "failure": failure_view(job_failure(context.state, job)),
+        "failure": failure_view(job_failure(state, job)),
         "priority": job.priority,
         "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
         "submitted_at": job.submitted_at,
         "ended_at": job.ended_at,
-        "deployments": [
-            deployment_view(context, context.deployment(name)) for name in job.deployments
-        ],
+        "deployments": [deployment_view(state, state.deployment(name)) for name in job.deployments],
     }
 
 
-def group_view(context: Context, group: Group) -> View:
+def group_view(cluster: Cluster, group: Group) -> View:
     """One node group and the holder of its lock."""
     return {
         "group": group.group,
@@ -133,21 +131,21 @@ def group_view(context: Context, group: Group) -> View:
         "shared": group.shared,
         "node_type": group.node_type,
         "is_closed": group.is_closed,
-        "load": context.inventory.index.load(group.group),
+        "load": cluster.inventory.index.load(group.group),
         "holder": group.holder,
         "token": group.token,
-        "phase": _phase(context, group),
+        "phase": _phase(cluster.state, group),
         "switches": group.switches,
         "switch_seconds": group.switch_seconds,
     }
 
 
-def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> View:
+def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> View:
     """One node; for a tenant without the address of its StateManager and without its groups."""
     reserved = sum(
         gpu.node == node.node
-        for name in context.inventory.groups_on(node.node)
-        for gpu in context.state.groups[name].gpus
+        for name in cluster.inventory.groups_on(node.node)
+        for gpu in cluster.state.groups[name].gpus
     )
     view: View = {
         "node": node.node,
@@ -162,16 +160,16 @@ def node_view(context: Context, node: Node, tenant: TenantId | None = None) -> V
         "alive": node.alive,
     }
     if tenant is None:
-        view["groups"] = context.inventory.groups_on(node.node)
+        view["groups"] = cluster.inventory.groups_on(node.node)
         view["statemanager"] = node.statemanager
     return view
 
 
 def operation_log(
-    context: Context, tenant: TenantId | None, wanted: ListOperations, now: float
+    cluster: Cluster, tenant: TenantId | None, wanted: ListOperations, now: float
 ) -> list[View]:
     """At most `wanted.limit` finished operations after index `wanted.after`, oldest first."""
-    state = context.state
+    state = cluster.state
     rows: list[View] = []
     names = _requested_deployments(state, tenant, wanted)
     oldest = state.finished_count - len(state.finished) + 1
@@ -183,7 +181,7 @@ def operation_log(
             and wanted.kind in (None, operation.kind.value)
             and owner_of(state, operation) is not None
         ):
-            rows.append(log_view(context, operation, now))
+            rows.append(log_view(cluster, operation, now))
             if len(rows) == wanted.limit:
                 break
     return rows
@@ -226,9 +224,9 @@ def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRe
     return [blob for blob in blobs if blob not in needed]
 
 
-def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
+def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> View:
     """Totals of the cluster; for a tenant, jobs and operations of the tenant only."""
-    state = context.state
+    state = cluster.state
     nodes = [node for node in state.nodes.values() if node.alive]
     view: View = {
         "now": now,
@@ -252,21 +250,21 @@ def cluster_view(context: Context, tenant: TenantId | None, now: float) -> View:
     )
     live = [job for job in jobs if not job.state.is_final]
     names = [name for job in live for name in job.deployments]
-    by_tenant = context.waiting.by_tenant
-    waiting = len(context.waiting) if tenant is None else by_tenant.get(tenant, 0)
+    by_tenant = cluster.waiting.by_tenant
+    waiting = len(cluster.waiting) if tenant is None else by_tenant.get(tenant, 0)
     return {
         **view,
         "jobs_live": len(live),
         "jobs_total": len(jobs)
         + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
         "deployments_waiting": waiting,
-        "deployments_impossible": count_impossible(context, tenant),
+        "deployments_impossible": count_impossible(cluster, tenant),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
-        "held": held_view(context, names),
+        "held": held_view(cluster.state, names),
     }
 
 
-def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
+def usage_view(state: State, tenant: TenantId | None) -> list[View]:
     """Usage by job and kind of operation, oldest job first."""
     return [
         {
@@ -279,15 +277,15 @@ def usage_view(context: Context, tenant: TenantId | None) -> list[View]:
             "tokens": row.tokens,
             "gpu_seconds": row.gpu_seconds,
         }
-        for job in context.state.jobs.values()
+        for job in state.jobs.values()
         if tenant in (None, job.tenant)
         for kind, row in sorted(job.usage.items())
     ]
 
 
-def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
+def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> View:
     """One tenant: limits, holdings and usage."""
-    gpus, jobs = context.holdings(tenant.tenant)
+    gpus, jobs = cluster.holdings(tenant.tenant)
     return {
         "tenant": tenant.tenant,
         "is_operator": tenant.is_operator,
@@ -297,17 +295,17 @@ def tenant_view(context: Context, tenant: Tenant, now: float) -> View:
         **limits_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,
-        "live_jobs": context.live_jobs.get(tenant.tenant, 0),
-        "live_jobs_bound": live_jobs_bound(context, tenant),
+        "live_jobs": cluster.live_jobs.get(tenant.tenant, 0),
+        "live_jobs_bound": live_jobs_bound(cluster.settings, tenant),
         "gpu_seconds": tenant.gpu_seconds,
-        "share": tenant_share(context, tenant.tenant, now),
+        "share": tenant_share(cluster, tenant.tenant, now),
     }
 
 
-def _phase(context: Context, group: Group) -> str:
+def _phase(state: State, group: Group) -> str:
     if group.holder is None:
         return "idle"
-    holder = context.deployment(group.holder)
+    holder = state.deployment(group.holder)
     if holder.moving is not None:
         return holder.moving.kind.value
     return "run" if holder.running else "hold"

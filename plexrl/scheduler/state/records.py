@@ -180,7 +180,6 @@ class Deployment:
     unacknowledged: list[Failure] = field(default_factory=list)
     """Failures that halt its mutations, syncs and checkpoints until the controller acknowledges
     them, oldest first."""
-    published_seq: int | None = None
     trainer_step: int = 0
     """Optimizer steps in its weights; for a rollout or reference, the trainer's steps in the
     weights that were synced or loaded last."""
@@ -337,3 +336,18 @@ class State:
     moves_made: int = 0
     tokens_made: int = 0
     """Highest token of any group so far."""
+    history: int = 0
+    """Number of finished operations that are kept; like `ended_jobs`, a setting that is looked up
+    with every event."""
+    ended_jobs: int = 0
+    """Number of ended jobs that are kept."""
+
+    def job(self, name: JobId) -> Job:
+        return self.jobs[name]
+
+    def deployment(self, name: DeploymentId) -> Deployment:
+        return self.deployments[name]
+
+    def group_of(self, deployment: Deployment) -> Group | None:
+        """The group of a deployment; None while it waits for GPUs, and after its end."""
+        return None if deployment.group is None else self.groups[deployment.group]

@@ -30,7 +30,7 @@ from plexrl.sim.engine.shell import (
 )
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
-from plexrl.sim.metrics.job_rows import JobRow, JobRows
+from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.state.move_costs import MoveCosts
@@ -38,6 +38,7 @@ from plexrl.sim.state.statemanagers import NodeStates, Refusal
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
 from plexrl.sim.workload.policies import sim_policy
 from plexrl.sim.workload.scenario import NodeType, Scenario
+from plexrl.sim.workload.survey import WRONG_PRIORITY, is_priority
 from plexrl.traces import TraceJob
 from plexrl.wire.operations import OperationKind
 
@@ -46,9 +47,6 @@ _OFFLOAD: Final = OperationKind.OFFLOAD
 RETENTION = {"history": 64, "ended_jobs": 64, "profiles": 1}
 """Small limits on what the core keeps of the past. No job of a run reuses the name of another, so
 old profiles are of no use."""
-
-PRIORITY_MAX = 100
-"""The core's limit; priorities of a trace may be higher."""
 
 MOVES: dict[OperationKind, RunKind] = {
     OperationKind.LOAD: "load",
@@ -80,7 +78,7 @@ class TraceRun:
         policy = sim_policy(scenario.policy)
         config = virtual_config(**{**RETENTION, **policy.settings, **(settings or {})})
         self.shell = VirtualShell(config, self._handlers())
-        self._collector = Collector(scenario, None if on_job is None else JobRows(on_job))
+        self._collector = Collector(scenario, on_job)
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
             self.shell.observe(self._checker.observe)
@@ -241,6 +239,10 @@ class TraceRun:
         self._is_last_seen = job is None
 
     def _submit_job(self, job: TraceJob) -> None:
+        if not is_priority(job):
+            raise InvalidRequestError(
+                f"cannot simulate job {job.job_id} (at {job.priority}) {WRONG_PRIORITY}"
+            )
         self.jobs_seen += 1
         scenario, shell = self.scenario, self.shell
         behaviour = scenario.behaviour
@@ -267,7 +269,7 @@ class TraceRun:
                 name=run.job,
                 controller_timeout_s=FOREVER_S,
                 reattach_timeout_s=FOREVER_S,
-                priority=max(-PRIORITY_MAX, min(PRIORITY_MAX, job.priority)),
+                priority=job.priority,
             )
         )
         created = ev.DeploymentCreated(

@@ -86,30 +86,17 @@ def fidelity_of(
     groups: dict[tuple[str, int], _Sharers] = {}
     left_out: list[LeftOut] = []
     for view in _plain(history)["jobs"]:
-        name, training = _name(view, history), _training(view)
-        own = [row for each in training for row in rows.get(each["deployment"], ())]
-        visited = sorted({row["group"] for row in own if _is_work(row)})
-        if len(training) == 1 and len(visited) == 1:
-            added = beyond.get(view["name"]) or overheads(own)
-            try:
-                (job,) = recorded_run([{**view, "name": name}], own, {name: added})
-            except InvalidRequestError as error:
-                left_out.append(LeftOut(job=name, reason=error.message))
-                continue
-            if len(job.cycles) > warm_up:
-                sharers = groups.setdefault((visited[0], job.gpus), _Sharers())
-                sharers.jobs.append(job)
-                sharers.views.append(view)
-                sharers.names[view["job"]] = name
-                continue
-            reason = f"of its {len(job.cycles)} whole cycles the first {warm_up} are warm-up"
-        elif len(training) != 1:
-            reason = f"it has {len(training)} training deployments"
-        elif not visited:
-            reason = "the log has no operations of it"
-        else:
-            reason = f"it moved between the groups {', '.join(visited)}"
-        left_out.append(LeftOut(job=name, reason=reason))
+        name = _name(view, history)
+        own = [row for each in _training(view) for row in rows.get(each["deployment"], ())]
+        found = _predictable({**view, "name": name}, own, beyond.get(view["name"]), warm_up)
+        if isinstance(found, str):
+            left_out.append(LeftOut(job=name, reason=found))
+            continue
+        group, job = found
+        sharers = groups.setdefault((group, job.gpus), _Sharers())
+        sharers.jobs.append(job)
+        sharers.views.append(view)
+        sharers.names[view["job"]] = name
     if not groups:
         reasons = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
         raise InvalidRequestError(f"none of the recording's jobs can be predicted: {reasons}")
@@ -124,6 +111,27 @@ def fidelity_of(
         ),
         left_out=tuple(left_out),
     )
+
+
+def _predictable(
+    view: Plain, own: Sequence[Plain], beyond: Overheads | None, warm_up: int
+) -> tuple[str, RecordedJob] | str:
+    """The group and the cycles of a job, or the reason why it is left out."""
+    training = _training(view)
+    visited = sorted({row["group"] for row in own if _is_work(row)})
+    if len(training) != 1:
+        return f"it has {len(training)} training deployments"
+    if not visited:
+        return "the log has no operations of it"
+    if len(visited) > 1:
+        return f"it moved between the groups {', '.join(visited)}"
+    try:
+        (job,) = recorded_run([view], own, {view["name"]: beyond or overheads(own)})
+    except InvalidRequestError as error:
+        return error.message
+    if len(job.cycles) <= warm_up:
+        return f"of its {len(job.cycles)} whole cycles the first {warm_up} are warm-up"
+    return visited[0], job
 
 
 def _by_drawn_cycles(

@@ -4,12 +4,12 @@ The collector keeps a record of each job from `job_submitted` to `job_ended`, an
 sums, sketches and bounded series. The order of calls affects rounding only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from plexrl.sim.metrics.held_nodes import HeldNodes
-from plexrl.sim.metrics.job_rows import JobRows
+from plexrl.sim.metrics.job_rows import JobDetails, JobRow
 from plexrl.sim.metrics.sketch import Sketch
 from plexrl.sim.metrics.tenant_table import HOUR_S, TenantSums, TenantTable
 from plexrl.sim.metrics.utilisation import Series
@@ -33,6 +33,8 @@ class _LiveJob:
     job: TraceJob
     submitted_at: float
     tenant: TenantSums
+    details: JobDetails | None
+    """Absent unless a row is wanted."""
     placed_at: float | None = None
     busy_gpu_s: float = 0.0
 
@@ -40,10 +42,10 @@ class _LiveJob:
 class Collector:
     """Receives what happens in a run; `now` is in seconds on the virtual clock."""
 
-    def __init__(self, scenario: Scenario, rows: JobRows | None = None) -> None:
+    def __init__(self, scenario: Scenario, on_job: Callable[[JobRow], None] | None = None) -> None:
+        """`on_job` receives the row of each job that ends."""
         self._scenario = scenario
-        self._rows = rows
-        """Receives each job, if a table of jobs is requested."""
+        self._on_job = on_job
         self._jobs: dict[str, _LiveJob] = {}
         self._tenants = TenantTable()
         self._bound = DrainBound(_gpus_by_type(scenario))
@@ -87,9 +89,8 @@ class Collector:
         """Record the submission of a job."""
         tenant = self._tenants.of(job.tenant)
         tenant.live += 1
-        self._jobs[job.job_id] = _LiveJob(job=job, submitted_at=now, tenant=tenant)
-        if self._rows is not None:
-            self._rows.submitted(job, now)
+        details = None if self._on_job is None else JobDetails()
+        self._jobs[job.job_id] = _LiveJob(job=job, submitted_at=now, tenant=tenant, details=details)
 
     def job_placed(self, job_id: str, now: float) -> None:
         """Record the placement of a job; only its first placement counts."""
@@ -98,8 +99,6 @@ class Collector:
             job.placed_at = now
             self._rollout_gpus += job.job.rollout_gpus
             self._rollout_gpus_peak = max(self._rollout_gpus_peak, self._rollout_gpus)
-            if self._rows is not None:
-                self._rows.placed(job_id, now)
 
     def job_ended(
         self,
@@ -113,8 +112,18 @@ class Collector:
         and the bounds. `alone_s`: duration of its drawn cycles on GPUs of its own; `busy_gpu_s`:
         training work of these cycles (absent: of all its runs, repetitions included)."""
         live = self._jobs.pop(job_id)
-        if self._rows is not None:
-            self._rows.ended(job_id, now, outcome, alone_s)
+        if self._on_job is not None and live.details is not None:
+            self._on_job(
+                live.details.row(
+                    live.job,
+                    submitted_at=live.submitted_at,
+                    placed_at=live.placed_at,
+                    ended_at=now,
+                    outcome=outcome,
+                    alone_s=alone_s,
+                    busy_gpu_s=live.busy_gpu_s,
+                )
+            )
         job, tenant = live.job, live.tenant
         tenant.live -= 1
         tenant.ended += 1
@@ -149,13 +158,15 @@ class Collector:
         slowdown = took_s / alone_s - 1
         self._cycles += 1
         self._cycle_slowdown.add(slowdown)
-        if self._rows is not None:
-            self._rows.cycle_ended(job_id, slowdown)
+        details = self._jobs[job_id].details
+        if details is not None:
+            details.cycle_ended(slowdown)
 
     def switched(self, job_id: str) -> None:
         """Record that a job's state was offloaded for another job."""
-        if self._rows is not None:
-            self._rows.switched(job_id)
+        details = self._jobs[job_id].details
+        if details is not None:
+            details.switches += 1
 
     def ran(
         self, group: str, job_id: str, gpus: int, kind: RunKind, start_s: float, end_s: float
@@ -166,9 +177,11 @@ class Collector:
         itself if there is none. Runs of a job that has ended are billed to nobody.
         """
         held = gpus * (end_s - start_s)
-        if self._rows is not None:
-            self._rows.ran(job_id, group, held, is_move=kind != "run")
         job = self._jobs.get(job_id)
+        if job is not None and job.details is not None:
+            job.details.ran(group)
+            if kind != "run":
+                job.details.move_gpu_s += held
         if kind == "run":
             self._busy_gpu_s += held
             self._trains.add(start_s, end_s, gpus)

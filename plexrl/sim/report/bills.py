@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plexrl.sim.report.comparison import Run
 from plexrl.sim.report.plots.cumulative import line_keys
 from plexrl.sim.report.plots.figure import INK, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
@@ -117,13 +116,7 @@ def split_plot(billed: Sequence[Billed], looks: Mapping[str, Look]) -> Plot | No
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         for each, curve in zip(shown, curves, strict=True):
-            look = looks[each.label]
-            axes.plot(
-                [nodes for nodes, _ in curve],
-                [cost for _, cost in curve],
-                color=look.colour,
-                dashes=look.dash or (None, None),
-            )
+            axes.plot(*zip(*curve, strict=True), **looks[each.label].line)
             axes.plot(
                 [each.result.reserved_nodes],
                 [each.result.cost],
@@ -141,14 +134,13 @@ def split_plot(billed: Sequence[Billed], looks: Mapping[str, Look]) -> Plot | No
         axes.set_xlabel("reserved nodes, the others on demand")
         axes.set_ylabel("cost")
 
-    runs = [Run(label=each.label, result=each.result) for each in shown]
     return Plot(
         name="split",
         title="Reserved or on demand",
         says="What each run costs, training and rollouts together, over how many of its nodes are "
         "reserved, in the currency of the prices. A ring marks the number that is billed.",
         pictures=(Picture(svg=draw("split", SIZE, paint, describes="Cost over reserved nodes")),),
-        keys=line_keys(runs, looks),
+        keys=line_keys([each.label for each in shown], looks),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plexrl.sim.report.bills import Billed, bill_table, split_plot, with_own_prices
 from plexrl.sim.report.capacity import answer, certainty, probe_table
@@ -19,9 +20,12 @@ from plexrl.sim.report.plots.utilisation import utilisation_plot
 from plexrl.sim.report.plots.what_ifs import WhatIf, what_if_plot
 from plexrl.sim.report.tables import Table, slowdowns, summary, tenants
 from plexrl.sim.report.units import duration, percent
-from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.capacity_search import CapacityPlan
+from plexrl.traces.io.files import write_whole
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 def write_report(
@@ -52,61 +56,21 @@ def write_report(
         InvalidRequestError: there is no result, labels or what-ifs do not match the results, or
             matplotlib or jinja2 is not installed.
     """
-    page = render_page(
-        compare(results, labels),
-        title=title,
-        scenario_lines=scenario_lines,
-        headline=headline,
-        what_ifs=what_ifs,
-        plans=plans,
-        billed=with_own_prices(billed),
-        nodes_of=gpus_per_node,
-        window_s=window_s,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.html"
-    write_whole(path, page)
-    return path
-
-
-def render_page(
-    runs: Sequence[Run],
-    *,
-    title: str,
-    scenario_lines: Sequence[tuple[str, str]],
-    headline: Sequence[str] = (),
-    what_ifs: Sequence[WhatIf] = (),
-    plans: Sequence[CapacityPlan] = (),
-    billed: Sequence[Billed] = (),
-    nodes_of: int | None,
-    window_s: tuple[float, float] | None,
-) -> str:
-    """The HTML of the whole report."""
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise missing_package(error) from error
-    environment = Environment(
-        loader=PackageLoader("plexrl.sim.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(duration=duration, percent=percent)
+    runs = compare(results, labels)
+    own = with_own_prices(billed)
     # A search has one run per policy, each on a cluster of its own size.
     single = tuple(runs[:DRAWN_RUNS_MAX]) if plans else drawn(runs)
-    return environment.get_template("report.html.j2").render(
+    page = _template().render(
         title=title,
         scenario_lines=scenario_lines,
         headline=headline,
         capacity=capacity(plans) if plans else None,
-        summary=summary(runs, nodes_of),
-        slowdowns=slowdowns(runs, nodes_of),
+        summary=summary(runs, gpus_per_node),
+        slowdowns=slowdowns(runs, gpus_per_node),
         tenants=tenants(single),
-        bills=bill_table(billed) if billed else None,
-        split=split_plot(billed, looks(runs)),
-        sizes=sweep_plot(runs, looks(runs), nodes_of),
+        bills=bill_table(own) if own else None,
+        split=split_plot(own, looks(runs)),
+        sizes=sweep_plot(runs, looks(runs), gpus_per_node),
         what_ifs=what_if_plot(runs, what_ifs, looks(runs)),
         plots=plots(runs, single, window_s),
         drawn_gpus=single[0].result.gpus if len(sizes(runs)) > 1 and not plans else None,
@@ -114,6 +78,10 @@ def render_page(
         left_out=sum(bool(plans) or run.result.gpus == single[0].result.gpus for run in runs)
         - len(single),
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.html"
+    write_whole(path, page)
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +123,19 @@ def plots(
         gantt_plot(single, window_s),
     )
     return tuple(plot for plot in found if plot is not None)
+
+
+def _template() -> "Template":
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise missing_package(error) from error
+    environment = Environment(
+        loader=PackageLoader("plexrl.sim.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(duration=duration, percent=percent)
+    return environment.get_template("report.html.j2")

@@ -6,6 +6,7 @@ The order is fixed: the first axis varies slowest.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy
@@ -118,63 +119,55 @@ def with_nodes(scenario: Scenario, nodes: int) -> Scenario:
 def _with(scenario: Scenario, name: str, value: str) -> Scenario:
     if name == "policy":
         return replace(scenario, policy=sim_policy(value).name)
+    read, put, expected = _SETTERS[name]
     try:
-        return _SETTERS[name](scenario, value)
+        return put(scenario, read(value))
     except ValueError as error:
-        raise InvalidRequestError(
-            f"sweep {name}: {value!r} is invalid{_EXPECTED.get(name, '')}"
-        ) from error
+        raise InvalidRequestError(f"sweep {name}: {value!r} is invalid{expected}") from error
 
 
-def _seed(scenario: Scenario, value: str) -> Scenario:
-    return replace(scenario, seed=int(value))
+def _within(kind: Callable[[str], float], least: float, most: float) -> Callable[[str], Any]:
+    """Reads a number of these bounds; raises `ValueError`."""
+
+    def read(value: str) -> float:
+        number = kind(value)
+        if not least <= number <= most:
+            raise ValueError(value)
+        return number
+
+    return read
 
 
-def _nodes(scenario: Scenario, value: str) -> Scenario:
-    nodes = int(value)
-    if not 1 <= nodes <= NODES_MAX:
-        raise ValueError(value)
-    return with_nodes(scenario, nodes)
+def _behaviour(field: str) -> Callable[[Scenario, Any], Scenario]:
+    return lambda scenario, value: replace(
+        scenario, behaviour=replace(scenario.behaviour, **{field: value})
+    )
 
 
-def _up_to(most: float, value: str) -> float:
-    number = float(value)
-    if not 0 <= number <= most:
-        raise ValueError(value)
-    return number
-
-
-def _jitter(scenario: Scenario, value: str) -> Scenario:
-    behaviour = replace(scenario.behaviour, jitter=_up_to(JITTER_MAX, value))
-    return replace(scenario, behaviour=behaviour)
-
-
-def _staleness(scenario: Scenario, value: str) -> Scenario:
-    steps = int(value)
-    if not 0 <= steps <= STALENESS_MAX:
-        raise ValueError(value)
-    return replace(scenario, behaviour=replace(scenario.behaviour, staleness=steps))
-
-
-def _switch_s(scenario: Scenario, value: str) -> Scenario:
-    return replace(scenario, switch_s=_up_to(SWITCH_S_MAX, value))
-
-
-_EXPECTED = {
-    "nodes": f": use a whole number from 1 to {NODES_MAX}",
-    "jitter": f": use a number from 0 to {JITTER_MAX:g}, as 0.15 for 15 %",
-    "staleness": f": use 0 to {STALENESS_MAX} steps",
-    "switch-s": f": use 0 to {SWITCH_S_MAX:g} s",
+_SETTERS: dict[str, tuple[Callable[[str], Any], Callable[[Scenario, Any], Scenario], str]] = {
+    "nodes": (
+        _within(int, 1, NODES_MAX),
+        with_nodes,
+        f": use a whole number from 1 to {NODES_MAX}",
+    ),
+    "seed": (int, lambda scenario, value: replace(scenario, seed=value), ""),
+    "jitter": (
+        _within(float, 0, JITTER_MAX),
+        _behaviour("jitter"),
+        f": use a number from 0 to {JITTER_MAX:g}, as 0.15 for 15 %",
+    ),
+    "staleness": (
+        _within(int, 0, STALENESS_MAX),
+        _behaviour("staleness"),
+        f": use 0 to {STALENESS_MAX} steps",
+    ),
+    "switch-s": (
+        _within(float, 0, SWITCH_S_MAX),
+        lambda scenario, value: replace(scenario, switch_s=value),
+        f": use 0 to {SWITCH_S_MAX:g} s",
+    ),
 }
-"""The expected values of each axis, for error messages."""
-
-_SETTERS: dict[str, Callable[[Scenario, str], Scenario]] = {
-    "nodes": _nodes,
-    "seed": _seed,
-    "jitter": _jitter,
-    "staleness": _staleness,
-    "switch-s": _switch_s,
-}
+"""By axis: how a value is read, how a scenario gets it, and the expected values for messages."""
 AXES = ("policy", *_SETTERS)
 """Names of all axes."""
 

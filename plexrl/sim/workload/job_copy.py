@@ -5,10 +5,11 @@ process of its own and needs all jobs. So the first reader writes the jobs to a 
 reader of the copy holds one batch in memory.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -17,6 +18,8 @@ from plexrl.traces import TraceJob
 
 BATCH_JOBS = 256
 _LENGTH_BYTES = 4
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +30,7 @@ class JobCopy:
 
     def jobs(self) -> Iterator[TraceJob]:
         """The jobs in their original order."""
-        batch = msgspec.msgpack.Decoder(list[TraceJob])
-        with Path(self.path).open("rb") as file:
-            while head := file.read(_LENGTH_BYTES):
-                yield from batch.decode(file.read(int.from_bytes(head, "big")))
+        return read_batches(Path(self.path), TraceJob)
 
 
 def copied(jobs: Iterable[TraceJob], path: Path) -> Iterator[TraceJob]:
@@ -39,17 +39,33 @@ def copied(jobs: Iterable[TraceJob], path: Path) -> Iterator[TraceJob]:
     Raises:
         InvalidRequestError: the copy cannot be written.
     """
-    encoder = msgspec.msgpack.Encoder()
     rest = iter(jobs)
     with path.open("wb") as file:
         while batch := list(islice(rest, BATCH_JOBS)):
-            body = encoder.encode(batch)
-            try:
-                file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
-                file.flush()
-            except OSError as error:
-                raise InvalidRequestError(
-                    f"a copy of the jobs cannot be written to {path}: {error.strerror}; free disk "
-                    "space or set TMPDIR"
-                ) from error
+            write_batch(file, batch, "a copy of the jobs")
             yield from batch
+
+
+def write_batch(file: IO[bytes], records: Sequence[object], what: str) -> None:
+    """Append records that `read_batches` reads one batch at a time. `what`: name for messages.
+
+    Raises:
+        InvalidRequestError: the file cannot be written.
+    """
+    body = msgspec.msgpack.encode(records)
+    try:
+        file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+        file.flush()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{what} cannot be written to {file.name}: {error.strerror}; free disk space or set "
+            "TMPDIR"
+        ) from error
+
+
+def read_batches(path: Path, record: type[Record]) -> Iterator[Record]:
+    """The records of a file of `write_batch`."""
+    decoder = msgspec.msgpack.Decoder(list[record])  # type: ignore[valid-type]  # a runtime type
+    with path.open("rb") as file:
+        while head := file.read(_LENGTH_BYTES):
+            yield from decoder.decode(file.read(int.from_bytes(head, "big")))

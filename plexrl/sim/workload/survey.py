@@ -10,11 +10,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from plexrl.errors import CapacityError, InvalidRequestError
+from plexrl.scheduler.jobs.tenants import PRIORITY_MAX
 from plexrl.sim.workload.scenario import Pool
 from plexrl.traces import TraceJob
 
 NAMED = 3
 """Most jobs that an error message names; it counts the rest."""
+WRONG_PRIORITY = (
+    f"with a priority outside {-PRIORITY_MAX} to {PRIORITY_MAX}, the scheduler's range: correct "
+    "the trace"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,13 +28,13 @@ class Kind:
 
     jobs: int = 0
     first: list[str] = field(default_factory=list)
-    """Ids of the first few."""
+    """Names of the first few."""
 
-    def add(self, job_id: str) -> None:
+    def add(self, name: str) -> None:
         """Count a job."""
         self.jobs += 1
         if len(self.first) < NAMED:
-            self.first.append(job_id)
+            self.first.append(name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +72,8 @@ def surveyed(jobs: Iterable[TraceJob]) -> Survey:
     """Check and sum all jobs of a trace.
 
     Raises:
-        InvalidRequestError: there are no jobs, or jobs without training GPUs, cycles or segments.
+        InvalidRequestError: there are no jobs, or jobs without training GPUs, cycles or segments,
+            or with a priority that the scheduler refuses.
         TraceError: the jobs' source raises it.
     """
     survey = Survey()
@@ -84,6 +90,8 @@ def surveyed(jobs: Iterable[TraceJob]) -> Survey:
         lack = _lack(job)
         if lack:
             lacking.setdefault(lack, Kind()).add(job.job_id)
+        if not is_priority(job):
+            lacking.setdefault(WRONG_PRIORITY, Kind()).add(f"{job.job_id} at {job.priority}")
     if survey.jobs == 0:
         raise InvalidRequestError(
             "the trace has no jobs, or the options exclude all: see `plexrl traces describe`, and "
@@ -140,6 +148,11 @@ def check_fits(survey: Survey, pools: Sequence[Pool]) -> None:
             jobs=sum(kind.jobs for kind in larger),
             gpus=gpus_wanted,
         )
+
+
+def is_priority(job: TraceJob) -> bool:
+    """Whether the scheduler accepts the job's priority."""
+    return abs(job.priority) <= PRIORITY_MAX
 
 
 def _lack(job: TraceJob) -> str | None:

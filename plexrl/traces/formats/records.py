@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from plexrl.traces.io.problems import Problem, Report
 from plexrl.traces.io.text_lines import cells, lines
+from plexrl.traces.schema import shown
 
 if TYPE_CHECKING:
     from plexrl.traces.schema import Fault
@@ -74,8 +75,7 @@ class Fields:
         return 0.0
 
     def _shown(self, name: str) -> str:
-        shown = ascii(self._cells[name])
-        return shown if len(shown) <= 60 else shown[:57] + "..."
+        return shown(self._cells[name])
 
 
 def csv_records(path: Path, report: Report, names: tuple[str, ...] | None) -> Iterator[Record]:

@@ -19,7 +19,7 @@ JITTER = 0.15
 """Assumed ratio of standard deviation to mean of a cycle's duration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelClass:
     """A class of RL jobs."""
 
@@ -62,38 +62,12 @@ class ModelClass:
 
 
 MODEL_CLASSES = {
-    each.name: each
-    for each in (
-        ModelClass(
-            name="7B",
-            period_s=289.03,
-            log_prob_s=9.66,
-            update_s=38.08,
-            sync_s=9.76,
-            parameters=7.6e9,
-            gpus=8,
-            rollout_gpus=4,
-        ),
-        ModelClass(
-            name="30B",
-            period_s=284.80,
-            log_prob_s=19.62,
-            update_s=56.35,
-            sync_s=7.57,
-            parameters=30.5e9,
-            gpus=256,
-            rollout_gpus=128,
-        ),
-        ModelClass(
-            name="235B",
-            period_s=589.71,
-            log_prob_s=20.11,
-            update_s=82.39,
-            sync_s=8.89,
-            parameters=235e9,
-            gpus=384,
-            rollout_gpus=128,
-        ),
+    row[0]: ModelClass(*row)
+    for row in (
+        # Name; seconds of the cycle, log_prob, update and sync; parameters; GPUs, rollout GPUs.
+        ("7B", 289.03, 9.66, 38.08, 9.76, 7.6e9, 8, 4),
+        ("30B", 284.80, 19.62, 56.35, 7.57, 30.5e9, 256, 128),
+        ("235B", 589.71, 20.11, 82.39, 8.89, 235e9, 384, 128),
     )
 }
 """Model classes by name."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plexrl.traces.schema import Column, Fault, Table, TraceSegment
+from plexrl.traces.schema import Column, Fault, Table, TraceSegment, shown
 
 DIGITS_MAX = 32
 """Most digits of a whole number; Python refuses very long ones."""
@@ -75,11 +75,11 @@ def _integer(text: str) -> int:
     whole = stripped[:-2] if stripped.endswith(".0") else stripped
     digits = whole.lstrip("+-")
     if not (digits.isascii() and digits.isdigit() and len(digits) <= DIGITS_MAX):
-        raise CellError(f"is not a whole number: {_shown(text)}")
+        raise CellError(f"is not a whole number: {shown(text)}")
     try:
         return int(whole)
     except ValueError:
-        raise CellError(f"is not a whole number: {_shown(text)}") from None
+        raise CellError(f"is not a whole number: {shown(text)}") from None
 
 
 def _number(text: str) -> float:
@@ -88,21 +88,16 @@ def _number(text: str) -> float:
             raise ValueError
         return float(text)
     except ValueError:
-        raise CellError(f"is not a number: {_shown(text)}") from None
+        raise CellError(f"is not a number: {shown(text)}") from None
 
 
 def _segment(text: str) -> TraceSegment:
     parts = text.split(":")
     if len(parts) not in (3, 4):
-        raise CellError(f"is not a segment function:offset:duration[:slack]: {_shown(text)}")
+        raise CellError(f"is not a segment function:offset:duration[:slack]: {shown(text)}")
     return TraceSegment(
         function=parts[0],
         offset_s=_number(parts[1]),
         duration_s=_number(parts[2]),
         slack_s=_number(parts[3]) if len(parts) == 4 else 0.0,
     )
-
-
-def _shown(text: str) -> str:
-    shown = ascii(text)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

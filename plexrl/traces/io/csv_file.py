@@ -3,7 +3,7 @@
 import csv
 import gzip
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
@@ -74,10 +74,9 @@ def header_faults(table: Table[Any], header: list[str]) -> Iterator[Fault]:
 
 
 class CsvWriter:
-    """Writes valid rows."""
+    """Writes rows of values; equal rows give equal bytes."""
 
-    def __init__(self, path: Path, table: Table[Any], *, compressed: bool) -> None:
-        self._names = table.names
+    def __init__(self, path: Path, names: Sequence[str], *, compressed: bool) -> None:
         self._raw = path.open("wb")
         self._file: IO[bytes] = self._raw
         if compressed:
@@ -86,12 +85,12 @@ class CsvWriter:
             self._file = packed  # type: ignore[assignment]  # it writes like a file
         self._text = io.TextIOWrapper(self._file, encoding="utf-8", newline="")
         self._writer = csv.writer(self._text, lineterminator="\n")
-        self._writer.writerow(self._names)
+        self._writer.writerow(names)
 
-    def write(self, rows: Iterable[Any]) -> None:
+    def write(self, rows: Iterable[Sequence[Any]]) -> None:
         """Append rows."""
         for row in rows:
-            self._writer.writerow([format_cell(getattr(row, name)) for name in self._names])
+            self._writer.writerow(map(format_cell, row))
 
     def close(self) -> None:
         """Flush and close the file."""

@@ -4,18 +4,27 @@ All functions stream: a bounded part of a file is in memory.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plexrl.errors import InvalidRequestError
 from plexrl.traces.io.csv_file import CsvWriter, Parsed, fatal_header_faults, read_csv
 from plexrl.traces.io.distinct import IN_MEMORY, DistinctKeys
 from plexrl.traces.io.file_header import Header, header_error, read_header
-from plexrl.traces.io.parquet_file import ParquetWriter, column_names, read_parquet
+from plexrl.traces.io.parquet_file import (
+    ParquetWriter,
+    arrow_schema,
+    column_names,
+    read_parquet,
+)
 from plexrl.traces.io.problems import Problem, Problems, Report
 from plexrl.traces.schema import JOBS, LENGTHS, ResponseLength, Table, TraceJob, row_faults
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Row = TypeVar("Row")
 
@@ -140,45 +149,69 @@ def write_lengths(path: str | Path, lengths: Iterable[ResponseLength]) -> int:
 
 def write_table(path: Path, table: Table[Row], found: Iterable[Row]) -> int:
     """Write any table; raises like `write_jobs`."""
-    suffix = _format(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     problems = Problems()
-    count = 0
 
     def typed() -> Iterator[Parsed]:
         for number, row in enumerate(found, 1):
             yield number, {name: getattr(row, name) for name in table.names}, []
 
-    def good() -> Iterator[Row]:
-        nonlocal count
+    def good() -> Iterator[Sequence[Any]]:
         for row in checked(typed(), table, problems):
+            yield [getattr(row, name) for name in table.names]
+        if problems.count:
+            raise problems.error(str(path))
+
+    return write_rows(path, table.names, lambda: arrow_schema(table), good())
+
+
+def write_rows(
+    path: Path,
+    names: Sequence[str],
+    schema: "Callable[[], pyarrow.Schema]",
+    found: Iterable[Sequence[Any]],
+) -> int:
+    """Write rows under named columns atomically; returns their number. `schema`: of a Parquet file.
+
+    Raises:
+        InvalidRequestError: the file cannot be written.
+    """
+    suffix = _format(path)
+    count = 0
+
+    def counted() -> Iterator[Sequence[Any]]:
+        nonlocal count
+        for row in found:
             count += 1
             yield row
 
     try:
-        writer = _open_writer(partial, table, suffix)
-        try:
-            writer.write(good())
-        finally:
-            writer.close()
-        if problems.count:
-            raise problems.error(str(path))
-        partial.replace(path)
+        with replacing(path) as partial, closing(_writer(partial, suffix, names, schema)) as writer:
+            writer.write(counted())
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return count
 
 
-class Writer(Protocol):
-    """Writes one file."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, which replaces it when the context ends; after an error the old
+    file remains.
 
-    def write(self, rows: Iterable[Any]) -> None:
-        """Append rows."""
+    Raises:
+        OSError: the file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Flush and close the file."""
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the contents of `path` atomically; raises like `replacing`."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def _ignore(problem: Problem) -> None:
@@ -193,10 +226,12 @@ def _format(path: Path) -> str:
     raise InvalidRequestError(f"{path}: a trace is a file named *.csv, *.csv.gz or *.parquet")
 
 
-def _open_writer(path: Path, table: Table[Any], suffix: str) -> Writer:
+def _writer(
+    path: Path, suffix: str, names: Sequence[str], schema: "Callable[[], pyarrow.Schema]"
+) -> CsvWriter | ParquetWriter:
     if suffix == ".parquet":
-        return ParquetWriter(path, table)
-    return CsvWriter(path, table, compressed=suffix == ".csv.gz")
+        return ParquetWriter(path, schema())
+    return CsvWriter(path, names, compressed=suffix == ".csv.gz")
 
 
 def _parsed(path: Path, table: Table[Any], report: Report) -> Iterator[Parsed]:

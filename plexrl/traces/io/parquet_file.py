@@ -1,6 +1,8 @@
 """Reads and writes tables in Parquet (extra `traces`) with one batch of rows in memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,32 +100,24 @@ def _segments(value: Any) -> tuple[Any, str]:
 
 
 class ParquetWriter:
-    """Writes valid rows; equal rows give equal bytes."""
+    """Writes rows of values; equal rows give equal bytes."""
 
-    def __init__(self, path: Path, table: Table[Any]) -> None:
-        self._table = table
-        self._pyarrow = pyarrow_or_refusal()
-        self._schema = arrow_schema(table)
-        self._file = self._pyarrow.parquet.ParquetWriter(path, self._schema, compression="zstd")
-        self._rows: list[dict[str, Any]] = []
+    def __init__(self, path: Path, schema: "pyarrow.Schema") -> None:
+        self._arrow = pyarrow_or_refusal()
+        self._schema = schema
+        self._file = self._arrow.parquet.ParquetWriter(path, schema, compression="zstd")
 
-    def write(self, rows: Iterable[Any]) -> None:
-        """Append rows."""
-        for row in rows:
-            self._rows.append({name: _stored(getattr(row, name)) for name in self._table.names})
-            if len(self._rows) == GROUP_ROWS:
-                self._flush()
+    def write(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Append rows, as a new row group."""
+        rest = iter(rows)
+        while batch := list(islice(rest, GROUP_ROWS)):
+            columns = zip(zip(*batch, strict=True), self._schema, strict=True)
+            arrays = [self._arrow.array(map(_stored, of), each.type) for of, each in columns]
+            self._file.write_table(self._arrow.Table.from_arrays(arrays, schema=self._schema))
 
     def close(self) -> None:
-        """Flush and close the file."""
-        if self._rows:
-            self._flush()
+        """Close the file."""
         self._file.close()
-
-    def _flush(self) -> None:
-        table = self._pyarrow.Table.from_pylist(self._rows, schema=self._schema)
-        self._file.write_table(table)
-        self._rows = []
 
 
 def arrow_schema(table: Table[Any]) -> "pyarrow.Schema":
@@ -152,17 +146,7 @@ def arrow_schema(table: Table[Any]) -> "pyarrow.Schema":
 
 
 def _stored(value: Any) -> Any:
-    if not isinstance(value, tuple):
-        return value
-    return [
-        {
-            "function": each.function,
-            "offset_s": each.offset_s,
-            "duration_s": each.duration_s,
-            "slack_s": each.slack_s,
-        }
-        for each in value
-    ]
+    return [asdict(each) for each in value] if isinstance(value, tuple) else value
 
 
 def pyarrow_or_refusal() -> Any:

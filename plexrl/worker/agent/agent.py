@@ -259,21 +259,13 @@ class Agent:
             try:
                 process = await asyncio.to_thread(self._launcher.start, config)
             except (OSError, EOFError) as error:
-                self._report(
-                    "worker_exited",
-                    {
-                        "deployment": config.deployment,
-                        "rank": config.rank,
-                        "incarnation": config.incarnation,
-                        "reason": f"the worker could not be started: {error}",
-                        "code": _code_of(error),
-                    },
-                )
+                reason = f"the worker could not be started: {error}"
+                self._report_worker("worker_exited", config, reason=reason, code=_code_of(error))
                 return
             worker = _Running(config, process)
             self._workers[key] = worker
         loop = asyncio.get_running_loop()
-        loop.add_reader(process.ready.fileno(), self._became_ready, key, worker)
+        loop.add_reader(process.ready.fileno(), self._became_ready, worker)
         loop.add_reader(process.sentinel, self._ended, key, worker)
 
     async def _stop_worker(self, key: Key) -> None:
@@ -284,7 +276,7 @@ class Agent:
         await asyncio.to_thread(worker.process.stop)
         await worker.ended.wait()
 
-    def _became_ready(self, key: Key, worker: _Running) -> None:
+    def _became_ready(self, worker: _Running) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.ready.fileno())
         try:
             message = worker.process.ready.recv()
@@ -296,22 +288,14 @@ class Agent:
             worker.error = from_wire(message)
             return
         worker.is_ready = True
-        self._report(
-            "worker_ready",
-            {
-                "deployment": key[0],
-                "rank": key[1],
-                "incarnation": worker.config.incarnation,
-                "address": worker.config.address,
-            },
-        )
+        self._report_worker("worker_ready", worker.config, address=worker.config.address)
 
     def _ended(self, key: Key, worker: _Running) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.process.sentinel)
         if not worker.is_ready and worker.error is None and worker.process.ready.poll():
             # Its last message may have arrived together with its end.
-            self._became_ready(key, worker)
+            self._became_ready(worker)
         loop.remove_reader(worker.process.ready.fileno())
         worker.ended.set()
         if self._workers.get(key) is worker:
@@ -324,21 +308,16 @@ class Agent:
         if worker.error is not None:
             reason, code = worker.error.message, worker.error.code
         LOG.warning("%s rank %d ended: %s", key[0], key[1], reason)
-        self._report(
-            "worker_exited",
-            {
-                "deployment": key[0],
-                "rank": key[1],
-                "incarnation": worker.config.incarnation,
-                "reason": reason,
-                "code": code,
-            },
-        )
+        self._report_worker("worker_exited", worker.config, reason=reason, code=code)
 
     # Reports
 
     def _report_states(self, states: list[Plain]) -> None:
         self._report("state_reported", {"node": self._config.node, "states": states})
+
+    def _report_worker(self, method: str, config: WorkerConfig, **params: str) -> None:
+        names = ("deployment", "rank", "incarnation")
+        self._report(method, {**{name: getattr(config, name) for name in names}, **params})
 
     def _report(self, method: str, params: Plain) -> None:
         self._reports.append((method, params))

@@ -12,11 +12,15 @@ whole batch over all ranks, so the sum over ranks and micro-batches is the batch
     custom                term = -logprob, weighted by the controller's own weights
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import DEFAULT_REDUCTION, LossSpec
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,45 +29,50 @@ class LossResult:
 
     loss: torch.Tensor
     """Scalar, already divided by the batch's denominator."""
-    sums: dict[str, torch.Tensor]
+    sums: Tensors
     """Sums over tokens, weighted by the mask, as scalars; `tokens` is the sum of the mask."""
 
 
 def compute_loss(
-    spec: LossSpec,
-    logprobs_BL: torch.Tensor,
-    inputs: dict[str, torch.Tensor],
-    denominator: float,
+    spec: LossSpec, logprobs_BL: torch.Tensor, inputs: Tensors, denominator: float
 ) -> LossResult:
     """The loss of `spec` on one micro-batch.
 
     `inputs` holds float32 `[B, L]` tensors by the names in `LOSS_INPUTS`. If several ranks share
     rows, it also holds `row_mask` `[B]`: the sum of the mask over each row, over those ranks.
+
+    Raises:
+        InvalidRequestError: there is no such loss.
     """
-    if spec.name == "custom":
-        weights_BL = _without_first(inputs["weights"])
-        loss = -(weights_BL * logprobs_BL).sum() / denominator
-        used_BL = (weights_BL != 0).to(torch.float32)
-        return LossResult(loss=loss, sums=_common_sums(used_BL, logprobs_BL))
-    mask_BL = _without_first(inputs["mask"])
-    sums = _common_sums(mask_BL, logprobs_BL)
-    if spec.name == "cross_entropy":
-        terms_BL = -logprobs_BL
-    else:
-        terms_BL = _policy_terms(spec, logprobs_BL, inputs, mask_BL, sums)
-    weights_BL = mask_BL
-    if (spec.reduction or DEFAULT_REDUCTION[spec.name]) == "sequence_mean":
+    terms = TERMS.get(spec.name)
+    if terms is None:
+        raise InvalidRequestError(
+            f"a worker cannot compute the loss {spec.name!r}: use one of {', '.join(TERMS)}"
+        )
+    is_custom = spec.name == "custom"
+    weights_BL = _without_first(inputs["weights" if is_custom else "mask"])
+    mask_BL = (weights_BL != 0).to(torch.float32) if is_custom else weights_BL
+    sums = {"tokens": mask_BL.sum(), "logprob": (mask_BL * logprobs_BL).sum().detach()}
+    terms_BL = terms(spec, logprobs_BL, inputs, mask_BL, sums)
+    reduction = spec.reduction or DEFAULT_REDUCTION[spec.name]
+    if reduction == "sequence_mean" and not is_custom:
         row_mask_B = inputs.get("row_mask", mask_BL.sum(dim=1))
         weights_BL = mask_BL / row_mask_B[:, None].clamp(min=1e-9)
     return LossResult(loss=(weights_BL * terms_BL).sum() / denominator, sums=sums)
 
 
+def _likelihood_terms(
+    _: LossSpec, logprobs_BL: torch.Tensor, _inputs: Tensors, _mask_BL: torch.Tensor, _sums: Tensors
+) -> torch.Tensor:
+    return -logprobs_BL
+
+
 def _policy_terms(
     spec: LossSpec,
     logprobs_BL: torch.Tensor,
-    inputs: dict[str, torch.Tensor],
+    inputs: Tensors,
     mask_BL: torch.Tensor,
-    sums: dict[str, torch.Tensor],
+    sums: Tensors,
 ) -> torch.Tensor:
     # Masked tokens may have any value; its exp must not enter the sum as 0 times infinity.
     change_BL = torch.where(mask_BL > 0, logprobs_BL - inputs["logprobs"], 0.0)
@@ -85,11 +94,19 @@ def _policy_terms(
     return terms_BL
 
 
-def _common_sums(mask_BL: torch.Tensor, logprobs_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "tokens": mask_BL.sum(),
-        "logprob": (mask_BL * logprobs_BL).sum().detach(),
-    }
+Terms = Callable[[LossSpec, torch.Tensor, Tensors, torch.Tensor, Tensors], torch.Tensor]
+"""Maps a spec, logprobs `[B, L]`, inputs and the mask `[B, L]` to the terms `[B, L]`. It may add to
+the sums, its last argument."""
+
+TERMS: dict[str, Terms] = {
+    "cross_entropy": _likelihood_terms,
+    "importance_sampling": _policy_terms,
+    "ppo": _policy_terms,
+    "grpo": _policy_terms,
+    "dapo": _policy_terms,
+    "custom": _likelihood_terms,
+}
+"""All losses."""
 
 
 def _without_first(values_BL: torch.Tensor) -> torch.Tensor:

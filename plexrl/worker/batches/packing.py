@@ -5,6 +5,7 @@ Shapes: T tokens of all rows end to end, R rows, B rows of a micro-batch, L its 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,15 @@ class MicroBatch:
     @property
     def rows(self) -> int:
         return self.tokens_BL.shape[0]
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """Arguments of a `transformers` model."""
+        return {
+            "input_ids": self.tokens_BL,
+            "attention_mask": self.valid_BL.long(),
+            "use_cache": False,
+        }
 
 
 def micro_batches(arrays: Arrays, count: int) -> list[MicroBatch]:

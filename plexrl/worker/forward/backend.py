@@ -13,21 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
-from plexrl.wire.operations import CheckpointParams, OperationKind
+from plexrl.wire.operations import OperationKind
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.state.arena_tensors import ArenaLayout, view
-from plexrl.worker.state.checkpoint_files import load_hf_parameters, recorded_trainer_step
+from plexrl.worker.state.arena_tensors import ARENA_DTYPES, ArenaLayout, view, whole_box
+from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
 from plexrl.worker.state.rank_agreement import on_all_ranks
-
-ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-"""A deployment's dtype, in the spelling of `StateSlice`."""
 
 
 class ForwardBackend(Backend):
@@ -47,13 +44,8 @@ class ForwardBackend(Backend):
         named = named_parameters(self._model)
         layout = ArenaLayout()
         for name, parameter in named:
-            layout.add(
-                StateKey(part=StatePart.PARAMETER, name=name),
-                global_shape=tuple(parameter.shape),
-                offset=(0,) * parameter.dim(),
-                shape=tuple(parameter.shape),
-                dtype=ARENA_DTYPES[self._spec.dtype],
-            )
+            key = StateKey(part=StatePart.PARAMETER, name=name)
+            layout.add(key, whole_box(tuple(parameter.shape)), ARENA_DTYPES[self._spec.dtype])
         self.arena = Arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._weights: dict[str, torch.Tensor] = {}
@@ -69,19 +61,6 @@ class ForwardBackend(Backend):
         """The parameters."""
         return self._slices
 
-    def live_parts(self) -> frozenset[StatePart]:
-        """Only parameters."""
-        return frozenset({StatePart.PARAMETER})
-
-    def before_offload(self) -> None:
-        """Nothing: no state is derived from the arena."""
-
-    def after_load(self, parts: frozenset[StatePart]) -> None:
-        """Nothing: no state is derived from the arena."""
-
-    def after_pull(self, *, seq: int, trainer_step: int) -> None:
-        """Nothing: no state is derived from the arena."""
-
     def gather(self, value: str) -> list[str]:
         """All-gather over the process group."""
         if self._world_size == 1:
@@ -90,18 +69,13 @@ class ForwardBackend(Backend):
         dist.all_gather_object(found, value)
         return found
 
-    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """None: a forward deployment saves no checkpoints."""
-        del dtype
-        return {}
-
     def run(self, call: BackendCall) -> BackendResult:
         """Carry out a forward or load_checkpoint. Raises as `Backend.run`."""
         match call.kind:
             case OperationKind.FORWARD:
                 return self._forward(call)
             case OperationKind.LOAD_CHECKPOINT:
-                return self._load(call.params, str(call.rank_params["job"]))
+                return self._load(call.checkpoint_path(self._checkpoint_dir))
             case _:
                 raise InvalidRequestError(f"{call.kind.value} is no operation of a forward backend")
 
@@ -116,10 +90,7 @@ class ForwardBackend(Backend):
         return BackendResult(arrays={"logprobs": unpack(batches, logprobs, tokens)})
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        logits_BLV = self._model(
-            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
-        ).logits
-        return token_logprobs(logits_BLV, batch)
+        return token_logprobs(self._model(**batch.model_inputs).logits, batch)
 
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """The score of every row's last hidden state, float32 `[B]`.
@@ -129,26 +100,16 @@ class ForwardBackend(Backend):
         """
         model: Any = self._model
         decoder = getattr(model, model.base_model_prefix)
-        hidden_BLH = decoder(
-            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
-        ).last_hidden_state
+        hidden_BLH = decoder(**batch.model_inputs).last_hidden_state
         last_B = (batch.valid_BL.sum(1) - 1).clamp(min=0)
         rows_B = torch.arange(batch.rows, device=last_B.device)
         return model.score(hidden_BLH[rows_B, last_B]).squeeze(-1).float()  # type: ignore[no-any-return]
 
-    def _load(self, params: CheckpointParams, job: str) -> BackendResult:
-        path = self._checkpoint_dir / (params.job or job) / params.name
+    def _load(self, path: Path) -> BackendResult:
         read: dict[str, torch.Tensor] = {}
 
         def read_all() -> str:
-            read.update(load_hf_parameters(path))
-            for piece in self._slices:
-                name, shape = piece.key.name, piece.global_shape
-                if name not in read or tuple(read[name].shape) != shape:
-                    raise BatchShapeError(
-                        f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                        f"{list(shape)}: load a checkpoint of this deployment's model"
-                    )
+            read.update(load_for(path, self._slices))
             return ""
 
         on_all_ranks(self.gather, read_all)

@@ -8,6 +8,7 @@ between calls. The backend itself has no connections (PlexRL §5.1: a Worker is 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plexrl.statemanager.client.arena import Arena
@@ -17,7 +18,7 @@ from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
 
 if TYPE_CHECKING:
-    from plexrl.worker.rollout.protocol import EngineStats
+    from plexrl.worker.rollout.rollout_engine import EngineStats
 
 Emit = Callable[[int, list[int], list[float]], None]
 """Callback for (sample row, new tokens, their logprobs) during a generation."""
@@ -46,6 +47,11 @@ class BackendCall:
     """Version of the state after this call."""
     trainer_step: int = 0
     """Optimizer steps in the weights before this call."""
+
+    def checkpoint_path(self, folder: Path) -> Path:
+        """The checkpoint that a `load_checkpoint` names; `folder` holds all jobs' checkpoints."""
+        job, name = self.params.job or self.rank_params["job"], self.params.name
+        return folder / str(job) / str(name)
 
 
 class SharedWeights(Protocol):
@@ -104,36 +110,37 @@ class Backend(ABC):
         """The slices that a weight sync replaces."""
         return self.slices()
 
-    @abstractmethod
     def live_parts(self) -> frozenset[StatePart]:
         """The parts that hold information: gradients do so only between backward and step."""
+        return frozenset(piece.key.part for piece in self.slices())
 
     def check_weights(self) -> None:
         """Raises `NonFiniteWeightsError`, on every rank alike, if the backend finds weights that
         are not finite."""
         return
 
-    @abstractmethod
     def before_offload(self) -> None:
         """Free everything derived from the arena (gathered parameters, KV cache)."""
+        return
 
-    @abstractmethod
     def after_load(self, parts: frozenset[StatePart]) -> None:
         """Reset the other parts and derived state: the arena holds a loaded version of `parts`."""
+        del parts
 
-    @abstractmethod
     def after_pull(self, *, seq: int, trainer_step: int) -> None:
         """Use the parameters that a weight sync wrote to the arena: version `seq` of the
         deployment, after `trainer_step` steps of the trainer's optimizer."""
+        del seq, trainer_step
 
     @abstractmethod
     def gather(self, value: str) -> list[str]:
         """All-gather of one string per rank, in rank order."""
 
-    @abstractmethod
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
         """Small files that complete a checkpoint for other tools (configuration, tokenizer), by
         name. `dtype` is the one that floats are cast to, in the spelling of `transformers`."""
+        del dtype
+        return {}
 
     @abstractmethod
     def run(self, call: BackendCall) -> BackendResult:

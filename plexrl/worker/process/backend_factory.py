@@ -2,10 +2,12 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.worker.process.backend import Backend
+from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.worker.process.backend import Backend, BackendCall
 
 
 def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path) -> Backend:
@@ -42,6 +44,42 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
 
             return ForwardBackend(spec, rank, world_size, checkpoint_dir)
     raise _unknown_backend(spec)
+
+
+def make_or_refuse(
+    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
+) -> Backend:
+    """As `make_backend`, but an error of that function is raised by the backend's `build`."""
+    try:
+        return make_backend(spec, rank, world_size, checkpoint_dir)
+    except InvalidRequestError as error:
+        return RefusedBackend(error)
+
+
+class RefusedBackend(Backend):
+    """A placeholder for a backend that this node cannot run.
+
+    The worker starts with it, so that the first load fails with the reason: the scheduler would
+    restart a process that ends before it is ready. A worker calls no other method before `build`
+    succeeds.
+    """
+
+    def __init__(self, reason: InvalidRequestError) -> None:
+        self._reason = reason
+
+    def build(self) -> NoReturn:
+        raise self._reason
+
+    def slices(self) -> tuple[StateSlice, ...]:
+        raise self._reason
+
+    def gather(self, value: str) -> list[str]:
+        del value
+        raise self._reason
+
+    def run(self, call: BackendCall) -> NoReturn:
+        del call
+        raise self._reason
 
 
 def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:

@@ -117,11 +117,8 @@ class FollowingWorker(Worker):
         if header.get("request") != RUN:
             error = InvalidRequestError(
                 f"only the first rank of an engine serves {header.get('request')!r}: send it there"
-            ).to_wire()
-            ask = header.get("ask", "")
-            request.connection.send(
-                {"reply": "failed", "operation": ask, "token": 0, "error": error}
             )
+            request.connection.refuse(header.get("ask", ""), error)
             return
         command = msgspec.convert(header["command"], RunCommand)
         if self._replies.known(command.name):

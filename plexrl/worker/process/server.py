@@ -31,6 +31,14 @@ class Connection:
             except OSError as error:
                 LOG.info("could not send a reply, the router is gone: %s", error)
 
+    def answer(self, ask: str, answer: dict[str, Any]) -> None:
+        """Answer a request that is not an operation; `ask` is its id."""
+        self.send({"reply": "answer", "operation": ask, "token": 0, "answer": answer})
+
+    def refuse(self, ask: str, error: PlexRLError) -> None:
+        """As `answer`, with the error of a request that failed."""
+        self.send({"reply": "failed", "operation": ask, "token": 0, "error": error.to_wire()})
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

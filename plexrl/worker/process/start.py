@@ -11,8 +11,8 @@ from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.worker.config import WorkerConfig
+from plexrl.worker.process.backend_factory import make_or_refuse
 from plexrl.worker.process.leader_follower import make_worker
-from plexrl.worker.process.refused_backend import make_or_refuse
 from plexrl.worker.process.server import Server
 from plexrl.worker.state.state_mover import StateMover
 

@@ -48,15 +48,13 @@ class ControlRequests:
             return True
         if kind not in ("engine_stats", "read_stream", "pause", "resume"):
             return False
-        reply: Plain = {"operation": header["ask"], "token": 0}
         try:
             if kind == "read_stream":
                 self._streams.read(request.connection, header)
             else:
-                answer = self._answer(kind, header)
-                request.connection.send({**reply, "reply": "answer", "answer": answer})
+                request.connection.answer(header["ask"], self._answer(kind, header))
         except PlexRLError as error:
-            request.connection.send({**reply, "reply": "failed", "error": error.to_wire()})
+            request.connection.refuse(header["ask"], error)
         return True
 
     def generation_began(self, operation: str) -> None:

@@ -13,6 +13,15 @@ STOP, LENGTH, ABORT = range(3)
 """Why a row ended; the numbers are part of the wire format."""
 
 
+def at_stop_sequence(drawn: Any, sampling: SamplingParams) -> bool:
+    """Whether a row's drawn tokens, a list or an array, end with a stop sequence."""
+    return any(
+        len(stop) <= len(drawn) and tuple(drawn[len(drawn) - len(stop) :]) == stop
+        for stop in sampling.stop_sequences
+        if stop
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Consecutive tokens of a row, drawn by one version of the weights."""

@@ -14,7 +14,7 @@ import torch
 from plexrl.model.lora import LoraSpec, adapter_names
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
-from plexrl.worker.state.arena_tensors import ArenaLayout, view
+from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
 
 BASE_SUFFIX = "/base"
 """Suffix of the name of a weight without adapters. It is a buffer: no trainer publishes it."""
@@ -45,13 +45,16 @@ class MergedAdapters:
             if module == name or module.rpartition(".")[2] not in lora.targets:
                 continue
             outputs, inputs = shape
-            down, up = adapter_names(module)
+            down, up = (
+                StateKey(part=StatePart.PARAMETER, name=each) for each in adapter_names(module)
+            )
+            base = StateKey(part=StatePart.BUFFER, name=name + BASE_SUFFIX)
             self._layers.append(
                 _Layer(
                     name,
-                    _add(layout, StatePart.BUFFER, name + BASE_SUFFIX, (outputs, inputs), dtype),
-                    _add(layout, StatePart.PARAMETER, down, (lora.rank, inputs)),
-                    _add(layout, StatePart.PARAMETER, up, (outputs, lora.rank)),
+                    layout.add(base, whole_box(shape), dtype),
+                    layout.add(down, whole_box((lora.rank, inputs))),
+                    layout.add(up, whole_box((outputs, lora.rank))),
                 )
             )
 
@@ -74,10 +77,3 @@ class MergedAdapters:
             up_YK = view(self._arena, layer.up)
             base_YX = view(self._arena, layer.base).float()
             self._weights[layer.weight].copy_(base_YX + self._scale * (up_YK @ down_KX))
-
-
-def _add(
-    layout: ArenaLayout, part: StatePart, name: str, shape: tuple[int, int], dtype: str = "F32"
-) -> StateSlice:
-    key = StateKey(part=part, name=name)
-    return layout.add(key, global_shape=shape, offset=(0, 0), shape=shape, dtype=dtype)

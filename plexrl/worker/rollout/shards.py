@@ -5,32 +5,17 @@ columns, so that a block needs one all-reduce after attention and one after the 
 is split by rows. Every rank has all norms.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from plexrl.errors import InvalidRequestError
+from plexrl.worker.state.arena_tensors import ShardBox, whole_box
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
 VOCABULARY = ("embed_tokens", "lm_head")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A box of a tensor's indices."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Slices that index the whole tensor."""
-        return tuple(
-            slice(first, first + extent)
-            for first, extent in zip(self.offset, self.shape, strict=True)
-        )
-
-
-def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
+def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> ShardBox:
     """The box of parameter `name` that `rank` of `ranks` holds. The boxes of all ranks partition
     the tensor, or each is the whole tensor.
 
@@ -38,7 +23,7 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
         InvalidRequestError: a projection cannot be divided into `ranks` equal parts.
     """
     module = name.split(".")[-2] if "." in name else name
-    whole = Box(offset=(0,) * len(shape), shape=shape)
+    whole = whole_box(shape)
     if ranks == 1:
         return whole
     if module in VOCABULARY:
@@ -46,7 +31,7 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
         part = -(-shape[0] // ranks)
         first = min(rank * part, shape[0])
         extent = min(part, shape[0] - first)
-        return Box(offset=(first, *whole.offset[1:]), shape=(extent, *shape[1:]))
+        return replace(whole, offset=(first, *whole.offset[1:]), shape=(extent, *shape[1:]))
     if module in BY_ROWS:
         axis = 0
     elif module in BY_COLUMNS and len(shape) > 1:
@@ -61,4 +46,4 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
     part = shape[axis] // ranks
     offset, extents = [0] * len(shape), list(shape)
     offset[axis], extents[axis] = rank * part, part
-    return Box(offset=tuple(offset), shape=tuple(extents))
+    return replace(whole, offset=tuple(offset), shape=tuple(extents))

@@ -86,7 +86,7 @@ class TokenStreams:
         for reader, (connection, header) in list(self._waiting.items()):
             if header["operation"] == operation:
                 del self._waiting[reader]
-                _answer(connection, header, {"ended": True})
+                connection.answer(header["ask"], {"ended": True})
         return log
 
     def read(self, connection: Connection, header: Plain) -> None:
@@ -102,12 +102,12 @@ class TokenStreams:
             )
         self._waiting.pop(header["reader"], None)
         if header["operation"] in self._ended:
-            _answer(connection, header, {"ended": True})
+            connection.answer(header["ask"], {"ended": True})
             return
         self._waiting[header["reader"]] = connection, header
         if len(self._waiting) > READERS_MAX:
             _, (oldest, oldest_header) = self._waiting.popitem(last=False)
-            _answer(oldest, oldest_header, {"nothing": True})
+            oldest.answer(oldest_header["ask"], {"nothing": True})
         self.serve()
 
     def serve(self) -> None:
@@ -119,8 +119,4 @@ class TokenStreams:
             after = header["after"] if header["stream"] == log.name else 0
             if after < len(log):
                 del self._waiting[reader]
-                _answer(connection, header, log.read(after))
-
-
-def _answer(connection: Connection, header: Plain, answer: Plain) -> None:
-    connection.send({"reply": "answer", "operation": header["ask"], "token": 0, "answer": answer})
+                connection.answer(header["ask"], log.read(after))

@@ -1,6 +1,7 @@
 """Tensors in an arena: their offsets, and views of them."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,49 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""A deployment's dtype, in the spelling of `StateSlice`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardBox:
+    """This rank's part of one tensor: `shape` elements from `offset` on, in every dimension."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """One extent is 0 if this rank holds no part."""
+    reserve: int = 0
+    """Elements to reserve for it, including padding, if they are more than its own."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements in the box."""
+        return math.prod(self.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Slices that index the whole tensor."""
+        return tuple(
+            slice(first, first + extent)
+            for first, extent in zip(self.offset, self.shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPiece(ShardBox):
+    """A box of a Hugging Face parameter, stored row-major in a framework's local memory."""
+
+    name: str
+    start: int
+    """Offset in the local memory, in elements."""
+
+
+def whole_box(shape: tuple[int, ...]) -> ShardBox:
+    """The box of a rank that holds a whole tensor; `()` is one number."""
+    return ShardBox(global_shape=shape, offset=(0,) * len(shape), shape=shape)
+
+
 class ArenaLayout:
     """Assigns consecutive offsets in an arena that is allocated later."""
 
@@ -32,33 +76,29 @@ class ArenaLayout:
         self.nbytes = start
         """End of the assigned memory, including `start`."""
 
-    def add(
-        self,
-        key: StateKey,
-        *,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: str = "F32",
-        reserve: int | None = None,
-    ) -> StateSlice:
-        """Add a slice. At least `reserve` elements are reserved for it."""
+    def add(self, key: StateKey, box: ShardBox, dtype: str = "F32") -> StateSlice:
+        """Add a slice, and reserve memory for it."""
+        return self.place(key, box, self.skip(max(box.elements, box.reserve), dtype), dtype)
+
+    def place(self, key: StateKey, box: ShardBox, offset: int, dtype: str = "F32") -> StateSlice:
+        """Add a slice in reserved memory, at `offset` bytes."""
         piece = StateSlice(
             key=key,
             dtype=dtype,
-            global_shape=global_shape,
-            offset=offset,
-            shape=shape,
-            arena_offset=self.nbytes,
+            global_shape=box.global_shape,
+            offset=box.offset,
+            shape=box.shape,
+            arena_offset=offset,
         )
-        self.skip(max(math.prod(shape), reserve or 0), dtype)
         self.slices.append(piece)
         return piece
 
-    def skip(self, elements: int, dtype: str = "F32") -> None:
-        """Reserve `elements` without a slice, rounded up to the arena's alignment."""
-        nbytes = elements * DTYPE_BYTES[dtype]
+    def skip(self, elements: int, dtype: str = "F32") -> int:
+        """Reserve `elements` without a slice, rounded up to the arena's alignment; returns their
+        offset in bytes."""
+        start, nbytes = self.nbytes, elements * DTYPE_BYTES[dtype]
         self.nbytes += -(-nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        return start
 
 
 def view(arena: WorkerArena, piece: StateSlice) -> torch.Tensor:

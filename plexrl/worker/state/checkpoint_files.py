@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
+    BatchShapeError,
     CheckpointNotFoundError,
     CorruptStateError,
     DeadlineExceededError,
@@ -62,6 +63,24 @@ def fill_from_checkpoint(
         except PlexRLError as error:
             # A PlexRLError would mean that the state is unchanged.
             raise RuntimeError(f"{path} was damaged while it was read: {error}") from error
+
+
+def load_for(path: Path, slices: Sequence[StateSlice]) -> "dict[str, torch.Tensor]":
+    """The whole parameters that `slices` are parts of, by name, and perhaps others.
+
+    Raises:
+        BatchShapeError: one is missing, or has another shape.
+        PlexRLError: as `load_hf_parameters`.
+    """
+    found = load_hf_parameters(path)
+    for piece in slices:
+        name, shape = piece.key.name, piece.global_shape
+        if name not in found or tuple(found[name].shape) != shape:
+            raise BatchShapeError(
+                f"checkpoint {path.name!r} has no parameter {name!r} of shape {list(shape)}: load "
+                "a checkpoint of this deployment's model"
+            )
+    return found
 
 
 def load_hf_parameters(path: Path) -> "dict[str, torch.Tensor]":

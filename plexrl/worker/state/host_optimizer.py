@@ -16,26 +16,29 @@ import torch
 
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.host_transfer import Chunk, Run, chunks_on_cpu
+from plexrl.worker.state.host_transfer import Run, chunks_on_cpu
 
 FLOAT_BYTES = 4
 
-AdamKernel = Callable[[AdamParams, torch.Tensor, Chunk, torch.Tensor, torch.Tensor], None]
-"""Updates a chunk and its first and second moments, in place. The second argument is the number of
-steps including this one, float32 `[]`."""
+AdamKernel = Callable[
+    [AdamParams, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
+]
+"""Updates parameters, with their gradients, first and second moments, in place. The second argument
+is the number of steps including this one, float32 `[]`."""
 
 
 def adam_of_torch(
     params: AdamParams,
     count: torch.Tensor,
-    chunk: Chunk,
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
     first_moment: torch.Tensor,
     second_moment: torch.Tensor,
 ) -> None:
     """An `AdamKernel`: torch's fused AdamW."""
     torch._fused_adamw_(
-        [chunk.parameter],
-        [chunk.gradient],
+        [parameters],
+        [gradients],
         [first_moment],
         [second_moment],
         [],
@@ -93,7 +96,7 @@ class HostAdamW:
                 if gradient_factor != 1.0:
                     # Only after the memory is allocated: a refused step changes nothing.
                     chunk.gradient.mul_(gradient_factor)
-                self._kernel(params, count.view(()), chunk, *kept)
+                self._kernel(params, count.view(()), chunk.parameter, chunk.gradient, *kept)
 
 
 def floats(address: int, nbytes: int) -> torch.Tensor:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from plexrl.errors import InvalidRequestError, NoGradientsError, NonFiniteGradientError
 from plexrl.model.lora import adapter_config
-from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
-from plexrl.wire.operations import AdamParams, CheckpointParams, OperationKind
+from plexrl.wire.operations import AdamParams, OperationKind
 from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
@@ -23,10 +23,10 @@ from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, S
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
 from plexrl.worker.state.finite_weights import check_finite_weights
+from plexrl.worker.training.flat_state import STEP
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 
-STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
 LOSS_ARRAYS = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
 
 
@@ -43,7 +43,6 @@ class TrainingBackend(Backend):
 
     @property
     def frozen_base(self) -> SharedWeights | None:
-        """As `TrainingModel.frozen_base`."""
         return self.model.frozen_base
 
     @property
@@ -59,12 +58,10 @@ class TrainingBackend(Backend):
         )
 
     def build(self) -> None:
-        """As `TrainingModel.build`."""
         self.model.build()
         self.arena, self.host_arena = self.model.arena, self.model.host_arena
 
     def slices(self) -> tuple[StateSlice, ...]:
-        """As `TrainingModel.slices`."""
         return self.model.slices()
 
     def live_parts(self) -> frozenset[StatePart]:
@@ -75,7 +72,6 @@ class TrainingBackend(Backend):
         return frozenset(parts)
 
     def before_offload(self) -> None:
-        """As `TrainingModel.before_offload`."""
         self.model.before_offload()
 
     def after_load(self, parts: frozenset[StatePart]) -> None:
@@ -124,7 +120,7 @@ class TrainingBackend(Backend):
                 self._drop_gradients()
                 return BackendResult()
             case OperationKind.LOAD_CHECKPOINT:
-                return self._load(call.params, str(call.rank_params["job"]))
+                return self._load(call)
             case _:
                 raise InvalidRequestError(f"{call.kind.value} is no operation of a train backend")
 
@@ -189,9 +185,9 @@ class TrainingBackend(Backend):
             }
         )
 
-    def _load(self, params: CheckpointParams, job: str) -> BackendResult:
-        path = self._checkpoint_dir / (params.job or job) / params.name
-        fill_state(self.model, path, optimizer=params.optimizer, gather=self.gather)
+    def _load(self, call: BackendCall) -> BackendResult:
+        path = call.checkpoint_path(self._checkpoint_dir)
+        fill_state(self.model, path, optimizer=call.params.optimizer, gather=self.gather)
         self._weights_are_finite = False
         self._gradients_pending = False
         self.model.after_load(gradients_loaded=False)

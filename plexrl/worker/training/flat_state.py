@@ -8,33 +8,22 @@ zero.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.arena_tensors import ArenaLayout, span, view
+from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view, whole_box
 from plexrl.worker.state.host_optimizer import AdamKernel, HostAdamW, adam_of_torch
 from plexrl.worker.state.host_transfer import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardBox:
-    """This rank's part of one parameter."""
-
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    """One extent is 0 if this rank holds no part."""
-    reserve: int
-    """Elements that the framework keeps for it on the device, including padding."""
+STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
+"""The optimizer's step count: one float32 number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +48,8 @@ class FlatState:
         lead: int = 0,
         kernel: AdamKernel = adam_of_torch,
     ) -> None:
-        """`optimizer` is the location of the optimizer's state: `device`, or `host`, where `kernel`
-        steps it. `lead` elements before the first parameter are the framework's padding."""
+        """`optimizer` is the location of the optimizer's state, `device` or `host`. `kernel` steps
+        it. `lead` elements before the first parameter are the framework's padding."""
         self._lead = lead
         self._kernel = kernel
         self._layout = ArenaLayout()
@@ -71,9 +60,7 @@ class FlatState:
         layout = ArenaLayout(host_start(self._layout.nbytes)) if in_host else self._layout
         for moment in MOMENTS:
             self._add_region(layout, moment, StatePart.OPTIMIZER, boxes)
-        self.step_slice = layout.add(
-            StateKey(part=StatePart.OPTIMIZER, name="step"), global_shape=(), offset=(), shape=()
-        )
+        step_slice = layout.add(STEP, whole_box(()))
         self.arena = Arena(self._layout.nbytes)
         self._host_start = host_start(self._layout.nbytes)
         self._host_slices = layout.slices if in_host else []
@@ -84,9 +71,10 @@ class FlatState:
             if region.start < self._host_start
         }
         if self.host_arena is None:
-            self._optimizer = self._make_optimizer()
+            self._step_count = view(self.arena, step_slice)
         else:
-            self._host_optimizer = self._make_host_optimizer(self.host_arena)
+            step = self._in_host(step_slice.arena_offset)
+            self._host_optimizer = self._make_host_optimizer(self.host_arena, step)
 
     @property
     def slices(self) -> tuple[StateSlice, ...]:
@@ -118,12 +106,17 @@ class FlatState:
             return
         if gradient_factor != 1.0:
             self.gradients.mul_(gradient_factor)
-        group = self._optimizer.param_groups[0]
-        group["lr"] = params.learning_rate
-        group["betas"] = (params.beta1, params.beta2)
-        group["eps"] = params.eps
-        group["weight_decay"] = params.weight_decay
-        self._optimizer.step()
+        self._step_count.add_(1)
+        moments = (self._flat[name] for name in MOMENTS)
+        self._kernel(params, self._step_count, self.parameters, self.gradients, *moments)
+
+    def squared_gradients(self) -> torch.Tensor:
+        """Sum of squares of this rank's gradients, a scalar."""
+        return self.gradients.square().sum()
+
+    def zero_gradients(self) -> None:
+        """Set the gradients to zero."""
+        self.gradients.zero_()
 
     def _add_region(
         self, layout: ArenaLayout, region: str, part: StatePart, boxes: Mapping[str, ShardBox]
@@ -135,31 +128,20 @@ class FlatState:
         placed = {
             name: layout.add(
                 StateKey(part=part, name=name + suffix),
-                global_shape=box.global_shape,
-                offset=box.offset,
-                shape=box.shape,
                 # Host memory has no padding, so that it is one extent of a version.
-                reserve=box.reserve if layout is self._layout else None,
+                box if layout is self._layout else replace(box, reserve=0),
             )
             for name, box in boxes.items()
         }
         self._regions[region] = _Region(start, (layout.nbytes - start) // 4, placed)
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        flat = nn.Parameter(self._flat["param"])
-        flat.grad = self._flat["grad"]
-        optimizer = torch.optim.AdamW([flat], fused=True)
-        step = view(self.arena, self.step_slice)
-        optimizer.state[flat] = {"step": step, **{name: self._flat[name] for name in MOMENTS}}
-        return optimizer
-
-    def _make_host_optimizer(self, host: HostArena) -> HostAdamW:
+    def _make_host_optimizer(self, host: HostArena, step: int) -> HostAdamW:
         first, second = (self._regions[name] for name in MOMENTS)
         return HostAdamW(
             host,
             self._runs(first),
             moments=(self._in_host(first.start), self._in_host(second.start)),
-            step=self._in_host(self.step_slice.arena_offset),
+            step=step,
             kernel=self._kernel,
         )
 

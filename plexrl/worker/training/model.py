@@ -8,19 +8,21 @@ Shapes: B rows, L tokens of the longest row of a micro-batch.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from plexrl.model.parallelism import Coordinates, Parallelism
+from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
+from plexrl.worker.models import build_model
 
 if TYPE_CHECKING:
     from plexrl.model.deployment_spec import DeploymentSpec
-    from plexrl.statemanager.client.arena import Arena
     from plexrl.worker.process.backend import SharedWeights
 
 LossOfBatch = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
@@ -47,6 +49,33 @@ class TrainingRank:
         return self.layout.coordinates(self.rank)
 
 
+class TrainingState(Protocol):
+    """A rank's parameters, gradients and optimizer in its arenas."""
+
+    @property
+    def arena(self) -> Arena:
+        """Holds every slice except those in `host_arena`."""
+        ...
+
+    @property
+    def host_arena(self) -> HostArena | None:
+        """Holds the state that stays in host memory; absent: there is none."""
+        ...
+
+    @property
+    def slices(self) -> tuple[StateSlice, ...]:
+        """All state, in arena order."""
+        ...
+
+    def squared_gradients(self) -> torch.Tensor:
+        """Sum of squares over the gradients that this rank counts, a scalar."""
+        ...
+
+    def zero_gradients(self) -> None:
+        """Set the gradients to zero."""
+        ...
+
+
 class TrainingModel(ABC):
     """One rank of a model, with all its state in arenas.
 
@@ -56,31 +85,30 @@ class TrainingModel(ABC):
     default process group exists.
     """
 
+    config: Any
+    """The model's `transformers` configuration."""
+    generation_config: Any
+    """The model's `transformers` generation configuration, for checkpoints; None: it has none."""
+    _state: TrainingState
+    """Set by `build`."""
+
+    def __init__(self, rank: TrainingRank) -> None:
+        self._rank = rank
+
     @property
-    @abstractmethod
-    def arena(self) -> "Arena":
+    def arena(self) -> Arena:
         """Holds every slice except those in `host_arena`; exists once `build` has returned."""
+        return self._state.arena
 
     @property
     def host_arena(self) -> HostArena | None:
         """Holds the state that stays in host memory; absent: there is none."""
-        return None
+        return self._state.host_arena
 
     @property
     def frozen_base(self) -> "SharedWeights | None":
         """Weights that are not trained, shared with other deployments; absent: all are trained."""
         return None
-
-    @property
-    @abstractmethod
-    def config(self) -> Any:
-        """The model's `transformers` configuration."""
-
-    @property
-    @abstractmethod
-    def generation_config(self) -> Any:
-        """The model's `transformers` generation configuration, for checkpoints; None: it has
-        none."""
 
     @abstractmethod
     def build(self) -> None:
@@ -89,10 +117,10 @@ class TrainingModel(ABC):
         The same spec gives the same bits on every start and every layout.
         """
 
-    @abstractmethod
     def slices(self) -> tuple[StateSlice, ...]:
         """All state in the arenas, in arena order. Offsets in host memory begin at
         `host_start(arena.nbytes)`."""
+        return self._state.slices
 
     @abstractmethod
     def before_offload(self) -> None:
@@ -119,10 +147,12 @@ class TrainingModel(ABC):
         All micro-batches are passed at once, because a pipeline interleaves them.
         """
 
-    @abstractmethod
     def gradient_norm(self) -> float:
         """Norm of all gradients of the whole model, each element counted once even if several ranks
         hold it; the same on every rank."""
+        squared = self._squared_gradients()
+        dist.all_reduce(squared)
+        return float(squared.sqrt())
 
     @abstractmethod
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
@@ -132,6 +162,17 @@ class TrainingModel(ABC):
             StateTierFullError: host memory has no space for the step; nothing has changed.
         """
 
-    @abstractmethod
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
+        self._state.zero_gradients()
+
+    def _squared_gradients(self) -> torch.Tensor:
+        """Sum of squares over the gradients that this rank counts, a scalar."""
+        return self._state.squared_gradients()
+
+    def _build_model(self) -> Any:
+        """The Hugging Face model, on the CPU; its configurations are kept."""
+        model: Any = build_model(self._rank.spec.model)
+        self.config = model.config
+        self.generation_config = getattr(model, "generation_config", None)
+        return model

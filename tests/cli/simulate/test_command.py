@@ -15,12 +15,12 @@ from plexrl.cli.app import app, run_command
 from plexrl.cli.simulate.answers import Answers
 from plexrl.cli.simulate.output import show, write
 from plexrl.cli.simulate.tables import print_runs
-from plexrl.sim.report.whole_file import write_whole
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.search.one_run import FailedRun
 from plexrl.sim.search.sweep import run_all
 from plexrl.sim.workload.survey import surveyed
 from plexrl.traces import write_jobs
+from plexrl.traces.io.files import write_whole
 from tests.sim.search.test_sweep import BASE, FewJobs
 
 DOCS = Path(__file__).parents[3] / "docs" / "simulating.md"

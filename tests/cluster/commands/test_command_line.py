@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -22,7 +23,7 @@ from rich.cells import cell_len
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.commands.command_walk import MARK, run
-from tests.cluster.tools import VOCABULARY, some_batch
+from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
 TENANT = "a-tenant-whose-name-is-rather-long"
 NAME = "a-sweep-over-learning-rates-and-batch-sizes-lr1e-4-batch256"
@@ -310,14 +311,19 @@ def test_checkpoints_are_listed_and_deleted(scene: Scene) -> None:
 
 
 def test_a_waiting_job_shows_the_idle_job_that_holds_the_gpus(scene: Scene) -> None:
-    rows = json.loads(cli(scene, "explain", scene.waiting.job, "--json"))["holders"]
+    def holders() -> list[dict[str, Any]]:
+        return list(json.loads(cli(scene, "explain", scene.waiting.job, "--json"))["holders"])
+
+    # The workers of jobs that have just ended may still run.
+    wait_until(lambda: len(holders()) == 1, "ended jobs hold GPUs")
+    rows = holders()
     assert [(row["job"], row["tenant"], row["gpus"]) for row in rows] == [
         (scene.job.job, TENANT, 2)
     ]
     assert rows[0]["condition"] == "idle"
     output = cli(scene, "explain", scene.waiting.job)
-    _, _, holders = output.partition("Who has the GPUs")
-    assert re.search(rf"^{scene.job.job} +{TENANT} +2 +idle ", holders, re.MULTILINE)
+    _, _, table = output.partition("Who has the GPUs")
+    assert re.search(rf"^{scene.job.job} +{TENANT} +2 +idle ", table, re.MULTILINE)
 
 
 def test_usage_shows_what_sharing_saved(scene: Scene) -> None:

@@ -156,7 +156,7 @@ with plexrl.connect() as cluster:
     job = cluster.create_job(
         "orphan",
         job_id=sys.argv[1],
-        controller_timeout_s=0.5,
+        controller_timeout_s=3.0,
         reattach_timeout_s=float(sys.argv[2]),
     )
     actor = job.train_deployment("actor", plexrl.tiny_qwen2("0123456789sr=", seed=6))

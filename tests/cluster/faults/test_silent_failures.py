@@ -114,9 +114,13 @@ def test_a_step_to_non_finite_weights_is_undone(
     before = checkpoint_weights(actor, "before")
     norm = actor.forward_backward(some_batch(1), plexrl.losses.grpo())
     step = actor.optim_step(learning_rate=NOT_FINITE)
-    queued = actor.save_checkpoint("never")
+
+    def save() -> None:
+        # The submission fails, or its future if it was queued before the step had failed.
+        actor.save_checkpoint("never").result()
+
     with pytest.raises(errors.EarlierFailureError, match="optim_step") as caught:
-        queued.result()
+        save()
     assert isinstance(caught.value.__cause__, errors.NonFiniteWeightsError)
     with pytest.raises(errors.NonFiniteWeightsError, match="parameter 'model"):
         step.result()

@@ -1,8 +1,12 @@
-"""A part that works for some seconds before it is ready or before it ends, or hangs."""
+"""A part that works for some seconds before it is ready or before it ends, or hangs.
+
+A child may work meanwhile.
+."""
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,6 +35,10 @@ if __name__ == "__main__":
         pass
     with Path(config["served"]).open("a") as served:
         served.write(f"{os.getpid()}\n")
+    if config["child"]:
+        child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        Path(config["child"]).write_text(str(child.pid))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if config["ends_s"]:
         signal.signal(signal.SIGTERM, lambda *_: end(config))
     print_ready()

@@ -68,20 +68,30 @@ def test_up_refuses_a_missing_journal_unless_new_journal_is_given(data: Path) ->
 
 
 @pytest.mark.slow
-def test_up_prompts_at_a_terminal(data: Path) -> None:
-    for answer, expected in ((b"n\n", b"--new-journal"), (b"y\n", b"PlexRL is up")):
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(command(data), stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        os.write(ours, answer)
+@pytest.mark.parametrize(
+    ("answer", "shown", "begins"), [(b"n\n", b"--new-journal", False), (b"y\n", b"is up", True)]
+)
+def test_at_a_terminal_up_begins_a_new_journal_only_with_consent(
+    data: Path, answer: bytes, shown: bytes, begins: bool
+) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command(data), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(ours, answer)
+    try:
         seen = b""
-        try:
-            while expected not in seen or b"Begin a new journal" not in seen:
-                seen += os.read(ours, 4096)
-        finally:
+        while shown not in seen or b"Begin a new journal" not in seen:
+            seen += os.read(ours, 4096)
+        if begins:
             process.terminate()
-            process.wait(START_S)
-            os.close(ours)
+        assert process.wait(START_S) == (0 if begins else 1)
+        with up(data) as line:
+            assert ("url" in json.loads(line)) == begins
+        assert (data / "checkpoints" / "kept" / "end" / "model.safetensors").exists()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
+    fix_ports,
     process_of,
     some_batch,
     wait_until,
@@ -133,6 +134,7 @@ def test_a_waiting_job_continues_when_its_router_stops(
 def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
     tmp_path: Path, undisturbed: bytes
 ) -> None:
+    fix_ports(tmp_path / "data", routers=2)
     running = start_embedded(tmp_path / "data", gpus_per_node=2, routers=2)
     url = running.url
     try:
@@ -154,6 +156,7 @@ def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
 
 
 def test_a_port_in_use_is_replaced_with_a_warning(tmp_path: Path) -> None:
+    fix_ports(tmp_path / "data")
     running = start_embedded(tmp_path / "data", gpus_per_node=1)
     port = int(running.url.rpartition(":")[2])
     running.close()

@@ -57,7 +57,7 @@ def test_a_killed_part_is_restarted_though_its_child_holds_its_output(tmp_path: 
 def starting_part(folders: Folders, pids: Path, **config: object) -> Part:
     folders.make()
     served = str(pids.with_name("served"))
-    usual = {"hangs": False, "works_s": 0.0, "ends_s": 0.0}
+    usual = {"hangs": False, "works_s": 0.0, "ends_s": 0.0, "child": ""}
     fields = {"pids": str(pids), "served": served, **usual, **config}
     return Part("slow", "tests.cluster.start_and_stop.part_that_starts", fields)
 
@@ -102,6 +102,24 @@ def test_a_part_that_works_while_stopping_is_not_killed(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert started(pids.with_name("served"))[-1] == 0
+
+
+def test_a_part_that_hangs_while_its_child_works_is_killed(tmp_path: Path) -> None:
+    pids, child = tmp_path / "pids", tmp_path / "child"
+    folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
+    part = starting_part(folders, pids, child=str(child))
+
+    async def run() -> None:
+        processes = PartProcesses(folders, stop_sleep_s_max=0.5)
+        await processes.start(part)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await processes.end(part)
+        finally:
+            os.kill(int(child.read_text()), signal.SIGKILL)
+
+    asyncio.run(run())
+    assert not is_running(int(pids.read_text()))
 
 
 def test_a_hanging_start_is_killed(tmp_path: Path) -> None:

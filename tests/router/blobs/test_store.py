@@ -16,7 +16,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import INLINE_BYTES_MAX, RECENT_BYTES_MAX, BlobStore, Upload
-from plexrl.router.observe.metrics_log import MetricsLog
+from plexrl.router.job_files.metrics_log import MetricsLog
 from tests.small_disk import small_disk
 
 

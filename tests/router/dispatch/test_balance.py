@@ -34,6 +34,15 @@ def test_every_item_is_in_one_part_and_the_fullest_is_bounded(costs: list[int], 
     assert balanced(costs, count) == parts
 
 
+def test_random_batches_are_no_fuller_than_with_longest_first() -> None:
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        costs = random.lognormal(3.0, 1.2, random.integers(6, 120)).astype(int) + 1
+        count = int(random.integers(2, 16))
+        parts = balanced(costs.tolist(), count)
+        assert fullest(costs.tolist(), parts) <= longest_first(costs.tolist(), count), seed
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_small_loads_are_within_a_third_of_the_best_and_above_the_bound(
     costs: list[int], count: int

@@ -133,6 +133,10 @@ def test_a_cache_must_hold_at_least_one_sequence() -> None:
     fields["kv_cache_bytes"] = least - 1
     with pytest.raises(InvalidRequestError, match=rf"needs {least} bytes on each worker"):
         check_deployment(request("rollout", **fields))
+    vllm = {"backend": "vllm", "max_sequence_tokens": 100}
+    check_deployment(request("rollout", **vllm, kv_cache_bytes=512 * 128))
+    with pytest.raises(InvalidRequestError, match=rf"needs {512 * 128} bytes on each worker"):
+        check_deployment(request("rollout", **vllm, kv_cache_bytes=least))
     with pytest.raises(InvalidRequestError, match="has no cache"):
         check_deployment(request(kv_cache_bytes=least))
 

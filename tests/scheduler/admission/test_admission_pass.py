@@ -11,7 +11,7 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.scheduler.state.records import Deployment
@@ -27,27 +27,27 @@ def trace(busy_s: float, period_s: float = 100.0) -> DemandTrace:
     return DemandTrace(period_s=period_s, segments=(segment,))
 
 
-def by_walking(context: Context, now: float) -> list[DeploymentId]:
+def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     """The deployments that get GPUs if all are considered in order, without queues."""
     placed: list[DeploymentId] = []
     ahead: set[tuple[str, int]] = set()
-    left = {name: context.deployment(name) for name in context.waiting}
+    left = {name: cluster.state.deployment(name) for name in cluster.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
-        share = tenant_share(context, context.job(each.job).tenant, now)
-        return admission_key(context, each, share, now)
+        share = tenant_share(cluster.state, cluster.state.job(each.job).tenant, now)
+        return admission_key(cluster.state, cluster.settings, each, share, now)
 
     while left:
         deployment = min(left.values(), key=turn)
-        gang = gang_of(context, deployment)
+        gang = gang_of(cluster, deployment)
         for each in gang:
             left.pop(each.deployment, None)
-        if why_not_yet(context, deployment) is not None:
+        if why_not_yet(cluster, deployment) is not None:
             continue
-        only = allowed_modes(context, gang, ahead, now)
-        if place_all(context, gang, only, now):
+        only = allowed_modes(cluster, gang, ahead, now)
+        if place_all(cluster, gang, only, now):
             placed += [each.deployment for each in gang]
-        elif blocks_others(context, deployment, now):
+        elif blocks_others(cluster, deployment, now):
             ahead.update((each.node_type, each.workers) for each in gang)
     return placed
 
@@ -95,7 +95,7 @@ def backlog(policy: str, wanted: list[Request], *, is_tight: bool) -> FakeCluste
     return cluster
 
 
-def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Context, ev.JobFinished] | None:
+def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Cluster, ev.JobFinished] | None:
     """A second core just before the pass that the end of a chosen job causes, and the end."""
     context = cluster.core._context
     holders = sorted({each.job for each in context.state.deployments.values() if each.group})
@@ -104,7 +104,7 @@ def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Context, ev.JobFinishe
     event = ev.JobFinished(job=holders[chosen % len(holders)], outcome="completed")
     other = SchedulerCore.restore(cluster.config, cluster.core.dump())
     other._handlers[ev.JobFinished](event, cluster.now)
-    return other._context, event
+    return other._context.cluster, event
 
 
 endings = st.lists(st.integers(0, 99), min_size=1, max_size=6)
@@ -122,9 +122,9 @@ def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
             return
         other, event = found
         expected = by_walking(other, cluster.now)
-        waited = set(cluster.core._context.waiting)
+        waited = set(cluster.core._context.cluster.waiting)
         cluster.send(event)
-        assert waited - set(cluster.core._context.waiting) == set(expected)
+        assert waited - set(cluster.core._context.cluster.waiting) == set(expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -141,9 +141,9 @@ def test_a_pass_places_what_an_independent_oracle_places(
         waiting = [other.state.deployments[name] for name in other.waiting]
         oracle = SlowAdmission(cluster.config, other.state, cluster.now)
         expected = oracle.run(waiting)
-        waited = set(cluster.core._context.waiting)
+        waited = set(cluster.core._context.cluster.waiting)
         cluster.send(event)
-        assert waited - set(cluster.core._context.waiting) == expected
+        assert waited - set(cluster.core._context.cluster.waiting) == expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -156,7 +156,7 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     context = cluster.core._context
     placed = [each for each in context.state.deployments.values() if each.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
-    assert len(context.waiting) > 80
+    assert len(context.cluster.waiting) > 80
     looks = admission_pass.AdmissionPass(context, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 6
@@ -174,7 +174,7 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
         cluster.job(f"j{number}")
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
-    assert len(context.waiting) == 51, "three GPUs are free, and kept for the large job"
+    assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
     looks = admission_pass.AdmissionPass(context, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 2
@@ -194,9 +194,9 @@ def test_no_newcomer_joins_a_group_that_a_blocking_job_of_another_size_needs(
     cluster.pass_time(cluster.config.starvation_bound_s)
     cluster.job("newcomer")
     cluster.deploy("newcomer/a", workers=GPUS, node_type="x", trace=trace(20.0))
-    assert list(cluster.core._context.waiting) == ["first/a", "newcomer/a"]
+    assert list(cluster.core._context.cluster.waiting) == ["first/a", "newcomer/a"]
     cluster.send(ev.JobFinished(job="there", outcome="completed"))
-    assert "first/a" not in cluster.core._context.waiting
+    assert "first/a" not in cluster.core._context.cluster.waiting
 
 
 @pytest.mark.parametrize("policy", ["pack", "spread+backfill"])
@@ -214,7 +214,7 @@ def test_a_deployment_that_did_not_fit_joins_a_group_formed_before_its_turn(poli
         cluster.job(name)
         cluster.deploy(f"{name}/a", workers=GPUS, node_type=node_type, trace=trace(busy_s))
         cluster.pass_time(1.0)
-    waiting = cluster.core._context.waiting
+    waiting = cluster.core._context.cluster.waiting
     assert list(waiting) == ["first/a", "early/a", "makes/a", "late/a"]
     # Free GPUs of any type are kept for the first, and there is no group that anybody could join
     # until one is made of those that it does not want.
@@ -232,7 +232,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
             fields = {"trace": trace(90.0 + number / 90)} if kind == "train" else {}
             cluster.deploy(f"j{number}/{name}", kind, workers=2, **fields)
     context = cluster.core._context
-    assert len(context.waiting) == 198
+    assert len(context.cluster.waiting) == 198
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
         looks = admission_pass.AdmissionPass(context, cluster.now, None)
@@ -240,7 +240,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
         assert len(looks._seen) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.group}
     cluster.send(ev.JobFinished(job=placed.pop(), outcome="completed"))
-    assert len(context.waiting) == 196
+    assert len(context.cluster.waiting) == 196
 
 
 def test_jobs_of_any_expected_length_need_few_queues() -> None:
@@ -249,7 +249,7 @@ def test_jobs_of_any_expected_length_need_few_queues() -> None:
     for number in range(200):
         cluster.job(f"j{number}", expected_s=1.5**number % 1e9)
         cluster.deploy(f"j{number}/a", workers=1)
-    (owners,) = cluster.core._context.waiting.heads.values()
+    (owners,) = cluster.core._context.cluster.waiting.heads.values()
     (indexes,) = owners.values()
     assert len(indexes) <= 19
 

@@ -61,7 +61,7 @@ class Load:
     def end_next(self) -> None:
         at, job = heapq.heappop(self.ends)
         self.cluster.pass_time(at - self.cluster.now)
-        workers = self.cluster.core._context.deployment(f"{job}/a").workers
+        workers = self.cluster.core._context.state.deployment(f"{job}/a").workers
         self.gpu_seconds[self.owners[job]] += workers * self.lengths[job]
         self.cluster.send(ev.JobFinished(job=job, outcome="completed"))
         self.look()

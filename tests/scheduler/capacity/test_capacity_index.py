@@ -82,7 +82,9 @@ def test_a_strict_fit_fits_on_the_ring_for_any_periods(
     index = index_with(residents)
     found = search(index, job, start, strict=True)
     if found is not None:
-        index.reserve("g", "new", job.at(float(start + found[0])), 0.1, strict=True)
+        placed = job.at(float(start + found[0]))
+        assert all(not slow_slots(placed) & slow_slots(resident) for resident in residents)
+        index.reserve("g", "new", placed, 0.1, strict=True)
 
 
 @settings(max_examples=200)

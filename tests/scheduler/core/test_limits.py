@@ -15,7 +15,7 @@ from plexrl.ids import JobId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.config import RANGES as CONFIG_RANGES
 from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.core.limits import RANGES, TOKENS_MAX
+from plexrl.scheduler.core.limits import BYTES_MAX, RANGES, TOKENS_MAX
 from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.demand import DemandTrace, Segment
 from plexrl.wire.operations import OperationKind
@@ -134,7 +134,7 @@ def test_a_trace_out_of_all_proportion_is_refused(changes: dict[str, Any]) -> No
         max_size=4,
     )
 )
-def test_no_trace_that_is_accepted_is_a_fault(
+def test_every_trace_that_is_accepted_is_placed_or_explained(
     demands: list[tuple[float, float, float, float, float]],
 ) -> None:
     cluster = FakeCluster(policy="spread+backfill", waiting_part_max=1.0, load_max=8.0)
@@ -150,7 +150,15 @@ def test_no_trace_that_is_accepted_is_a_fault(
         cluster.job(f"j{index}")
         cluster.deploy(f"j{index}/actor", trace=trace)
         cluster.pass_time(1.0)
-    cluster.core.dump()
+    for job in cluster.core.list_jobs(None, cluster.now):
+        (deployment,) = cluster.core.explain_job(job["job"], cluster.now)["deployments"]
+        if deployment["group"] is None:
+            assert deployment["attempts"], "nobody says why it waits"
+        else:
+            assert deployment["placement"]["group"] == deployment["group"]
+            assert 0 <= deployment["placement"]["shift_s"] < cluster.config.horizon_slots
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    assert restored.list_groups(cluster.now) == cluster.core.list_groups(cluster.now)
 
 
 def test_sums_of_tokens_stay_writable() -> None:
@@ -192,12 +200,14 @@ def test_a_report_counts_whatever_it_has_measured(changes: dict[str, Any]) -> No
     cluster.core.dump()
 
 
-def test_a_node_may_report_any_size() -> None:
+@pytest.mark.parametrize(("nvme_bytes", "shown"), [(HUGE, BYTES_MAX), (7, 7), (-1, 0)])
+def test_a_reported_size_is_shown_within_bounds(nvme_bytes: int, shown: int) -> None:
     cluster = cluster_with_a_job()
-    for nvme_bytes in (HUGE, -1):
-        state = ev.StateResidency(deployment="a/actor", host_bytes=HUGE, nvme_bytes=nvme_bytes)
-        cluster.send(ev.StateReported(node="n", states=(state,)))
-        cluster.core.dump()
+    state = ev.StateResidency(deployment="a/actor", host_bytes=HUGE, nvme_bytes=nvme_bytes)
+    cluster.send(ev.StateReported(node="n", states=(state,)))
+    restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
+    for core in (cluster.core, restored):
+        assert core.deployment_view("a/actor", cluster.now)["nvme_bytes"] == shown
 
 
 def numeric_settings() -> list[str]:

@@ -3,10 +3,15 @@
 `python -m tests.scheduler.random_history FIRST COUNT` runs as many as are wanted.
 """
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plexrl.errors import UnknownOperationError
+from plexrl.ids import OperationId
+from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.machines.residency_states import Residency
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
@@ -16,12 +21,28 @@ from tests.scheduler.random_history import History
 @settings(max_examples=150, deadline=None, database=None)
 @given(st.integers(0, 1 << 62), st.sampled_from((10, 40, 90)))
 def test_every_accepted_operation_has_a_cause_to_go_on_and_ends(seed: int, steps: int) -> None:
-    History(seed, check_part=0.2).run(steps)
+    history = History(seed, check_part=0.2)
+    history.run(steps)
+    assert unfinished(history) == []
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_fixed_histories_end(seed: int) -> None:
-    History(seed).run(90)
+    history = History(seed)
+    history.run(90)
+    assert unfinished(history) == []
+
+
+def unfinished(history: History) -> list[OperationId]:
+    """The submitted operations that a controller would still wait for."""
+    found = []
+    for event, _ in history.cluster.journal:
+        # A refused or forgotten operation is unknown.
+        if isinstance(event, ev.OperationSubmitted):
+            with suppress(UnknownOperationError):
+                if history.cluster.state_of(event.operation) in ("pending", "running"):
+                    found.append(event.operation)
+    return found
 
 
 def ready_cluster() -> FakeCluster:
@@ -53,5 +74,5 @@ def test_the_oracle_finds_a_group_that_nobody_looks_at() -> None:
 
 def test_the_oracle_finds_a_timer_that_wakes_nobody() -> None:
     cluster = ready_cluster()
-    cluster.core._context.timer_at = None
+    cluster.core._context.effects.timer_at = None
     assert any("wake-up" in each for each in stuck(cluster))

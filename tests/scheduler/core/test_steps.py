@@ -32,7 +32,7 @@ def test_a_step_that_repeats_without_end_is_named() -> None:
     cluster.settle()
     context = cluster.core._context
     _, restless = context.state.groups
-    context.dirty = dirty = Sticky(restless)
+    context.effects.dirty = dirty = Sticky(restless)
     with pytest.raises(Fault) as found:
         cluster.core.handle(ev.TimerFired(), cluster.now)
     assert found.value.step == f"group {restless}"

@@ -163,8 +163,9 @@ CRITICAL = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_
 LONG = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=90.0),))
 
 
-def with_a_guest(**changes: object) -> Clocked:
-    """`a` has time of its own: 30 s each 100 s; `b`, planned for 90 s, overlaps it."""
+def with_a_guest(compute_s: float = 0.1, **changes: object) -> Clocked:
+    """`a` has time of its own: 30 s each 100 s; `b`, planned for 90 s, overlaps it. Each of their
+    moves is reported to take `compute_s`."""
     fields: dict[str, object] = {
         "policy": "spread+backfill",
         "overlap_max": 1.0,
@@ -175,6 +176,7 @@ def with_a_guest(**changes: object) -> Clocked:
     }
     clock = clocked(**{**fields, **changes})
     cluster = clock.cluster
+    cluster.compute_s = compute_s
     cluster.core = type(cluster.core)(cluster.config)
     cluster.nodes.clear()
     cluster.join_node(2)
@@ -210,6 +212,17 @@ def test_a_guest_keeps_out_of_a_critical_segment_and_starts_behind_it() -> None:
     clock.submit("a:11", 30.0)
     clock.finish()
     assert clock.order[-2:] == ["a:11", "b:2"]
+
+
+@pytest.mark.parametrize(("pause_s", "last"), [(73.0, "b:1"), (75.0, "a:9")])
+def test_a_guest_starts_only_if_the_switch_back_fits_too(pause_s: float, last: str) -> None:
+    """Of the 100 s of a cycle `b` needs 20 s, 2 · 2 s for the switch and 2 · 2 s back."""
+    clock = with_a_guest(compute_s=MOVE_S)
+    clock.submit("a:9", 30.0)
+    clock.until(clock.cluster.now + pause_s)
+    clock.submit("b:1", 20.0)
+    clock.until(clock.cluster.now + 6.0)
+    assert clock.order[-1] == last
 
 
 def test_a_guest_that_has_waited_as_long_as_its_burst_starts() -> None:

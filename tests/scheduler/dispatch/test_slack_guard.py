@@ -26,7 +26,7 @@ def plan(cluster: FakeCluster, job: str, shift: float, busy_s: float = 20.0) -> 
     one.trace = DemandTrace(
         period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=busy_s),), cycles=3
     )
-    update_reservation(cluster.core._context, one, shift)
+    update_reservation(cluster.core._context.cluster, one, shift)
 
 
 def owners(cluster: FakeCluster) -> str:
@@ -37,7 +37,7 @@ def guarded_cluster() -> FakeCluster:
     """`a` and `b` alternate and have exclusive slots; `c` was backfilled and has none."""
     cluster = known_cluster(policy="pack", horizon_slots=HORIZON)
     # Packed onto one group, and from here on guarded.
-    cluster.core._context.policy.guards_slack = True
+    cluster.core._context.settings.policy.guards_slack = True
     plan(cluster, "a", 0.0)
     plan(cluster, "b", 50.0)
     member(cluster, "c").estimates.observe_burst(1000.0, 0)
@@ -85,7 +85,11 @@ def test_a_member_whose_plan_overlaps_is_a_guest_until_the_plans_separate() -> N
     plan(cluster, "c", 80.0, busy_s=10.0)
     assert owners(cluster) == "abc"
     plan(cluster, "c", 55.0, busy_s=10.0)
-    assert [overlap_s(cluster.core._context, member(cluster, job)) for job in "abc"] == [0, 0, 10]
+    assert [overlap_s(cluster.core._context.cluster, member(cluster, job)) for job in "abc"] == [
+        0,
+        0,
+        10,
+    ]
     # Who keeps to its plan keeps its time.
     assert owners(cluster) == "ab"
     plan(cluster, "b", 50.0)

@@ -163,16 +163,16 @@ def test_a_deployment_without_gpus_is_predicted_on_the_nodes_of_the_candidate_gr
     cluster.join_router()
     placed, waiting = deploy_on(cluster, "a", 8), deploy_on(cluster, "b", 8)
     context = cluster.core._context
-    group = context.group_of(context.deployment(placed))
+    group = context.state.group_of(context.state.deployment(placed))
     assert group is not None
-    newcomer = context.deployment(waiting)
+    newcomer = context.state.deployment(waiting)
     assert newcomer.group is None
-    assert load_s(context, newcomer, group.gpus) == STATE / 4 / MOVE_BYTES_PER_S
+    assert load_s(context.state, newcomer, group.gpus) == STATE / 4 / MOVE_BYTES_PER_S
     context.state.move_laws["load/host/h200"] = law_of([(STATE, 2.0)])
-    assert load_s(context, newcomer, group.gpus) == pytest.approx(0.5)
-    assert offload_s(context, newcomer, group.gpus) == pytest.approx(0.5), "as the way there"
+    assert load_s(context.state, newcomer, group.gpus) == pytest.approx(0.5)
+    assert offload_s(context.state, newcomer, group.gpus) == pytest.approx(0.5), "as the way there"
     context.state.move_laws["offload/host/h200"] = law_of([(STATE, 4.0)])
-    assert offload_s(context, newcomer, group.gpus) == pytest.approx(1.0)
+    assert offload_s(context.state, newcomer, group.gpus) == pytest.approx(1.0)
 
 
 def deploy_on(cluster: FakeCluster, name: str, workers: int) -> DeploymentId:

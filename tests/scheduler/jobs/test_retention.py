@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from plexrl import errors
 from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.context.effects import TIMERS_MIN
 from plexrl.scheduler.core.calls import ListOperations
-from plexrl.scheduler.core.context import TIMERS_MIN
 from plexrl.scheduler.jobs.retention import last_incarnation, retire
 from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
@@ -128,7 +128,7 @@ def test_timers_of_jobs_that_have_ended_do_not_pile_up() -> None:
         )
         core.handle(submitted, float(number))
         core.handle(ev.JobFinished(job=f"j{number}", outcome="completed"), float(number))
-    assert len(core._context.timers) <= TIMERS_MIN + 2
+    assert len(core._context.effects.timers) <= TIMERS_MIN + 2
 
 
 @settings(max_examples=40, deadline=None)

@@ -29,6 +29,14 @@ def bound(cluster: FakeCluster, live_jobs_max: int | None) -> None:
     )
 
 
+def budget(cluster: FakeCluster, gpu_seconds: float) -> None:
+    cluster.send(
+        ev.TenantConfigured(
+            tenant="t", weight=1.0, jobs_max=None, gpus_max=None, gpu_seconds_max=gpu_seconds
+        )
+    )
+
+
 def live(cluster: FakeCluster, tenant: str = "t") -> tuple[int, int | None]:
     (row,) = [each for each in cluster.core.list_tenants(cluster.now) if each["tenant"] == tenant]
     return row["live_jobs"], row["live_jobs_bound"]
@@ -62,6 +70,33 @@ def test_a_tenants_own_bound_comes_before_the_clusters() -> None:
     assert live(cluster) == (3, 2), "what was accepted stays"
     with pytest.raises(errors.QuotaExceededError):
         cluster.job("d")
+
+
+def test_a_tenant_at_its_budget_may_only_save_checkpoints() -> None:
+    cluster = cluster_of()
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.settle()
+    budget(cluster, 0.0)
+    with pytest.raises(errors.QuotaExceededError, match="checkpoints can still be saved"):
+        cluster.job("b")
+    with pytest.raises(errors.QuotaExceededError, match="checkpoints can still be saved"):
+        cluster.submit("o", "a/actor", "barrier")
+    cluster.submit("save", "a/actor", "save_checkpoint")
+    cluster.execute(cluster.runs[0])
+    cluster.pass_time(4.0)
+    cluster.settle()
+    assert cluster.state_of("save") == "finished"
+    # The tenant has used exactly its budget, then less.
+    used = sum(row["gpu_seconds"] for row in cluster.core.usage("t"))
+    assert used > 0.0
+    budget(cluster, used)
+    with pytest.raises(errors.QuotaExceededError):
+        cluster.job("b")
+    budget(cluster, used * 1.01)
+    cluster.job("b")
+    cluster.submit("o", "a/actor", "barrier")
 
 
 def test_an_operators_jobs_are_not_bounded() -> None:

@@ -14,6 +14,8 @@ from plexrl.scheduler.journal.sql_journal import SqlJournal
 from tests.scheduler.scheduler_process import SchedulerProcess, job_params
 
 Start = Callable[..., SchedulerProcess]
+LONG_S = 3600.0
+"""A lease that does not run out on a busy machine."""
 
 
 @pytest.fixture
@@ -32,20 +34,24 @@ def start(tmp_path_factory: pytest.TempPathFactory, journal_url: str) -> Iterato
         scheduler.close()
 
 
-def test_a_standby_takes_over_from_a_killed_leader(start: Start) -> None:
-    leader = start("a")
+def test_a_standby_takes_over_from_a_killed_leader(start: Start, journal_url: str) -> None:
+    leader = start("a", lease_s=LONG_S)
     leader.wait_ready()
     asyncio.run(leader.submit_job("j1"))
-    standby = start("b")
+    standby = start("b", lease_s=LONG_S)
     asyncio.run(standby.wait_log("standing by"))
     asyncio.run(leader.submit_job("j2"))
     assert not Path(standby.listen).exists()
     leader.send(signal.SIGKILL)
+    leader.wait_end()
+    with closing(SqlJournal(journal_url)) as journal:
+        # The leader's lease, as if its time were over.
+        journal.acquire("a", -1.0)
     standby.wait_ready()
     assert asyncio.run(standby.jobs()) == ["j1", "j2"]
     asyncio.run(standby.submit_job("j3"))
     # The former leader comes back and stands by in its turn.
-    former = start("a")
+    former = start("a", lease_s=LONG_S)
     asyncio.run(former.wait_log("led by 'b'"))
     standby.send(signal.SIGTERM)
     assert standby.wait_end() == 0
@@ -80,7 +86,7 @@ def test_a_killed_scheduler_takes_over_from_itself_without_waiting(start: Start)
 
 
 def test_a_standby_ends_on_request(start: Start) -> None:
-    leader, standby = start("a"), start("b")
+    leader, standby = start("a", lease_s=LONG_S), start("b", lease_s=LONG_S)
     first, second = leader, standby
     asyncio.run(_either_stands_by(leader, standby))
     if "standing by" in leader.log:

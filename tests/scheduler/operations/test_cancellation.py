@@ -4,6 +4,7 @@ import pytest
 
 from plexrl import errors
 from plexrl.scheduler.state import commands as cmd
+from plexrl.scheduler.state import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -71,6 +72,34 @@ def test_a_running_generation_is_ended_with_what_it_has(cluster: FakeCluster) ->
     assert [each.operation for each in aborts] == ["a:1"]
     cluster.settle()
     assert cluster.state_of("a:1") == "finished"
+
+
+def test_a_run_that_is_interrupted_after_its_deadline_does_not_start_again(
+    cluster: FakeCluster,
+) -> None:
+    cluster.submit("a:0", "a/actor", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "optim_step", deadline_s=5.0)
+    assert cluster.state_of("a:1") == "running"
+    cluster.pass_time(5.1)
+    cluster.kill("a/actor")
+    cluster.settle()
+    assert (cluster.state_of("a:1"), error_of(cluster, "a:1")) == ("failed", "deadline_exceeded")
+    assert cluster.core.deployment_view("a/actor", cluster.now)["applied_seq"] == 0
+
+
+def test_a_cancelled_generation_does_not_start_again_on_new_workers(cluster: FakeCluster) -> None:
+    cluster.submit("a:0", "a/rollout", "barrier")
+    cluster.settle()
+    cluster.submit("a:1", "a/rollout", "generate")
+    cluster.send(ev.OperationCancelled(operation="a:1"))
+    assert cluster.state_of("a:1") == "running"
+    cluster.kill("a/rollout")
+    cluster.settle()
+    assert (cluster.state_of("a:1"), error_of(cluster, "a:1")) == (
+        "cancelled",
+        "operation_cancelled",
+    )
 
 
 def test_a_deadline_outlives_the_scheduler(cluster: FakeCluster) -> None:

@@ -15,6 +15,23 @@ def cluster() -> FakeCluster:
     return made
 
 
+def test_no_two_groups_are_given_the_same_token() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node()
+    with_jobs(cluster, "a", "b")
+    given: dict[int, set[str]] = {}
+    for index in range(4):
+        for job in ("a", "b"):
+            # A restarted worker gets the lock under a new token.
+            cluster.kill(f"{job}/actor")
+            cluster.submit(f"{job}:{index}", f"{job}/actor", "barrier")
+            cluster.settle()
+            for group in cluster.core.list_groups(cluster.now):
+                given.setdefault(group["token"], set()).add(group["group"])
+    assert len(given) > 2
+    assert all(len(groups) == 1 for groups in given.values()), given
+
+
 def test_reports_of_ranks_on_a_lost_node_come_too_late(cluster: FakeCluster) -> None:
     with_jobs(cluster, "a")
     cluster.kill("a/actor")

@@ -256,6 +256,13 @@ def test_a_cold_job_needs_its_share_of_the_load_to_be_free() -> None:
     assert group_of(cluster, "b") is None
 
 
+def test_a_group_takes_no_more_members_than_it_may_however_short_their_segments() -> None:
+    cluster = cluster_of(2, "spread", residents_max=2)
+    for job in "abc":
+        submit(cluster, job, trace(1.0))
+    assert [group_of(cluster, job) for job in "abc"] == ["g1", "g1", None]
+
+
 def node(name: str, **fields: int | str) -> ev.NodeJoined:
     sizes: dict[str, int | str] = {
         "gpus": 4,
@@ -265,7 +272,7 @@ def node(name: str, **fields: int | str) -> ev.NodeJoined:
     return ev.NodeJoined(node=name, statemanager=f"sm:{name}", **{**sizes, **fields})
 
 
-@pytest.mark.parametrize(("nvme_bytes", "count"), [(0, 2), (1000, 3), (10_000, 5)])
+@pytest.mark.parametrize(("nvme_bytes", "count"), [(0, 2), (500, 3), (1000, 3), (10_000, 5)])
 def test_states_of_all_groups_of_a_node_fit_its_host_memory_and_nvme(
     nvme_bytes: int, count: int
 ) -> None:
@@ -278,6 +285,28 @@ def test_states_of_all_groups_of_a_node_fit_its_host_memory_and_nvme(
         cluster.core.check_invariants()
         placed += group_of(cluster, f"j{index}") is not None
     assert placed == count
+
+
+@pytest.mark.parametrize(("host_gb", "group"), [(80, "g1"), (50, "g2")])
+def test_a_later_shift_is_preferred_to_a_spill_that_takes_longer(host_gb: int, group: str) -> None:
+    """On `g1` the demand fits at once, on `g2` after 20 s. Each state has 40 GB, and a spill to
+    NVMe takes one second for each GB that the host memory of `g1` lacks."""
+    gb = 10**9
+    cluster = FakeCluster(policy="spread", horizon_slots=HORIZON, load_max=1.0)
+    cluster.now = float(HORIZON)
+    sizes = {"gpus": 2, "gpu_memory_bytes": 80 * gb, "nvme_bytes": 10**13}
+    for name, host_bytes, demand in (
+        ("a", host_gb * gb, trace(82.0, offset_s=15.0)),
+        ("b", 1000 * gb, trace(20.0)),
+    ):
+        cluster.send(node(name, host_memory_bytes=host_bytes, **sizes))
+        cluster.job(name)
+        cluster.deploy(f"{name}/actor", trace=demand, state_bytes=40 * gb)
+    assert [group_of(cluster, job) for job in "ab"] == ["g1", "g2"]
+    cluster.job("c")
+    cluster.deploy("c/actor", trace=trace(10.0), state_bytes=40 * gb)
+    assert group_of(cluster, "c") == group
+    assert placement(cluster, "c")["shift_s"] == {"g1": 0.0, "g2": 20.0}[group]
 
 
 def test_a_group_has_the_requested_type_and_size() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from plexrl.errors import JournalFullError, JournalUnavailableError, PlexRLError, StorageError
+from plexrl.scheduler.__main__ import EXIT_LEASE_LOST
 from plexrl.scheduler.journal.database import open_database
 from plexrl.scheduler.journal.schema import LEASES
 from tests.scheduler.postgres import PostgresServer, server_folder
@@ -279,6 +281,25 @@ def test_a_leader_without_a_rival_goes_on_with_an_expired_lease(
         asyncio.run(process.wait_log("no scheduler had taken it"))
         asyncio.run(process.submit_job("j"))
         assert process.process.poll() is None
+
+
+def test_a_leader_without_its_database_leads_until_another_listens_at_its_address(
+    tmp_path: Path, own_postgres: PostgresServer
+) -> None:
+    with scheduler(tmp_path, own_postgres.database(), lease_s=0.5) as process:
+        process.wait_ready()
+        own_postgres.stop()
+        try:
+            asyncio.run(process.wait_log("has expired: it could not be renewed"))
+            assert process.process.poll() is None
+            Path(process.listen).unlink()
+            with socket.socket(socket.AF_UNIX) as successor:
+                successor.bind(process.listen)
+                successor.listen()
+                assert process.wait_end() == EXIT_LEASE_LOST
+            assert "another scheduler listens at this address" in process.log
+        finally:
+            own_postgres.start()
 
 
 def lease_expires_at(url: str) -> object:

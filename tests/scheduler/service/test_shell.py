@@ -1,6 +1,7 @@
 """The shell under slow or failing surroundings."""
 
 import asyncio
+import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,10 @@ from plexrl.scheduler.state import commands as cmd
 from plexrl.scheduler.state import events as ev
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import config
+from tests.scheduler.live_service import pass_time, run_live, until
 
 WAIT_S = 30.0
+SEND_TIMEOUT_S = 1000.0
 
 
 class SlowJournal:
@@ -213,7 +216,7 @@ def test_an_expired_lease_that_no_scheduler_took_is_not_lost(failure: StorageErr
 
 def test_a_router_that_accepts_nothing_is_disconnected_for_the_next_one() -> None:
     async def run() -> None:
-        links = RouterLinks(send_timeout_s=0.1)
+        links = RouterLinks(send_timeout_s=SEND_TIMEOUT_S)
         deaf, ears = socket.socketpair(), socket.socketpair()
         heard: asyncio.Queue[str] = asyncio.Queue()
 
@@ -228,16 +231,19 @@ def test_a_router_that_accepts_nothing_is_disconnected_for_the_next_one() -> Non
         links.add("ears", other)
         running = [asyncio.create_task(peer.run()) for peer in (stuck, other, listener)]
         command = cmd.AbortOperation(operation="o" * (1 << 22), deployment="d", addresses=())
-        async with asyncio.timeout(WAIT_S):
-            await links.send(command)
-            assert "ooo" in await heard.get()
-            # Its connection has ended, so that the core is told.
-            await running[0]
+        sending = asyncio.create_task(links.send(command))
+        await until(lambda: bool(select.select([deaf[1]], [], [], 0)[0]))
+        assert not sending.done()
+        pass_time(SEND_TIMEOUT_S)
+        await sending
+        assert "ooo" in await heard.get()
+        # Its connection has ended, so that the core is told.
+        await running[0]
         other.close()
         await asyncio.gather(*running, return_exceptions=True)
         deaf[1].close()
 
-    asyncio.run(run())
+    run_live(run)
 
 
 def test_an_event_that_ends_no_operation_checks_no_waiter() -> None:

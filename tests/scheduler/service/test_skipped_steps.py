@@ -73,7 +73,7 @@ def with_an_unknown_operation(core: SchedulerCore) -> None:
     for name, each in context.state.deployments.items():
         if name == "b/actor":
             each.queue.append(OperationId("nobody's"))
-            context.timers.insert(0, (1.0, timers.group_step(each.group)))
+            context.effects.timers.insert(0, (1.0, timers.group_step(each.group)))
 
 
 def with_a_misplaced_operation(core: SchedulerCore) -> None:
@@ -81,7 +81,7 @@ def with_a_misplaced_operation(core: SchedulerCore) -> None:
     context = core._context
     operation = context.state.operations[OperationId("o")]
     operation.state, operation.deadline_at = OperationState.PENDING, 1.0
-    context.timers.insert(0, (1.0, timers.deadline(OperationId("o"))))
+    context.effects.timers.insert(0, (1.0, timers.deadline(OperationId("o"))))
 
 
 def with_a_damaged_log(core: SchedulerCore) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from plexrl.errors import InvalidRequestError
 from plexrl.ids import JobId
 from plexrl.sim.engine.simulate import Progress, simulate
 from plexrl.sim.engine.trace_run import TraceRun
@@ -149,3 +150,13 @@ def test_the_simulator_loads_neither_the_state_manager_s_ways_nor_what_draws() -
     code = f"import sys, plexrl.sim; print(sorted({unwanted!r} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+def test_a_run_does_not_change_a_priority_that_the_scheduler_refuses() -> None:
+    (job,) = rows(1)
+    run = TraceRun(scenario((replace(job, priority=100),)))
+    run.start()
+    run.shell.run(2)
+    assert run.shell.core.job_view(JobId("j1"), run.shell.now)["priority"] == 100
+    with pytest.raises(InvalidRequestError, match=r"job0 \(at 101\) .* outside -100 to 100"):
+        simulate(scenario((replace(job, priority=101),)))

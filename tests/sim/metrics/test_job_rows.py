@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.simulate import simulate
-from plexrl.sim.metrics.job_rows import GROUPS_MAX, JobRow, JobRows
+from plexrl.sim.metrics.collector import Collector
+from plexrl.sim.metrics.job_rows import GROUPS_MAX, JobRow
 from plexrl.sim.metrics.job_rows_file import (
     BATCH_ROWS,
     RunOfRows,
@@ -65,15 +66,16 @@ def test_a_job_that_was_given_up_has_a_row_of_what_it_did() -> None:
 
 def test_a_job_that_never_got_gpus_and_one_that_moved_much() -> None:
     told: list[JobRow] = []
-    rows = JobRows(told.append)
+    collector = Collector(BASE, told.append)
     for name in ("never", "moved"):
-        rows.submitted(TraceJob(job_id=name, submit_s=1.0, gpus=8, duration_s=9.0), 1.0)
-    rows.ended("never", 5.0, "failed", 0.0)
-    rows.placed("moved", 2.0)
+        job = TraceJob(job_id=name, submit_s=1.0, gpus=8, duration_s=9.0)
+        collector.job_submitted(job, 1.0)
+    collector.job_ended("never", 5.0, "failed", 0.0)
+    collector.job_placed("moved", 2.0)
     for number in range(GROUPS_MAX + 3):
-        rows.ran("moved", f"g{number}", 3600.0, is_move=False)
-    rows.ended("moved", 12.0, "completed", 8.0)
-    rows.ran("moved", "g0", 3600.0, is_move=True)
+        collector.ran(f"g{number}", "moved", 3600, "run", 2.0, 3.0)
+    collector.job_ended("moved", 12.0, "completed", 8.0)
+    collector.ran("g0", "moved", 3600, "load", 12.0, 13.0)
     never, moved = told
     assert (never.start_s, never.wait_s, never.run_s, never.slowdown) == (None,) * 4
     assert (never.cycle_slowdown_mean, never.groups) == (None, "")

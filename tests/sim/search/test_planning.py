@@ -141,6 +141,18 @@ def test_a_survey_counts_what_a_trace_asks_for() -> None:
     check_fits(survey, pools(1))
 
 
+def test_priorities_that_the_scheduler_refuses_are_named_with_their_range() -> None:
+    beyond = [
+        replace(FEW[0], job_id=name, priority=priority)
+        for name, priority in (("low", -101), ("least", -100), ("most", 100), ("high", 1000))
+    ]
+    with pytest.raises(InvalidRequestError) as raised:
+        surveyed([*FEW, *beyond])
+    told = "2 jobs (low at -101, high at 1000) with a priority outside -100 to 100"
+    assert told in raised.value.message
+    assert surveyed(beyond[1:3]).jobs == 2
+
+
 def test_jobs_that_no_pool_holds_are_named_and_counted() -> None:
     large = [replace(job, job_id=f"big{index}", gpus=40) for index, job in enumerate(FEW)]
     survey = surveyed([*FEW, *large])

@@ -109,6 +109,20 @@ def test_a_prefetch_brings_back_what_has_room_and_gives_way_to_a_load(states: Vi
     assert whole.moved.tier == HOST
 
 
+def test_prefetches_under_way_leave_less_room_for_the_next(states: VirtualState) -> None:
+    on_one_node(states, A, B, nbytes=50 * GB)
+    on_one_node(states, C, D, nbytes=30 * GB)
+    for name, next_use_s in ((A, 100.0), (B, 500.0), (C, 50.0), (D, 10.0)):
+        offloaded(states, name, next_use_s, 0.0)
+    states.forget(C)
+    # 70 GB are free, for one of the two that lie on NVMe.
+    ((at, node),) = states.prefetch(A, [NODES[0]], 5.0, 1.0)
+    assert states.prefetch(B, [NODES[0]], 5.0, 2.0) == []
+    assert states.prefetched(A, node, at) is not None
+    assert states.prefetch(B, [NODES[0]], 5.0, at) == []
+    states.check()
+
+
 def test_a_new_version_takes_the_room_of_a_prefetch(states: VirtualState) -> None:
     on_one_node(states, A, B, C)
     for name, next_use_s in ((A, 100.0), (B, 500.0), (C, 50.0)):

@@ -163,13 +163,16 @@ def test_a_spilled_version_is_written_from_where_it_lies(
 def test_asked_again_it_joins_and_then_finds_it_done(
     start: StartDaemon, make_shard: MakeShard
 ) -> None:
-    daemon = start(checkpoint_bytes_per_s=32 * MIB)
+    daemon = start()
     (shard,) = ranks(make_shard, daemon, 1)
     snapshot([shard], 1)
+    # It waits for space, so it cannot end before it is asked for again.
+    daemon.limit_files(MIB)
     first = write(shard.client, "one", 1)
     again = write(shard.client, "one", 1)
     assert not first.state.is_final
     assert not again.state.is_final
+    daemon.limit_files_no_more()
     assert finished(shard.client, "one").state == CheckpointState.DURABLE
     assert write(shard.client, "one", 1).state == CheckpointState.DURABLE
     assert len(usage_of(daemon)["checkpoints"]) == 1

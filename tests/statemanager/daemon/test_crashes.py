@@ -83,7 +83,7 @@ def test_a_client_registers_again_under_its_newest_token(
 def test_an_arena_is_kept_when_the_daemon_does_not_come_back(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
-    shard = make_shard(daemon, timeout_s=0.2)
+    shard = make_shard(daemon, timeout_s=2.0)
     expected = shard.fill(1)
     daemon.kill()
     with pytest.raises(UnavailableError, match="cannot be reached"):
@@ -160,7 +160,7 @@ def test_a_worker_killed_during_an_offload_leaves_its_last_version(
     daemon: Daemon, make_shard: MakeShard
 ) -> None:
     shard = make_shard(daemon, registered=False, elements=8 * MIB)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     last = 0
     for _ in range(3):
         ours, theirs = context.Pipe()

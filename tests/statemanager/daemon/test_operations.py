@@ -34,6 +34,7 @@ from plexrl.statemanager.observe.http import ObservationServer
 from plexrl.statemanager.protocol.messages import Confirm
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
+from tests.free_ports import free_port
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -45,12 +46,6 @@ from tests.statemanager.conftest import (
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "systemd"
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold=0x80000"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Observed:

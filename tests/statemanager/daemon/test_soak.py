@@ -6,21 +6,15 @@ complete version is lost. At the end no memory, descriptor or file is left.
 
 import os
 import random
-import socket
 from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.statemanager.conftest import MIB, StartDaemon, wait_until
 from tests.statemanager.memory_files import memory_file_bytes
 from tests.statemanager.soak import Soak, leftovers
 from tests.statemanager.soak_worker import STATE_BYTES
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> None:

@@ -20,8 +20,10 @@ Node = tuple[list[EvictionCandidate], TierUsage, TierUsage]
 
 @st.composite
 def nodes(draw: st.DrawFn) -> Node:
-    """A few versions in two tiers, within the capacities."""
-    sizes = st.integers(0, 9)
+    """A few versions in two tiers, within the capacities; often there is little space, and often
+    sizes and spaces are equal."""
+    sizes = st.integers(0, 5)
+    seldom = st.sampled_from((False, False, False, True))
     residents = [
         EvictionCandidate(
             name=f"v{index}",
@@ -30,8 +32,8 @@ def nodes(draw: st.DrawFn) -> Node:
             last_use=draw(st.integers(0, 4)),
             next_use=draw(st.sampled_from([0.0, 0.0, 1.0, 2.0])),
             spill_bytes=draw(st.one_of(st.none(), st.integers(0, 4))),
-            in_use=draw(st.booleans()),
-            superseded=draw(st.booleans()),
+            in_use=draw(seldom),
+            superseded=draw(seldom),
         )
         for index in range(draw(st.integers(0, 6)))
     ]
@@ -39,7 +41,7 @@ def nodes(draw: st.DrawFn) -> Node:
     for tier in (HOST, NVME):
         # A version that is being written counts as used and is no candidate.
         used = total(residents, tier) + draw(sizes)
-        rooms.append(TierUsage(used_bytes=used, bytes_max=used + draw(st.integers(0, 20))))
+        rooms.append(TierUsage(used_bytes=used, bytes_max=used + draw(st.integers(0, 6))))
     return residents, rooms[0], rooms[1]
 
 
@@ -142,6 +144,17 @@ def test_an_expected_use_is_never_past_and_keeps_the_lru_order(
 
 
 @given(nodes(), st.integers(1, 20))
+@example(
+    (
+        [
+            EvictionCandidate(name="v0", tier=HOST, nbytes=4, last_use=0),
+            EvictionCandidate(name="v1", tier=HOST, nbytes=6, last_use=1),
+        ],
+        TierUsage(used_bytes=10, bytes_max=10),
+        TierUsage(used_bytes=0, bytes_max=10),
+    ),
+    6,
+)
 def test_no_version_is_evicted_needlessly(node: Node, needed: int) -> None:
     placement = plan_eviction(needed, *node)
     if placement is None or placement.tier == NVME:

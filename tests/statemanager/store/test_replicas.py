@@ -310,6 +310,24 @@ def test_a_quota_refuses_before_anything_changes(open_store: OpenStore) -> None:
     store.put(rank.manifest(4, tenant="t"), HostMemory(rank.arena), [rank.manifest(1).name])
 
 
+def test_a_tenant_may_use_its_quotas_to_the_last_byte(open_store: OpenStore) -> None:
+    store = open_store()
+    [rank] = ranks_of(store, 1)
+    rank.put(1, tenant="t")
+    used = store.quotas.used_by("t")[HOST]
+    for host_bytes, tier in ((used + 10 * MIB - 1, NVME), (used + 10 * MIB, HOST)):
+        store.quotas.limits["t"] = TenantLimit(host_bytes=host_bytes)
+        rank.put(2, tenant="t")
+        name = rank.manifest(2).name
+        assert {v.manifest.name: v.tier for v in store.find(lambda _: True)}[name] == tier
+    store.quotas.limits["t"] = TenantLimit(total_bytes=30 * MIB - 1)
+    with pytest.raises(QuotaExceededError):
+        rank.put(3, tenant="t")
+    store.quotas.limits["t"] = TenantLimit(total_bytes=30 * MIB)
+    rank.put(3, tenant="t")
+    rank.check(3)
+
+
 def test_a_version_beyond_its_tenants_host_quota_goes_to_nvme(open_store: OpenStore) -> None:
     store = open_store()
     [rank] = ranks_of(store, 1)

@@ -143,7 +143,7 @@ def test_a_version_that_is_there_is_not_moved_again(
         client.release(NAME)
     assert move(source, target).bytes_moved == 0
     source.kill()
-    assert move(source, target, timeout_s=0.2).bytes_moved == 0
+    assert move(source, target, timeout_s=2.0).bytes_moved == 0
     check_loads(target, make_shard, expected)
 
 

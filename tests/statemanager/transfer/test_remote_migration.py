@@ -231,7 +231,7 @@ def test_blocks_of_a_killed_target_count_for_the_next_call(
             deployment=NAME,
             seq=1,
             ticket=ticket,
-            timeout_s=0.5,
+            timeout_s=3.0,
         )
     target.wait()
     target.config = target.with_config(fault_points=())
@@ -256,7 +256,7 @@ def test_what_nobody_carries_on_with_gives_way_to_who_needs_the_room(
             deployment=NAME,
             seq=1,
             ticket=ticket,
-            timeout_s=0.5,
+            timeout_s=3.0,
         )
     target.wait()
     target.config = target.with_config(fault_points=())

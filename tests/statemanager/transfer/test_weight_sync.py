@@ -188,9 +188,9 @@ def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(
     rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1), dtype=dtype)
     sources = [node.config.listen if way == "shared memory" else node.tcp]
     config = msgspec.to_builtins(node.config)
-    spawn = get_context("spawn")
-    pulled_one = spawn.Event()
-    trainer = spawn.Process(target=train, args=(config, steps, pulled_one))
+    context = get_context("forkserver")
+    pulled_one = context.Event()
+    trainer = context.Process(target=train, args=(config, steps, pulled_one))
     trainer.start()
     pulled: set[int] = set()
 

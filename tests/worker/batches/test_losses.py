@@ -1,6 +1,7 @@
 """The losses against their formulas written out token by token."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl import losses
-from plexrl.wire.operations import LossSpec
-from plexrl.worker.batches.losses import compute_loss
+from plexrl.errors import InvalidRequestError
+from plexrl.wire.operations import DEFAULT_REDUCTION, LOSS_INPUTS, LossName, LossSpec
+from plexrl.worker.batches.losses import TERMS, compute_loss
 
 ROWS, TOKENS = 3, 5
 NAMES = ("mask", "logprobs", "advantages", "ref_logprobs", "weights")
@@ -89,6 +91,14 @@ def test_custom_weights_reproduce_the_gradient_of_any_other_loss(spec: LossSpec)
     compute_loss(losses.custom(), own, inputs, 1.0).loss.backward()  # type: ignore[no-untyped-call]
     assert own.grad is not None
     assert torch.allclose(own.grad, leaf.grad, atol=1e-7)
+
+
+def test_a_worker_computes_every_loss_of_the_wire_format_and_refuses_others() -> None:
+    assert set(TERMS) == set(get_args(LossName)) == set(LOSS_INPUTS) == set(DEFAULT_REDUCTION)
+    logprobs, inputs = some_inputs(3)
+    unknown = LossSpec(name="dpo", reduction="token_mean")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="loss 'dpo'"):
+        compute_loss(unknown, logprobs, inputs, 1.0)
 
 
 def test_what_is_masked_cannot_make_a_loss_infinite() -> None:

@@ -8,7 +8,7 @@ import torch
 from plexrl.errors import NonFiniteWeightsError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart
-from plexrl.worker.state.arena_tensors import ArenaLayout, view
+from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
 from plexrl.worker.state.finite_weights import check_finite_weights, first_non_finite
 
 
@@ -19,13 +19,7 @@ def arena_with(**tensors: torch.Tensor) -> tuple[Arena, ArenaLayout]:
         part = StatePart.OPTIMIZER if name.startswith("moment") else StatePart.PARAMETER
         shape = tuple(tensor.shape)
         dtype = "BF16" if tensor.dtype == torch.bfloat16 else "F32"
-        layout.add(
-            StateKey(part=part, name=name),
-            global_shape=shape,
-            offset=(0,) * len(shape),
-            shape=shape,
-            dtype=dtype,
-        )
+        layout.add(StateKey(part=part, name=name), whole_box(shape), dtype)
     arena = Arena(layout.nbytes)
     for piece, tensor in zip(layout.slices, tensors.values(), strict=True):
         view(arena, piece).copy_(tensor)

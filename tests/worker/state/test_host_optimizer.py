@@ -23,7 +23,6 @@ def test_host_and_device_agree_bit_for_bit_over_switches_and_checkpoints(
 ) -> None:
     arguments = (str(tmp_path), daemon.config.listen)
     for work in (ranks.train_alike, ranks.restore):
-        mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
         mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             work,
             args=(count, str(tmp_path / work.__name__), *arguments),

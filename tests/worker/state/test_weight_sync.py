@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from plexrl.errors import StateLostError, UnavailableError
-from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.transfer.pull import PullMode
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import (
@@ -23,7 +22,7 @@ from plexrl.worker.process.backend import (
     RolloutBackend,
 )
 from plexrl.worker.process.command import RunCommand
-from plexrl.worker.rollout.protocol import EngineStats
+from plexrl.worker.rollout.rollout_engine import EngineStats
 from plexrl.worker.state.state_mover import StateMover
 from plexrl.worker.state.weight_sync import SplitVersionError
 
@@ -70,18 +69,6 @@ class Idle(RolloutBackend):
 
     def slices(self) -> tuple[()]:
         return ()
-
-    def live_parts(self) -> frozenset[StatePart]:
-        raise NotImplementedError
-
-    def before_offload(self) -> None:
-        raise NotImplementedError
-
-    def after_load(self, parts: frozenset[StatePart]) -> None:
-        raise NotImplementedError
-
-    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        raise NotImplementedError
 
     def run(self, call: BackendCall) -> BackendResult:
         raise NotImplementedError

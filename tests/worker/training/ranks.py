@@ -96,7 +96,6 @@ def plan_of(case: Case, arrays: Arrays) -> DispatchPlan:
 
 def launch(case: Case, folder: Path, statemanager: str) -> None:
     """Run a case on all of its ranks; they leave `<rank>.pt` in `folder`."""
-    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         conform,
         args=(case, str(folder), statemanager),

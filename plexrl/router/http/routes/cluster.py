@@ -49,22 +49,19 @@ async def status(request: Request, services: Services) -> Plain:
 @ROUTES.get("/nodes", summary="All nodes")
 async def nodes(request: Request, services: Services) -> Plain:
     """The state of each node."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("list_nodes", caller.claim)
+    return await services.ask(request, "list_nodes")
 
 
 @ROUTES.get("/groups", summary="All node groups: lock holders and cost of context switches")
 async def groups(request: Request, services: Services) -> Plain:
     """For operators only."""
-    caller = await services.operator(request)
-    return await services.scheduler.call("list_groups", caller.claim)
+    return await services.ask_as_operator(request, "list_groups")
 
 
 @ROUTES.get("/tenants", summary="All tenants: weights, quotas and what they hold")
 async def tenants(request: Request, services: Services) -> Plain:
     """For operators only."""
-    caller = await services.operator(request)
-    found = await services.scheduler.call("list_tenants", caller.claim)
+    found = await services.ask_as_operator(request, "list_tenants")
     return {"tenants": [await services.checkpoint_quota.describe(t) for t in found["tenants"]]}
 
 
@@ -85,17 +82,15 @@ async def configure_tenant(
     request: Request, services: Services, name: str, body: TenantSettings
 ) -> Plain:
     """For operators only. Returns the tenant after the change."""
-    caller = await services.operator(request)
-    fields = {**caller.claim, "name": name, **body.model_dump(exclude_unset=True)}
-    changed = await services.scheduler.call("configure_tenant", fields)
+    settings = body.model_dump(exclude_unset=True)
+    changed = await services.ask_as_operator(request, "configure_tenant", name=name, **settings)
     return await services.checkpoint_quota.describe(changed)
 
 
 @ROUTES.get("/tenants/{name}/keys", summary="A tenant's API keys: ids and times, not the keys")
 async def keys(request: Request, services: Services, name: str) -> Plain:
     """For operators only."""
-    caller = await services.operator(request)
-    return await services.scheduler.call("list_keys", {**caller.claim, "name": name})
+    return await services.ask_as_operator(request, "list_keys", name=name)
 
 
 @ROUTES.post(
@@ -123,29 +118,22 @@ async def add_key(request: Request, services: Services, name: str) -> Plain:
 @ROUTES.delete("/tenants/{name}/keys/{key}", status_code=204, summary="Revoke an API key")
 async def revoke_key(request: Request, services: Services, name: str, key: str) -> None:
     """For operators only. `key` is the key's id."""
-    caller = await services.operator(request)
-    fields = {**caller.claim, "name": name, "key": key}
-    await services.scheduler.call("revoke_key", fields)
+    await services.ask_as_operator(request, "revoke_key", name=name, key=key)
 
 
 @ROUTES.get("/usage", summary="Usage by job and kind of operation; savings by sharing, by job")
 async def usage(request: Request, services: Services) -> Plain:
     """The tenant's own usage; for the operator that of all tenants."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("list_usage", caller.claim)
+    return await services.ask(request, "list_usage")
 
 
 @ROUTES.post("/nodes/{node}/drain", summary="Move all work off a node and place no new work on it")
 async def drain(request: Request, services: Services, node: str) -> Plain:
     """For operators only."""
-    caller = await services.operator(request)
-    fields = {**caller.claim, "node": node, "is_draining": True}
-    return await services.scheduler.call("drain_node", fields)
+    return await services.ask_as_operator(request, "drain_node", node=node, is_draining=True)
 
 
 @ROUTES.post("/nodes/{node}/undrain", summary="Put a drained node back in use")
 async def undrain(request: Request, services: Services, node: str) -> Plain:
     """For operators only."""
-    caller = await services.operator(request)
-    fields = {**caller.claim, "node": node, "is_draining": False}
-    return await services.scheduler.call("drain_node", fields)
+    return await services.ask_as_operator(request, "drain_node", node=node, is_draining=False)

@@ -58,9 +58,7 @@ async def deployment(request: Request, services: Services, job: str, name: str) 
 )
 async def recover(request: Request, services: Services, job: str, name: str) -> Plain:
     """`failure` is the job's next failure to acknowledge."""
-    caller = await services.caller(request)
-    fields = {"deployment": f"{job}/{name}", **caller.claim}
-    return await services.scheduler.call("acknowledge", fields)
+    return await services.ask(request, "acknowledge", deployment=f"{job}/{name}")
 
 
 @ROUTES.get(

@@ -36,37 +36,31 @@ async def submit(request: Request, services: Services, body: JobRequest) -> Plai
 @ROUTES.get("", summary="All jobs that the caller may see")
 async def list_jobs(request: Request, services: Services) -> Plain:
     """The tenant's own jobs; for the operator all jobs."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("list_jobs", caller.claim)
+    return await services.ask(request, "list_jobs")
 
 
 @ROUTES.get("/{job}", summary="One job with its deployments")
 async def get(request: Request, services: Services, job: str) -> Plain:
     """State, reason, times and deployments of the job."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    return await services.ask(request, "get_job", job=job)
 
 
 @ROUTES.get("/{job}/explain", summary="Why the job waits or runs, and until when")
 async def explain(request: Request, services: Services, job: str) -> Plain:
     """Reasons, holders and estimates for the job's unfinished operations and its deployments."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("explain_job", {"job": job, **caller.claim})
+    return await services.ask(request, "explain_job", job=job)
 
 
 @ROUTES.post("/{job}/finish", summary="End a job")
 async def finish(request: Request, services: Services, job: str, body: FinishRequest) -> Plain:
     """A job that has ended stays as it is."""
-    caller = await services.caller(request)
-    fields = {"job": job, **caller.claim, **body.model_dump()}
-    return await services.scheduler.call("finish_job", fields)
+    return await services.ask(request, "finish_job", job=job, **body.model_dump())
 
 
 @ROUTES.post("/{job}/heartbeat", summary="Heartbeat of the controller; attaches a detached job")
 async def heartbeat(request: Request, services: Services, job: str) -> Plain:
     """`failure` is the job's first failure that no controller has acknowledged."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("heartbeat", {"job": job, **caller.claim})
+    return await services.ask(request, "heartbeat", job=job)
 
 
 @ROUTES.post("/{job}/attach", summary="Become the job's controller")
@@ -79,16 +73,14 @@ async def attach(
     without a token are not checked. Gradients that wait for a step are dropped, unless
     `keep_gradients` is set.
     """
-    caller = await services.caller(request)
-    fields = {"job": job, **caller.claim, "keep_gradients": keep_gradients}
-    return await services.scheduler.call("attach_job", {"controller": "", **fields})
+    fields = {"job": job, "keep_gradients": keep_gradients, "controller": ""}
+    return await services.ask(request, "attach_job", **fields)
 
 
 @ROUTES.post("/{job}/metrics", status_code=204, summary="Add a row of metrics")
 async def add_metrics(request: Request, services: Services, job: str, body: MetricsRequest) -> None:
     """Rows are only added; a second row with the same step replaces nothing."""
-    caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.ask(request, "get_job", job=job)
     services.metrics.append(job, body.step, body.values)
 
 
@@ -99,8 +91,7 @@ async def add_metrics(request: Request, services: Services, job: str, body: Metr
 )
 async def metrics(request: Request, services: Services, job: str, after: int = 0) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
-    caller = await services.caller(request)
-    await services.scheduler.call("get_job", {"job": job, **caller.claim})
+    await services.ask(request, "get_job", job=job)
     found = await asyncio.to_thread(services.metrics.page, job, after)
     return Response(found, media_type="application/json")
 
@@ -114,16 +105,13 @@ async def logs(
     lines: int = 100,
 ) -> Plain:
     """`failed` lists the nodes that returned no logs, and why."""
-    caller = await services.caller(request)
-    fields = {"job": job, **caller.claim, "deployment": deployment, "lines": lines}
-    return await services.scheduler.call("read_log", fields)
+    return await services.ask(request, "read_log", job=job, deployment=deployment, lines=lines)
 
 
 @ROUTES.get("/{job}/checkpoints", summary="The job's checkpoints, also those being written")
 async def checkpoints(request: Request, services: Services, job: str) -> Plain:
     """`failed` lists the nodes that did not report their checkpoints, and why."""
-    caller = await services.caller(request)
-    return await services.scheduler.call("list_checkpoints", {"job": job, **caller.claim})
+    return await services.ask(request, "list_checkpoints", job=job)
 
 
 @ROUTES.delete(

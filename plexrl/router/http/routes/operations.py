@@ -151,16 +151,13 @@ async def acknowledge(request: Request, services: Services, operation: str) -> P
     Acknowledging an operation that has not failed changes nothing. `failure` is the job's next
     failure to acknowledge.
     """
-    caller = await services.caller(request)
-    return await services.scheduler.call("acknowledge", {"operation": operation, **caller.claim})
+    return await services.ask(request, "acknowledge", operation=operation)
 
 
 @ROUTES.delete("/operations/{operation:path}", summary="Cancel an operation")
 async def cancel(request: Request, services: Services, operation: str) -> Plain:
     """A pending operation never runs. A running generation ends with the tokens drawn so far."""
-    caller = await services.caller(request)
-    fields = {"operation": operation, **caller.claim}
-    return await services.scheduler.call("cancel_operation", fields)
+    return await services.ask(request, "cancel_operation", operation=operation)
 
 
 @ROUTES.get("/operations", summary="Finished operations after index `after`")
@@ -178,10 +175,8 @@ async def log(
 
     The scheduler keeps as many as its `history` setting allows.
     """
-    caller = await services.caller(request)
-    fields = {**caller.claim, "job": job, "deployment": deployment, "kind": kind}
-    fields |= {"after": after, "limit": limit}
-    return await services.scheduler.call("list_operations", fields)
+    fields = {"job": job, "deployment": deployment, "kind": kind, "after": after, "limit": limit}
+    return await services.ask(request, "list_operations", **fields)
 
 
 def held_reason(unstored: str, caller: Caller) -> str:

@@ -4,16 +4,18 @@ import numpy as np
 
 from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
 from plexrl.scheduler.admission.queues.waiting import Size, Sizes
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.policies import PlacementMode
 
 
 class FitBoundCache:
     """The fit bound of each size, kept until a deployment is placed."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        modes = context.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        modes = cluster.settings.policy.modes(
+            has_profile=True, is_patience_over=True, is_scarce=False
+        )
         self.policy_shares = modes != (PlacementMode.DEDICATED,)
         """Whether the policy ever puts two deployments on one group."""
         self._bounds: dict[tuple[Size, bool, bool], FitBound] = {}
@@ -59,7 +61,7 @@ class FitBoundCache:
 
     def _gang_may_fit(self, sizes: Sizes, takes_free: tuple[bool, ...]) -> bool:
         if self._free_gpus is None:
-            self._free_gpus = self._context.inventory.pool.free_gpus()
+            self._free_gpus = self._cluster.inventory.pool.free_gpus()
         free = self._free_gpus
         if free < sum([size.workers for size in sizes if not size.shares]):
             return False
@@ -86,7 +88,7 @@ class FitBoundCache:
         free_state_bytes = self._free_state_bytes(size) if takes_free else NO_FIT
         if not (joins and size.shares and self.policy_shares):
             return FitBound(free_state_bytes=free_state_bytes)
-        config, index = self._context.config, self._context.inventory.index
+        config, index = self._cluster.settings.config, self._cluster.inventory.index
         loads, states = [], []
         for shape in index.shapes(size.workers, size.node_type):
             table = index.table(shape)
@@ -112,7 +114,7 @@ class FitBoundCache:
 
     def _free_state_bytes(self, size: Size) -> int:
         most = NO_FIT
-        for kind, gpus in self._context.inventory.pool.free_by_kind(size.node_type):
+        for kind, gpus in self._cluster.inventory.pool.free_by_kind(size.node_type):
             if gpus >= size.workers:
                 most = max(most, kind.gpu_memory_bytes * size.workers)
         refused = self._refused.get(size)

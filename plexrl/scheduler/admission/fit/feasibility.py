@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.scheduler.capacity.node_pool import NodeKind, is_in_service
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.records import Deployment, Job
+from plexrl.scheduler.state.records import Deployment, Job, State
 
 if TYPE_CHECKING:
     from plexrl.ids import NodeId, TenantId
@@ -76,15 +77,15 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
     return True
 
 
-def least_needs(context: Context, deployments: Sequence[Deployment]) -> list[Need]:
+def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[Need]:
     """A lower bound of the GPUs for `deployments`: all that may share a group do."""
-    alone = [each for each in deployments if not (each.shares and _anybody_shares(context))]
+    alone = [each for each in deployments if not (each.shares and _anybody_shares(settings))]
     found = [need_of(each) for each in alone]
     sharing: dict[int, list[Deployment]] = {}
     for each in deployments:
-        if each.shares and _anybody_shares(context):
+        if each.shares and _anybody_shares(settings):
             sharing.setdefault(each.workers, []).append(each)
-    most = context.config.residents_max
+    most = settings.config.residents_max
     for workers, members in sorted(sharing.items()):
         spare = 0
         counts: dict[str, int] = {}
@@ -99,11 +100,11 @@ def least_needs(context: Context, deployments: Sequence[Deployment]) -> list[Nee
     return found
 
 
-def is_possible(context: Context, deployment: Deployment) -> bool:
+def is_possible(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether a waiting deployment and its gang would get GPUs on the nodes in service if all other
     jobs ended now."""
-    job, inventory = context.job(deployment.job), context.inventory
-    gang = gang_of(context, deployment)
+    job, inventory = cluster.state.job(deployment.job), cluster.inventory
+    gang = gang_of(cluster, deployment)
     if len(job.deployments) == 1:
         need = need_of(deployment)
         known = inventory.holds.get(need)
@@ -111,25 +112,25 @@ def is_possible(context: Context, deployment: Deployment) -> bool:
             known = inventory.holds[need] = fits_as_placed(inventory.in_service(), [need])
         return known
     free = dict(inventory.in_service())
-    groups = {each.group: None for each in map(context.deployment, job.deployments)}
+    groups = {each.group: None for each in map(cluster.state.deployment, job.deployments)}
     for group in groups:
         if group is not None:
-            for kind, gpus in inventory.gpus_in_service(context.state.groups[group]).items():
+            for kind, gpus in inventory.gpus_in_service(cluster.state.groups[group]).items():
                 free[kind] -= gpus
-    return fit_as_placed(context, free, gang)
+    return fit_as_placed(cluster, free, gang)
 
 
-def why_impossible(context: Context, deployment: Deployment) -> str | None:
+def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
     """Why `is_possible` is False; None if it is True."""
-    if is_possible(context, deployment):
+    if is_possible(cluster, deployment):
         return None
-    return _why(context, context.job(deployment.job), gang_of(context, deployment))
+    return _why(cluster, cluster.state.job(deployment.job), gang_of(cluster, deployment))
 
 
-def count_impossible(context: Context, tenant: "TenantId | None") -> int:
+def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
     """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False.
     Checked once for equal needs."""
-    waiting = context.waiting
+    waiting = cluster.waiting
     known: dict[object, bool] = {}
     count = 0
     for sizes, equivalence, queue in waiting.queues():
@@ -140,25 +141,25 @@ def count_impossible(context: Context, tenant: "TenantId | None") -> int:
         key = sizes, (demand[0][0] if len(demand) == 1 else demand)
         is_held = known.get(key)
         if is_held is None:
-            is_held = known[key] = is_possible(context, context.deployment(queue[0][1]))
+            is_held = known[key] = is_possible(cluster, cluster.state.deployment(queue[0][1]))
         if not is_held:
             count += len(queue) * len(sizes)
     for name in waiting.in_no_queue():
-        deployment = context.deployment(name)
-        is_asked = tenant in (None, context.job(deployment.job).tenant)
-        count += is_asked and not is_possible(context, deployment)
+        deployment = cluster.state.deployment(name)
+        is_asked = tenant in (None, cluster.state.job(deployment.job).tenant)
+        count += is_asked and not is_possible(cluster, deployment)
     return count
 
 
 def fit_as_placed(
-    context: Context, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
+    cluster: Cluster, free: Mapping[NodeKind, int], deployments: Sequence[Deployment]
 ) -> bool:
     """Whether `deployments` get GPUs one after the other, each GPUs of its own, except those that
     are certain to share one group."""
     order = sorted(deployments, key=lambda d: (-d.workers, d.created_at, d.deployment))
     if fits_as_placed(free, [need_of(each) for each in order]):
         return True
-    if not _may_pack(context, order):
+    if not _may_pack(cluster, order):
         return False
     found: list[Need] = []
     packed: set[tuple[int, str]] = set()
@@ -171,12 +172,12 @@ def fit_as_placed(
     return fits_as_placed(free, found)
 
 
-def gang_of(context: Context, deployment: Deployment) -> list[Deployment]:
+def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
     """The waiting deployments that get GPUs at the same time as `deployment`, including itself."""
-    job = context.job(deployment.job)
+    job = cluster.state.job(deployment.job)
     if not job.gang:
         return [deployment]
-    return [context.deployment(name) for name in job.deployments if name in context.waiting]
+    return [cluster.state.deployment(name) for name in job.deployments if name in cluster.waiting]
 
 
 def _suits(kind: NodeKind, need: Need) -> bool:
@@ -189,21 +190,23 @@ def need_of(deployment: Deployment) -> Need:
     return Need(deployment.workers, deployment.node_type, per_rank)
 
 
-def _anybody_shares(context: Context) -> bool:
-    modes = context.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+def _anybody_shares(settings: Settings) -> bool:
+    modes = settings.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
     return modes != (PlacementMode.DEDICATED,)
 
 
-def _may_pack(context: Context, deployments: Sequence[Deployment]) -> bool:
+def _may_pack(cluster: Cluster, deployments: Sequence[Deployment]) -> bool:
     """Whether deployments of equal size are certain to share one group."""
     if len(deployments) < 2:
         return False
-    modes = context.policy.modes(has_profile=False, is_patience_over=False, is_scarce=False)
+    modes = cluster.settings.policy.modes(
+        has_profile=False, is_patience_over=False, is_scarce=False
+    )
     if PlacementMode.PACKED not in modes:
         return False
     sharing = [each for each in deployments if each.shares]
-    config, nodes = context.config, context.state.nodes.values()
-    duties = [context.inventory.duty_when_placed(each) for each in sharing]
+    config, nodes = cluster.settings.config, cluster.state.nodes.values()
+    duties = [cluster.inventory.duty_when_placed(each) for each in sharing]
     usable = [node for node in nodes if is_in_service(node)]
     tiers = min((node.host_memory_bytes + node.nvme_bytes for node in usable), default=0)
     memory = min((node.gpu_memory_bytes for node in usable), default=0)
@@ -215,16 +218,16 @@ def _may_pack(context: Context, deployments: Sequence[Deployment]) -> bool:
     )
 
 
-def _why(context: Context, job: Job, gang: Sequence[Deployment]) -> str:
+def _why(cluster: Cluster, job: Job, gang: Sequence[Deployment]) -> str:
     wanted = sum(each.workers for each in gang)
     types = sorted({each.node_type for each in gang if each.node_type})
     of_type = f" of type {' and '.join(map(repr, types))}" if types else ""
     together = " at once" if len(gang) > 1 else ""
     others = len(job.deployments) - len(gang)
     more = ", in addition to those its job holds," if others else ""
-    free = context.inventory.in_service()
+    free = cluster.inventory.in_service()
     there = sum(gpus for kind, gpus in free.items() if not types or kind.node_type in types)
-    away = _away(context)
+    away = _away(cluster.state)
     ending = f": {'; '.join(away)}" if away else ""
     return (
         f"{wanted} GPUs{of_type}{together}{more} are more than the {there} GPUs{of_type} of the "
@@ -232,11 +235,11 @@ def _why(context: Context, job: Job, gang: Sequence[Deployment]) -> str:
     )
 
 
-def _away(context: Context) -> list[str]:
+def _away(state: State) -> list[str]:
     """The nodes that are not in service; at most three of each kind by name."""
     lost: list[NodeId] = []
     drained: list[NodeId] = []
-    for node in context.state.nodes.values():
+    for node in state.nodes.values():
         if not node.alive:
             lost.append(node.node)
         elif node.is_draining:

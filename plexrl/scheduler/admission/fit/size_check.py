@@ -2,11 +2,11 @@
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.state.records import Deployment, Job
 
 
-def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None:
+def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     """Refuse a new deployment that the empty cluster could not hold, alone or together with the
     other deployments of its job.
 
@@ -16,7 +16,7 @@ def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None
         ModelDoesNotFitError: the state of a rank is larger than the memory of a GPU, or the whole
             state is larger than the host and NVMe tiers.
     """
-    sizes = context.inventory.sizes()
+    sizes = cluster.inventory.sizes()
     if not sizes:
         raise UnavailableError("no node has joined the cluster yet: try again in a moment")
     name, wanted = deployment.deployment, deployment.node_type
@@ -58,16 +58,16 @@ def check_it_can_fit(context: Context, job: Job, deployment: Deployment) -> None
             state_bytes=deployment.state_bytes,
             host_memory_bytes=tiers,
         )
-    _check_together(context, job, deployment)
+    _check_together(cluster, job, deployment)
 
 
-def _check_together(context: Context, job: Job, deployment: Deployment) -> None:
+def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     """Check all deployments of the job at once, because each keeps its GPUs until the job ends."""
     if not job.deployments:
         return
-    everything = [*map(context.deployment, job.deployments), deployment]
-    needs = least_needs(context, everything)
-    free = {kind: gpus for kind, (gpus, _) in context.inventory.sizes().items()}
+    everything = [*map(cluster.state.deployment, job.deployments), deployment]
+    needs = least_needs(cluster.settings, everything)
+    free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
     if fits(free, needs):
         return
     workers, gpus = sum(need.workers for need in needs), sum(free.values())

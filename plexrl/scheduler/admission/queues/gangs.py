@@ -5,7 +5,7 @@ from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import is_partial
 from plexrl.scheduler.admission.quotas import over_quota
 from plexrl.scheduler.admission.scarcity import node_types_compatible
-from plexrl.scheduler.core.context import Context
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment
@@ -14,21 +14,21 @@ BlockingRequest = tuple[str, int]
 """(node type, workers) of a deployment that blocks the deployments behind it."""
 
 
-def why_not_yet(context: Context, deployment: Deployment) -> tuple[str, str] | None:
+def why_not_yet(cluster: Cluster, deployment: Deployment) -> tuple[str, str] | None:
     """(reason, rule) why `deployment` may not get GPUs even if some are free; None if it may."""
-    job = context.job(deployment.job)
+    job = cluster.state.job(deployment.job)
     if job.is_set_aside:
         return "its job has no controller: it gets GPUs again when one attaches the job", "detached"
     if job.gang and len(job.deployments) < job.gang:
         have = len(job.deployments)
         return f"its gang of {job.gang} has {have} deployments so far", "gang"
-    gpus = sum(each.workers for each in gang_of(context, deployment))
-    reason = over_quota(context, job, gpus)
+    gpus = sum(each.workers for each in gang_of(cluster, deployment))
+    reason = over_quota(cluster, job, gpus)
     return None if reason is None else (reason, "quota")
 
 
 def place_all(
-    context: Context,
+    cluster: Cluster,
     gang: list[Deployment],
     allowed: dict[DeploymentId, tuple[PlacementMode, ...]],
     now: float,
@@ -37,27 +37,27 @@ def place_all(
     done: list[Deployment] = []
     # The largest first, because it has the fewest choices.
     for deployment in sorted(gang, key=lambda d: (-d.workers, d.created_at, d.deployment)):
-        if place(context, deployment, now, only=allowed[deployment.deployment]) is None:
+        if place(cluster, deployment, now, only=allowed[deployment.deployment]) is None:
             for each in reversed(done):
-                leave(context, each, now)
+                leave(cluster, each, now)
                 each.ranks = ()
                 each.nodes = ()
                 each.placement = None
             return False
         done.append(deployment)
     for deployment in gang:
-        context.waiting.remove(deployment.deployment)
-        context.hold(deployment, +1, now)
+        cluster.waiting.remove(deployment.deployment)
+        cluster.hold(deployment, +1, now)
     return True
 
 
 def allowed_modes(
-    context: Context, gang: list[Deployment], blocking: set[BlockingRequest], now: float
+    cluster: Cluster, gang: list[Deployment], blocking: set[BlockingRequest], now: float
 ) -> dict[DeploymentId, tuple[PlacementMode, ...]]:
     """The placement modes of each deployment that take nothing a blocking request may need: neither
     free GPUs nor a group of the requested size."""
-    found = {each.deployment: modes(context, each, now) for each in gang}
-    if is_partial(context, context.job(gang[0].job)):
+    found = {each.deployment: modes(cluster, each, now) for each in gang}
+    if is_partial(cluster.state, cluster.state.job(gang[0].job)):
         return found
     for each in gang:
         rivals = [

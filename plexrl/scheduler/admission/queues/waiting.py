@@ -16,7 +16,7 @@ of its deployments. A unit is in three structures:
 Two kinds of deployments are in no queue: deployments of partial jobs (`of_partial_jobs`: another
 deployment of the job has GPUs already), and deployments of incomplete gangs.
 
-The state determines everything here; `Context.reconfigure` rebuilds it.
+The state determines everything here; `Cluster.reconfigure` rebuilds it.
 """
 
 import math
@@ -140,6 +140,11 @@ class Waiting:
         self.by_tenant: dict[TenantId, int] = {}
         """Number of waiting deployments of each tenant."""
         self._tenants: dict[DeploymentId, TenantId] = {}
+        self.newcomers: list[DeploymentId] = []
+        """Deployments that were created in this event."""
+        self.must_retry = False
+        """Capacity may have become free: the pass of this event considers all deployments, not only
+        the newcomers."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._units
@@ -159,6 +164,20 @@ class Waiting:
             *(self.counts, self.by_tenant, self._tenants),
         ):
             part.clear()
+
+    def retry_all(self) -> None:
+        """Consider all deployments before this event ends."""
+        self.must_retry = True
+
+    def retry_all_if_any(self) -> None:
+        """As `retry_all`, if a deployment waits."""
+        if self._units:
+            self.must_retry = True
+
+    def take_newcomers(self) -> list[DeploymentId]:
+        """Begin a pass: the newcomers are none any more, and no retry is due."""
+        newcomers, self.newcomers, self.must_retry = self.newcomers, [], False
+        return newcomers
 
     def enter(self, deployment: Deployment, job: Job) -> None:
         """Register a waiting deployment, in no queue yet. If it waits already, it leaves its

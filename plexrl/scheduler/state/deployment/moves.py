@@ -20,7 +20,6 @@ class Relocation:
     """A move to other GPUs that waits for an operation boundary."""
 
     reason: str
-    asked_at: float
     cause: MoveCause = MoveCause.DRAIN
 
 

@@ -39,7 +39,7 @@ class Machine(Generic[State, Trigger]):
         Raises:
             IllegalTransitionError: the table has no such pair.
         """
-        after = self._after[trigger._value_].get(state._value_)
-        if after is None:
-            raise IllegalTransitionError(self._name, state, trigger)
-        return after
+        try:
+            return self._after[trigger._value_][state._value_]
+        except KeyError:
+            raise IllegalTransitionError(self._name, state, trigger) from None

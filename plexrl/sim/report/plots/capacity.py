@@ -5,6 +5,7 @@ from math import floor, isfinite, log10
 from typing import TYPE_CHECKING
 
 from plexrl.sim.report.capacity import answer, is_percentage, meets_all, shown_objectives
+from plexrl.sim.report.plots.cumulative import line_keys
 from plexrl.sim.report.plots.figure import INK, PAPER, Key, Picture, Plot, draw
 from plexrl.sim.report.plots.style import Look
 from plexrl.sim.report.units import short, time_unit
@@ -45,7 +46,10 @@ def objective_plot(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> 
             Picture(title=each.text, svg=_objective(f"objective{index}", each, plans, looks))
             for index, each in enumerate(wanted)
         ),
-        keys=(*_keys(plans, looks), Key(label="bound", colour="currentColor", dash=(1.5, 2.0))),
+        keys=(
+            *line_keys([plan.policy for plan in plans], looks),
+            Key(label="bound", colour="currentColor", dash=(1.5, 2.0)),
+        ),
     )
 
 
@@ -84,7 +88,7 @@ def cost_curve(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> Plot
         "prices. A filled point keeps all objectives, a hollow one does not. The shaded region of "
         "a policy begins at its fewest nodes, which a ring marks with their number and cost.",
         pictures=(Picture(svg=draw("costcurve", SIZE, paint, describes="Cost over nodes")),),
-        keys=_keys(plans, looks),
+        keys=line_keys([plan.policy for plan in plans], looks),
     )
 
 
@@ -141,7 +145,7 @@ def _probes(
         look = looks[plan.policy]
         sizes = list(plan.results)
         values = [value(plan.results[size]) for size in sizes]
-        axes.plot(sizes, values, color=look.colour, dashes=look.dash or (None, None), linewidth=1)
+        axes.plot(sizes, values, **look.line, linewidth=1)
         for size, each in zip(sizes, values, strict=True):
             axes.plot(
                 [size],
@@ -195,10 +199,3 @@ def _scale(objective: Objective, highest: float) -> tuple[float, str]:
     if is_percentage(objective):
         return 0.01, "percent"
     return 1.0, "cost" if objective.unit == "money" else objective.metric
-
-
-def _keys(plans: Sequence[CapacityPlan], looks: Mapping[str, Look]) -> tuple[Key, ...]:
-    return tuple(
-        Key(label=plan.policy, colour=looks[plan.policy].colour, dash=looks[plan.policy].dash)
-        for plan in plans
-    )

@@ -1,6 +1,6 @@
 """Plots of cumulative distributions over a run's jobs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.sim.report.comparison import Run
@@ -38,7 +38,7 @@ def wait_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
                 label="wait / duration alone",
             ),
         ),
-        keys=line_keys(shown, looks),
+        keys=line_keys([run.label for run in shown], looks),
     )
 
 
@@ -63,15 +63,14 @@ def completion_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | No
                 label="(end - submission) / duration alone",
             ),
         ),
-        keys=line_keys(shown, looks),
+        keys=line_keys([run.label for run in shown], looks),
     )
 
 
-def line_keys(runs: Sequence[Run], looks: Mapping[str, Look]) -> tuple[Key, ...]:
-    """The legend entries of the runs' lines."""
+def line_keys(labels: Iterable[str], looks: Mapping[str, Look]) -> tuple[Key, ...]:
+    """The legend entries of the lines with these labels."""
     return tuple(
-        Key(label=run.label, colour=looks[run.label].colour, dash=looks[run.label].dash)
-        for run in runs
+        Key(label=each, colour=looks[each].colour, dash=looks[each].dash) for each in labels
     )
 
 
@@ -91,15 +90,8 @@ def _curves(
 
         axes = figure.subplots()
         for run in runs:
-            look = looks[run.label]
             values, parts = _from_left_edge(of(run).cdf, least, highest)
-            axes.plot(
-                values,
-                parts,
-                color=look.colour,
-                dashes=look.dash or (None, None),
-                drawstyle="steps-post",
-            )
+            axes.plot(values, parts, **looks[run.label].line, drawstyle="steps-post")
         axes.set_xscale("log")
         axes.set(xlim=(least, highest), ylim=(0, 1.015), xlabel=label, ylabel="jobs")
         if highest < 300 * least:

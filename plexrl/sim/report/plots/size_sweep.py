@@ -50,7 +50,7 @@ def sweep_plot(
             )
             for index, (title, unit, of) in enumerate(panels)
         ),
-        keys=line_keys([line[0] for line in lines.values()], looks),
+        keys=line_keys(lines, looks),
     )
 
 
@@ -76,13 +76,11 @@ def _panel(
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         for label, line in lines.items():
-            look = looks[label]
             axes.plot(
                 [run.result.gpus / per for run in line],
                 [of(run.result) for run in line],
-                color=look.colour,
-                dashes=look.dash or (None, None),
-                marker=look.marker,
+                **looks[label].line,
+                marker=looks[label].marker,
                 markersize=5,
                 # Markers on the axis are not clipped.
                 clip_on=False,

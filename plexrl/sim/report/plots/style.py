@@ -6,6 +6,7 @@ or black; dashes and markers add further distinction.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from plexrl.sim.report.comparison import BASELINE, Run
 
@@ -33,6 +34,11 @@ class Look:
     colour: str
     dash: tuple[float, ...]
     marker: str
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The arguments of a line for matplotlib."""
+        return {"color": self.colour, "dashes": self.dash or (None, None)}
 
 
 def looks(runs: Sequence[Run]) -> dict[str, Look]:

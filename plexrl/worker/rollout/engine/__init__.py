@@ -3,7 +3,7 @@
 from plexrl.worker.rollout.engine.backend import TorchRolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.generation import Generation, Segment
-from plexrl.worker.rollout.protocol import EngineStats, RolloutEngine
+from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
 
 __all__ = [
     "Engine",

@@ -1,16 +1,17 @@
 """An engine as a rollout backend: weights in an arena, results in the wire format."""
 
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
-from plexrl.wire.operations import CheckpointParams, OperationKind
+from plexrl.wire.operations import OperationKind
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
@@ -19,18 +20,14 @@ from plexrl.worker.rollout.engine.forward.selection import probe
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
 from plexrl.worker.rollout.generation import Generation
 from plexrl.worker.rollout.merged_adapters import MergedAdapters
-from plexrl.worker.rollout.protocol import EngineStats, RolloutEngine
-from plexrl.worker.rollout.shards import Box, box_of
-from plexrl.worker.state.arena_tensors import ArenaLayout, view
-from plexrl.worker.state.checkpoint_files import load_hf_parameters, recorded_trainer_step
+from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
+from plexrl.worker.rollout.shards import box_of
+from plexrl.worker.state.arena_tensors import ARENA_DTYPES, ArenaLayout, ShardBox, view
+from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-ARENA_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-"""A deployment's dtype, in the spelling of `StateSlice`."""
-
 
 EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
@@ -77,22 +74,16 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """Allocate the arena with a slice for each weight and adapter; returns the parameters in
         arena order."""
         layout = ArenaLayout()
-        self._boxes: dict[str, Box] = {}
+        self._boxes: dict[str, ShardBox] = {}
         named = dict(named_parameters(model))
         reserved = self._arrange(model)
         parameters = {name: named[name] for name in reserved}
         dtype = ARENA_DTYPES[self._spec.dtype]
+        share = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         for name, parameter in parameters.items():
             shape = tuple(parameter.shape)
-            self._boxes[name] = box = self._box(name, shape)
-            layout.add(
-                StateKey(part=StatePart.PARAMETER, name=name),
-                global_shape=shape,
-                offset=box.offset,
-                shape=box.shape,
-                dtype=dtype,
-                reserve=reserved[name],
-            )
+            self._boxes[name] = replace(box_of(name, shape, *share), reserve=reserved[name])
+            layout.add(StateKey(part=StatePart.PARAMETER, name=name), self._boxes[name], dtype)
         parameter_slices = tuple(layout.slices)
         self._adapters: MergedAdapters | None = None
         if self._spec.lora is not None:
@@ -115,10 +106,6 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """All parameters, or only the adapters, from which the weights are recomputed."""
         return self._pulled
 
-    def live_parts(self) -> frozenset[StatePart]:
-        """Weights, and with adapters the base weights; the KV cache is derived."""
-        return frozenset(piece.key.part for piece in self._slices)
-
     def before_offload(self) -> None:
         """Drop the KV cache. Samples of a paused engine wait and are recomputed."""
         self.engine.drop_cache()
@@ -139,25 +126,12 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """All-gather of one string per rank, in rank order."""
         return [value] if self._ranks is None else self._ranks.gather(value)
 
-    def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
-        """None: a rollout deployment saves no checkpoints."""
-        del dtype
-        return {}
-
     def run(self, call: BackendCall) -> BackendResult:
         """Load a checkpoint's weights. Raises as `Backend.run`."""
         if call.kind != OperationKind.LOAD_CHECKPOINT:
             raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
-        params: CheckpointParams = call.params
-        job = params.job or str(call.rank_params["job"])
-        found = load_hf_parameters(self._checkpoint_dir / job / params.name)
-        shapes = {piece.key.name: piece.global_shape for piece in self._pulled}
-        for name, shape in shapes.items():
-            if name not in found or tuple(found[name].shape) != shape:
-                raise BatchShapeError(
-                    f"checkpoint {params.name!r} has no parameter {name!r} of shape "
-                    f"{list(shape)}: load a checkpoint of this deployment's model"
-                )
+        path = call.checkpoint_path(self._checkpoint_dir)
+        found = load_for(path, self._pulled)
         if self._adapters is None:
             for name, home in self._weights.items():
                 home.copy_(found[name][self._boxes[name].index])
@@ -165,7 +139,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
             for piece in self._pulled:
                 view(self.arena, piece).copy_(found[piece.key.name])
             self._adapters.merge()
-        trainer_step = recorded_trainer_step(self._checkpoint_dir / job / params.name)
+        trainer_step = recorded_trainer_step(path)
         self._note_step(call.seq, trainer_step)
         self.engine.weights_changed(call.seq)
         return BackendResult(result={"trainer_step": trainer_step})
@@ -189,40 +163,33 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self._begun[call.operation] = call.seq
 
     def abort(self, operation: str) -> None:
-        """As `RolloutBackend.abort`."""
         self._leading.abort(operation)
 
     def step(self) -> list[tuple[str, BackendResult]]:
-        """As `RolloutBackend.step`."""
         return [(generation.name, self._result(generation)) for generation in self._leading.step()]
 
     def interrupt(self, operation: str) -> BackendResult | None:
-        """As `RolloutBackend.interrupt`."""
         generation = self._leading.interrupt(operation)
         return None if generation is None else self._result(generation)
 
     def pause(self, *, recompute_kv: bool = True) -> None:
-        """As `RolloutBackend.pause`."""
         self._recompute_kv_on_pull = recompute_kv
         self._leading.pause()
 
     def resume(self) -> None:
-        """As `RolloutBackend.resume`."""
         self._leading.resume()
 
     def stats(self) -> EngineStats:
-        """As `RolloutBackend.stats`."""
         return self.engine.stats()
 
     @property
     def has_work(self) -> bool:
-        """As `RolloutBackend.has_work`."""
         return self._engine is not None and self._engine.has_work
 
     @abstractmethod
-    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
-        """The model's parameters by name, in arena order, with the elements to reserve for each;
-        None: only its own."""
+    def _arrange(self, model: "nn.Module") -> dict[str, int]:
+        """The model's parameters by name, in arena order, with the elements to reserve for each, if
+        they are more than its own."""
 
     @abstractmethod
     def _start(self, model: "nn.Module") -> EngineT:
@@ -256,11 +223,6 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         kept = {old: step for old, step in self._trainer_steps.items() if old >= oldest}
         self._trainer_steps = {**kept, seq: trainer_step}
 
-    def _box(self, name: str, shape: tuple[int, ...]) -> Box:
-        if self._ranks is None:
-            return box_of(name, shape, 0, 1)
-        return box_of(name, shape, self._ranks.rank, self._ranks.size)
-
     @property
     def ranks(self) -> RankGroup | None:
         """This worker's tensor-parallel group; None: the worker has the whole model."""
@@ -276,9 +238,9 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
 class TorchRolloutBackend(EngineBackend[Engine]):
     """The built-in engine."""
 
-    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+    def _arrange(self, model: "nn.Module") -> dict[str, int]:
         self._probed = probe(model)
-        return dict.fromkeys(arena_order(dict(named_parameters(model))))
+        return dict.fromkeys(arena_order(dict(named_parameters(model))), 0)
 
     def _start(self, model: "nn.Module") -> Engine:
         return Engine(

@@ -11,7 +11,6 @@ Invariants at every token boundary:
 Shapes: N rows that draw, V vocabulary.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.model.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.engine.batch_scheduler import BatchScheduler
 from plexrl.worker.rollout.engine.blocks import BlockPool
-from plexrl.worker.rollout.engine.forward.llama import TensorRanks
 from plexrl.worker.rollout.engine.forward.selection import (
     cache_shape,
     probe,
@@ -40,14 +37,23 @@ from plexrl.worker.rollout.engine.step_batch import (
     build_batch,
     order_work,
 )
-from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, Generation, Sample
-from plexrl.worker.rollout.protocol import EngineStats
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
+from plexrl.worker.rollout.generation import (
+    ABORT,
+    LENGTH,
+    STOP,
+    Generation,
+    Sample,
+    at_stop_sequence,
+)
+from plexrl.worker.rollout.rollout_engine import (
+    STEP_TOKENS_MAX,
+    EngineStats,
+    RolloutEngine,
+    block_count,
+    end_tokens,
+)
 from plexrl.worker.rollout.sampling import RowSampling, draw
-
-STEP_TOKENS_MAX = 2048
-"""Most tokens in one pass: bounds the time for which a prompt delays the other samples."""
-KV_BYTES = 1 << 30
-"""Default budget of the KV cache, unless all slots need less or one sequence needs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +68,8 @@ class _Steady:
     """`rows.changes` when the pass was planned."""
 
 
-class Engine:
-    """Generates with one model on one device. Not thread-safe. A `RolloutEngine`."""
+class Engine(RolloutEngine):
+    """Generates with one model on one device."""
 
     def __init__(
         self,
@@ -72,9 +78,9 @@ class Engine:
         slots: int,
         sequence_tokens_max: int,
         kv_bytes_max: int | None = None,
-        block_tokens: int = BLOCK_TOKENS,
+        block_tokens: int = BLOCK_TOKENS["torch"],
         step_tokens_max: int = STEP_TOKENS_MAX,
-        ranks: TensorRanks | None = None,
+        ranks: RankGroup | None = None,
         probed: torch.Tensor | None = None,
     ) -> None:
         """The engine reads the model's parameters in place, at every step.
@@ -87,17 +93,18 @@ class Engine:
             InvalidRequestError: the budget does not hold one sequence, or the engine would compute
                 this kind of model wrongly.
         """
-        config: Any = model.config
+        super().__init__(end_tokens(model.config), sequence_tokens_max)
         self._device, self._dtype = weight_device(model)
         self._forward = select_forward(model, sequence_tokens_max, ranks)
         shared_by = 1 if ranks is None else ranks.size
         layers, kv_heads, head_size = cache_shape(model, shared_by)
         wanted = probe(model) if probed is None else probed
         verify_forward(self._forward, model, wanted, shared_by)
-        self._eos = _token_ids(config.eos_token_id)
         self._block_bytes = 2 * layers * kv_heads * head_size * block_tokens * self._dtype.itemsize
         blocks_max = -(-sequence_tokens_max // block_tokens)
-        self._blocks = _block_count(kv_bytes_max, self._block_bytes, blocks_max, slots)
+        self._blocks = block_count(
+            kv_bytes_max, self._block_bytes, block_tokens, sequence_tokens_max, slots
+        )
         self._block_tokens = block_tokens
         self._kv = KvPool(
             layers=layers,
@@ -111,39 +118,21 @@ class Engine:
         self._pool = BlockPool(self._blocks + 1, block_tokens)
         self._rows = SlotTable(slots, sequence_tokens_max, blocks_max)
         self._scheduler = BatchScheduler(self._rows, self._pool, step_tokens_max)
-        self._generations: dict[str, Generation] = {}
         # Names of generations whose rows a step must handle one by one, in Python.
         self._streaming: set[str] = set()
         self._with_stops: set[str] = set()
-        self._ended: list[Generation] = []
-        self._paused = False
         self._steady: _Steady | None = None
-        self._submitted = 0
-        self._steps = self._tokens_drawn = self._tokens_computed = 0
-
-    @property
-    def has_work(self) -> bool:
-        """As `RolloutEngine`."""
-        return bool(self._ended) or (bool(self._generations) and not self._paused)
+        self._tokens_computed = 0
 
     @property
     def weights_seq(self) -> int:
-        """Version of the weights that draw the next token."""
         return self._scheduler.weights_seq
 
-    def submit(self, generation: Generation) -> None:
-        """As `RolloutEngine`. A later `weights_seq` than the engine's replaces it."""
-        longest = self._rows.sequence_max - 1
-        for index, prompt in enumerate(generation.prompts):
-            if not 1 <= len(prompt) <= longest:
-                raise BatchShapeError(
-                    f"prompt {index} has {len(prompt)} tokens; it must have 1 to {longest}",
-                    row=index,
-                )
-        # After a load the engine learns the version of its weights from the first generation. That
-        # version may be older than an update since the generation was admitted.
-        self._scheduler.weights_seq = max(self.weights_seq, generation.weights_seq)
-        self._generations[generation.name] = generation
+    @weights_seq.setter
+    def weights_seq(self, seq: int) -> None:
+        self._scheduler.weights_seq = seq
+
+    def _enqueue(self, generation: Generation) -> None:
         if generation.emit is not None:
             self._streaming.add(generation.name)
         if generation.sampling.stop_token_ids or generation.sampling.stop_sequences:
@@ -159,11 +148,8 @@ class Engine:
                 )
             )
             self._submitted += 1
-        if generation.unfinished == 0:
-            self._finish(generation)
 
     def abort(self, name: str) -> None:
-        """As `RolloutEngine`."""
         generation = self._generations.get(name)
         if generation is None:
             return
@@ -172,25 +158,8 @@ class Engine:
         for slot in [s for s, r in self._rows.samples.items() if r.generation is generation]:
             self._record(self._scheduler.release(slot), ABORT)
 
-    def interrupt(self, name: str) -> Generation | None:
-        """As `RolloutEngine`."""
-        self.abort(name)
-        for index, generation in enumerate(self._ended):
-            if generation.name == name:
-                return self._ended.pop(index)
-        return None
-
-    def pause(self) -> None:
-        """As `RolloutEngine`."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """As `RolloutEngine`."""
-        self._paused = False
-
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
-        """As `RolloutEngine`."""
-        self._scheduler.weights_seq = weights_seq
+        self.weights_seq = weights_seq
         if recompute_kv:
             self.drop_cache()
             return
@@ -199,13 +168,11 @@ class Engine:
             sample.drawn_with(int(self._rows.drawn(slot)), weights_seq)
 
     def drop_cache(self) -> None:
-        """As `RolloutEngine`."""
         self._scheduler.requeue_all()
         self._kv.clear()
         self._steady = None
 
     def stats(self) -> EngineStats:
-        """As `RolloutEngine`."""
         scheduler, pool = self._scheduler, self._pool
         return EngineStats(
             running=len(self._rows.samples),
@@ -225,14 +192,6 @@ class Engine:
             blocks_kept=pool.kept,
         )
 
-    @torch.inference_mode()
-    def step(self) -> list[Generation]:
-        """As `RolloutEngine`."""
-        if self._generations and not self._paused:
-            self._pass()
-        ended, self._ended = self._ended, []
-        return ended
-
     def check_invariants(self) -> None:
         """Assert that no block is lost, and that every sample is either running or waiting."""
         rows = self._rows
@@ -247,6 +206,7 @@ class Engine:
             assert rows.computed[slot] <= rows.held[slot] * self._block_tokens
             assert rows.computed[slot] < rows.known[slot] <= rows.sequence_max
 
+    @torch.inference_mode()
     def _pass(self) -> None:
         rows, steady = self._rows, self._steady
         if steady is not None and self._scheduler.is_unchanged(steady.work.slots, steady.changes):
@@ -328,7 +288,7 @@ class Engine:
         self._tokens_drawn += len(slots)
         self._emit(slots, tokens, logprobs)
         stopped = np.zeros(len(slots), dtype=bool)
-        for end in self._eos:
+        for end in self._ends:
             stopped |= tokens == end
         stopped &= ~rows.ignore_eos[slots]
         self._check_stop_sequences(slots, stopped)
@@ -354,11 +314,8 @@ class Engine:
         for index, slot in enumerate(slots.tolist()):
             sampling = rows.samples[slot].generation.sampling
             drawn = rows.tokens[slot, rows.prompt[slot] : rows.known[slot]]
-            stopped[index] |= int(drawn[-1]) in sampling.stop_token_ids or any(
-                len(stop) <= len(drawn) and tuple(drawn[len(drawn) - len(stop) :]) == stop
-                for stop in sampling.stop_sequences
-                if stop
-            )
+            stopped[index] |= int(drawn[-1]) in sampling.stop_token_ids
+            stopped[index] |= at_stop_sequence(drawn, sampling)
 
     def _record(self, sample: Sample, code: int) -> None:
         """Store a row's result in its generation."""
@@ -368,33 +325,9 @@ class Engine:
             generation.logprobs[sample.row] = sample.logprobs
             drawn = len(sample.tokens)
             generation.segments[sample.row] = [s for s in sample.segments if s.start < drawn]
-        generation.finish[sample.row] = code
-        generation.unfinished -= 1
-        if generation.unfinished == 0:
-            self._finish(generation)
+        self._end_row(generation, sample.row, code)
 
     def _finish(self, generation: Generation) -> None:
-        del self._generations[generation.name]
+        super()._finish(generation)
         self._streaming.discard(generation.name)
         self._with_stops.discard(generation.name)
-        self._ended.append(generation)
-
-
-def _token_ids(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _block_count(budget: int | None, block_bytes: int, sequence_blocks: int, slots: int) -> int:
-    """Blocks within the budget; `sequence_blocks` hold the longest sequence."""
-    if budget is None:
-        affordable = max(KV_BYTES // block_bytes, sequence_blocks)
-        return min(affordable, slots * sequence_blocks)
-    if budget < sequence_blocks * block_bytes:
-        raise InvalidRequestError(
-            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks; one sequence of "
-            f"max_sequence_tokens needs {sequence_blocks} ({sequence_blocks * block_bytes} "
-            "bytes): raise kv_cache_bytes or lower max_sequence_tokens"
-        )
-    return budget // block_bytes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from plexrl.model.parallelism import Parallelism
 from plexrl.worker.rollout.generation import Generation
-from plexrl.worker.rollout.protocol import RolloutEngine
+from plexrl.worker.rollout.rollout_engine import RolloutEngine
 
 CALLS_TIMEOUT = timedelta(days=365)
 """Timeout of followers that wait for a call: an idle engine makes none."""

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 from plexrl.model.kv_cache import kv_token_bytes
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.worker.models import named_parameters
-from plexrl.worker.rollout.engine.backend import ARENA_DTYPES, EngineBackend
+from plexrl.worker.rollout.engine.backend import EngineBackend
+from plexrl.worker.rollout.rollout_engine import end_tokens
 from plexrl.worker.rollout.vllm.engine import VllmEngine
 from plexrl.worker.rollout.vllm.launch import start_engine, vllm_errors_explained
 from plexrl.worker.rollout.vllm.probe import model_logprobs, probe_tokens
 from plexrl.worker.rollout.vllm.weights import ArenaWeights, watch_loading
-from plexrl.worker.state.arena_tensors import TORCH_DTYPES
+from plexrl.worker.state.arena_tensors import ARENA_DTYPES, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +30,7 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
         del parts
         self.engine.weights_changed(self.engine.weights_seq)
 
-    def _arrange(self, model: "nn.Module") -> dict[str, int | None]:
+    def _arrange(self, model: "nn.Module") -> dict[str, int]:
         spec, dtype = self._spec, TORCH_DTYPES[ARENA_DTYPES[self._spec.dtype]]
         self._started = start_engine(
             model,
@@ -48,7 +49,7 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
         return {
             piece.name: elements[piece.parameter] - piece.start
             if piece is last[piece.parameter]
-            else None
+            else 0
             for piece in self._pieces
         }
 
@@ -59,15 +60,9 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
             return VllmEngine(
                 self._started,
                 ArenaWeights(self._started.model, self._weights, self._pieces),
-                ends=_token_ids(config.eos_token_id),
+                ends=end_tokens(config),
                 sequence_tokens_max=self._spec.max_sequence_tokens,
                 dtype=TORCH_DTYPES[ARENA_DTYPES[self._spec.dtype]],
                 probe=probe_tokens(config.vocab_size, self._spec.max_sequence_tokens),
                 wanted=lambda tokens: model_logprobs(model, tokens),
             )
-
-
-def _token_ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)

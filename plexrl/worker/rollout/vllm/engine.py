@@ -13,9 +13,16 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from plexrl.errors import BatchShapeError, StaleWeightsError
-from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP, Generation, Segment
-from plexrl.worker.rollout.protocol import EngineStats
+from plexrl.errors import StaleWeightsError
+from plexrl.worker.rollout.generation import (
+    ABORT,
+    LENGTH,
+    STOP,
+    Generation,
+    Segment,
+    at_stop_sequence,
+)
+from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
 from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
 from plexrl.worker.rollout.vllm.launch import StartedEngine
 from plexrl.worker.rollout.vllm.probe import check_logprobs
@@ -43,8 +50,8 @@ class _Row:
     segments: list[Segment] = field(default_factory=list)
 
 
-class VllmEngine:
-    """Generates with vLLM. Not thread-safe. A `RolloutEngine`."""
+class VllmEngine(RolloutEngine):
+    """Generates with vLLM."""
 
     def __init__(
         self,
@@ -63,93 +70,39 @@ class VllmEngine:
         Raises:
             StaleWeightsError: vLLM's logprobs differ from those of `wanted`.
         """
+        super().__init__(ends, sequence_tokens_max)
         self._llm = started.llm
         self._scheduler = started.scheduler
         self.model = started.model
         """vLLM's module."""
         self.weights = weights
         self._cache = CacheMemory(started.runner)
-        self._ends = ends
-        self._sequence_max = sequence_tokens_max
         self._dtype = dtype
         self._probe = probe
         self._wanted = wanted
-        self._generations: dict[str, Generation] = {}
         self._rows: dict[str, _Row] = {}
         """By vLLM's request id, oldest first."""
-        self._ended: list[Generation] = []
-        self._paused = False
         self._refusal: StaleWeightsError | None = None
-        self._submitted = self._updates = 0
-        self._steps = self._tokens_drawn = 0
+        self._updates = 0
         self.weights_seq = 0
-        """Version of the weights that draw the next token."""
         self._verify()
 
-    @property
-    def has_work(self) -> bool:
-        """As `RolloutEngine`."""
-        return bool(self._ended) or (bool(self._rows) and not self._paused)
-
     def submit(self, generation: Generation) -> None:
-        """As `RolloutEngine`. A later `weights_seq` than the engine's replaces it.
+        """As `RolloutEngine`.
 
         Raises:
             StaleWeightsError: the last update did not reach vLLM.
         """
         if self._refusal is not None:
             raise self._refusal
-        longest = self._sequence_max - 1
-        for index, prompt in enumerate(generation.prompts):
-            if not 1 <= len(prompt) <= longest:
-                raise BatchShapeError(
-                    f"prompt {index} has {len(prompt)} tokens; it must have 1 to {longest}",
-                    row=index,
-                )
-        self.weights_seq = max(self.weights_seq, generation.weights_seq)
-        self._generations[generation.name] = generation
-        for row in range(generation.unfinished):
-            self._add(generation, row)
-        if generation.unfinished == 0:
-            self._finish(generation)
-
-    def step(self) -> list[Generation]:
-        """As `RolloutEngine`."""
-        if self._rows and not self._paused:
-            self._cache.ensure()
-            self._steps += 1
-            outputs = self._llm.step()
-            self._count_blocks()
-            for output in outputs:
-                row = self._rows.get(output.request_id)
-                if row is not None:
-                    self._take(row, output.outputs[0])
-        ended, self._ended = self._ended, []
-        return ended
+        super().submit(generation)
 
     def abort(self, name: str) -> None:
-        """As `RolloutEngine`."""
         rows = [row for row in self._rows.values() if row.generation.name == name]
         if rows:
             self._llm.abort_request([row.request for row in rows])
         for row in rows:
             self._record(row, ABORT)
-
-    def interrupt(self, name: str) -> Generation | None:
-        """As `RolloutEngine`."""
-        self.abort(name)
-        for index, generation in enumerate(self._ended):
-            if generation.name == name:
-                return self._ended.pop(index)
-        return None
-
-    def pause(self) -> None:
-        """As `RolloutEngine`."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """As `RolloutEngine`."""
-        self._paused = False
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
         """As `RolloutEngine`.
@@ -174,12 +127,10 @@ class VllmEngine:
         self._refusal = None
 
     def drop_cache(self) -> None:
-        """As `RolloutEngine`."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._cache.release()
 
     def stats(self) -> EngineStats:
-        """As `RolloutEngine`."""
         scheduler = self._scheduler
         running = len(scheduler.running)
         block_bytes = self._cache.nbytes // (scheduler.blocks + 1)
@@ -205,6 +156,20 @@ class VllmEngine:
     def cache_bytes_held(self) -> int:
         """Memory of the KV cache now."""
         return self._cache.held_bytes
+
+    def _enqueue(self, generation: Generation) -> None:
+        for row in range(generation.unfinished):
+            self._add(generation, row)
+
+    def _pass(self) -> None:
+        self._cache.ensure()
+        self._steps += 1
+        outputs = self._llm.step()
+        self._count_blocks()
+        for output in outputs:
+            row = self._rows.get(output.request_id)
+            if row is not None:
+                self._take(row, output.outputs[0])
 
     def _add(self, generation: Generation, row: int) -> None:
         sampling = generation.sampling
@@ -253,7 +218,9 @@ class VllmEngine:
             row.segments.append(Segment(start=start, weights_seq=self.weights_seq))
         if row.generation.emit is not None:
             row.generation.emit(row.row, row.tokens[start:], row.logprobs[start:])
-        stopped = row.tokens[-1] in row.ends or self._at_stop_sequence(row)
+        stopped = row.tokens[-1] in row.ends or at_stop_sequence(
+            row.tokens, row.generation.sampling
+        )
         if stopped or len(row.tokens) >= row.limit:
             if output.finish_reason is None:
                 self._llm.abort_request([row.request])
@@ -269,13 +236,6 @@ class VllmEngine:
                 rows[request].generation.preemptions += 1
             preempted.clear()
 
-    def _at_stop_sequence(self, row: _Row) -> bool:
-        return any(
-            len(stop) <= len(row.tokens) and tuple(row.tokens[-len(stop) :]) == stop
-            for stop in row.generation.sampling.stop_sequences
-            if stop
-        )
-
     def _record(self, row: _Row, code: int) -> None:
         """Store a row's result in its generation."""
         del self._rows[row.request]
@@ -283,14 +243,7 @@ class VllmEngine:
         generation.tokens[row.row] = np.array(row.tokens, dtype=np.int32)
         generation.logprobs[row.row] = np.array(row.logprobs, dtype=np.float32)
         generation.segments[row.row] = row.segments
-        generation.finish[row.row] = code
-        generation.unfinished -= 1
-        if generation.unfinished == 0:
-            self._finish(generation)
-
-    def _finish(self, generation: Generation) -> None:
-        del self._generations[generation.name]
-        self._ended.append(generation)
+        self._end_row(generation, row.row, code)
 
     def _verify(self) -> None:
         """Raises `StaleWeightsError` unless vLLM computes with the current weights."""

@@ -15,17 +15,15 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.kv_cache import BLOCK_TOKENS
+from plexrl.worker.rollout.rollout_engine import STEP_TOKENS_MAX, block_count
 from plexrl.worker.rollout.vllm.sampling import RowDraw
 from plexrl.worker.rollout.vllm.scheduler import CountingScheduler
 
 if TYPE_CHECKING:
     from torch import nn
 
-BLOCK_TOKENS = 32
-"""vLLM's CPU kernels need multiples of 32."""
-STEP_TOKENS_MAX = 2048
-KV_BYTES = 1 << 30
-"""Default budget of the KV cache."""
+TOKENS = BLOCK_TOKENS["vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +49,19 @@ def start_engine(
 ) -> StartedEngine:
     """An engine for models like `model`; the caller loads the weights later.
 
-    `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache; by default the
-    smaller of `KV_BYTES` and the need of all slots, but at least one sequence.
+    `kv_token_bytes`: cache bytes per token. `kv_bytes_max`: budget of the cache, of which
+    no more than the need of all slots is used; by default `KV_BYTES`, or one sequence.
 
     Raises:
         InvalidRequestError: vLLM cannot run the model here, or the budget does not hold one
             sequence.
     """
     config: Any = model.config
-    block_bytes = kv_token_bytes * BLOCK_TOKENS
-    blocks = _block_count(kv_bytes_max, block_bytes, slots, sequence_tokens_max)
+    block_bytes = kv_token_bytes * TOKENS
+    blocks = min(
+        block_count(kv_bytes_max, block_bytes, TOKENS, sequence_tokens_max, slots),
+        slots * -(-sequence_tokens_max // TOKENS),
+    )
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     with tempfile.TemporaryDirectory(prefix="plexrl-vllm-") as directory:
@@ -102,7 +103,7 @@ def _start(directory: str, **options: Any) -> StartedEngine:
         logits_processors=[RowDraw],
         scheduler_cls=CountingScheduler,
         async_scheduling=False,
-        block_size=BLOCK_TOKENS,
+        block_size=TOKENS,
         # A captured graph would continue to read the tensors that the arena replaces.
         enforce_eager=True,
         disable_log_stats=True,
@@ -135,18 +136,3 @@ def _weights_not_packed() -> Iterator[None]:
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     del remove_weight
     layer.cpu_linear = torch.nn.functional.linear
-
-
-def _block_count(budget: int | None, block_bytes: int, slots: int, sequence_tokens_max: int) -> int:
-    """Blocks within the budget, but no more than all slots need."""
-    sequence_blocks = -(-sequence_tokens_max // BLOCK_TOKENS)
-    if budget is not None and budget < sequence_blocks * block_bytes:
-        raise InvalidRequestError(
-            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {BLOCK_TOKENS} "
-            f"tokens; one sequence of max_sequence_tokens needs {sequence_blocks} "
-            f"({sequence_blocks * block_bytes} bytes): raise kv_cache_bytes or lower "
-            "max_sequence_tokens"
-        )
-    if budget is None:
-        budget = max(KV_BYTES, sequence_blocks * block_bytes)
-    return min(budget // block_bytes, slots * sequence_blocks)

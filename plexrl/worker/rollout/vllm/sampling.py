@@ -10,7 +10,8 @@ Shapes: N rows of the batch, V vocabulary.
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from plexrl.wire.operations import SamplingParams
 from plexrl.worker.rollout.sampling import RowSampling, draw, stream_of
@@ -46,21 +47,7 @@ class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed f
 
     def update_state(self, batch_update: "BatchUpdate | None") -> None:
         """Follow rows that left, joined or moved."""
-        if batch_update is None:
-            return
-        rows = self._rows
-        for index in batch_update.removed:
-            rows.pop(index, None)
-        for index, params, _, drawn in batch_update.added:
-            rows.pop(index, None)
-            if params.extra_args and DRAW in params.extra_args:
-                rows[index] = (params.extra_args[DRAW], drawn)
-        for one, other, direction in batch_update.moved:
-            moved, displaced = rows.pop(one, None), rows.pop(other, None)
-            if moved is not None:
-                rows[other] = moved
-            if displaced is not None and direction == MoveDirectionality.SWAP:
-                rows[one] = displaced
+        process_dict_updates(self._rows, batch_update, _row_state)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask logits `[N, V]`, in place. Greedy rows do not change."""
@@ -83,3 +70,12 @@ class RowDraw(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed f
         logits[at] = -torch.inf
         logits[at, token] = 0.0
         return logits
+
+
+def _row_state(
+    params: Any, _prompt: list[int] | None, drawn: list[int]
+) -> tuple[tuple[float, float, int, int], list[int]] | None:
+    """What `RowDraw` keeps of a row; None: the row is not PlexRL's."""
+    if not params.extra_args or DRAW not in params.extra_args:
+        return None
+    return params.extra_args[DRAW], drawn

@@ -21,7 +21,6 @@ from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.host_transfer import Chunk
 
 
 class CpuAdam:
@@ -52,7 +51,8 @@ class CpuAdam:
         self,
         params: AdamParams,
         count: torch.Tensor,
-        chunk: Chunk,
+        parameters: torch.Tensor,
+        gradients: torch.Tensor,
         first_moment: torch.Tensor,
         second_moment: torch.Tensor,
     ) -> None:
@@ -60,16 +60,8 @@ class CpuAdam:
         kernel, name = self._adam.ds_opt_adam, self._adam.opt_id
         rates = (params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay)
         kernel.create_adam(name, *rates, True, False)
-        kernel.adam_update(
-            name,
-            int(count),
-            *rates,
-            True,
-            chunk.parameter,
-            chunk.gradient,
-            first_moment,
-            second_moment,
-        )
+        tensors = (parameters, gradients, first_moment, second_moment)
+        kernel.adam_update(name, int(count), *rates, True, *tensors)
 
 
 TOOLS = {"a C++ compiler": ("c++", "g++", "clang++"), "ninja": ("ninja",)}

@@ -8,31 +8,34 @@ optimizer DeepSpeed's CPUAdam steps the state (`cpu_adam`).
 """
 
 import importlib
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
-from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.models import named_parameters
 from plexrl.worker.state.host_optimizer import AdamKernel, adam_of_torch
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
-from plexrl.worker.training.deepspeed.partitions import Box, Partitions, partition
-from plexrl.worker.training.flat_model import FlatModel
-from plexrl.worker.training.flat_state import FlatState, ShardBox
-from plexrl.worker.training.model import LossOfBatch
+from plexrl.worker.training.deepspeed.partitions import Partitions, partition
+from plexrl.worker.training.flat_state import FlatState
+from plexrl.worker.training.model import LossOfBatch, TrainingModel
+
+if TYPE_CHECKING:
+    from plexrl.worker.state.arena_tensors import ShardBox
 
 
-class DeepSpeedModel(FlatModel):
+class DeepSpeedModel(TrainingModel):
     """A `TrainingModel` on DeepSpeed."""
+
+    _state: FlatState
 
     def build(self) -> None:
         """As `TrainingModel.build`.
@@ -45,10 +48,9 @@ class DeepSpeedModel(FlatModel):
         zero.connect()
         spec = self._rank.spec
         kernel = CpuAdam().update if spec.optimizer == "host" else adam_of_torch
-        self._model = build_model(spec.model)
+        self._model = self._build_model()
         if spec.activation_checkpointing:
-            layers: Any = self._model.model.layers
-            checkpoint_activations(layers)
+            checkpoint_activations(self._model.model.layers)
         parameters = dict(named_parameters(self._model))
         cut = partition(
             {name: tuple(parameter.shape) for name, parameter in parameters.items()},
@@ -57,7 +59,8 @@ class DeepSpeedModel(FlatModel):
         dp_rank = self._rank.coordinates.dp
         self._state = _state(cut, dp_rank, spec.optimizer, kernel)
         for box in cut.boxes(dp_rank):
-            _fill(self._state.parameter(box.name, math.prod(box.shape)), parameters[box.name], box)
+            home = self._state.parameter(box.name, box.elements)
+            home.copy_(parameters[box.name].detach()[box.index].flatten())
         for parameter in parameters.values():
             parameter.requires_grad_(True)
             parameter.data = parameter.data.to(getattr(torch, spec.compute_dtype))
@@ -72,13 +75,11 @@ class DeepSpeedModel(FlatModel):
         self._zero.release()
 
     def after_load(self, *, gradients_loaded: bool) -> None:
-        """As `TrainingModel.after_load`."""
         self._zero.release()
         if not gradients_loaded:
             self.zero_gradients()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """As `TrainingModel.forward`."""
         self._zero.gather()
         with torch.no_grad():
             return [self._logprobs(batch) for batch in batches]
@@ -86,7 +87,6 @@ class DeepSpeedModel(FlatModel):
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch
     ) -> list[torch.Tensor]:
-        """As `TrainingModel.forward_backward`."""
         self._zero.gather()
         values: list[torch.Tensor] = []
         for batch in batches:
@@ -96,21 +96,11 @@ class DeepSpeedModel(FlatModel):
             values.append(logprobs_BL.detach())
         return values
 
-    def gradient_norm(self) -> float:
-        """As `TrainingModel.gradient_norm`."""
-        squared = self._state.gradients.square().sum()
-        dist.all_reduce(squared)
-        return float(squared.sqrt())
-
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        """As `TrainingModel.step`."""
         self._zero.step_by(lambda: self._state.step(params, gradient_factor))
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        logits_BLV = self._model(
-            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
-        ).logits
-        return token_logprobs(logits_BLV, batch)
+        return token_logprobs(self._model(**batch.model_inputs).logits, batch)
 
 
 def _zero() -> ModuleType:
@@ -125,22 +115,12 @@ def _zero() -> ModuleType:
         ) from error
 
 
-def _fill(home: torch.Tensor, parameter: nn.Parameter, box: Box) -> None:
-    rows = slice(box.offset[0], box.offset[0] + box.shape[0]) if box.shape else ...
-    home.copy_(parameter.detach()[rows].flatten())
-
-
 def _state(cut: Partitions, index: int, optimizer: str, kernel: AdamKernel) -> FlatState:
     """Memory for partition `index`, with every parameter at the offset that DeepSpeed gives it."""
     boxes = cut.boxes(index)
     ends = [*(box.start for box in boxes[1:]), cut.size]
-    shards = {
-        box.name: ShardBox(
-            global_shape=box.global_shape,
-            offset=box.offset,
-            shape=box.shape,
-            reserve=end - box.start,
-        )
+    shards: dict[str, ShardBox] = {
+        box.name: replace(box, reserve=end - box.start)
         for box, end in zip(boxes, ends, strict=True)
     }
     lead = boxes[0].start if boxes else cut.size

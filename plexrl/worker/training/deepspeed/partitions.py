@@ -14,20 +14,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from plexrl.worker.state.arena_tensors import ParameterPiece
+
 GRAIN = 16
 """Elements; as float32 these are `ARENA_ALIGNMENT` bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A partition's part of one parameter: whole rows."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-    """Offset in the partition, in elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +40,8 @@ class Partitions:
         if end < self.size * self.count:
             yield None, self.size * self.count - end
 
-    def boxes(self, index: int) -> list[Box]:
-        """The boxes in partition `index`, in order."""
+    def boxes(self, index: int) -> list[ParameterPiece]:
+        """The boxes in partition `index`, in order: whole rows."""
         begin, end = self.size * index, self.size * (index + 1)
         found = []
         for name, start in self.starts.items():
@@ -62,7 +52,7 @@ class Partitions:
             row = _row(shape)
             rows = ((first - start) // row, (last - start) // row)
             found.append(
-                Box(
+                ParameterPiece(
                     name=name,
                     global_shape=shape,
                     offset=(rows[0], *(0 for _ in shape[1:])) if shape else (),

@@ -6,7 +6,6 @@ again.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.spec import ModelSpec
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart
-from plexrl.worker.state.arena_tensors import ArenaLayout, span, view
-from plexrl.worker.training.flat_state import ShardBox
+from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view
 
 Rebuild = Callable[[], Mapping[str, torch.Tensor]]
 """Builds the frozen parameters again: this rank's shards, each in its shape, by name."""
@@ -44,13 +42,7 @@ class FrozenBase:
         self._check_files()
         layout = ArenaLayout()
         for name, box in boxes.items():
-            layout.add(
-                StateKey(part=StatePart.PARAMETER, name=name),
-                global_shape=box.global_shape,
-                offset=box.offset,
-                shape=box.shape,
-                reserve=box.reserve,
-            )
+            layout.add(StateKey(part=StatePart.PARAMETER, name=name), box)
         self._slices = {piece.key.name: piece for piece in layout.slices}
         self._boxes = dict(boxes)
         self._rebuild = rebuild
@@ -111,6 +103,6 @@ def model_files(spec: ModelSpec) -> ModelFiles:
 def content_of(spec: ModelSpec, files: ModelFiles, boxes: Mapping[str, ShardBox]) -> str:
     """A digest of everything that determines the bytes: the model, its files and the boxes."""
     layout = [(name, b.global_shape, b.offset, b.shape, b.reserve) for name, b in boxes.items()]
-    assert all(math.prod(b.shape) <= b.reserve for b in boxes.values())
+    assert all(b.elements <= b.reserve for b in boxes.values())
     named = msgspec.json.encode([msgspec.to_builtins(spec), files, layout])
     return hashlib.sha256(named).hexdigest()

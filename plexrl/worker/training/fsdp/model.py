@@ -24,21 +24,24 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import sharded_token_logprobs, token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
-from plexrl.worker.training.flat_model import FlatModel
-from plexrl.worker.training.flat_state import FlatState, ShardBox
+from plexrl.worker.training.flat_state import FlatState
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
-from plexrl.worker.training.model import LossOfBatch, TrainingRank
+from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
 
 LAYERWISE_PARAMETERS = 50_000_000
 """Parameters above which a model is gathered layer by layer. For a smaller model that costs more
 than it saves."""
 
 
-class FsdpModel(FlatModel):
+class FsdpModel(TrainingModel):
     """A `TrainingModel` on torch FSDP2."""
+
+    _state: FlatState
+    _model: Any
 
     def __init__(
         self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
@@ -47,10 +50,9 @@ class FsdpModel(FlatModel):
         self._layerwise_parameters = layerwise_parameters
 
     def build(self) -> None:
-        """As `TrainingModel.build`."""
         spec = self._rank.spec
         files = () if spec.lora is None else model_files(spec.model)
-        model = build_model(spec.model)
+        model = self._build_model()
         if spec.lora is None:
             for parameter in model.parameters():
                 parameter.requires_grad_(True)
@@ -86,7 +88,6 @@ class FsdpModel(FlatModel):
             self.zero_gradients()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """As `TrainingModel.forward`."""
         with torch.no_grad():
             values = [self._logprobs(batch) for batch in batches]
         self._model.reshard()
@@ -95,7 +96,6 @@ class FsdpModel(FlatModel):
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch
     ) -> list[torch.Tensor]:
-        """As `TrainingModel.forward_backward`."""
         values: list[torch.Tensor] = []
         for batch in batches:
             logprobs_BL = self._logprobs(batch)
@@ -105,25 +105,18 @@ class FsdpModel(FlatModel):
         self._model.reshard()
         return values
 
-    def gradient_norm(self) -> float:
-        """As `TrainingModel.gradient_norm`."""
-        if self._rank.coordinates.tp == 0:
-            squared = self._state.gradients.square().sum()
-        else:
-            # Only the first tensor rank counts parameters that every tensor rank has.
-            parts = [self._state.gradient(name).square().sum() for name in sorted(self._cut)]
-            squared = torch.stack(parts).sum()
-        dist.all_reduce(squared)
-        return float(squared.sqrt())
-
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        """As `TrainingModel.step`."""
         self._state.step(params, gradient_factor)
 
+    def _squared_gradients(self) -> torch.Tensor:
+        if self._rank.coordinates.tp == 0:
+            return self._state.squared_gradients()
+        # Only the first tensor rank counts parameters that every tensor rank has.
+        parts = [self._state.gradient(name).square().sum() for name in sorted(self._cut)]
+        return torch.stack(parts).sum()
+
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        logits_BLV = self._model(
-            input_ids=batch.tokens_BL, attention_mask=batch.valid_BL.long(), use_cache=False
-        ).logits
+        logits_BLV = self._model(**batch.model_inputs).logits
         if self._vocabulary_shard is None:
             return token_logprobs(logits_BLV, batch)
         return sharded_token_logprobs(logits_BLV, batch, *self._vocabulary_shard)
@@ -209,15 +202,7 @@ class FsdpModel(FlatModel):
     def _rebuild(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
         """Build the model again; returns this rank's shards of the frozen weights."""
         named = dict(named_parameters(build_model(self._rank.spec.model)))
-        return {
-            name: named[name].data[
-                tuple(
-                    slice(start, start + count)
-                    for start, count in zip(box.offset, box.shape, strict=True)
-                )
-            ]
-            for name, box in boxes.items()
-        }
+        return {name: named[name].data[box.index] for name, box in boxes.items()}
 
 
 def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:

@@ -8,31 +8,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 
-from plexrl.model.megatron_dimensions import check_cut, dimensions
-from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
-from plexrl.worker.models import build_model
+from plexrl.worker.state.arena_tensors import ParameterPiece
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.megatron.cpu_shim import install_cpu_shim
 from plexrl.worker.training.megatron.groups import join_groups
 from plexrl.worker.training.megatron.network import make_network
-from plexrl.worker.training.megatron.parameter_pieces import (
-    ParameterPiece,
-    is_replicated,
-    pieces_by_parameter,
-)
+from plexrl.worker.training.megatron.parameter_pieces import is_replicated, pieces_by_parameter
 from plexrl.worker.training.megatron.pipeline import Pipeline
 from plexrl.worker.training.megatron.state import BufferParameter, BufferPlan, MegatronState
-from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
+from plexrl.worker.training.model import LossOfBatch, TrainingModel
 
 PADDED_FROM_RANKS = 8
 """With more data ranks, Megatron's default padding does not align shares as the arena needs."""
@@ -41,23 +34,7 @@ PADDED_FROM_RANKS = 8
 class MegatronModel(TrainingModel):
     """A `TrainingModel` on megatron-core."""
 
-    def __init__(self, rank: TrainingRank) -> None:
-        self._rank = rank
-
-    @property
-    def arena(self) -> Arena:
-        """As `TrainingModel.arena`."""
-        return self._state.arena
-
-    @property
-    def config(self) -> Any:
-        """As `TrainingModel.config`."""
-        return self._config
-
-    @property
-    def generation_config(self) -> Any:
-        """As `TrainingModel.generation_config`."""
-        return self._generation_config
+    _state: MegatronState
 
     def build(self) -> None:
         """As `TrainingModel.build`.
@@ -67,10 +44,8 @@ class MegatronModel(TrainingModel):
             LayoutError: the layout cannot cut it.
         """
         layout, coordinates = self._rank.layout, self._rank.coordinates
-        model: Any = build_model(self._rank.spec.model)
-        self._config = model.config
-        self._generation_config = getattr(model, "generation_config", None)
-        sizes = dimensions(model.config.to_dict())
+        model = self._build_model()
+        sizes = megatron_dimensions(model.config.to_dict())
         check_cut(sizes, layout)
         install_cpu_shim()
         join_groups(layout)
@@ -101,52 +76,33 @@ class MegatronModel(TrainingModel):
             self._chunk, vocabulary=sizes.vocabulary, is_last=coordinates.pp == layout.pp - 1
         )
 
-    def slices(self) -> tuple[StateSlice, ...]:
-        """As `TrainingModel.slices`."""
-        return self._state.slices
-
     def before_offload(self) -> None:
         """Nothing is derived from the arena."""
 
     def after_load(self, *, gradients_loaded: bool) -> None:
-        """As `TrainingModel.after_load`."""
         self._state.clear_padding()
         if not gradients_loaded:
             self.zero_gradients()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """As `TrainingModel.forward`."""
         return self._pipeline.run(batches, None)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss: LossOfBatch
     ) -> list[torch.Tensor]:
-        """As `TrainingModel.forward_backward`."""
         self._state.start_backward()
         found = self._pipeline.run(batches, loss)
         finalize_model_grads([self._chunk])
         self._state.take_reduced()
         return found
 
-    def gradient_norm(self) -> float:
-        """As `TrainingModel.gradient_norm`."""
-        squared = self._state.squared_gradients()
-        dist.all_reduce(squared)
-        return float(squared.sqrt())
-
     def step(self, params: AdamParams, *, gradient_factor: float) -> None:
-        """As `TrainingModel.step`."""
         if gradient_factor != 1.0:
             for flat in self._state.gradients:
                 flat.mul_(gradient_factor)
         self._state.step(params)
         for group in (*self._chunk.bucket_groups, *self._chunk.expert_parallel_bucket_groups):
             group.start_param_sync(force_sync=True)
-
-    def zero_gradients(self) -> None:
-        """As `TrainingModel.zero_gradients`."""
-        for flat in self._state.gradients:
-            flat.zero_()
 
     def _plan(
         self, buffer: Any, pieces: dict[str, tuple[ParameterPiece, ...]], names: dict[Any, str]
@@ -198,9 +154,5 @@ def _copy_in(
         for name, parameter in network.named_parameters():
             flat = parameter.data.view(-1)
             for piece in pieces[name]:
-                box = tuple(
-                    slice(first, first + size)
-                    for first, size in zip(piece.offset, piece.shape, strict=True)
-                )
                 home = flat[piece.start : piece.start + piece.elements]
-                home.copy_(source[piece.name][box].reshape(-1))
+                home.copy_(source[piece.name][piece.index].reshape(-1))

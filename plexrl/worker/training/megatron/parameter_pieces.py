@@ -18,29 +18,12 @@ boxes of Hugging Face tensors.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from plexrl.model.megatron_dimensions import Dimensions, padded_vocabulary
+from plexrl.model.dimensions import Dimensions
+from plexrl.model.layout import padded_vocabulary
 from plexrl.model.parallelism import Coordinates, Parallelism
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterPiece:
-    """A box of a Hugging Face parameter, stored row-major in a local parameter."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    """First index of the box in every dimension of the global tensor."""
-    shape: tuple[int, ...]
-    start: int
-    """Offset in the local parameter, in elements."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements in the box."""
-        return math.prod(self.shape)
-
+from plexrl.worker.state.arena_tensors import ParameterPiece
 
 Pieces = tuple[ParameterPiece, ...]
 

@@ -12,7 +12,7 @@ distributed optimizer steps the rank's shares and all-gathers the rest (ZeRO-1).
 
 If nothing has to be reduced, gradients and scratch are the same memory. Megatron's
 `DistributedOptimizer` refuses CPU tensors and allocates its own shards. With float32 parameters its
-step is AdamW on flat ranges, so torch's AdamW is used instead.
+step is AdamW on flat ranges, so torch's kernel is used instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.arena_tensors import span, view, whole
-from plexrl.worker.training.megatron.parameter_pieces import ParameterPiece, cut
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from plexrl.worker.state.arena_tensors import (
+    ArenaLayout,
+    ParameterPiece,
+    span,
+    view,
+    whole,
+    whole_box,
+)
+from plexrl.worker.state.host_optimizer import adam_of_torch
+from plexrl.worker.training.flat_state import MOMENTS, STEP
+from plexrl.worker.training.megatron.parameter_pieces import cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +64,12 @@ class BufferPlan:
 class MegatronState:
     """The arena, its slices and the optimizer. Everything is zero at first."""
 
+    host_arena = None
+
     def __init__(self, buffers: Sequence[BufferPlan], *, reduces: bool) -> None:
         """Without `reduces`, a share is a whole bucket, and gradients and scratch share memory."""
         self._buffers = buffers
-        self._slices: list[StateSlice] = []
-        self._nbytes = 0
+        self._layout = ArenaLayout()
         homes = [self._lay_out(plan, [(0, plan.elements)], StatePart.PARAMETER) for plan in buffers]
         owned = {
             name: [self._lay_out(plan, plan.shares, part, suffix) for plan in buffers]
@@ -71,10 +78,12 @@ class MegatronState:
                 *((moment, StatePart.OPTIMIZER, f"/{moment}") for moment in MOMENTS),
             )
         }
-        self._step_slice = self._add(StateKey(part=StatePart.OPTIMIZER, name="step"))
-        self._scratch_start = self._nbytes
-        scratch = [self._reserve(plan.elements) for plan in buffers] if reduces else owned["grad"]
-        self.arena = Arena(self._nbytes)
+        self._step_slice = self._layout.add(STEP, whole_box(()))
+        self._scratch_start = self._layout.nbytes
+        scratch = owned["grad"]
+        if reduces:
+            scratch = [self._layout.skip(plan.elements) for plan in buffers]
+        self.arena = Arena(self._layout.nbytes)
         self.parameters = self._spans(homes, [plan.elements for plan in buffers])
         self.scratch = self._spans(scratch, [plan.elements for plan in buffers])
         self._reduces = reduces
@@ -85,12 +94,11 @@ class MegatronState:
             for plan, flat in zip(buffers, self.gradients, strict=True)
             for first, last in _counted(plan)
         ]
-        self._optimizer, self._steps = self._make_optimizer()
 
     @property
     def slices(self) -> tuple[StateSlice, ...]:
         """All state, in arena order."""
-        return tuple(self._slices)
+        return tuple(self._layout.slices)
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -117,23 +125,23 @@ class MegatronState:
 
     def step(self, params: AdamParams) -> None:
         """One AdamW step of this rank's shares."""
-        group = self._optimizer.param_groups[0]
-        group["lr"] = params.learning_rate
-        group["betas"] = (params.beta1, params.beta2)
-        group["eps"] = params.eps
-        group["weight_decay"] = params.weight_decay
-        count = view(self.arena, self._step_slice)
-        # There is one count for all shares, but torch keeps one for each tensor.
-        for step in self._steps:
-            step.copy_(count)
-        self._optimizer.step()
-        count.add_(1)
+        count = view(self.arena, self._step_slice).add_(1)
+        for index, plan in enumerate(self._buffers):
+            for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
+                own = slice(start, start + last - first)
+                state = (self._owned[name][index][own] for name in ("grad", *MOMENTS))
+                adam_of_torch(params, count, self.parameters[index][first:last], *state)
+
+    def zero_gradients(self) -> None:
+        """Set the gradients of this rank's shares to zero."""
+        for flat in self.gradients:
+            flat.zero_()
 
     def clear_padding(self) -> None:
         """Set the memory that no slice covers to zero: loads do not write it, but norms and
         optimizer steps read it. The next backward clears the scratch."""
         memory = whole(self.arena)
-        held = sorted((p.arena_offset, p.arena_offset + p.nbytes) for p in self._slices)
+        held = sorted((p.arena_offset, p.arena_offset + p.nbytes) for p in self.slices)
         ends = [(0, 0), *held, (self._scratch_start, self._scratch_start)]
         for (_, last), (first, _) in pairwise(ends):
             memory[last:first].zero_()
@@ -148,53 +156,19 @@ class MegatronState:
         suffix: str = "",
     ) -> int:
         """Add a region with a buffer's shares end to end; returns its offset in bytes."""
-        start = self._nbytes
+        begin_bytes = self._layout.nbytes
         for first, last in shares:
             for each in plan.parameters:
                 begin, end = max(first, each.first), min(last, each.last)
                 for piece in cut(each.pieces, begin - each.first, end - each.first):
-                    offset = self._nbytes + 4 * (each.first + piece.start - first)
-                    self._add(StateKey(part=part, name=piece.name + suffix), piece, offset)
-            self._reserve(last - first)
-        return start
-
-    def _add(
-        self, key: StateKey, box: ParameterPiece | None = None, offset: int | None = None
-    ) -> StateSlice:
-        piece = StateSlice(
-            key=key,
-            dtype="F32",
-            global_shape=box.global_shape if box else (),
-            offset=box.offset if box else (),
-            shape=box.shape if box else (),
-            arena_offset=self._reserve(1) if offset is None else offset,
-        )
-        self._slices.append(piece)
-        return piece
-
-    def _reserve(self, elements: int) -> int:
-        start = self._nbytes
-        self._nbytes += -(-4 * elements // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
-        return start
+                    offset = self._layout.nbytes + 4 * (each.first + piece.start - first)
+                    key = StateKey(part=part, name=piece.name + suffix)
+                    self._layout.place(key, piece, offset)
+            self._layout.skip(last - first)
+        return begin_bytes
 
     def _spans(self, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
         return [span(self.arena, start, size) for start, size in zip(starts, sizes, strict=True)]
-
-    def _make_optimizer(self) -> tuple[torch.optim.AdamW, list[torch.Tensor]]:
-        shards: list[nn.Parameter] = []
-        states: list[dict[str, torch.Tensor]] = []
-        for index, plan in enumerate(self._buffers):
-            for (first, last), start in zip(plan.shares, _share_starts(plan), strict=True):
-                shard = nn.Parameter(self.parameters[index][first:last])
-                own = slice(start, start + last - first)
-                shard.grad = self.gradients[index][own]
-                shards.append(shard)
-                moments = {name: self._owned[name][index][own] for name in MOMENTS}
-                states.append({"step": torch.zeros(()), **moments})
-        optimizer = torch.optim.AdamW(shards, fused=True)
-        for shard, state in zip(shards, states, strict=True):
-            optimizer.state[shard] = state
-        return optimizer, [state["step"] for state in states]
 
 
 def _share_starts(plan: BufferPlan) -> list[int]:

@@ -82,7 +82,7 @@ def test_the_oldest_sample_never_waits_again() -> None:
 
 
 def test_a_budget_below_one_sequence_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"holds 9 blocks; one sequence .* needs 10 "):
+    with pytest.raises(InvalidRequestError, match=r"holds 9 blocks of 4 tokens; .* needs 10 "):
         run(generation("g", PROMPTS), blocks=9)
     run(generation("g", PROMPTS, max_tokens=39), blocks=10)
 

@@ -22,8 +22,11 @@ from tests.worker.rollout.engine import engine_ranks as ranks
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks left what they found."""
     made = tmp_path_factory.mktemp("ranks")
-    mp.spawn(  # type: ignore[no-untyped-call, attr-defined]
-        ranks.run, args=(2, str(made / "store"), str(made)), nprocs=2
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        ranks.run,
+        args=(2, str(made / "store"), str(made)),
+        nprocs=2,
+        start_method="forkserver",
     )
     return made
 

@@ -35,7 +35,7 @@ def refusal_of(spec_json: str, folder: str) -> str:
             {"max_sequence_tokens": 513},
             r"vLLM cannot run this model: .*\(513\).*max_position_embeddings=512",
         ),
-        ({"kv_cache_bytes": 32 * 1024}, r"holds 1 blocks of 32 tokens.* takes 2 "),
+        ({"kv_cache_bytes": 32 * 1024}, r"holds 1 blocks of 32 tokens.* needs 2 "),
     ],
 )
 def test_what_vllm_cannot_run_is_refused_with_its_reason(

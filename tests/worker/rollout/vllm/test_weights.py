@@ -1,6 +1,7 @@
 """What the adapter makes of a model's own way to load weights, without vLLM."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart
 from plexrl.worker.rollout.vllm.probe import check_logprobs, probe_tokens
 from plexrl.worker.rollout.vllm.weights import ArenaWeights, WeightPiece, watch_loading
-from plexrl.worker.state.arena_tensors import ArenaLayout, view
+from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
 
 Loader = Callable[[Any, dict[str, torch.Tensor]], None]
 WIDE = 16
@@ -53,10 +54,7 @@ def in_arena(
         shape = tuple(weights[piece.name].shape)
         layout.add(
             StateKey(part=StatePart.PARAMETER, name=piece.name),
-            global_shape=shape,
-            offset=(0, 0),
-            shape=shape,
-            reserve=8 * WIDE if piece.name == "words" else None,
+            replace(whole_box(shape), reserve=8 * WIDE if piece.name == "words" else 0),
         )
     arena = Arena(layout.nbytes)
     homes = {piece.key.name: view(arena, piece) for piece in layout.slices}

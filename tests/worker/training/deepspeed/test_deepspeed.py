@@ -10,7 +10,6 @@ import torch.multiprocessing as mp
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.host_optimizer import adam_of_torch
-from plexrl.worker.state.host_transfer import Chunk
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank
@@ -28,7 +27,6 @@ def test_a_node_without_deepspeed_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_zero_needs_no_compiler_and_an_offload_frees_what_is_derived(tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[no-untyped-call, attr-defined]
         ranks.without_a_compiler, args=(str(tmp_path),), start_method="forkserver"
     )
@@ -49,9 +47,8 @@ class _Optimizer:
         self.gradient = torch.randn(elements, generator=generator)
         self.moments = (torch.zeros(elements), torch.zeros(elements))
 
-    def chunk(self, first: int, end: int) -> tuple[Chunk, torch.Tensor, torch.Tensor]:
-        one, two = (moment[first:end] for moment in self.moments)
-        return Chunk(self.parameter[first:end], self.gradient[first:end], first), one, two
+    def chunk(self, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        return tuple(each[first:end] for each in (self.parameter, self.gradient, *self.moments))
 
 
 PARAMS = AdamParams(learning_rate=1e-2, weight_decay=0.1)

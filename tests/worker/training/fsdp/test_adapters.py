@@ -178,7 +178,6 @@ def test_adapters_learn_what_plain_torch_has_them_learn(
 ) -> None:
     ranks = CASES[name].workers
     tickets = [daemon.worker_ticket("j/actor", rank, ranks) for rank in range(ranks)]
-    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         train,
         args=(name, str(tmp_path), daemon.config.listen, tickets),

@@ -9,7 +9,7 @@ import torch
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.spec import ModelSpec
-from plexrl.worker.training.flat_state import ShardBox
+from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, model_files
 
 BOXES = {"w": ShardBox(global_shape=(4,), offset=(0,), shape=(4,), reserve=4)}

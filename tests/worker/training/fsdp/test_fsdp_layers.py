@@ -27,7 +27,6 @@ from tests.worker.training.fsdp import fsdp_layer_ranks as ranks
     ids=lambda case: case.name,
 )
 def test_layer_by_layer_trains_to_the_same_bits(case: Case, tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["plexrl.worker.agent.preload"])
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         ranks.train_both_ways,
         args=(case, str(tmp_path)),

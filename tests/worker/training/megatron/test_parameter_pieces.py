@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.megatron_dimensions import Dimensions, check_cut, dimensions
+from plexrl.model.dimensions import Dimensions
+from plexrl.model.layout import check_cut, megatron_dimensions
 from plexrl.model.parallelism import Parallelism
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.process.backend_factory import make_backend
-from plexrl.worker.training.megatron.parameter_pieces import (
-    ParameterPiece,
-    cut,
-    pieces_by_parameter,
-)
+from plexrl.worker.state.arena_tensors import ParameterPiece
+from plexrl.worker.training.megatron.parameter_pieces import cut, pieces_by_parameter
 from tests.worker.training.cases import LLAMA, QWEN2, QWEN3, resized
 
 MODELS = {
@@ -107,7 +105,7 @@ def test_the_ranks_together_hold_every_element_equally_often(
     name: str, layout: Parallelism
 ) -> None:
     model = build_model(MODELS[name])
-    sizes = dimensions(model.config.to_dict())  # type: ignore[operator, union-attr]
+    sizes = megatron_dimensions(model.config.to_dict())  # type: ignore[operator, union-attr]
     held = {key: np.zeros(p.shape, dtype=np.int64) for key, p in named_parameters(model)}
     sharing = replace(layout, ep=layout.ep if sizes.experts else 1)
     for rank in range(layout.world_size):
@@ -161,11 +159,11 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
 )
 def test_a_model_that_megatron_would_run_otherwise_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError, match="the megatron backend"):
-        dimensions({"model_type": "qwen2", **QWEN2.config, **changes})
+        megatron_dimensions({"model_type": "qwen2", **QWEN2.config, **changes})
 
 
 def test_a_sliding_window_that_is_not_used_does_not_matter() -> None:
-    dimensions({"model_type": "qwen2", **QWEN2.config, "sliding_window": 4096})
+    megatron_dimensions({"model_type": "qwen2", **QWEN2.config, "sliding_window": 4096})
 
 
 def test_without_megatron_core_the_backend_says_what_to_install(

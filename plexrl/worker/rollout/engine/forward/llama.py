@@ -7,7 +7,7 @@ Shapes: T tokens of the pass, X hidden, H key-value heads, G query heads to each
 A = J + 2·H all heads, D head size; N, Q, L as in `step_batch`.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,33 +15,13 @@ import torch.nn.functional as F
 from plexrl.worker.rollout.engine.forward.joined_linear import JoinedLinear
 from plexrl.worker.rollout.engine.kv_pool import KvPool
 from plexrl.worker.rollout.engine.step_batch import Group, StepBatch
-
-
-class TensorRanks(Protocol):
-    """The collectives of a tensor-parallel pass."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
-        ...
-
-    def embed(self, token_T: torch.Tensor, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Embeddings; this rank holds `rows` of the embedding matrix."""
-        ...
-
-    def gather_logits(self, own_RV: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Logits of the whole vocabulary, from every rank's part."""
-        ...
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
 
 class LlamaForward:
     """Pre-norm blocks of rotary grouped-query attention and a gated MLP."""
 
-    def __init__(self, model: Any, positions: int, ranks: TensorRanks | None = None) -> None:
+    def __init__(self, model: Any, positions: int, ranks: RankGroup | None = None) -> None:
         decoder, config = model.get_decoder(), model.config
         self._ranks = ranks
         self._vocabulary = config.vocab_size
@@ -78,7 +58,7 @@ class LlamaForward:
 class _LlamaLayer:
     """One block's tensors: the model's own parameter objects, so that weight updates reach them."""
 
-    def __init__(self, layer: Any, config: Any, ranks: TensorRanks | None) -> None:
+    def __init__(self, layer: Any, config: Any, ranks: RankGroup | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.ranks = ranks
         self.heads = config.num_key_value_heads // (1 if ranks is None else ranks.size)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
-from plexrl.worker.rollout.engine.forward.llama import LlamaForward, TensorRanks
+from plexrl.worker.rollout.engine.forward.llama import LlamaForward
 from plexrl.worker.rollout.engine.forward.module import ModuleForward
 from plexrl.worker.rollout.engine.kv_pool import KvPool
 from plexrl.worker.rollout.engine.step_batch import StepBatch, Work, build_batch
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -30,7 +31,7 @@ class Forward(Protocol):
         ...
 
 
-def select_forward(model: Any, positions: int, ranks: TensorRanks | None = None) -> "Forward":
+def select_forward(model: Any, positions: int, ranks: RankGroup | None = None) -> "Forward":
     """The fastest correct pass for this model, for positions below `positions`.
 
     With `ranks`, the model's parameters are this rank's parts (`shards.box_of`).

@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import get_args
 
-from plexrl.cli.simulate.options import (
+from plexrl.cli.simulate.options.groups import (
     ClusterOptions,
     FaultOptions,
     JobOptions,

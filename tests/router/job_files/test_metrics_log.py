@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
-from plexrl.router.observe import metrics_log
-from plexrl.router.observe.metrics_log import MetricsLog
+from plexrl.router.job_files import metrics_log
+from plexrl.router.job_files.metrics_log import MetricsLog
 
 ROW_BYTES_MAX, JOB_BYTES_MAX = 200, 1000
 
@@ -50,7 +50,7 @@ def test_a_row_that_is_too_large_is_refused_and_not_kept(log: MetricsLog) -> Non
     assert rows(log) == []
 
 
-def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(log: MetricsLog) -> None:
+def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(log: MetricsLog, tmp_path: Path) -> None:
     def flood() -> None:
         for step in range(1000):
             log.append("j/ob", step, {"loss": 1.0})
@@ -59,6 +59,9 @@ def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(log: MetricsLog) -> No
         flood()
     kept = rows(log)
     assert 10 < len(kept) < 100
+    [file] = tmp_path.glob("m/*")
+    row_bytes = len(file.read_bytes().splitlines(keepends=True)[-1])
+    assert JOB_BYTES_MAX - row_bytes < file.stat().st_size <= JOB_BYTES_MAX
     log.append("another", 0, {"loss": 1.0})
     assert rows(log) == kept
 

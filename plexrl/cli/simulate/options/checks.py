@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import typer
-
+from plexrl.cli.terminal.option_groups import option_name
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.workload.scenario import (
     BETWEEN_FAILURES_S_MIN,
@@ -79,16 +78,6 @@ OF_FILES = ("layout", "skip_bad", "any_node_type", "profiles")
 """Options for traces that are read, not generated."""
 
 
-def given_options(context: typer.Context) -> dict[str, Any]:
-    """The options on the command line, by parameter name."""
-    return {
-        name: value
-        for name, value in context.params.items()
-        if (source := context.get_parameter_source(name)) is not None
-        and source.name == "COMMANDLINE"
-    }
-
-
 def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
     """Check all options.
 
@@ -101,7 +90,7 @@ def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
     for name in ("node_mtbf_hours", "worker_mtbf_hours"):
         if 0.0 < given.get(name, 0.0) * 3600.0 < BETWEEN_FAILURES_S_MIN:
             raise InvalidRequestError(
-                f"{option(name)} {given[name]:g}: give at least {BETWEEN_FAILURES_S_MIN:g} s "
+                f"{option_name(name)} {given[name]:g}: give at least {BETWEEN_FAILURES_S_MIN:g} s "
                 f"({BETWEEN_FAILURES_S_MIN / 3600.0:.3g}), or 0 for never"
             )
     _check_empty(given)
@@ -109,10 +98,10 @@ def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
         _check_once(name, given.get(name) or ())
     for name, (other, why) in NEEDS.items():
         if name in given and not given.get(other):
-            raise _ignored(name, given[name], f"without {option(other)}", why)
+            raise _ignored(name, given[name], f"without {option_name(other)}", why)
     for name, other, why in EXCLUDES:
         if name in given and given.get(other):
-            raise _ignored(name, given[name], f"with {option(other)}", why)
+            raise _ignored(name, given[name], f"with {option_name(other)}", why)
     if given.get("window") and not given.get("out") and not given.get("as_json"):
         why = "the report of --out shows the window, and --json lists it"
         raise _ignored("window", given["window"], "without --out or --json", why)
@@ -125,17 +114,11 @@ def check_options(given: Mapping[str, Any], *, is_published: bool) -> None:
     _check_trace(given, is_published=is_published)
 
 
-def option(name: str) -> str:
-    """The command-line option of a parameter."""
-    names = {"layout": "from", "as_json": "json"}
-    return "--" + names.get(name, name).replace("_", "-")
-
-
 def _check_range(name: str, value: Any, least: float, most: float) -> None:
     if value is None or (least <= value <= most and math.isfinite(value)):
         return
     raise InvalidRequestError(
-        f"{option(name)} {value}: give at least {least:,.12g} and at most {most:,.12g}"
+        f"{option_name(name)} {value}: give at least {least:,.12g} and at most {most:,.12g}"
         + HINTS.get(name, "")
     )
 
@@ -143,7 +126,7 @@ def _check_range(name: str, value: Any, least: float, most: float) -> None:
 def _check_once(name: str, values: Sequence[str]) -> None:
     for value in values:
         if values.count(value) > 1:
-            raise InvalidRequestError(f"{option(name)} {value} is given twice: omit one")
+            raise InvalidRequestError(f"{option_name(name)} {value} is given twice: omit one")
 
 
 def _check_empty(given: Mapping[str, Any]) -> None:
@@ -151,7 +134,7 @@ def _check_empty(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         texts = value if isinstance(value, list | tuple) else (value,)
         if any(isinstance(text, str) and not text.strip() for text in texts):
-            raise InvalidRequestError(f"{option(name)} is empty: give it a value or omit it")
+            raise InvalidRequestError(f"{option_name(name)} is empty: give it a value or omit it")
 
 
 def _check_trace(given: Mapping[str, Any], *, is_published: bool) -> None:
@@ -169,7 +152,7 @@ def _check_trace(given: Mapping[str, Any], *, is_published: bool) -> None:
 
 
 def _ignored(name: str, value: Any, where: str, why: str) -> InvalidRequestError:
-    text = option(name)
+    text = option_name(name)
     if name == "profiles":
         text = "--profiles" if value else "--no-profiles"
     elif not isinstance(value, bool):

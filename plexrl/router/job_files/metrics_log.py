@@ -1,12 +1,12 @@
 """Metrics that controllers report: one JSON line for each row, one file for each job."""
 
 import json
-import math
 import os
 import time
 from pathlib import Path
 from urllib.parse import quote
 
+from plexrl.client.data.metric_rows import json_number
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.router.blobs.store import write_all, write_error
@@ -33,7 +33,7 @@ class MetricsLog:
             QuotaExceededError: the job has reached its bound on bytes of metrics.
             StorageError: the file cannot be written; it is unchanged.
         """
-        written = {name: _written(value) for name, value in values.items()}
+        written = {name: json_number(value) for name, value in values.items()}
         row = {"step": step, "time": time.time(), "values": written}
         line = json.dumps(row).encode() + b"\n"
         if len(line) > self._row_bytes_max:
@@ -82,11 +82,3 @@ class MetricsLog:
 
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.jsonl"
-
-
-def _written(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value

@@ -1,0 +1,80 @@
+"""Sizes and variants of a decoder of the Llama family, from its configuration. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.errors import InvalidRequestError
+from plexrl.wire.parameter_checks import short
+
+SIZE_MAX = 2**31 - 1
+"""Largest size of one dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """A model's sizes and variants."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    """Width of a dense layer's MLP, or of one expert's."""
+    vocabulary: int
+    experts: int
+    """Experts per layer; 0 in a dense model."""
+    experts_per_token: int
+    normalizes_top_k: bool
+    """The weights of a token's experts are normalised to the sum 1."""
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+    """Input embedding and output layer are one parameter."""
+    norm_eps: float
+
+
+def dimensions(config: Mapping[str, Any]) -> Dimensions:
+    """The sizes of the model with this configuration (`PretrainedConfig.to_dict()`).
+
+    Raises:
+        InvalidRequestError: a size is missing or invalid.
+    """
+    architecture = str(config.get("model_type"))
+    is_moe = architecture == "qwen3_moe"
+    hidden = size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
+    all_experts = config.get("num_local_experts")
+    return Dimensions(
+        layers=size_of(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size_of(config, "num_key_value_heads", default=heads),
+        head_dim=size_of(config, "head_dim", default=hidden // heads),
+        mlp=size_of(config, "moe_intermediate_size" if is_moe else "intermediate_size"),
+        vocabulary=size_of(config, "vocab_size"),
+        experts=size_of(config, "num_experts", default=all_experts) if is_moe else 0,
+        experts_per_token=config.get("num_experts_per_tok", 0) if is_moe else 0,
+        normalizes_top_k=bool(config.get("norm_topk_prob", False)),
+        has_qkv_bias=architecture == "qwen2",
+        has_qk_norm=architecture.startswith("qwen3"),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+    )
+
+
+def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> int:
+    """A size in a model's configuration; `default` if it is missing or 0.
+
+    Raises:
+        InvalidRequestError: the size is missing, or is not a whole number above 0.
+    """
+    found = config.get(name) or default
+    if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= SIZE_MAX:
+        return found
+    given = f"is {short(config[name])}" if name in config else "is missing"
+    raise InvalidRequestError(
+        f"{name} of the model's configuration {given}: it must be a whole number, at least 1",
+        parameter=name,
+    )

@@ -1,0 +1,1 @@
+"""The files of jobs on the shared disk: access to and quotas of checkpoints, and metrics."""

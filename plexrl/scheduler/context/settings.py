@@ -1,0 +1,34 @@
+"""The settings in force, and the strategies that they name."""
+
+from dataclasses import dataclass, field
+
+from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.dispatch.ordering import Ordering, make_ordering
+from plexrl.scheduler.jobs.profiler import ProfilerConfig
+from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy
+
+
+@dataclass(slots=True)
+class Settings:
+    """Settings of the core. `SchedulerStarted` may change them."""
+
+    config: SchedulerConfig
+    policy: PlacementPolicy = field(init=False)
+    ordering: Ordering = field(init=False)
+    anticipates: bool = field(init=False)
+    """Whether an idle group is switched to the member that is expected next."""
+    profiler: ProfilerConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.change(self.config)
+
+    def change(self, config: SchedulerConfig) -> None:
+        """Use these settings from now on."""
+        self.config = config
+        self.policy = make_policy(config.policy)
+        self.ordering = make_ordering(config.ordering)
+        wanted = config.anticipation
+        self.anticipates = self.ordering.anticipates if wanted is None else wanted
+        self.profiler = ProfilerConfig(
+            cycles=config.profile_cycles, drift_tolerance=config.drift_tolerance
+        )

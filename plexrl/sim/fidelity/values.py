@@ -1,0 +1,47 @@
+"""The fidelity of a history as plain values, for JSON and tables."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from plexrl.sim.fidelity.fidelity import errors_of, p95_of
+from plexrl.sim.fidelity.history import GroupFidelity, HistoryFidelity
+
+Plain = dict[str, Any]
+
+
+def fidelity_values(found: HistoryFidelity, policy: str) -> Plain:
+    """Measured and predicted cycles of every job, and the errors, under the simulated `policy`."""
+    return {
+        "policy": policy,
+        "groups": [
+            {
+                "group": group.group,
+                "cycles": len(group.recorded.cycles),
+                "error": asdict(group.recorded.errors),
+                "alone_error": asdict(group.recorded.alone_errors),
+                "jobs": [_job(group, job.job) for job in group.recorded.jobs],
+            }
+            for group in found.groups
+        ],
+        "left_out": [asdict(each) for each in found.left_out],
+    }
+
+
+def _job(group: GroupFidelity, job: str) -> Plain:
+    cycles = [cycle for cycle in group.recorded.cycles if cycle.job == job]
+    laws = {each.job: each.predicted_s for each in group.drawn}
+    return {
+        "job": job,
+        "cycles": len(cycles),
+        "measured_s": _quantiles([cycle.measured_s for cycle in cycles]),
+        "predicted_s": _quantiles([cycle.predicted_s for cycle in cycles]),
+        "error": asdict(errors_of([cycle.error for cycle in cycles])),
+        "law_s": laws.get(job),
+        "alone_s": median(cycle.alone_s for cycle in cycles),
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "p95": p95_of(values)}

@@ -1,0 +1,185 @@
+"""The interface of a rollout engine, and what all engines do alike.
+
+One thread calls an engine. Between two calls of `step` every sample is at a token boundary, and all
+other calls take effect there.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.worker.rollout.generation import Generation
+
+STEP_TOKENS_MAX = 2048
+"""Most tokens in one pass: bounds the time for which a prompt delays the other samples."""
+KV_BYTES = 1 << 30
+"""Default budget of the KV cache, unless all slots need less or one sequence needs more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """An engine's current state, and counters since the engine was created."""
+
+    running: int
+    """Samples that hold a slot."""
+    waiting: int
+    """Samples without a slot, including preempted ones."""
+    paused: bool
+    weights_seq: int
+    """Version of the weights."""
+    steps: int
+    tokens_drawn: int
+    tokens_computed: int
+    """Tokens run through the model."""
+    tokens_recomputed: int
+    """Computed tokens whose cache had been dropped: the cost of preemptions and weight updates."""
+    prefix_tokens_reused: int
+    """Prompt tokens found in the prefix cache."""
+    preemptions: int
+    """Times that a sample lost its blocks to an older one."""
+    kv_bytes_max: int
+    """Budget of the KV cache."""
+    block_bytes: int
+    blocks: int
+    blocks_held: int
+    """Blocks that samples hold."""
+    blocks_kept: int
+    """Blocks that no sample holds, kept in the prefix cache."""
+
+
+class RolloutEngine(ABC):
+    """Generates with one copy of the weights, many calls at a time. Not thread-safe."""
+
+    weights_seq: int
+    """Version of the weights that draw the next token."""
+
+    def __init__(self, ends: frozenset[int], sequence_tokens_max: int) -> None:
+        """`ends`: the model's end tokens."""
+        self._ends = ends
+        self._sequence_max = sequence_tokens_max
+        self._generations: dict[str, Generation] = {}
+        self._ended: list[Generation] = []
+        self._paused = False
+        self._submitted = 0
+        self._steps = self._tokens_drawn = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would draw a token or return a generation. A paused engine draws none."""
+        return bool(self._ended) or (bool(self._generations) and not self._paused)
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a generation; also while paused. Its `weights_seq` replaces the engine's, if later.
+
+        Raises:
+            BatchShapeError: a prompt is empty or as long as the longest sequence.
+        """
+        longest = self._sequence_max - 1
+        for index, prompt in enumerate(generation.prompts):
+            if not 1 <= len(prompt) <= longest:
+                raise BatchShapeError(
+                    f"prompt {index} has {len(prompt)} tokens; it must have 1 to {longest}",
+                    row=index,
+                )
+        # After a load the engine learns the version of its weights from the first generation. That
+        # version may be older than an update since the generation was admitted.
+        self.weights_seq = max(self.weights_seq, generation.weights_seq)
+        self._generations[generation.name] = generation
+        self._enqueue(generation)
+        if generation.unfinished == 0:
+            self._finish(generation)
+
+    def step(self) -> list[Generation]:
+        """Draw at most one token for every sample; returns the generations that have ended."""
+        if self._generations and not self._paused:
+            self._pass()
+        ended, self._ended = self._ended, []
+        return ended
+
+    @abstractmethod
+    def abort(self, name: str) -> None:
+        """End a generation with the tokens drawn so far; the next step returns it. No effect for an
+        unknown name."""
+
+    def interrupt(self, name: str) -> Generation | None:
+        """Remove and return a generation with the tokens drawn so far. None: unknown name."""
+        self.abort(name)
+        for index, generation in enumerate(self._ended):
+            if generation.name == name:
+                return self._ended.pop(index)
+        return None
+
+    def pause(self) -> None:
+        """Draw no tokens until `resume`. Running samples keep their slots and their cache."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._paused = False
+
+    @abstractmethod
+    def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
+        """Continue with version `weights_seq`: the caller has replaced the weights in place.
+
+        With `recompute_kv`, the cache of running samples is recomputed with the new weights.
+        Without it, they keep the cache of the previous weights, which is faster and further
+        off-policy. New samples never reuse that cache.
+        """
+
+    @abstractmethod
+    def drop_cache(self) -> None:
+        """Free the cache's memory. Running samples wait and are recomputed later."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Current state and counters."""
+
+    @abstractmethod
+    def _enqueue(self, generation: Generation) -> None:
+        """Queue the rows of a generation."""
+
+    @abstractmethod
+    def _pass(self) -> None:
+        """Draw at most one token for every sample."""
+
+    def _end_row(self, generation: Generation, row: int, code: int) -> None:
+        """Record why a row ended, after its results are stored."""
+        generation.finish[row] = code
+        generation.unfinished -= 1
+        if generation.unfinished == 0:
+            self._finish(generation)
+
+    def _finish(self, generation: Generation) -> None:
+        del self._generations[generation.name]
+        self._ended.append(generation)
+
+
+def end_tokens(config: Any) -> frozenset[int]:
+    """The end tokens in a model's `transformers` configuration."""
+    found = config.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def block_count(
+    budget: int | None, block_bytes: int, block_tokens: int, sequence_tokens_max: int, slots: int
+) -> int:
+    """Blocks of a KV cache within the budget; without one, no more than all slots need.
+
+    Raises:
+        InvalidRequestError: the budget does not hold one sequence.
+    """
+    sequence_blocks = -(-sequence_tokens_max // block_tokens)
+    if budget is None:
+        affordable = max(KV_BYTES // block_bytes, sequence_blocks)
+        return min(affordable, slots * sequence_blocks)
+    if budget < sequence_blocks * block_bytes:
+        raise InvalidRequestError(
+            f"a KV cache of {budget} bytes holds {budget // block_bytes} blocks of {block_tokens} "
+            f"tokens; one sequence of max_sequence_tokens needs {sequence_blocks} "
+            f"({sequence_blocks * block_bytes} bytes): raise kv_cache_bytes or lower "
+            "max_sequence_tokens"
+        )
+    return budget // block_bytes
