@@ -4,12 +4,11 @@ This takes twice as long as a mapping, but is safe if the owner truncates the fi
 while access to a mapping would kill the process.
 """
 
-import errno
 import os
 from collections.abc import Sequence
 
 from plexrl.errors import CorruptStateError, InvalidRequestError
-from plexrl.statemanager.store.tiers.nvme import use_cache
+from plexrl.statemanager.transfer.copy.direct_io import transfer
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region, parts_of
 
 
@@ -46,21 +45,13 @@ class FileData:
 
 
 def _fill(fd: int, offset: int, target: memoryview, description: str) -> None:
-    done = 0
-    while done < len(target):
-        left = len(target) - done
-        # The last, partial page is separate, so that the others can bypass the page cache.
-        part = target[done : done + (left - left % PAGE_BYTES or left)]
-        try:
-            count = os.preadv(fd, [part], offset + done)
-        except OSError as error:
-            # A descriptor that bypasses the cache accepts only whole pages.
-            if error.errno != errno.EINVAL or not use_cache(fd):
-                raise
-            continue
-        if count == 0:
-            raise _ended(description, offset + done)
-        done += count
+    # The last, partial page is separate, so that the others can bypass the page cache.
+    whole = len(target) // PAGE_BYTES * PAGE_BYTES
+    done = transfer(os.preadv, fd, [target[:whole]], offset) if whole else 0
+    if done == whole < len(target):
+        done += transfer(os.preadv, fd, [target[whole:]], offset + whole)
+    if done < len(target):
+        raise _ended(description, offset + done)
 
 
 def _ended(description: str, at: int) -> CorruptStateError:
