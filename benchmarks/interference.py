@@ -24,8 +24,8 @@ from statistics import fmean, stdev
 from benchmarks.report import report
 from benchmarks.simulating.shared_group import SharedGroup
 from benchmarks.sizes import sized
-from plexrl.scheduler.placement.contention import Resident, predict
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.placement.contention.contention import Resident, predict
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.traces import MODEL_CLASSES
 
 RESIDENTS = sized((2, 3, 4), quick=(2,))

@@ -33,14 +33,12 @@ UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/lo
 
 PURE_FOLDERS = (
     "scheduler/admission",
-    "scheduler/capacity",
     "scheduler/context",
     "scheduler/core",
     "scheduler/dispatch",
     "scheduler/jobs",
     "scheduler/operations",
     "scheduler/placement",
-    "scheduler/queries",
     "scheduler/state",
     "sim/checks",
     "sim/fidelity",
@@ -53,8 +51,8 @@ PURE_FOLDERS = (
     "worker/batches",
 )
 """Folders without clock, randomness, threads, files and imports of the shells of their package."""
-SCHEDULER_SHELLS = ("plexrl.scheduler.service", "plexrl.scheduler.journal")
-ENTRIES_MAX = 13
+SCHEDULER_SHELLS = ("plexrl.scheduler.service",)
+ENTRIES_MAX = 9
 """Entries of a folder, without `__init__.py` and `__main__.py`."""
 BANNED_IN_CORES = {
     *("asyncio", "io", "logging", "os", "pathlib", "random", "secrets", "shutil", "signal"),

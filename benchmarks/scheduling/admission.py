@@ -6,8 +6,8 @@ from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
 from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 
 JOBS = sized(10_000, quick=50)
 NODES = sized(4_000, quick=20)

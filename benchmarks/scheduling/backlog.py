@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from benchmarks.scheduling.cluster import GIB, GPUS, config, demand, node
 from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 
 WAITING = sized(10_000, quick=40)
 NODES = 64

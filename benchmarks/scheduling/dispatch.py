@@ -10,8 +10,8 @@ from benchmarks.scheduling.cluster import config
 from benchmarks.sizes import sized
 from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 
 GROUPS = sized(1000, quick=8)

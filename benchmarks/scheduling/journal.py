@@ -15,9 +15,9 @@ from benchmarks.scheduling.cluster import config, node
 from benchmarks.sizes import sized
 from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 
 CLIENTS = sized(64, quick=4)

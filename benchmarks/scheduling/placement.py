@@ -8,7 +8,7 @@ from benchmarks.scheduling.cluster import Population, populate
 from benchmarks.sizes import sized
 from plexrl.ids import GroupId
 from plexrl.scheduler.placement.placement import leave, place
-from plexrl.scheduler.state.demand import project
+from plexrl.scheduler.state.demand.trace import project
 from plexrl.scheduler.state.records import Deployment
 
 ROUNDS = sized(400, quick=4)

@@ -12,8 +12,8 @@ from benchmarks.scheduling.cluster import GPUS, config, node
 from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.core.calls import ListOperations
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 
 WAITING = sized(10_000, quick=200)

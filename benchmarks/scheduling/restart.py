@@ -8,10 +8,10 @@ from benchmarks.scheduling.cluster import config
 from benchmarks.scheduling.dispatch import Drive, submit_job
 from benchmarks.sizes import sized
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.journal.recovery import restore
-from plexrl.scheduler.journal.sql_journal import SqlJournal
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.service.journal.recovery import restore
+from plexrl.scheduler.service.journal.sql_journal import SqlJournal
+from plexrl.scheduler.state.messages import events as ev
 
 JOBS = sized(20_000, quick=64)
 EVENTS = sized(1_000_000, quick=4000)

@@ -11,8 +11,8 @@ import hashlib
 import sys
 from collections.abc import Iterator
 
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.workload.policies import SIM_POLICIES
 from plexrl.sim.workload.scenario import Behaviour, Failures, Pool, Scenario

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from plexrl.ids import JobId
-from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
+from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.workload.scenario import TIB, Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import MODEL_CLASSES, TraceJob

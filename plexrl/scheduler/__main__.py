@@ -16,8 +16,8 @@ from plexrl.process.garbage_collection import rare_collections
 with rare_collections():
     from plexrl.errors import LeaseLostError, PlexRLError
     from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
-    from plexrl.scheduler.config import SchedulerConfig
-    from plexrl.scheduler.journal.leadership import run_scheduler
+    from plexrl.scheduler.context.config import SchedulerConfig
+    from plexrl.scheduler.service.journal.leadership import run_scheduler
 
 LOG = logging.getLogger(__name__)
 

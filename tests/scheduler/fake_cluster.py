@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
 from plexrl.scheduler import SchedulerConfig, SchedulerCore
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
 
 MOVES = (OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT)

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from plexrl.scheduler.config import SchedulerConfig
-from plexrl.scheduler.journal.recovery import restore
-from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.service.journal.recovery import restore
+from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.service import Service
 from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.state.events import TimerFired
+from plexrl.scheduler.state.messages.events import TimerFired
 from plexrl.wire.rpc import Handler, Peer
 
 Plain = dict[str, Any]

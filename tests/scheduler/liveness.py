@@ -9,8 +9,8 @@ what the cluster was told, without the core's own rules of turns.
 from collections.abc import Iterator
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState

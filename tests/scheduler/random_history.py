@@ -18,10 +18,10 @@ from plexrl.errors import PlexRLError
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck

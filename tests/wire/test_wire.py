@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load, save
 
 from plexrl import errors
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.codec import Codec
 from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.rpc import Handler, Peer

@@ -16,7 +16,7 @@ from plexrl.router.blobs.store import INLINE_BYTES_MAX
 from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator
-from plexrl.scheduler.state.commands import RunOperation
+from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     ForwardParams,

@@ -13,7 +13,12 @@ from plexrl.router.blobs.store import RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
-from plexrl.scheduler.state.commands import CODEC, AbortOperation, DiscardBlobs, RunOperation
+from plexrl.scheduler.state.messages.commands import (
+    CODEC,
+    AbortOperation,
+    DiscardBlobs,
+    RunOperation,
+)
 from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind, params_from_json
 from plexrl.wire.rpc import Peer
 

@@ -14,7 +14,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.placement import patience_ends_at
-from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Deployment
 
 

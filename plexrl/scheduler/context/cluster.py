@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.admission.fair_shares import settle
 from plexrl.scheduler.admission.queues.waiting import Waiting
-from plexrl.scheduler.capacity.inventory import Inventory
-from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.placement.contention import Contention, Resident
+from plexrl.scheduler.placement.capacity.inventory import Inventory
+from plexrl.scheduler.placement.contention.contention import Contention, Resident
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, HeldTime, Job, State
 

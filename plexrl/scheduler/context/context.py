@@ -2,8 +2,8 @@
 
 from dataclasses import InitVar, dataclass, field
 
-from plexrl.scheduler.config import SchedulerConfig
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.state.records import State

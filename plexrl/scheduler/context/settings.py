@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.dispatch.ordering import Ordering, make_ordering
 from plexrl.scheduler.jobs.profiler import ProfilerConfig
 from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy

@@ -8,8 +8,8 @@ event on a sound state can leave out that step and do the others.
 from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
-from plexrl.scheduler.admission.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.preemption import may_preempt, preempt_detached
+from plexrl.scheduler.admission.reclaim.deadlocks import break_deadlocks
+from plexrl.scheduler.admission.reclaim.preemption import may_preempt, preempt_detached
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
@@ -19,8 +19,8 @@ from plexrl.scheduler.operations.cancellation import deadline_passed
 from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.timers import Subject, TimerKind
 from plexrl.scheduler.state.records import State
-from plexrl.scheduler.state.timers import Subject, TimerKind
 
 EVENT: Final = "event"
 """Name of the step that handles the event itself."""

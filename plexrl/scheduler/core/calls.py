@@ -16,7 +16,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, RouterId, TenantId
-from plexrl.scheduler.state.events import OperationFailed
+from plexrl.scheduler.state.messages.events import OperationFailed
 
 Plain = dict[str, Any]
 Scope = TenantId | None

@@ -15,7 +15,7 @@ from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_st
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler.admission.admission import enqueue_deployment, patience_ends
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
-from plexrl.scheduler.config import SchedulerConfig, with_core_settings
+from plexrl.scheduler.context.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
 from plexrl.scheduler.core.calls import ListOperations
@@ -27,6 +27,22 @@ from plexrl.scheduler.core.lookups import (
     find_live_job,
     find_operation,
     job_named,
+)
+from plexrl.scheduler.core.queries.eta import record_estimate
+from plexrl.scheduler.core.queries.explain_job import explain_job
+from plexrl.scheduler.core.queries.views import (
+    View,
+    cluster_view,
+    deployment_view,
+    ended_since,
+    group_view,
+    job_view,
+    node_view,
+    operation_log,
+    operation_view,
+    tenant_view,
+    unreferenced_payloads,
+    usage_view,
 )
 from plexrl.scheduler.core.snapshot import decode, encode
 from plexrl.scheduler.dispatch.switch_cost import state_reported
@@ -62,41 +78,25 @@ from plexrl.scheduler.jobs.tenants import (
     tenant_configured,
     tenant_created,
 )
-from plexrl.scheduler.operations.backpressure import check_room
 from plexrl.scheduler.operations.cancellation import await_deadline, cancel
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.operations.holding import held_view
 from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.outcomes import run_failed, run_finished
-from plexrl.scheduler.operations.submission_checks import check_deadline, check_same, check_source
+from plexrl.scheduler.operations.submission.backpressure import check_room
+from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
 from plexrl.scheduler.placement.nodes import (
     node_drain_changed,
     node_joined,
     node_lost,
     state_migrated,
 )
-from plexrl.scheduler.queries.eta import record_estimate
-from plexrl.scheduler.queries.explain_job import explain_job
-from plexrl.scheduler.queries.views import (
-    View,
-    cluster_view,
-    deployment_view,
-    ended_since,
-    group_view,
-    job_view,
-    node_view,
-    operation_log,
-    operation_view,
-    tenant_view,
-    unreferenced_payloads,
-    usage_view,
-)
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state import timers
-from plexrl.scheduler.state.commands import Command
+from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
-from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.commands import Command
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Job
 from plexrl.wire.operations import HALTED, USER_KINDS

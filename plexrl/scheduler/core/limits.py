@@ -12,7 +12,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from plexrl.errors import InvalidRequestError
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 
 COUNT_MAX = 1_000_000_000
 GPUS_MAX = 1 << 16

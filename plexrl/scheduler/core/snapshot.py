@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import StorageError
-from plexrl.scheduler.config import SchedulerConfig, core_settings, with_core_settings
+from plexrl.scheduler.context.config import SchedulerConfig, core_settings, with_core_settings
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.snapshot_versions import from_version_1
+from plexrl.scheduler.state.messages.timers import Timer
 from plexrl.scheduler.state.records import State
-from plexrl.scheduler.state.timers import Timer
 from plexrl.wire.codec import restore_annotations
 
 VERSION = 2

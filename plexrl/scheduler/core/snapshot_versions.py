@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import msgspec
 
-from plexrl.scheduler.state.timers import parse
+from plexrl.scheduler.state.messages.timers import parse
 
 _PARTS: Final[dict[str, dict[str, str]]] = {
     "burst": {

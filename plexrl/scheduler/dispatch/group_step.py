@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
@@ -22,14 +21,16 @@ from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.holding import renew_token
 from plexrl.scheduler.operations.operations import start, start_move
+from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
-from plexrl.scheduler.state import group_lock, timers
-from plexrl.scheduler.state.commands import PrefetchState
+from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind, OperationState

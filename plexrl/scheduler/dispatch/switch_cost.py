@@ -10,13 +10,13 @@ GPUs, those on the GPUs that it might get.
 from typing import TYPE_CHECKING, Final
 
 from plexrl.scheduler.core.limits import bounded_bytes
-from plexrl.scheduler.state.estimates import LINK_BYTES_PER_S, MOVE_BYTES_PER_S, MoveLaw
+from plexrl.scheduler.state.demand.estimates import LINK_BYTES_PER_S, MOVE_BYTES_PER_S, MoveLaw
 from plexrl.wire.operations import OperationKind
 
 if TYPE_CHECKING:
     from plexrl.scheduler.context.effects import Effects
-    from plexrl.scheduler.state.commands import RankPlacement
-    from plexrl.scheduler.state.events import OperationFinished, StateReported
+    from plexrl.scheduler.state.messages.commands import RankPlacement
+    from plexrl.scheduler.state.messages.events import OperationFinished, StateReported
     from plexrl.scheduler.state.operation import Operation
     from plexrl.scheduler.state.records import Deployment, Group, State
 

@@ -8,7 +8,7 @@ Calls without a token come from an operator, or from a controller that uses no f
 from typing import TYPE_CHECKING
 
 from plexrl.errors import ControllerReplacedError, InvalidRequestError
-from plexrl.scheduler.admission.preemption import resume
+from plexrl.scheduler.admission.reclaim.preemption import resume
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
@@ -16,8 +16,8 @@ from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
-from plexrl.scheduler.state import timers
-from plexrl.scheduler.state.events import (
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.events import (
     ControllerAttached,
     ControllerSeen,
     FailureAcknowledged,

@@ -1,11 +1,11 @@
 """Steps after a cycle has ended: profile, reservation, service level, repacking."""
 
-from plexrl.scheduler.capacity.overlaps import update_reservation
-from plexrl.scheduler.capacity.shift_search import is_off_plan
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.jobs.profiler import refresh
+from plexrl.scheduler.placement.capacity.overlaps import update_reservation
+from plexrl.scheduler.placement.capacity.shift_search import is_off_plan
 from plexrl.scheduler.placement.relocation import (
     consider_relief,
     consider_repacking,

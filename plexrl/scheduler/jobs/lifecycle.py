@@ -17,15 +17,20 @@ from plexrl.scheduler.operations.operations import fail
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
-from plexrl.scheduler.state import timers
-from plexrl.scheduler.state.commands import LaunchWorkers, RankPlacement, ReleaseState, StopWorkers
 from plexrl.scheduler.state.deployment import wpg
-from plexrl.scheduler.state.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.commands import (
+    LaunchWorkers,
+    RankPlacement,
+    ReleaseState,
+    StopWorkers,
+)
+from plexrl.scheduler.state.messages.events import Event, RouterJoined, RouterLost
 from plexrl.scheduler.state.operation import change_operation
 from plexrl.scheduler.state.records import Deployment, Job, State
 

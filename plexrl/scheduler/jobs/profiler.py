@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from plexrl.scheduler.state.demand import (
+from plexrl.scheduler.state.demand.trace import (
     PERIOD_S_MAX,
     PERIOD_S_MIN,
     SEGMENTS_MAX,

@@ -10,7 +10,7 @@ from plexrl.errors import (
 from plexrl.ids import TenantId
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.state.events import (
+from plexrl.scheduler.state.messages.events import (
     ApiKeyAdded,
     ApiKeyRevoked,
     TenantConfigured,

@@ -14,8 +14,8 @@ from plexrl.errors import (
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.operations.operations import fail_queued
-from plexrl.scheduler.state import timers
-from plexrl.scheduler.state.commands import AbortOperation, RunOperation
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import State
 from plexrl.wire.operations import OperationKind, OperationState

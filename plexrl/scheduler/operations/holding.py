@@ -18,10 +18,10 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.state import timers
 from plexrl.scheduler.state.group_lock import fence
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 

@@ -15,14 +15,14 @@ from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended
 from plexrl.scheduler.jobs.retention import forget_oldest
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import bill, count_failure, meter
-from plexrl.scheduler.operations.backpressure import ended, taken_in
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
-from plexrl.scheduler.state.commands import RunOperation
-from plexrl.scheduler.state.events import OperationFinished, OperationSubmitted
+from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState

@@ -28,12 +28,13 @@ from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, republish
 from plexrl.scheduler.placement.relocation import cancel_move
-from plexrl.scheduler.state import group_lock, timers
+from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment import wpg
-from plexrl.scheduler.state.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind

@@ -21,11 +21,11 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rebuilding import rebuild
 from plexrl.scheduler.placement.relocation import drain
-from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.commands import ReleaseState, StopWorkers
 from plexrl.scheduler.state.records import Deployment, Node, State
 
 

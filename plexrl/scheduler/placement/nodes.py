@@ -8,11 +8,16 @@ from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launc
 from plexrl.scheduler.placement.evacuation import placed_on, reconcile_node, replace_shrunk
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back
 from plexrl.scheduler.placement.relocation import migrated, send_migration, settle
-from plexrl.scheduler.state import timers
-from plexrl.scheduler.state.commands import ReleaseState, StopWorkers
-from plexrl.scheduler.state.events import NodeDrainChanged, NodeJoined, NodeLost, StateMigrated
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.messages.commands import ReleaseState, StopWorkers
+from plexrl.scheduler.state.messages.events import (
+    NodeDrainChanged,
+    NodeJoined,
+    NodeLost,
+    StateMigrated,
+)
 from plexrl.scheduler.state.records import Deployment, Node, State
 
 MIGRATION_RETRY_S = 2.0

@@ -14,20 +14,25 @@ from numpy.typing import NDArray
 from plexrl.errors import CapacityError
 from plexrl.ids import GroupId
 from plexrl.scheduler.admission.scarcity import is_scarce
-from plexrl.scheduler.capacity.index import Shape, ShapeTable
-from plexrl.scheduler.capacity.overlaps import refresh_overlap_flags
-from plexrl.scheduler.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.jobs.sharing import settle_group
-from plexrl.scheduler.placement.co_execution import added_stretch
-from plexrl.scheduler.placement.contention import Contention, ContentionConfig, Resident, predict
+from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
+from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
+from plexrl.scheduler.placement.contention.co_execution import added_stretch
+from plexrl.scheduler.placement.contention.contention import (
+    Contention,
+    ContentionConfig,
+    Resident,
+    predict,
+)
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.commands import RankPlacement
-from plexrl.scheduler.state.demand import DemandTrace, project
+from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
+from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
 
 CANDIDATES_PER_PASS = 256

@@ -12,7 +12,7 @@ from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import payload_bytes
-from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
 from plexrl.wire.operations import OperationKind

@@ -16,7 +16,6 @@ from typing import assert_never
 
 from plexrl.ids import GroupId, NodeId
 from plexrl.scheduler.admission.scarcity import is_scarce
-from plexrl.scheduler.capacity.overlaps import overlap_s
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
@@ -25,6 +24,7 @@ from plexrl.scheduler.dispatch.switch_cost import HOST, record_tier, round_trip_
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.operations.replay import forget_previous
+from plexrl.scheduler.placement.capacity.overlaps import overlap_s
 from plexrl.scheduler.placement.placement import (
     Choice,
     find,
@@ -35,12 +35,12 @@ from plexrl.scheduler.placement.placement import (
     vacate,
 )
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.commands import MigrateState, ReleaseState, StopWorkers
+from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.deployment.moves import MoveCause, Relocation
-from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.commands import MigrateState, ReleaseState, StopWorkers
 from plexrl.scheduler.state.records import Deployment, State
 
 REPACK_WINDOW_S = 3600.0

@@ -23,11 +23,11 @@ from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
 from plexrl.scheduler.core import calls
 from plexrl.scheduler.core.calls import Ask, Plain, Report, Scope
 from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
-from plexrl.scheduler.queries.checkpoint_reports import merged
+from plexrl.scheduler.core.queries.checkpoint_reports import merged
 from plexrl.scheduler.service.links import AgentLink
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.service.tenant_calls import TenantCalls, check_operator
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.rpc import Handler, Peer
 
 WAIT_S_MAX = 120.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from plexrl.errors import ConnectionLostError, NoAnswerError, PlexRLError
 from plexrl.ids import NodeId, RouterId
-from plexrl.scheduler.state.commands import (
+from plexrl.scheduler.state.messages.commands import (
     CODEC,
     AbortOperation,
     Command,

@@ -38,9 +38,9 @@ from plexrl.ids import NodeId, OperationId
 from plexrl.process.conditions import Conditions
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.journal.journal import Entry, Journal
-from plexrl.scheduler.journal.recovery import restore
-from plexrl.scheduler.service.journal_outage import HELD_RETRY_S, JournalOutage
+from plexrl.scheduler.service.journal.journal import Entry, Journal
+from plexrl.scheduler.service.journal.outage import HELD_RETRY_S, JournalOutage
+from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.links import AgentLinks, RouterLinks
 from plexrl.scheduler.service.skipped_steps import (
     NONE_SKIPPED,
@@ -49,7 +49,7 @@ from plexrl.scheduler.service.skipped_steps import (
     substitute_report,
 )
 from plexrl.scheduler.service.snapshots import SnapshotWriter
-from plexrl.scheduler.state.commands import (
+from plexrl.scheduler.state.messages.commands import (
     AbortOperation,
     Command,
     DiscardBlobs,
@@ -61,7 +61,13 @@ from plexrl.scheduler.state.commands import (
     SetTimer,
     StopWorkers,
 )
-from plexrl.scheduler.state.events import CODEC, Event, ServiceResumed, StateMigrated, TimerFired
+from plexrl.scheduler.state.messages.events import (
+    CODEC,
+    Event,
+    ServiceResumed,
+    StateMigrated,
+    TimerFired,
+)
 
 LOG = logging.getLogger(__name__)
 

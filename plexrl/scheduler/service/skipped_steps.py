@@ -16,8 +16,8 @@ from plexrl.errors import LeaseLostError, NotFoundError, SchedulerFaultError, St
 from plexrl.ids import DeploymentId, JobId
 from plexrl.scheduler.core.advance import EVENT, Fault
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.journal.journal import Journal
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.service.journal.journal import Journal
+from plexrl.scheduler.state.messages import events as ev
 
 LOG = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from plexrl.errors import SchedulerFaultError, StorageError
 from plexrl.process.conditions import Conditions
-from plexrl.scheduler.journal.journal import Journal
+from plexrl.scheduler.service.journal.journal import Journal
 
 LOG = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from plexrl.scheduler.core import calls
 from plexrl.scheduler.core.calls import Ask, Plain, Report, Scope
 from plexrl.scheduler.jobs.tenants import key_id
 from plexrl.scheduler.service.shell import Shell
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 
 SETTINGS = (
     *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),

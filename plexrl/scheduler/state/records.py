@@ -20,8 +20,8 @@ from plexrl.ids import (
     RouterId,
     TenantId,
 )
-from plexrl.scheduler.state.commands import RankPlacement, RunOperation
-from plexrl.scheduler.state.demand import DemandTrace
+from plexrl.scheduler.state.demand.estimates import Estimates, MoveLaw
+from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.deployment.backoff import Backoff
 from plexrl.scheduler.state.deployment.burst import Burst
 from plexrl.scheduler.state.deployment.cycles import Cycles
@@ -30,10 +30,10 @@ from plexrl.scheduler.state.deployment.processes import Processes
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.deployment.stored_version import StoredVersion
 from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
-from plexrl.scheduler.state.estimates import Estimates, MoveLaw
 from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.commands import RankPlacement, RunOperation
 from plexrl.scheduler.state.operation import Failure, Operation
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.operations import OperationKind

@@ -19,8 +19,8 @@ from typing import Literal, NoReturn
 from plexrl.errors import InvariantError
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.operations.operations import MOVES, OWN_MARK
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.checks.occupancy import Allocation, Occupancy
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.wire.operations import OperationKind

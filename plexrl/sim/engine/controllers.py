@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.shell import VirtualShell
 

@@ -8,7 +8,7 @@ the next submission. `AloneClock` follows the same rules on the same draws, with
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.ids import DeploymentId, JobId, OperationId
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.sim.workload.cycles import CycleSource, DrawnCycle
 from plexrl.sim.workload.scenario import Behaviour
 from plexrl.traces import TraceJob
@@ -16,7 +16,7 @@ from plexrl.traces.generate.published import cycles_in
 from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.state.commands import RunOperation
+    from plexrl.scheduler.state.messages.commands import RunOperation
     from plexrl.sim.metrics.collector import RunKind
     from plexrl.sim.state.statemanagers import Refusal
     from plexrl.sim.state.virtual_state import Move

@@ -12,8 +12,8 @@ from typing import Any
 
 from plexrl.ids import RouterId
 from plexrl.scheduler import SchedulerConfig, SchedulerCore
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 
 FOREVER_S = 1e12
 """A controller timeout that no simulated run reaches."""

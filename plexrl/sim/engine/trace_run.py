@@ -15,8 +15,8 @@ from plexrl.errors import (
     UnknownJobError,
 )
 from plexrl.ids import NodeId, OperationId, TenantId
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.fault_injector import FaultInjector

@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 from plexrl.errors import PlexRLError, StateLostError, StateTierFullError
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.shell import VirtualShell
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.virtual_state import Move, VirtualState

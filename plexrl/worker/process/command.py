@@ -11,8 +11,8 @@ RunName = tuple[str, int]
 
 
 class RunCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's `RunOperation` (`plexrl.scheduler.state.commands`), as the router forwards
-    it. Fields that a worker does not need are left out."""
+    """The scheduler's `RunOperation`, as the router forwards it. Fields that a worker does not need
+    are left out."""
 
     operation: str
     kind: OperationKind

@@ -14,7 +14,7 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
 from plexrl.router.dispatch.run_parts import RunParts, join, join_samples, split
-from plexrl.scheduler.state.commands import RunOperation
+from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import (
     ForwardBackwardParams,
     GenerateParams,

@@ -8,9 +8,9 @@ from plexrl import errors
 from plexrl.ids import DeploymentId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.admission.scarcity import is_scarce
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0

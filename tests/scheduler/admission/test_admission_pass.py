@@ -12,8 +12,8 @@ from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import AdmissionKey, admission_key, blocks_others
 from plexrl.scheduler.admission.queues.gangs import allowed_modes, place_all, why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
 from tests.scheduler.admission.slow_admission import SlowAdmission
 from tests.scheduler.fake_cluster import FakeCluster

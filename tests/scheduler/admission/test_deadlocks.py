@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler.placement.policies import POLICIES
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from plexrl import errors
 from plexrl.ids import TenantId
 from plexrl.scheduler.admission.fit.feasibility import Need, fits, is_possible
-from plexrl.scheduler.capacity.node_pool import NodeKind
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.policies import POLICIES
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 BOUND_S = 600.0

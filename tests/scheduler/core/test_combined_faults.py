@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from plexrl import errors
 from plexrl.ids import JobId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.config import RANGES as CONFIG_RANGES
-from plexrl.scheduler.config import SchedulerConfig
+from plexrl.scheduler.context.config import RANGES as CONFIG_RANGES
+from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.limits import BYTES_MAX, RANGES, TOKENS_MAX
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from plexrl.errors import UnknownOperationError
 from plexrl.ids import OperationId
-from plexrl.scheduler.state import events as ev
 from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 from tests.scheduler.random_history import History

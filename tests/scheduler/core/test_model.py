@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from plexrl import errors
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.commands import RunOperation
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.commands import RunOperation
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 

@@ -11,9 +11,9 @@ import pytest
 from plexrl.errors import PlexRLError
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.core.snapshot import VERSION
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.timers import TimerKind, parse
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.timers import TimerKind, parse
 from tests.scheduler.fake_cluster import config
 
 FIXTURE = Path(__file__).parent / "snapshot_v1.msgpack.zlib"

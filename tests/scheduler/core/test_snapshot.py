@@ -8,9 +8,9 @@ import pytest
 from plexrl.errors import PlexRLError
 from plexrl.ids import NodeId
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.commands import Command
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.commands import Command
 from tests.scheduler.fake_cluster import FakeCluster
 
 NODES = ("n1", "n2", "n3")

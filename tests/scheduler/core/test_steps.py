@@ -4,7 +4,7 @@ import pytest
 
 from plexrl.ids import GroupId
 from plexrl.scheduler.core.advance import STEPS_EACH, STEPS_MIN, EndlessStepsError, Fault
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 

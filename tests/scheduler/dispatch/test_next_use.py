@@ -3,10 +3,10 @@
 import pytest
 
 from plexrl.scheduler.dispatch.next_use import next_use_s
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.estimates import Estimates
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.burst import Burst
-from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster

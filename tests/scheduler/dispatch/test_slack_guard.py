@@ -1,9 +1,13 @@
 """Members without exclusive slots keep out of the critical segments of members with some."""
 
 from plexrl.ids import DeploymentId
-from plexrl.scheduler.capacity.overlaps import has_exclusive_slots, overlap_s, update_reservation
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.placement.capacity.overlaps import (
+    has_exclusive_slots,
+    overlap_s,
+    update_reservation,
+)
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment, Reservation
 from tests.scheduler.dispatch.test_group_step import (
     cycle,

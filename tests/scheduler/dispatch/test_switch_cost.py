@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
-from plexrl.scheduler.state.estimates import MOVE_BYTES_PER_S, MoveLaw
+from plexrl.scheduler.state.demand.estimates import MOVE_BYTES_PER_S, MoveLaw
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.jobs import profiler
 from plexrl.scheduler.jobs.profiler import ProfilerConfig
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.estimates import Estimates
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
-from plexrl.scheduler.state.estimates import Estimates
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 

@@ -12,8 +12,8 @@ from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.context.effects import TIMERS_MIN
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.jobs.retention import last_incarnation, retire
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import State
 from tests.scheduler.fake_cluster import FakeCluster, config
 

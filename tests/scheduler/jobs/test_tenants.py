@@ -3,8 +3,8 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.config import core_settings, with_core_settings
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.context.config import core_settings, with_core_settings
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 

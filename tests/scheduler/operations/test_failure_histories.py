@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from plexrl import errors
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.commands import RunOperation
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import MUTATING
 from tests.scheduler.fake_cluster import FakeCluster
 

@@ -3,7 +3,7 @@
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster
 

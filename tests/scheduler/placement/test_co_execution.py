@@ -7,9 +7,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.placement.co_execution import RoundShare, round_s, total_stretch
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.placement.contention.co_execution import RoundShare, round_s, total_stretch
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 

@@ -7,8 +7,13 @@ from random import Random
 
 import pytest
 
-from plexrl.scheduler.placement.contention import Contention, ContentionConfig, Resident, predict
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.placement.contention.contention import (
+    Contention,
+    ContentionConfig,
+    Resident,
+    predict,
+)
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 
 SHARED_DRAW = 0.5
 SLACK_RULE = ContentionConfig(guards_slack=True)

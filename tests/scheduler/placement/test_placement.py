@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from plexrl import errors
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.demand import DemandTrace, Segment
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 HORIZON = 1200

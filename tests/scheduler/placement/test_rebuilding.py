@@ -12,8 +12,8 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.ids import BlobRef
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.commands import Command, DiscardBlobs, RunOperation
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.commands import Command, DiscardBlobs, RunOperation
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import FakeCluster, config
 from tests.scheduler.placement.test_relocation import cluster_of, drain, explained, with_jobs

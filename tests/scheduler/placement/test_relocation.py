@@ -6,8 +6,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state.commands import ReleaseState
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages.commands import ReleaseState
 from tests.scheduler.fake_cluster import FakeCluster
 
 REST_S = 100.0

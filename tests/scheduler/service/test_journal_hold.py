@@ -13,8 +13,8 @@ import sqlalchemy as sa
 
 from plexrl.errors import JournalFullError, JournalUnavailableError, PlexRLError, StorageError
 from plexrl.scheduler.__main__ import EXIT_LEASE_LOST
-from plexrl.scheduler.journal.database import open_database
-from plexrl.scheduler.journal.schema import LEASES
+from plexrl.scheduler.service.journal.database import open_database
+from plexrl.scheduler.service.journal.schema import LEASES
 from tests.scheduler.postgres import PostgresServer, server_folder
 from tests.scheduler.scheduler_process import SchedulerProcess, job_params
 from tests.small_disk import SmallDisk, small_disk

@@ -14,11 +14,11 @@ from plexrl.errors import SchedulerFaultError
 from plexrl.ids import JobId, OperationId
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.core.advance import EVENT, Fault
-from plexrl.scheduler.journal.recovery import Restored, restore
-from plexrl.scheduler.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.journal.recovery import Restored, restore
+from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.state import events as ev
-from plexrl.scheduler.state import timers
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import UsageRow
 from plexrl.wire.operations import OperationKind, OperationState
 from tests.scheduler.fake_cluster import FakeCluster

@@ -8,7 +8,7 @@ import pytest
 from plexrl import errors
 from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.jobs.tenants import KEYS_MAX, key_id
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.rpc import Peer
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.live_service import OPERATOR, Plain, digest, live, run_live

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plexrl.scheduler.state.estimates import Estimates
+from plexrl.scheduler.state.demand.estimates import Estimates
 from plexrl.wire.operations import OperationKind
 
 

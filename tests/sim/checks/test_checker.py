@@ -12,8 +12,8 @@ from msgspec import structs
 
 from plexrl.errors import InvariantError
 from plexrl.ids import NodeId, OperationId
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.checks.checker import Checker
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.engine.trace_run import TraceRun

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.scheduler.state.demand import Segment
+from plexrl.scheduler.state.demand.trace import Segment
 from plexrl.sim.engine.job_run import AloneClock, JobRun, Step, cycles_of, demand_of
 from plexrl.sim.workload.cycles import CycleDistribution
 from plexrl.sim.workload.scenario import Behaviour

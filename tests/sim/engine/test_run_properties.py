@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler import SchedulerCore
-from plexrl.scheduler.state import commands as cmd
-from plexrl.scheduler.state import events as ev
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim import virtual_config
 from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.simulate import simulate

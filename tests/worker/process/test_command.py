@@ -3,7 +3,7 @@
 import msgspec
 
 from plexrl.ids import DeploymentId, FencingToken, GroupId, JobId, OperationId
-from plexrl.scheduler.state.commands import CODEC, RunOperation
+from plexrl.scheduler.state.messages.commands import CODEC, RunOperation
 from plexrl.wire.operations import AdamParams, OperationKind, params_to_json
 from plexrl.worker.process.command import RunCommand
 

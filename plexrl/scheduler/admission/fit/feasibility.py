@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from plexrl.scheduler.capacity.node_pool import NodeKind, is_in_service
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind, is_in_service
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job, State
 

@@ -28,7 +28,7 @@ from sortedcontainers import SortedList
 from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.admission.queues.queue_counts import Position, QueueCounts
 from plexrl.scheduler.admission.queues.queue_heads import Head, QueueHeadIndex
-from plexrl.scheduler.state.demand import DemandTrace
+from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.records import Deployment, Job
 
 

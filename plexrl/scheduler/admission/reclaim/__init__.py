@@ -1,0 +1,1 @@
+"""Takes GPUs back from jobs that are stuck or have no controller."""

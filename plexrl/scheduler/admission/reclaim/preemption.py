@@ -1,0 +1,64 @@
+"""Detached jobs give their GPUs to jobs that wait for some.
+
+A detached job (one without a controller) that has nothing to run holds GPUs for no purpose. When
+another job waits that could use GPUs, the detached job is *set aside*: its deployments give their
+GPUs back and enter no queue. One job is set aside at a time, the one whose controller was last seen
+longest ago. The job loses nothing: once a controller attaches it, its deployments wait for GPUs
+like new ones and continue from their state. Operations submitted before run first.
+"""
+
+from plexrl.scheduler.admission.fair_shares import begin_to_wait
+from plexrl.scheduler.admission.reclaim.deadlocks import is_waited_for, placed_of
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.placement.evacuation import displace, may_displace
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.records import Job, State
+
+
+def may_preempt(cluster: Cluster) -> bool:
+    """Whether there is a detached job, and a deployment that waits for GPUs."""
+    return bool(cluster.detached and cluster.waiting)
+
+
+def preempt_detached(context: Context, now: float) -> bool:
+    """Set one detached job aside, if a job that is not detached could use GPUs. False: none was."""
+    cluster = context.cluster
+    detached = map(context.state.job, cluster.detached)
+    idle = [job for job in detached if _is_idle(context.state, context.settings, job)]
+    if not idle or not is_waited_for(cluster, idle):
+        return False
+    job = min(idle, key=lambda each: (each.seen_at, each.job))
+    for deployment in placed_of(context.state, job):
+        displace(context, deployment, "its job has no controller, and others waited", now)
+    job.is_set_aside = True
+    del cluster.detached[job.job]
+    for name in job.deployments:
+        cluster.waiting.remove(name)
+    cluster.waiting.retry_all()
+    return True
+
+
+def resume(context: Context, job: Job, now: float) -> None:
+    """Enqueue the deployments of a job that was set aside and has a controller again."""
+    if not job.is_set_aside:
+        return
+    job.is_set_aside = False
+    begin_to_wait(context.cluster, job.tenant, now)
+    for deployment in map(context.state.deployment, job.deployments):
+        if deployment.state == WpgState.WAITING:
+            context.cluster.wait(deployment)
+            for node in deployment.stored.nodes:
+                # A node may have been lost in the meantime.
+                context.effects.wake(now, timers.node_check(node))
+    context.cluster.waiting.retry_all()
+
+
+def _is_idle(state: State, settings: Settings, job: Job) -> bool:
+    """Whether the job has deployments and none of them has anything to run."""
+    if not job.deployments:
+        return False
+    waits = any(state.deployment(name).queue for name in job.deployments)
+    return not waits and all(may_displace(state, settings, each) for each in placed_of(state, job))

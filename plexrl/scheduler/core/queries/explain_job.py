@@ -1,0 +1,116 @@
+"""Explains a job: what it waits for and until when, where it is placed and why."""
+
+from typing import Any
+
+import msgspec
+
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.core.queries.explain_holders import holders
+from plexrl.scheduler.core.queries.explain_operation import explain
+from plexrl.scheduler.core.queries.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.jobs.profiler import waiting_part
+from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.records import Deployment, Job
+
+View = dict[str, Any]
+
+OPERATIONS_MAX = 20
+"""Maximum number of explained operations for each deployment, next ones first."""
+
+
+def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> View:
+    """Why `job` waits or runs as it does. `sees_all`: for an operator, who may see which other
+    tenants' jobs hold the GPUs."""
+    deployments = [cluster.state.deployment(name) for name in job.deployments]
+    errors = cluster.state.eta_errors
+    return {
+        "job": job.job,
+        "tenant": job.tenant,
+        "name": job.name,
+        "state": job.state.value,
+        "summary": _summary(cluster, job, deployments, now),
+        "deployments": [_deployment(cluster, each, now) for each in deployments],
+        "operations": [row for each in deployments for row in _operations(cluster, each, now)],
+        "holders": holders(cluster, job, now, sees_all=sees_all),
+        "eta_quality": {
+            "estimates": errors.count,
+            "mean_error_s": errors.absolute_s / errors.count if errors.count else None,
+            "mean_late_s": errors.late_s / errors.count if errors.count else None,
+            "slipped": errors.slipped,
+        },
+    }
+
+
+def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: float) -> str:
+    if job.state.is_final:
+        return f"it has ended: {job.reason}" if job.reason else "it has ended"
+    if not deployments:
+        return "it has no deployments yet"
+    failure = job_failure(cluster.state, job)
+    if failure is not None:
+        return f"its controller has not acknowledged a failure: {earlier_failure(failure).message}"
+    for deployment in deployments:
+        if deployment.state == WpgState.WAITING:
+            reason, _, _ = why_no_gpus(cluster, deployment, now)
+            return f"{deployment.deployment} waits for GPUs: {reason}"
+    for deployment in deployments:
+        for row in _operations(cluster, deployment, now, most=1):
+            if row["rule"] != "running":
+                return f"{row['operation']} waits: {row['reason']}"
+    if any(each.running for each in deployments):
+        return "it runs"
+    return "it waits for its controller's next operation"
+
+
+def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> View:
+    record = deployment.placement
+    measured = deployment.cycles.measured
+    trace, kept_part = deployment.trace, deployment.cycles.waiting_part
+    view: View = {
+        "deployment": deployment.deployment,
+        "state": deployment.state.value,
+        "group": deployment.group,
+        "nodes": list(deployment.nodes),
+        "placement": None if record is None else msgspec.to_builtins(record),
+        "moves": deployment.moves.count,
+        "moved_because": deployment.moves.last_reason,
+        "waiting_part": waiting_part(measured) if measured else kept_part,
+        "profile": None,
+        "attempts": [],
+        "near": [],
+    }
+    if trace is not None:
+        view["profile"] = {
+            "period_s": trace.period_s,
+            "busy_s": trace.busy_s,
+            "duty": trace.duty,
+            "jitter_s": trace.jitter_s,
+            "segments": msgspec.to_builtins(trace.segments),
+            "cycles": trace.cycles,
+        }
+    if deployment.state == WpgState.WAITING:
+        view["attempts"] = attempts(cluster, deployment, now, searches=True)
+    if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
+        view["near"] = near_groups(cluster, deployment, now)
+    return view
+
+
+def _operations(
+    cluster: Cluster, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
+) -> list[View]:
+    rows = []
+    for name in [*deployment.running, *deployment.queue][:most]:
+        operation = cluster.state.operations[name]
+        found = explain(cluster, operation, now)
+        if found is not None:
+            rows.append(
+                {
+                    "operation": name,
+                    "deployment": deployment.deployment,
+                    "kind": operation.kind.value,
+                    "waited_s": now - operation.submitted_at,
+                    **msgspec.to_builtins(found),
+                }
+            )
+    return rows

@@ -1,0 +1,142 @@
+"""Explains why an operation waits, with an estimated start. Every poll carries the answer."""
+
+from dataclasses import dataclass
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.core.queries.eta import goes_before, start_s
+from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
+from plexrl.scheduler.dispatch.group_step import candidate
+from plexrl.scheduler.dispatch.slack_guard import holds_back
+from plexrl.scheduler.placement.evacuation import awaited
+from plexrl.scheduler.placement.relocation import is_stopping
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.operations import OperationState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The reason for which an operation waits."""
+
+    reason: str
+    rule: str
+    """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
+    `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`, `switch`,
+    `router`, `running`, or the name of the ordering rule."""
+    holder: str | None
+    """The holder of the group's lock; anonymous if it belongs to another tenant."""
+    eta_s: float | None
+    """Estimated seconds until it starts; None if unknown."""
+    position: int
+    """Number of operations of the same deployment ahead of it."""
+
+
+def explain(cluster: Cluster, operation: Operation, now: float) -> Explanation | None:
+    """The explanation of an unfinished operation; None for a finished one."""
+    if operation.state.is_final:
+        return None
+    deployment = cluster.state.deployment(operation.deployment)
+    group = cluster.state.group_of(deployment)
+    holder = None
+    if group is not None and group.holder is not None:
+        holder = name_for(cluster.state, group.holder, deployment)
+    reason, rule, eta_s = _reason(cluster, operation, deployment, group, now)
+    queue = deployment.queue
+    position = queue.index(operation.operation) if operation.operation in queue else 0
+    return Explanation(reason=reason, rule=rule, holder=holder, eta_s=eta_s, position=position)
+
+
+def _reason(
+    cluster: Cluster,
+    operation: Operation,
+    deployment: Deployment,
+    group: Group | None,
+    now: float,
+) -> tuple[str, str, float | None]:
+    state = cluster.state
+    estimates = deployment.estimates
+    if operation.state == OperationState.RUNNING:
+        if not state.routers:
+            return "no router is connected; it is sent again once one connects", "router", None
+        began_at = operation.started_at if operation.started_at is not None else now
+        left = estimates.operation_s(operation.kind, operation.tokens) - (now - began_at)
+        return "it is running", "running", max(0.0, left)
+    if deployment.state == WpgState.WAITING or group is None:
+        return why_no_gpus(cluster, deployment, now)
+    if deployment.state == WpgState.LAUNCHING:
+        return "its workers are starting", "launching", None
+    if deployment.state in (WpgState.RECOVERING, WpgState.MIGRATING):
+        nodes = ", ".join(awaited(state, deployment))
+        if nodes:
+            return f"it waits for {nodes} to return with its GPUs and state", "recovering", None
+    if deployment.processes.launch_at is not None:
+        why = deployment.backoff.reason
+        return (
+            f"its workers had not enough memory to start, and are started again: {why}",
+            "no room",
+            None,
+        )
+    if deployment.state == WpgState.RECOVERING:
+        why = f"moved ({deployment.moves.last_reason})" if deployment.moves.last_reason else "lost"
+        return f"its workers were {why} and are starting again", "recovering", None
+    if deployment.state == WpgState.MIGRATING:
+        nodes = ", ".join(deployment.stored.awaited_nodes)
+        return f"its state is being copied to {nodes}", "migrating", None
+    if deployment.moves.planned is not None and is_stopping(state, deployment):
+        return f"it is about to be moved: {deployment.moves.planned.reason}", "relocation", None
+    ahead = _seconds_ahead(state, operation, deployment)
+    if operation.after is not None:
+        dependency = state.operations.get(operation.after)
+        if dependency is not None and not dependency.state.is_final:
+            found = explain(cluster, dependency, now)
+            eta_s = None if found is None else found.eta_s
+            why = "" if found is None else f": {found.reason}"
+            return f"the weights it pulls are not published yet{why}", "dependency", eta_s
+    if now < deployment.backoff.until:
+        wait_s = deployment.backoff.until - now
+        if deployment.backoff.code:
+            why = f"it is held and will be tried again: {deployment.backoff.reason}"
+            return why, "held", wait_s + ahead
+        return f"a switch to it failed ({deployment.backoff.reason})", "backoff", wait_s + ahead
+    if group.holder == deployment.deployment:
+        if deployment.moving is not None or deployment.replay.replaying:
+            return "its model's state is being moved", "switch", ahead
+        return "operations of its deployment that were submitted before it", "order", ahead
+    return _why_another_holds(state, cluster.settings, deployment, group, now, ahead)
+
+
+def _why_another_holds(
+    state: State, settings: Settings, deployment: Deployment, group: Group, now: float, ahead: float
+) -> tuple[str, str, float | None]:
+    eta_s = start_s(state, settings, group, deployment, now) + ahead
+    if group.incoming == deployment.deployment:
+        return "the group is being handed to it", "switch", eta_s
+    rule = settings.config.ordering
+    if group.holder is None:
+        own = candidate(state, group, deployment)
+        wait_s = holds_back(state, settings, group, deployment, own, now)
+        if wait_s is not None:
+            return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
+        return "the group's lock is about to be granted", rule, eta_s
+    holder = state.deployment(group.holder)
+    if holder.moving is not None:
+        return "the group is being switched", "switch", eta_s
+    before = goes_before(state, settings, group, deployment, now)
+    if before:
+        names = [name_for(state, DeploymentId(each.name), deployment) for each in before]
+        return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
+    who = name_for(state, holder.deployment, deployment)
+    return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _seconds_ahead(state: State, operation: Operation, deployment: Deployment) -> float:
+    total = 0.0
+    for name in deployment.queue:
+        if name == operation.operation:
+            break
+        before = state.operations[name]
+        total += deployment.estimates.operation_s(before.kind, before.tokens)
+    return total

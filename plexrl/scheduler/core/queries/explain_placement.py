@@ -1,0 +1,187 @@
+"""Explains why a deployment has no GPUs: which groups are full, which do not fit its trace."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.admission.fit.feasibility import why_impossible
+from plexrl.scheduler.admission.queues.gangs import why_not_yet
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.placement.capacity.index import Shape
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind
+from plexrl.scheduler.placement.placement import fitting, modes, nearest
+from plexrl.scheduler.placement.policies import PlacementMode
+from plexrl.scheduler.state.records import Deployment, State
+
+NEAR_MAX = 3
+"""Maximum number of groups with the best fit in an explanation."""
+
+View = dict[str, Any]
+
+
+def why_no_gpus(
+    cluster: Cluster, deployment: Deployment, now: float
+) -> tuple[str, str, float | None]:
+    """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
+    held = why_not_yet(cluster, deployment)
+    if held is not None:
+        return *held, None
+    why_never = why_impossible(cluster, deployment)
+    if why_never is not None:
+        return why_never, "impossible", None
+    eta_s = _capacity_eta_s(cluster, deployment, now)
+    what = f"{deployment.workers} GPUs"
+    if deployment.node_type:
+        what += f" of type {deployment.node_type!r}"
+    rows = attempts(cluster, deployment, now, searches=False)
+    tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
+    ahead, others = cluster.waiting.counts.standing(deployment.deployment)
+    standing = (
+        f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
+    )
+    return f"{what} are not free yet; {standing}; {tried}", "turn" if ahead else "capacity", eta_s
+
+
+def attempts(cluster: Cluster, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
+    """Why each placement mode fails now, in the order in which they are tried.
+
+    `searches`: also search the groups with capacity for free slots, which takes milliseconds. Polls
+    do not search.
+    """
+    return [
+        _attempt(cluster, deployment, mode, now, searches=searches)
+        for mode in modes(cluster, deployment, now)
+    ]
+
+
+def name_for(state: State, name: DeploymentId, reader: Deployment) -> str:
+    """A deployment's name as the tenant of `reader` may see it."""
+    owner = state.job(state.deployment(name).job).tenant
+    return name if owner == state.job(reader.job).tenant else "another tenant's job"
+
+
+def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[View]:
+    """The other groups in which the deployment's trace fits best."""
+    return [
+        {
+            "group": choice.group,
+            "members": [
+                name_for(cluster.state, member, deployment)
+                for member in cluster.state.groups[choice.group].members
+            ],
+            "shift_s": float(choice.shift_slots),
+            "overlap_s": choice.overlap_s,
+            "interference_s": choice.interference_s,
+            "contention": choice.contention,
+            "load": cluster.inventory.index.load(choice.group),
+        }
+        for choice in nearest(cluster, deployment, now, strict=False, count=NEAR_MAX)
+    ]
+
+
+def _attempt(
+    cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
+) -> View:
+    if mode == PlacementMode.DEDICATED:
+        free = cluster.inventory.pool.free_gpus(deployment.node_type)
+        why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
+        if cluster.inventory.draining:
+            why += f"; {len(cluster.inventory.draining)} nodes are being drained"
+        return {"way": mode.value, "free_gpus": free, "why": why}
+    counts = _census(cluster, deployment)
+    row: View = {"way": mode.value, **counts}
+    refused = [
+        f"{counts[name]} {words}"
+        for name, words in (
+            ("closed", "accept no members now"),
+            ("full", "have the maximum number of members"),
+            ("without_memory", "lack memory for its state"),
+            ("loaded", "are too busy"),
+        )
+        if counts[name]
+    ]
+    open_count = counts["open"]
+    if open_count and not searches:
+        refused.append(f"{open_count} have capacity by load and memory")
+    elif (
+        open_count
+        and mode in (PlacementMode.STRICT, PlacementMode.OVERLAP)
+        and deployment.trace is not None
+    ):
+        longest = math.ceil(max(s.duration_s for s in deployment.trace.segments))
+        strict = mode == PlacementMode.STRICT
+        fits = fitting(cluster, deployment, now, strict=strict)
+        if not fits:
+            kind = "free at any shift" if strict else "with little enough overlap"
+            refused.append(f"{open_count} have no window of {longest} s {kind}")
+        elif not nearest(cluster, deployment, now, strict=strict, count=1):
+            bound = f"{cluster.settings.config.waiting_part_max:.0%}"
+            refused.append(
+                f"in the best of the {len(fits)} where it fits, a member would wait for more than "
+                f"{bound} of its time"
+            )
+    elif open_count and mode == PlacementMode.CO_EXECUTED:
+        refused.append(
+            f"{open_count} have too little time in their round, or too little host memory"
+        )
+    groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
+    row["why"] = groups + (": " + ", ".join(refused) if refused else "")
+    return row
+
+
+def _census(cluster: Cluster, deployment: Deployment) -> dict[str, int]:
+    counts = dict.fromkeys(("groups", "closed", "full", "without_memory", "loaded", "open"), 0)
+    duty = cluster.inventory.duty(deployment)
+    if deployment.trace is not None:
+        duty = deployment.trace.duty
+    index = cluster.inventory.index
+    for shape in index.shapes(deployment.workers, deployment.node_type):
+        for name, count in _census_of(cluster, deployment, shape, duty).items():
+            counts[name] += count
+    return counts
+
+
+def _census_of(
+    cluster: Cluster, deployment: Deployment, shape: Shape, duty: float
+) -> dict[str, int]:
+    """Counts the groups of a shape, each under the first reason against it."""
+    table = cluster.inventory.index.table(shape)
+    left = np.array([group is not None for group in table.groups])
+    counts = {"groups": int(left.sum())}
+    for name, against in (
+        ("closed", ~table.is_open),
+        ("full", table.members >= cluster.settings.config.residents_max),
+        ("without_memory", table.state_bytes_free < deployment.state_bytes),
+        ("loaded", table.load + duty > cluster.settings.config.load_bound),
+    ):
+        counts[name] = int((left & against).sum())
+        left &= ~against
+    counts["open"] = int(left.sum())
+    return counts
+
+
+def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:
+    """Seconds until jobs with a declared length have released enough suitable GPUs, ignoring the
+    deployments ahead; None if too few jobs declare a length."""
+    free = {
+        kind: cluster.inventory.pool.free_gpus(kind.node_type)
+        for kind in cluster.inventory.sizes()
+        if deployment.node_type in ("", kind.node_type)
+    }
+    ends = []
+    for group in cluster.state.groups.values():
+        if len(group.members) != 1:
+            continue
+        job = cluster.state.job(cluster.state.deployment(group.members[0]).job)
+        if job.expected_s and job.job != deployment.job:
+            end_s = max(0.0, job.submitted_at + job.expected_s - now)
+            kind = NodeKind(group.node_type, group.gpu_memory_bytes)
+            ends.append((end_s, kind, len(group.gpus)))
+    for end_s, kind, gpus in sorted(ends):
+        if kind in free:
+            free[kind] += gpus
+            if free[kind] >= deployment.workers:
+                return end_s
+    return None

@@ -1,2 +1,0 @@
-"""The journal's schema, one revision a file in `versions`; run by
-`plexrl.scheduler.journal.schema`."""

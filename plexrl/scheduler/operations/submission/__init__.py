@@ -1,0 +1,1 @@
+"""Checks of a submission, and the limits on accepted operations."""

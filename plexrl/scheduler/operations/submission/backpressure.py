@@ -1,0 +1,159 @@
+"""Back-pressure: limits of unfinished operations, for each deployment and each tenant.
+
+Above a limit a submission is refused, with a time after which to retry, estimated from the rate at
+which operations ended lately. Accepted operations are never dropped.
+"""
+
+import math
+
+from plexrl.errors import OverloadedError
+from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.state.messages.events import OperationSubmitted
+from plexrl.scheduler.state.operation import Operation
+from plexrl.scheduler.state.records import Deployment, InFlight, State
+
+RETRY_AFTER_S = 1.0
+"""Used before an operation has ended: there is no rate yet."""
+RETRY_AFTER_S_MIN = 0.05
+RETRY_AFTER_S_MAX = 60.0
+"""Upper bound, because the rate may change."""
+
+NEWEST = 0.25
+"""Weight of the newest end in the rate."""
+
+
+def check_room(
+    state: State,
+    settings: Settings,
+    event: OperationSubmitted,
+    deployment: Deployment,
+    source: Deployment | None,
+) -> None:
+    """Refuse a submission above a limit.
+
+    Raises:
+        OverloadedError: a limit is reached; `details` name it and the time to retry.
+    """
+    config = settings.config
+    _check_queue(deployment, config.pending_operations_max)
+    if source is not None:
+        _check_queue(source, config.pending_operations_max)
+    tenant = state.jobs[deployment.job].tenant
+    in_flight = state.in_flight.get(tenant)
+    if in_flight is None:
+        in_flight = InFlight()
+    if event.payload_bytes:
+        _check_bytes(
+            repr(deployment.deployment),
+            "deployment_payload_bytes_max",
+            deployment.in_flight,
+            event.payload_bytes,
+            config.deployment_payload_bytes_max,
+        )
+    if in_flight.operations >= config.tenant_operations_max:
+        raise _refusal(
+            f"tenant {tenant!r} has {in_flight.operations} operations that are not finished, its "
+            "bound",
+            "tenant_operations_max",
+            in_flight,
+            0,
+        )
+    if event.payload_bytes:
+        _check_bytes(
+            f"tenant {tenant!r}",
+            "tenant_payload_bytes_max",
+            in_flight,
+            event.payload_bytes,
+            config.tenant_payload_bytes_max,
+        )
+
+
+def taken_in(state: State, deployment: Deployment, operation: Operation) -> None:
+    """Count an accepted operation."""
+    operation.is_counted = True
+    payload_bytes = operation.payload_bytes
+    of_deployment, of_tenant = deployment.in_flight, _of_tenant(state, deployment)
+    of_deployment.operations += 1
+    of_deployment.payload_bytes += payload_bytes
+    of_tenant.operations += 1
+    of_tenant.payload_bytes += payload_bytes
+
+
+def ended(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+    """Remove an ended operation from the counts."""
+    operation.is_counted = False
+    _note_end(deployment.in_flight, operation, now)
+    _note_end(_of_tenant(state, deployment), operation, now)
+
+
+def retry_after_s(in_flight: InFlight, missing_bytes: int) -> float:
+    """Estimated seconds until an operation, or so many bytes, have ended."""
+    if in_flight.gap_s is None:
+        return RETRY_AFTER_S
+    ends = 1
+    if missing_bytes > 0 and in_flight.bytes_each >= 1:
+        ends = max(1, math.ceil(missing_bytes / in_flight.bytes_each))
+    return min(max(ends * in_flight.gap_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+
+
+def _of_tenant(state: State, deployment: Deployment) -> InFlight:
+    tenant = state.jobs[deployment.job].tenant
+    found = state.in_flight.get(tenant)
+    if found is None:
+        found = state.in_flight[tenant] = InFlight()
+    return found
+
+
+def _note_end(in_flight: InFlight, operation: Operation, now: float) -> None:
+    in_flight.operations -= 1
+    payload_bytes = operation.payload_bytes
+    if payload_bytes:
+        in_flight.payload_bytes -= payload_bytes
+    # Idle time does not count for the rate.
+    since, ended_at = operation.submitted_at, in_flight.ended_at
+    if ended_at is not None and ended_at > since:
+        since = ended_at
+    gap_s = now - since if now > since else 0.0
+    in_flight.ended_at = now
+    known_s = in_flight.gap_s
+    if known_s is None:
+        in_flight.gap_s, in_flight.bytes_each = gap_s, float(payload_bytes)
+        return
+    in_flight.gap_s = known_s + NEWEST * (gap_s - known_s)
+    if payload_bytes or in_flight.bytes_each:
+        in_flight.bytes_each += NEWEST * (payload_bytes - in_flight.bytes_each)
+
+
+def _check_queue(deployment: Deployment, bound: int) -> None:
+    if len(deployment.queue) >= bound:
+        raise _refusal(
+            f"{deployment.deployment!r} has {len(deployment.queue)} operations waiting, its bound",
+            "pending_operations_max",
+            deployment.in_flight,
+            0,
+        )
+
+
+def _check_bytes(
+    whose: str, bound: str, in_flight: InFlight, payload_bytes: int, bytes_max: int
+) -> None:
+    # A payload above the limit is accepted if it is the only one.
+    if not in_flight.payload_bytes:
+        return
+    over = in_flight.payload_bytes + payload_bytes - bytes_max
+    if over > 0:
+        raise _refusal(
+            f"{whose} has operations with {in_flight.payload_bytes} bytes of payload that are not "
+            f"finished, and {payload_bytes} more are over its bound of {bytes_max}",
+            bound,
+            in_flight,
+            over,
+        )
+
+
+def _refusal(what: str, bound: str, in_flight: InFlight, missing_bytes: int) -> OverloadedError:
+    return OverloadedError(
+        f"{what}: wait for some to finish",
+        bound=bound,
+        retry_after_s=round(retry_after_s(in_flight, missing_bytes), 3),
+    )

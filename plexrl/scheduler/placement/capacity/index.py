@@ -1,0 +1,315 @@
+"""The capacity index: who is busy when, on which GPUs (PlexRL §4.3.1, §5.2.1).
+
+Two levels. The first level keeps the node groups of one size and type as flat arrays: load, memory
+and members, so that one pass drops all groups that cannot take a job. The second level keeps the
+busy slots of each group on the ring, folded to the period of the job that searches.
+
+A reservation subtracts a footprint from its group over the whole ring, or changes nothing.
+Footprints change every few cycles and searches come with a placement only, so the busy slots and
+the folds of a group are computed when a search reads them. The nodes, the groups and the residents'
+footprints determine everything here: after a restart the index is rebuilt and decides as before.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plexrl.errors import CapacityError
+from plexrl.ids import DeploymentId, GroupId
+from plexrl.scheduler.placement.capacity.shift_search import Fit, PeriodProfiles, ShiftSearch
+from plexrl.scheduler.state.demand.trace import Footprint
+
+PERIOD_PROFILES_MAX = 32
+"""Period profiles kept, one for each recently used number of cycles."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Groups of equal shape are interchangeable for a job."""
+
+    node_type: str
+    gpu_memory_bytes: int
+    """Per GPU."""
+    gpus: int
+
+
+@dataclass(slots=True)
+class GroupSlots:
+    """The reservations of one group."""
+
+    group: GroupId
+    shape: Shape
+    table: "ShapeTable"
+    """The table with the group's row."""
+    row: int
+    footprints: dict[DeploymentId, Footprint] = field(default_factory=dict)
+    intervals: dict[DeploymentId, NDArray[np.int64]] = field(default_factory=dict)
+    """The footprints' intervals on the ring; computed on first use, as is `busy`."""
+    busy: dict[DeploymentId, int] = field(default_factory=dict)
+    """`Footprint.busy`."""
+    duties: dict[DeploymentId, float] = field(default_factory=dict)
+
+    def busy_of(self, deployment: DeploymentId) -> int:
+        """The busy slots of one resident, one bit each."""
+        found = self.busy.get(deployment)
+        if found is None:
+            found = self.busy[deployment] = self.footprints[deployment].busy()
+        return found
+
+    def busy_of_all(self) -> int:
+        """The busy slots of all residents, one bit each."""
+        found = 0
+        for deployment in self.footprints:
+            found |= self.busy_of(deployment)
+        return found
+
+
+class ShapeTable:
+    """All groups of one shape, one row each. Rows of removed groups are reused."""
+
+    def __init__(self, shape: Shape, horizon_slots: int) -> None:
+        self._shape = shape
+        self._horizon_slots = horizon_slots
+        self.groups: list[GroupId | None] = []
+        self._slots: list[GroupSlots | None] = []
+        self.versions = np.zeros(0, dtype=np.int64)
+        self.serial = np.zeros(0, dtype=np.int64)
+        """The group's number; it breaks ties, because row numbers depend on history."""
+        self.load = np.zeros(0)
+        """Sum of the residents' duties."""
+        self.host_bytes_free = np.zeros(0, dtype=np.int64)
+        """Largest state of one more member that fits into host memory."""
+        self.state_bytes_free = np.zeros(0, dtype=np.int64)
+        """Largest state of one more member that fits into host memory and NVMe."""
+        self.members = np.zeros(0, dtype=np.int64)
+        self.is_open = np.zeros(0, dtype=bool)
+        self._free_rows: list[int] = []
+        self._changes = 0
+        self._period_profiles: OrderedDict[int, PeriodProfiles] = OrderedDict()
+
+    def add(self, group: GroupId, serial: int) -> GroupSlots:
+        """Add a row for `group`."""
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        self.groups[row] = group
+        slots = self._slots[row] = GroupSlots(group=group, shape=self._shape, table=self, row=row)
+        self.serial[row] = serial
+        self.changed(row)
+        return slots
+
+    def remove(self, row: int) -> None:
+        """Free the row."""
+        self.groups[row] = self._slots[row] = None
+        self.load[row] = 0.0
+        self.members[row] = 0
+        self.is_open[row] = False
+        self.changed(row)
+        self._free_rows.append(row)
+
+    def changed(self, row: int) -> None:
+        """Note that the residents of the row have changed."""
+        self._changes += 1
+        self.versions[row] = self._changes
+
+    def search(self, rows: NDArray[np.intp], wanted: ShiftSearch) -> list[Fit]:
+        """The best shift of each row that has a fit."""
+        cycles = wanted.footprint.cycles
+        table = self._period_profiles.get(cycles)
+        if table is None:
+            table = PeriodProfiles(self._horizon_slots, cycles)
+            self._period_profiles[cycles] = table
+            if len(self._period_profiles) > PERIOD_PROFILES_MAX:
+                self._period_profiles.popitem(last=False)
+        self._period_profiles.move_to_end(cycles)
+        table.refresh(rows, self.versions, self._intervals)
+        return table.search(rows, wanted)
+
+    def _intervals(self, row: int) -> list[NDArray[np.int64]]:
+        """The intervals of the residents' footprints."""
+        slots = self._slots[row]
+        if slots is None:
+            return []
+        known = slots.intervals
+        for deployment, footprint in slots.footprints.items():
+            if deployment not in known:
+                known[deployment] = footprint.intervals()
+        return list(known.values())
+
+    def _grow(self) -> None:
+        size = len(self.groups)
+        more = max(16, size)
+        self.groups += [None] * more
+        self._slots += [None] * more
+        for name in (
+            "versions",
+            "serial",
+            "load",
+            "host_bytes_free",
+            "state_bytes_free",
+            "members",
+        ):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
+        self.is_open = np.concatenate([self.is_open, np.zeros(more, dtype=bool)])
+        # The lowest row is used first.
+        self._free_rows = list(range(size + more - 1, size - 1, -1))
+
+
+class CapacityIndex:
+    """The reservations of all groups on the ring."""
+
+    def __init__(self, horizon_slots: int) -> None:
+        self.horizon_slots = horizon_slots
+        self._groups: dict[GroupId, GroupSlots] = {}
+        self._tables: dict[Shape, ShapeTable] = {}
+
+    # The cluster
+
+    def add_group(self, group: GroupId, shape: Shape, serial: int) -> None:
+        """Add a new, empty group. Searches ignore it until `update_capacity`."""
+        assert group not in self._groups, f"{group} is in the index already"
+        self._groups[group] = self._table(shape).add(group, serial)
+
+    def remove_group(self, group: GroupId) -> None:
+        """Remove a group without residents."""
+        slots = self._groups.pop(group)
+        assert not slots.footprints, f"{group} still has residents"
+        slots.table.remove(slots.row)
+
+    def update_capacity(
+        self, group: GroupId, *, is_open: bool, host_bytes_free: int, state_bytes_free: int
+    ) -> None:
+        """Set whether the group accepts members, and how large the next member's state may be."""
+        slots = self._groups[group]
+        table, row = slots.table, slots.row
+        table.is_open[row] = is_open
+        table.host_bytes_free[row] = host_bytes_free
+        table.state_bytes_free[row] = state_bytes_free
+
+    # Reservations
+
+    def reserve(
+        self,
+        group: GroupId,
+        deployment: DeploymentId,
+        footprint: Footprint,
+        duty: float,
+        *,
+        strict: bool,
+    ) -> None:
+        """Subtract a footprint from the group over the whole ring.
+
+        Raises:
+            CapacityError: `strict`, and the group is busy in a segment; nothing changed.
+        """
+        slots = self._groups[group]
+        assert deployment not in slots.footprints, f"{deployment} has a reservation on {group}"
+        if strict and footprint.busy() & slots.busy_of_all():
+            raise CapacityError(
+                f"group {group!r} is busy during a segment of {deployment!r}: choose another shift "
+                "or group",
+                group=group,
+            )
+        slots.footprints[deployment] = footprint
+        slots.duties[deployment] = duty
+        self._after_change(slots)
+
+    def fill(
+        self, group: GroupId, residents: Mapping[DeploymentId, tuple[Footprint, float]]
+    ) -> None:
+        """Reserve for all residents of an empty group: (footprint, duty) of each."""
+        slots = self._groups[group]
+        assert not slots.footprints, f"{group} is not empty"
+        for deployment, (footprint, duty) in residents.items():
+            slots.footprints[deployment] = footprint
+            slots.duties[deployment] = duty
+        self._after_change(slots)
+
+    def release(self, group: GroupId, deployment: DeploymentId) -> None:
+        """Undo `reserve`."""
+        slots = self._groups[group]
+        del slots.footprints[deployment]
+        del slots.duties[deployment]
+        self._drop_cached(slots, deployment)
+        self._after_change(slots)
+
+    def replace(
+        self, group: GroupId, deployment: DeploymentId, footprint: Footprint, duty: float
+    ) -> None:
+        """Replace the footprint of a resident."""
+        slots = self._groups[group]
+        slots.footprints[deployment] = footprint
+        self._drop_cached(slots, deployment)
+        if slots.duties[deployment] == duty:
+            # The common case: only the shift changed.
+            slots.table.changed(slots.row)
+            return
+        slots.duties[deployment] = duty
+        self._after_change(slots)
+
+    @staticmethod
+    def _drop_cached(slots: GroupSlots, deployment: DeploymentId) -> None:
+        slots.intervals.pop(deployment, None)
+        slots.busy.pop(deployment, None)
+
+    def _after_change(self, slots: GroupSlots) -> None:
+        table, row = slots.table, slots.row
+        # An exact sum, so that it depends on the members only and not on their history.
+        table.load[row] = math.fsum(slots.duties.values())
+        table.members[row] = len(slots.footprints)
+        slots.table.changed(slots.row)
+
+    # Queries
+
+    def footprint(self, group: GroupId, deployment: DeploymentId) -> Footprint:
+        """The footprint that is reserved for a resident."""
+        return self._groups[group].footprints[deployment]
+
+    def slots(self, group: GroupId) -> GroupSlots:
+        """The reservations of a group."""
+        return self._groups[group]
+
+    def row(self, group: GroupId, shape: Shape) -> int | None:
+        """The group's row in the table of `shape`; None if it has another shape."""
+        slots = self._groups[group]
+        return slots.row if slots.shape == shape else None
+
+    def load(self, group: GroupId) -> float:
+        """Sum of the duties of the group's residents."""
+        slots = self._groups[group]
+        return float(slots.table.load[slots.row])
+
+    def shapes(self, gpus: int, node_type: str) -> list[Shape]:
+        """Existing shapes of that size; of all types if `node_type` is empty."""
+        return sorted(
+            shape
+            for shape in self._tables
+            if shape.gpus == gpus and node_type in ("", shape.node_type)
+        )
+
+    def table(self, shape: Shape) -> ShapeTable:
+        """All groups of a shape."""
+        return self._tables[shape]
+
+    def check_equal(self, other: "CapacityIndex") -> None:
+        """Assert that both indexes are equal in every group and slot."""
+        assert self._groups.keys() == other._groups.keys(), "the groups differ"
+        for name, mine in self._groups.items():
+            theirs = other._groups[name]
+            assert mine.footprints == theirs.footprints, f"{name}: the footprints differ"
+            table, row = mine.table, mine.row
+            their_table, their_row = theirs.table, theirs.row
+            for column in ("serial", "load", "host_bytes_free", "state_bytes_free", "is_open"):
+                ours, others = getattr(table, column)[row], getattr(their_table, column)[their_row]
+                assert ours == others, f"{name}: {column} is {ours}, not {others}"
+
+    def _table(self, shape: Shape) -> ShapeTable:
+        found = self._tables.get(shape)
+        if found is None:
+            found = self._tables[shape] = ShapeTable(shape, self.horizon_slots)
+        return found

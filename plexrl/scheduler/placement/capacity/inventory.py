@@ -1,0 +1,326 @@
+"""The free capacity of the cluster, derived from the state: capacity index, GPU pool, memory.
+
+The state determines all of it: `Inventory(config, policy, state)` rebuilds it after a restart, and
+`check` compares the two.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.ids import DeploymentId, GroupId, NodeId
+from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.core.limits import TOTAL_MAX
+from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind, NodePool, is_in_service
+from plexrl.scheduler.placement.policies import PlacementPolicy
+from plexrl.scheduler.state.demand.trace import DemandTrace, Footprint, project, whole_ring
+from plexrl.scheduler.state.messages.commands import RankPlacement
+from plexrl.scheduler.state.records import Deployment, Group, Node, State
+
+
+class Inventory:
+    """The capacity index, the pool of free GPUs, and the state kept on each node."""
+
+    def __init__(self, config: SchedulerConfig, policy: PlacementPolicy, state: State) -> None:
+        self._config = config
+        self._policy = policy
+        self._state = state
+        self.index = CapacityIndex(config.horizon_slots)
+        self.pool = NodePool()
+        self.draining: dict[NodeId, None] = {}
+        """Nodes that operators drain."""
+        self.holds: dict[tuple[int, str, int], bool] = {}
+        """Whether the nodes in service have these GPUs: by (count, type, memory per GPU)."""
+        self._sizes: dict[NodeKind, tuple[int, int]] | None = None
+        self._in_service: dict[NodeKind, int] | None = None
+        self._spills: dict[GroupId, bool] = {}
+        self._groups_on: dict[NodeId, dict[GroupId, None]] = {}
+        self._parts_of: dict[GroupId, dict[NodeId, _Part]] = {}
+        self._demands: dict[DeploymentId, _Demand] = {}
+        """The last projected trace of each member."""
+        self._kept: dict[NodeId, int] = {}
+        """Bytes of state of the members of shared groups, by node."""
+        for node in state.nodes.values():
+            self.node_changed(node)
+        for group in state.groups.values():
+            self.add_group(group)
+            residents = [state.deployments[name] for name in group.members]
+            self.index.fill(
+                group.group,
+                {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
+            )
+            for each in residents:
+                self._keep(group, each, +1)
+        for group in state.groups.values():
+            self._update_capacity(group)
+
+    def node_changed(self, node: Node) -> None:
+        """Update after a node joined, returned with other sizes, died, or is drained or not."""
+        self._sizes = self._in_service = None
+        self.holds.clear()
+        if node.is_draining:
+            self.draining[node.node] = None
+        else:
+            self.draining.pop(node.node, None)
+        self.pool.remove(node.node)
+        taken = [
+            gpu.gpu
+            for name in self._groups_on.get(node.node, ())
+            for gpu in self._state.groups[name].gpus
+            if gpu.node == node.node
+        ]
+        kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+        self.pool.add(node.node, kind, node.block, node.gpus, taken)
+        if not is_in_service(node):
+            self.pool.close(node.node)
+        for name in self._groups_on.get(node.node, ()):
+            self._update_capacity(self._state.groups[name])
+
+    def add_group(self, group: Group) -> None:
+        """Add a group formed of free GPUs."""
+        self.pool.take(group.gpus)
+        self.index.add_group(group.group, shape_of(group), group.serial)
+        parts = self._parts_of[group.group] = _parts(group)
+        for node in parts:
+            self._groups_on.setdefault(node, {})[group.group] = None
+
+    def remove_group(self, group: Group) -> None:
+        """Remove a group without members and free its GPUs."""
+        self.index.remove_group(group.group)
+        self.pool.give_back(group.gpus)
+        self._spills.pop(group.group, None)
+        for node in self._parts_of.pop(group.group):
+            del self._groups_on[node][group.group]
+
+    def reserve(self, deployment: Deployment, *, strict: bool) -> None:
+        """Reserve the deployment's slots in its group, and memory for its state.
+
+        Raises:
+            CapacityError: `strict`, and the group is busy in one of the slots; nothing changed.
+        """
+        group = self._group_of(deployment)
+        self.index.reserve(
+            group.group,
+            deployment.deployment,
+            self.footprint(deployment),
+            self.duty(deployment),
+            strict=strict,
+        )
+        self._keep(group, deployment, +1)
+        self.refresh(group)
+
+    def release(self, deployment: Deployment) -> None:
+        """Undo `reserve`, after the deployment was removed from the group's members."""
+        group = self._group_of(deployment)
+        self.index.release(group.group, deployment.deployment)
+        self._demands.pop(deployment.deployment, None)
+        self._keep(group, deployment, -1)
+        self.refresh(group)
+
+    def replace_reservation(
+        self, deployment: Deployment, trace: DemandTrace | None, shift: float
+    ) -> None:
+        """Replace the deployment's slots in its group; None: the whole ring."""
+        assert deployment.group is not None, f"{deployment.deployment} is on no group"
+        if trace is None:
+            footprint, duty = whole_ring(self._config.horizon_slots), self._equal_duty
+        else:
+            demand = self._demand(deployment, trace)
+            footprint, duty = demand.footprint.at(shift), demand.duty
+        self.index.replace(deployment.group, deployment.deployment, footprint, duty)
+
+    def refresh(self, group: Group) -> None:
+        """Update the capacity of all groups on the nodes of `group`, which has changed."""
+        touched = {
+            name: None for node in self._parts_of[group.group] for name in self._groups_on[node]
+        }
+        for name in touched:
+            self._update_capacity(self._state.groups[name])
+
+    def sizes(self) -> dict[NodeKind, tuple[int, int]]:
+        """(GPUs, bytes of the host and NVMe tiers) in total, by kind of node. Includes lost nodes
+        that may come back."""
+        if self._sizes is None:
+            self._sizes = {}
+            for node in self._state.nodes.values():
+                if node.lost_at is not None and not self._config.lost_nodes_return:
+                    continue
+                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                gpus, tiers = self._sizes.get(kind, (0, 0))
+                more = node.host_memory_bytes + node.nvme_bytes
+                self._sizes[kind] = (gpus + node.gpus, tiers + more)
+        return self._sizes
+
+    def in_service(self) -> dict[NodeKind, int]:
+        """GPUs on nodes in service, free or not, by kind."""
+        if self._in_service is None:
+            self._in_service = {}
+            for node in self._state.nodes.values():
+                if is_in_service(node):
+                    kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                    self._in_service[kind] = self._in_service.get(kind, 0) + node.gpus
+        return self._in_service
+
+    def gpus_in_service(self, group: Group) -> dict[NodeKind, int]:
+        """The group's GPUs on nodes in service, by kind."""
+        found: dict[NodeKind, int] = {}
+        for gpu in group.gpus:
+            node = self._state.nodes[gpu.node]
+            if is_in_service(node) and gpu.gpu < node.gpus:
+                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                found[kind] = found.get(kind, 0) + 1
+        return found
+
+    def groups_on(self, node: NodeId) -> list[GroupId]:
+        """The groups with GPUs on that node."""
+        return list(self._groups_on.get(node, ()))
+
+    def nodes(self, group: Group) -> tuple[NodeId, ...]:
+        """The nodes of the group, sorted by name."""
+        return tuple(self._parts_of[group.group])
+
+    def footprint(self, deployment: Deployment) -> Footprint:
+        """The footprint of the deployment's reservation."""
+        reservation = deployment.reservation
+        if reservation is None or reservation.trace is None:
+            return whole_ring(self._config.horizon_slots)
+        return self._demand(deployment, reservation.trace).footprint.at(reservation.shift)
+
+    def duty(self, deployment: Deployment) -> float:
+        """The part of a group's time that a member uses; an equal share without a profile."""
+        reservation = deployment.reservation
+        if reservation is not None and reservation.trace is not None:
+            return self._demand(deployment, reservation.trace).duty
+        return self._equal_duty
+
+    def duty_when_placed(self, deployment: Deployment) -> float:
+        """The duty that a waiting deployment will have."""
+        return self.duty(deployment) if deployment.trace is None else deployment.trace.duty
+
+    @property
+    def _equal_duty(self) -> float:
+        return self._config.load_max / self._config.residents_max
+
+    def _demand(self, deployment: Deployment, trace: DemandTrace) -> "_Demand":
+        """The projected trace, cached because shifts change far more often than traces."""
+        name, config = deployment.deployment, self._config
+        found = self._demands.get(name)
+        if found is None or found.trace is not trace:
+            footprint = project(trace, config.horizon_slots, config.period_tolerance)
+            found = self._demands[name] = _Demand(trace, footprint, trace.duty)
+        return found
+
+    def state_bytes_free(self, group: Group) -> tuple[int, int]:
+        """(in host memory, with NVMe): the largest state of one more member, in bytes."""
+        host, total = [], []
+        for node, part in self._parts_of[group.group].items():
+            known, kept = self._state.nodes[node], self._kept.get(node, 0)
+            scale = len(group.gpus) / part.ranks
+            host.append(int((known.host_memory_bytes - kept) * scale))
+            total.append(int((known.host_memory_bytes + known.nvme_bytes - kept) * scale))
+        # The index stores 64-bit integers.
+        return max(-TOTAL_MAX, min(TOTAL_MAX, *host)), max(-TOTAL_MAX, min(TOTAL_MAX, *total))
+
+    def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
+        """Free GPUs for a new group of the deployment; None if there are none.
+
+        If the policy keeps states in host memory, the deployment must fit into the host memory of
+        its nodes with the states there. A deployment alone on its nodes is never offloaded, so its
+        state may be larger.
+        """
+        per_rank = -(-deployment.state_bytes // deployment.workers)
+        wanted = (deployment.workers, deployment.node_type, per_rank)
+        if not self._policy.keeps_in_host or deployment.kind == "rollout" or deployment.exclusive:
+            return self.pool.find(*wanted)
+
+        def fits(node: NodeId, ranks: int) -> bool:
+            kept = self._kept.get(node, 0)
+            more = deployment.state_bytes * ranks // deployment.workers
+            return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
+
+        return self.pool.find(*wanted, fits)
+
+    def spills(self, group: Group) -> bool:
+        """Whether the states on the group's nodes exceed host memory."""
+        return self._spills[group.group]
+
+    def check(self) -> None:
+        """Assert that the inventory equals one rebuilt from the state."""
+        rebuilt = Inventory(self._config, self._policy, self._state)
+        assert self.pool.snapshot() == rebuilt.pool.snapshot(), (
+            "the pool of free GPUs differs from the state"
+        )
+        kept = [
+            {node: kept for node, kept in each._kept.items() if kept} for each in (self, rebuilt)
+        ]
+        assert kept[0] == kept[1], f"the states on the nodes are {kept[0]}, not {kept[1]}"
+        self.index.check_equal(rebuilt.index)
+
+    def _keep(self, group: Group, deployment: Deployment, sign: int) -> None:
+        """Add (+1) or subtract (-1) a member's state on its group's nodes."""
+        if not group.shared:
+            return
+        for node, part in self._parts_of[group.group].items():
+            nbytes = deployment.state_bytes * part.ranks // len(group.gpus)
+            self._kept[node] = self._kept.get(node, 0) + sign * nbytes
+
+    def _update_capacity(self, group: Group) -> None:
+        host, total = self.state_bytes_free(group)
+        self._spills[group.group] = host < 0
+        self.index.update_capacity(
+            group.group,
+            is_open=self.is_open(group),
+            host_bytes_free=host,
+            state_bytes_free=total,
+        )
+
+    def is_open(self, group: Group) -> bool:
+        """Whether searches may add members to the group."""
+        if not group.shared or group.is_closed:
+            return False
+        for name, part in self._parts_of[group.group].items():
+            node = self._state.nodes[name]
+            if not is_in_service(node) or part.highest >= node.gpus:
+                return False
+        if not self._policy.repacks:
+            return True
+        # A member is profiled alone (PlexRL §4.3.2, cold start).
+        reservations = (self._state.deployments[name].reservation for name in group.members)
+        return all(each is not None and each.trace is not None for each in reservations)
+
+    def _group_of(self, deployment: Deployment) -> Group:
+        assert deployment.group is not None, f"{deployment.deployment} is on no group"
+        return self._state.groups[deployment.group]
+
+
+def shape_of(group: Group) -> Shape:
+    """The shape of a group."""
+    return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """A member's trace, projected onto the ring."""
+
+    trace: DemandTrace
+    footprint: Footprint
+    """At shift 0."""
+    duty: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The part of a group on one node."""
+
+    ranks: int
+    highest: int
+    """Index of its last GPU on the node."""
+
+
+def _parts(group: Group) -> dict[NodeId, _Part]:
+    """The parts of a group by node, sorted by name."""
+    indexes: dict[NodeId, list[int]] = {}
+    for gpu in group.gpus:
+        indexes.setdefault(gpu.node, []).append(gpu.gpu)
+    return {
+        node: _Part(ranks=len(gpus), highest=max(gpus)) for node, gpus in sorted(indexes.items())
+    }

@@ -1,0 +1,122 @@
+"""Overlaps between the planned busy slots of a group's members (PlexRL §4.3.2, Eq. 2).
+
+Whether two footprints share a slot follows from the relative positions that their cycles can have,
+without a look at the ring. Plans change often and mostly need only this test; the number of shared
+slots is counted on request. Members without a profile count as overlapping with nobody.
+"""
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from plexrl.scheduler.state.demand.trace import Footprint
+from plexrl.scheduler.state.records import Deployment, Group, Reservation
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.placement.capacity.index import GroupSlots
+    from plexrl.scheduler.state.demand.trace import DemandTrace
+    from plexrl.scheduler.state.records import State
+
+UNCOUNTED_S: Final = math.inf
+"""Marks an overlap whose length was not counted."""
+
+TINY_SLOTS: Final = 1e-6
+"""Far below a slot, far above the rounding error of a phase."""
+
+
+def update_reservation(cluster: "Cluster", deployment: Deployment, shift: float) -> None:
+    """Replace the deployment's reservation by its present trace at `shift` slots."""
+    assert deployment.group is not None, f"{deployment.deployment} is on no group"
+    group = cluster.state.groups[deployment.group]
+    trace, before = deployment.trace, deployment.reservation
+    cluster.inventory.replace_reservation(deployment, trace, shift)
+    slots = cluster.inventory.index.slots(deployment.group)
+    overlap_s = UNCOUNTED_S if _overlaps_any(cluster.state, group, slots, deployment) else 0.0
+    deployment.reservation = Reservation(shift=shift, trace=trace, overlap_s=overlap_s)
+    if before is None or before.trace is None:
+        # The group may accept members now.
+        cluster.inventory.refresh(group)
+    refresh_overlap_flags(cluster, group)
+
+
+def refresh_overlap_flags(cluster: "Cluster", group: Group) -> None:
+    """Clear the overlap flag of members that no longer overlap, after a footprint moved."""
+    slots = cluster.inventory.index.slots(group.group)
+    for name in group.members:
+        member = cluster.state.deployments[name]
+        reservation = member.reservation
+        if (
+            reservation is not None
+            and reservation.overlap_s != 0.0
+            and reservation.trace is not None
+            and not _overlaps_any(cluster.state, group, slots, member)
+        ):
+            member.reservation = Reservation(shift=reservation.shift, trace=reservation.trace)
+
+
+def overlap_s(cluster: "Cluster", deployment: Deployment) -> float:
+    """Seconds of the deployment's cycle in which another member is busy too, by the plan."""
+    reservation = deployment.reservation
+    if deployment.group is None or reservation is None or reservation.overlap_s == 0.0:
+        return 0.0
+    slots = cluster.inventory.index.slots(deployment.group)
+    others = 0
+    for name in cluster.state.groups[deployment.group].members:
+        planned = cluster.state.deployments[name].reservation
+        if name != deployment.deployment and planned is not None and planned.trace is not None:
+            others |= slots.busy_of(name)
+    both = slots.busy_of(deployment.deployment) & others
+    return both.bit_count() / slots.footprints[deployment.deployment].cycles
+
+
+def has_exclusive_slots(member: Deployment) -> bool:
+    """Whether the member's planned slots are reserved for it: no other plan overlaps with them, and
+    a delay there would delay its job."""
+    reservation = member.reservation
+    if reservation is None or reservation.overlap_s != 0.0 or reservation.trace is None:
+        return False
+    return has_critical(reservation.trace)
+
+
+def has_critical(trace: "DemandTrace") -> bool:
+    """Whether a segment has less slack than its own duration."""
+    found = False
+    for segment in trace.segments:
+        found |= segment.slack_s < segment.duration_s
+    return found
+
+
+def footprints_overlap(one: Footprint, other: Footprint) -> bool:
+    """Whether both are busy in some slot of the ring."""
+    # The starts of two cycles differ by the difference of the shifts plus a multiple of this.
+    apart = one.horizon_slots / math.lcm(one.cycles, other.cycles)
+    behind = other.shift - one.shift
+    is_close = False
+    for offset, duration, _ in one.segments:
+        for other_offset, other_duration, _ in other.segments:
+            after = (behind + other_offset - offset) % apart
+            gap, other_gap = after - duration, apart - after - other_duration
+            is_long = duration > TINY_SLOTS and other_duration > TINY_SLOTS
+            if is_long and (gap < -TINY_SLOTS or other_gap < -TINY_SLOTS):
+                return True
+            if gap < 1.0 or other_gap < 1.0:
+                # Rounded outward they may share a slot.
+                is_close = True
+    return is_close and one.busy() & other.busy() != 0
+
+
+def _overlaps_any(
+    state: "State", group: Group, slots: "GroupSlots", deployment: Deployment
+) -> bool:
+    footprints = slots.footprints
+    own = footprints[deployment.deployment]
+    for name in group.members:
+        planned = state.deployments[name].reservation
+        if (
+            name != deployment.deployment
+            and planned is not None
+            and planned.trace is not None
+            and footprints_overlap(own, footprints[name])
+        ):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Predicts how long the members of a group wait for each other."""

@@ -1,0 +1,1 @@
+"""What a deployment needs: its demand trace, and estimates of its durations."""

@@ -1,0 +1,1 @@
+"""Events and commands of the core, and its timers."""

@@ -1,0 +1,384 @@
+"""Events of the scheduler core: past tense, plain values, journalled before they are handled.
+
+Each event round-trips through `CODEC`. A journal of (event, now) pairs, replayed into a new core,
+gives the same state and the same commands.
+"""
+
+import msgspec
+
+from plexrl.ids import (
+    BlobRef,
+    DeploymentId,
+    FencingToken,
+    JobId,
+    NodeId,
+    OperationId,
+    RouterId,
+    TenantId,
+)
+from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.wire.codec import Codec, restore_annotations
+from plexrl.wire.operations import OperationKind
+
+restore_annotations(DemandTrace)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all events."""
+
+
+class SchedulerStarted(Event, frozen=True, kw_only=True):
+    """A scheduler process took over this journal; it has no connections yet."""
+
+    settings_json: str = ""
+    """The core's settings from this event on, so that a replay makes the same decisions. Empty in
+    old journals: the present settings stay in force."""
+
+
+class NodeJoined(Event, frozen=True, kw_only=True):
+    """A node agent connected, for the first time or again."""
+
+    node: NodeId
+    gpus: int
+    gpu_memory_bytes: int
+    """Memory of each GPU."""
+    host_memory_bytes: int
+    """Capacity of the node's host tier."""
+    statemanager: str
+    """Address of the node's StateManager: a Unix socket path."""
+    workers: tuple["WorkerSeen", ...] = ()
+    """Worker processes that the agent already runs."""
+    states: tuple[DeploymentId, ...] = ()
+    """Deployments whose state the node's StateManager holds."""
+    node_type: str = ""
+    """The operator's name for nodes of this kind, such as `h200`."""
+    block: str = ""
+    """Position in the topology, such as `row1/rack3`; nodes of one block are close together."""
+    nvme_bytes: int = 0
+    """Capacity of the node's NVMe tier."""
+
+
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A live worker process, as an agent reports it when it connects."""
+
+    deployment: DeploymentId
+    rank: int
+    incarnation: int
+    address: str
+
+
+class NodeLost(Event, frozen=True, kw_only=True):
+    """The agent's connection ended and its grace period is over; its workers count as dead."""
+
+    node: NodeId
+
+
+class RouterJoined(Event, frozen=True, kw_only=True):
+    """A router connected, for the first time or again."""
+
+    router: RouterId
+
+
+class RouterLost(Event, frozen=True, kw_only=True):
+    """A router's connection ended."""
+
+    router: RouterId
+
+
+class TenantCreated(Event, frozen=True, kw_only=True):
+    """A tenant was created, and may submit jobs."""
+
+    tenant: TenantId
+    key_digest: str
+    """Hex SHA-256 of the tenant's API key; the key itself is stored nowhere."""
+    is_operator: bool = False
+
+
+class ApiKeyAdded(Event, frozen=True, kw_only=True):
+    """A tenant got one more API key; its other keys stay valid."""
+
+    tenant: TenantId
+    key_digest: str
+    """Hex SHA-256 of the key."""
+
+
+class ApiKeyRevoked(Event, frozen=True, kw_only=True):
+    """An API key of a tenant became invalid."""
+
+    tenant: TenantId
+    key: str
+    """Id of the key: the first characters of its digest."""
+
+
+class TenantConfigured(Event, frozen=True, kw_only=True):
+    """An operator set a tenant's weight, quotas and highest priority; None: no limit."""
+
+    tenant: TenantId
+    weight: float
+    jobs_max: int | None
+    gpus_max: int | None
+    gpu_seconds_max: float | None
+    priority_max: int = 0
+    live_jobs_max: int | None = None
+    checkpoints_max: int | None = None
+    checkpoint_bytes_max: int | None = None
+
+
+class NodeDrainChanged(Event, frozen=True, kw_only=True):
+    """An operator started or ended the drain of a node."""
+
+    node: NodeId
+    is_draining: bool
+
+
+class JobSubmitted(Event, frozen=True, kw_only=True):
+    """A controller submitted a job."""
+
+    job: JobId
+    tenant: TenantId
+    name: str
+    controller_timeout_s: float
+    """Time without a heartbeat after which the job counts as detached."""
+    reattach_timeout_s: float
+    """Time after which a detached job is cancelled, unless a controller attaches it."""
+    priority: int = 0
+    """Priority class: higher goes first, in admission and on a group."""
+    gang: int = 0
+    """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
+    expected_s: float = 0.0
+    """Length that the user expects; 0: unknown."""
+    controller: str = ""
+    """Token of the controller, chosen by the controller; empty: none."""
+    halts_on_failure: bool = False
+    """A failed mutation halts its deployment until the controller acknowledges it. False in old
+    journals."""
+
+
+class ControllerSeen(Event, frozen=True, kw_only=True):
+    """A heartbeat of the job's controller; it attaches a detached job again."""
+
+    job: JobId
+    controller: str = ""
+    """Token of the sender. An event with a token other than the present controller's is refused;
+    the empty token is accepted from any sender. The same holds in other events."""
+
+
+class ControllerAttached(Event, frozen=True, kw_only=True):
+    """A process became the controller of a live job; its former controller is fenced off."""
+
+    job: JobId
+    controller: str
+    keep_gradients: bool = False
+    """False: gradients that wait for a step are dropped: the new controller may not expect
+    them."""
+
+
+class FailureAcknowledged(Event, frozen=True, kw_only=True):
+    """The controller acknowledged a failure, which is named by an operation that failed because of
+    it, or by a deployment that it halts."""
+
+    operation: OperationId | None = None
+    deployment: DeploymentId | None = None
+    controller: str = ""
+
+
+class JobFinished(Event, frozen=True, kw_only=True):
+    """The controller ended its job."""
+
+    job: JobId
+    outcome: str
+    """`completed`, `failed` or `cancelled`."""
+    reason: str = ""
+    controller: str = ""
+
+
+class DeploymentCreated(Event, frozen=True, kw_only=True):
+    """A job created a deployment, which is a logical model."""
+
+    deployment: DeploymentId
+    job: JobId
+    kind: str
+    """`train` or `rollout`."""
+    workers: int
+    """Number of GPUs, each with one worker process."""
+    state_bytes: int
+    """GPU memory of the whole state, all ranks together."""
+    exclusive: bool
+    """The deployment shares its node group with no other; always so for rollout."""
+    spec_json: str
+    """What the worker needs to build the model; the core does not read it."""
+    node_type: str = ""
+    """Required node type; empty: any."""
+    trace: DemandTrace | None = None
+    """Demand that the user declared; placement uses it at once."""
+    controller: str = ""
+
+
+class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers of a deployment's newest version on a node."""
+
+    deployment: DeploymentId
+    host_bytes: int
+    nvme_bytes: int
+    """Bytes that only NVMe holds, not host memory."""
+
+
+class StateReported(Event, frozen=True, kw_only=True):
+    """A node's StateManager moved state between its tiers; deployments that are not named did not
+    change."""
+
+    node: NodeId
+    states: tuple[StateResidency, ...]
+
+
+class WorkerReady(Event, frozen=True, kw_only=True):
+    """A worker process of this incarnation accepts connections; its GPU holds no state yet."""
+
+    deployment: DeploymentId
+    rank: int
+    incarnation: int
+    address: str
+
+
+class WorkerExited(Event, frozen=True, kw_only=True):
+    """A worker process of this incarnation ended."""
+
+    deployment: DeploymentId
+    rank: int
+    incarnation: int
+    reason: str
+    """Exit code or signal, and the last line of its log if there is one."""
+    code: str = ""
+    """Code of the error that ended the process, if it reported one."""
+
+
+class StateMigrated(Event, frozen=True, kw_only=True):
+    """A node's StateManager fetched a version, or failed to."""
+
+    deployment: DeploymentId
+    node: NodeId
+    seq: int
+    error: str = ""
+    """Why the fetch failed; empty: it succeeded."""
+    code: str = ""
+    """Code of that error."""
+
+
+class OperationSubmitted(Event, frozen=True, gc=False):
+    """A controller submitted an operation."""
+
+    operation: OperationId
+    deployment: DeploymentId
+    kind: OperationKind
+    params_json: str
+    payload: BlobRef | None = None
+    """Tensors, already durable; None if the kind has none."""
+    tokens: int = 0
+    """Size of the work, for estimates: tokens of the batch, or maximum number to generate."""
+    source: DeploymentId | None = None
+    """For `sync_weights`: the train deployment to pull from."""
+    payload_bytes: int = 0
+    payload_digest: str = ""
+    """Digest of the payload: identifies a repeated request, whose payload has another name."""
+    deadline_s: float | None = None
+    """Time in which the operation must start, else it ends with `DeadlineExceededError`. None: no
+    deadline."""
+    in_flight: bool = False
+    """For `sync_weights`: run during generations instead of after them."""
+    ends_burst: bool = False
+    """Last operation of a cycle, for a job whose rollouts run elsewhere: the group may go to others
+    at once, as after a publish."""
+    controller: str = ""
+
+
+class OperationCancelled(Event, frozen=True, kw_only=True):
+    """A controller cancelled an operation."""
+
+    operation: OperationId
+    controller: str = ""
+
+
+class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a WPG's load or offload moved."""
+
+    bytes_moved: int
+    """Bytes of all ranks together."""
+    tier: str
+    """`host` or `nvme`: the slowest tier that a rank's state came from, or went to."""
+
+
+class OperationFinished(Event, frozen=True, gc=False):
+    """A WPG completed a run of an operation on all its ranks."""
+
+    operation: OperationId
+    token: FencingToken
+    """Token of the run's command; a report with another token belongs to an earlier run, and is
+    ignored."""
+    compute_s: float
+    """Seconds on the slowest rank."""
+    result: BlobRef | None = None
+    result_json: str = "{}"
+    """Small results and measurements; the core does not read them."""
+    moved: StateMoved | None = None
+    """What a load or offload moved; None if the workers did not report it."""
+    transfer_s: float = 0.0
+    """Seconds in the router, without `compute_s`: splitting, sending, joining, storing."""
+    result_bytes: int = 0
+    error_json: str = ""
+    """`PlexRLError.to_wire()` as JSON, of a mutation that changed the state in another way than
+    requested, such as a step that dropped its gradients. The mutation is replayed like any other.
+    Empty: it succeeded."""
+    trainer_step: int | None = None
+    """Optimizer steps in the weights after a step, checkpoint, sync or publish; None if the workers
+    did not report it."""
+
+
+class OperationFailed(Event, frozen=True, kw_only=True):
+    """A run ended without completing."""
+
+    operation: OperationId
+    token: FencingToken
+    error_json: str
+    """`PlexRLError.to_wire()` as JSON."""
+    state_intact: bool
+    """True: the WPG's state did not change, and the caller gets the error. False: a rank's state
+    may have changed, or a rank hangs; the WPG is restarted from its last complete version."""
+
+
+class TimerFired(Event, frozen=True, kw_only=True):
+    """The time of a `SetTimer` was reached."""
+
+
+class ServiceResumed(Event, frozen=True, kw_only=True):
+    """The scheduler handles events again after an interruption, in which it received no
+    heartbeats."""
+
+
+CODEC: Codec[Event] = Codec(
+    SchedulerStarted,
+    NodeJoined,
+    NodeLost,
+    RouterJoined,
+    RouterLost,
+    TenantCreated,
+    ApiKeyAdded,
+    ApiKeyRevoked,
+    TenantConfigured,
+    NodeDrainChanged,
+    JobSubmitted,
+    ControllerSeen,
+    ControllerAttached,
+    FailureAcknowledged,
+    JobFinished,
+    DeploymentCreated,
+    WorkerReady,
+    WorkerExited,
+    StateMigrated,
+    StateReported,
+    OperationSubmitted,
+    OperationCancelled,
+    OperationFinished,
+    OperationFailed,
+    TimerFired,
+    ServiceResumed,
+)

@@ -1,0 +1,117 @@
+"""Demand traces, their footprints on the ring, and overlaps of footprints."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl import errors
+from plexrl.scheduler.placement.capacity.overlaps import footprints_overlap
+from plexrl.scheduler.state.demand.trace import (
+    CRITICAL_WEIGHT,
+    DemandTrace,
+    Footprint,
+    Segment,
+    commensurate,
+    project,
+)
+from tests.scheduler.placement.capacity.footprint_strategies import (
+    HORIZON,
+    busy_slots,
+    footprints,
+    slow_slots,
+)
+
+
+@given(footprints())
+def test_a_footprint_covers_every_slot_it_touches_and_no_other(footprint: Footprint) -> None:
+    assert busy_slots(footprint) == slow_slots(footprint)
+
+
+@given(footprints(), st.floats(0, HORIZON))
+def test_a_shifted_footprint_covers_its_intervals(footprint: Footprint, shift: float) -> None:
+    for each in (footprint.at(shift), footprint.at(float(math.floor(shift)))):
+        wanted = {
+            slot % HORIZON
+            for start, stop, _ in each.intervals().tolist()
+            for slot in range(start, stop)
+        }
+        assert busy_slots(each) == wanted
+
+
+@given(footprints(), footprints(), st.floats(0, HORIZON), st.integers(0, HORIZON))
+def test_footprints_overlap_if_they_share_a_slot(
+    one: Footprint, other: Footprint, shift: float, slots: int
+) -> None:
+    for each in (one.at(shift), one.at(float(slots))):
+        shares = each.busy() & other.busy() != 0
+        assert footprints_overlap(each, other) == footprints_overlap(other, each) == shares
+
+
+@given(st.floats(4, 50_000), st.sampled_from((0.0, 0.02, 0.1)))
+def test_a_commensurate_period_closes_the_ring_and_is_near_the_real_one(
+    period_s: float, tolerance: float
+) -> None:
+    cycles = commensurate(period_s, 28_800, tolerance)
+    assert 1 <= cycles <= 28_800
+    exact = 28_800 / period_s
+    if cycles not in (round(exact), 1):
+        assert 28_800 % cycles == 0
+        assert abs(28_800 / cycles - period_s) <= tolerance * period_s + 1e-6
+
+
+def test_published_periods_become_whole_slots() -> None:
+    assert [28_800 / commensurate(p, 28_800, 0.02) for p in (289.03, 284.80, 589.71)] == [
+        288.0,
+        288.0,
+        600.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("period_s", "segments"),
+    [
+        (0.0, ((0.0, 1.0),)),
+        (float("inf"), ((0.0, 1.0),)),
+        (10.0, ()),
+        (10.0, ((5.0, 6.0),)),
+        (10.0, ((0.0, 3.0), (2.0, 3.0))),
+        (10.0, ((-1.0, 3.0),)),
+    ],
+)
+def test_a_malformed_trace_is_refused(
+    period_s: float, segments: tuple[tuple[float, float], ...]
+) -> None:
+    with pytest.raises(errors.InvalidRequestError):
+        DemandTrace(
+            period_s=period_s,
+            segments=tuple(Segment(offset_s=at, duration_s=for_s) for at, for_s in segments),
+        )
+
+
+def test_a_cycle_too_short_for_slots_is_planned_as_a_block_of_the_same_duty() -> None:
+    quick = DemandTrace(
+        period_s=0.01, segments=tuple(Segment(offset_s=i / 1e4, duration_s=5e-5) for i in range(60))
+    )
+    footprint = project(quick, 28_800)
+    assert len(footprint.intervals()) <= 28_800 / 4
+    ((_, duration, _),) = footprint.segments
+    assert duration / footprint.period == pytest.approx(quick.duty)
+
+
+@pytest.mark.parametrize("period_s", [1e-310, 1e-9, 1e300, float("nan")])
+def test_an_absurd_period_is_refused(period_s: float) -> None:
+    with pytest.raises(errors.InvalidRequestError):
+        DemandTrace(period_s=period_s, segments=(Segment(offset_s=0.0, duration_s=0.0),))
+
+
+def test_work_that_has_slack_weighs_less() -> None:
+    trace = DemandTrace(
+        period_s=12.0,
+        segments=(
+            Segment(offset_s=0.0, duration_s=2.0),
+            Segment(offset_s=5.0, duration_s=2.0, slack_s=3.0),
+        ),
+    )
+    assert [weight for _, _, weight in project(trace, HORIZON).segments] == [CRITICAL_WEIGHT, 1]
