@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
-from plexrl.scheduler import SchedulerConfig, SchedulerCore
+from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
