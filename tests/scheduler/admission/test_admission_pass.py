@@ -34,7 +34,7 @@ def by_walking(cluster: Cluster, now: float) -> list[DeploymentId]:
     left = {name: cluster.state.deployment(name) for name in cluster.waiting}
 
     def turn(each: Deployment) -> AdmissionKey:
-        share = tenant_share(cluster.state, cluster.state.job(each.job).tenant, now)
+        share = tenant_share(cluster, cluster.state.job(each.job).tenant, now)
         return admission_key(cluster.state, cluster.settings, each, share, now)
 
     while left:
@@ -157,7 +157,7 @@ def test_few_deployments_of_a_backlog_without_equal_ones_are_considered(policy: 
     placed = [each for each in context.state.deployments.values() if each.group]
     cluster.send(ev.JobFinished(job=placed[0].job, outcome="completed"))
     assert len(context.cluster.waiting) > 80
-    looks = admission_pass.AdmissionPass(context, cluster.now, None)
+    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 6
 
@@ -175,7 +175,7 @@ def test_capacity_for_a_blocking_deployment_is_not_offered_to_the_backlog() -> N
         cluster.deploy(f"j{number}/a", workers=1, trace=trace(20.0 + number / 20))
     context = cluster.core._context
     assert len(context.cluster.waiting) == 51, "three GPUs are free, and kept for the large job"
-    looks = admission_pass.AdmissionPass(context, cluster.now, None)
+    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
     assert looks.run() == []
     assert len(looks._seen) <= 2
 
@@ -235,7 +235,7 @@ def test_few_gangs_of_a_backlog_are_considered(policy: str) -> None:
     assert len(context.cluster.waiting) == 198
     for pause_s in (0.0, cluster.config.starvation_bound_s):
         cluster.pass_time(pause_s)
-        looks = admission_pass.AdmissionPass(context, cluster.now, None)
+        looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
         assert looks.run() == []
         assert len(looks._seen) <= 20
     placed = {each.job for each in context.state.deployments.values() if each.group}
@@ -264,6 +264,6 @@ def test_a_pass_opens_no_queues_of_tenants_it_does_not_reach() -> None:
     cluster.core._handlers[ev.JobFinished](
         ev.JobFinished(job="j0", outcome="completed"), cluster.now
     )
-    looks = admission_pass.AdmissionPass(context, cluster.now, None)
+    looks = admission_pass.AdmissionPass(context.cluster, cluster.now, None)
     assert len(looks.run()) == 1
     assert len(looks._unreached) >= 90
