@@ -5,7 +5,7 @@ import time
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
 from benchmarks.sizes import sized
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.scheduling.cluster import GIB, GPUS, config, demand, node
 from benchmarks.sizes import sized
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import events as ev
 
 WAITING = sized(10_000, quick=40)

@@ -9,7 +9,7 @@ from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config
 from benchmarks.sizes import sized
 from plexrl.process.garbage_collection import freeze_existing_objects
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind

@@ -14,7 +14,7 @@ from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import config, node
 from benchmarks.sizes import sized
 from plexrl.process.garbage_collection import freeze_existing_objects
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state.messages import events as ev

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from benchmarks.report import percentile
 from benchmarks.scheduling.cluster import GPUS, config, node
 from benchmarks.sizes import sized
-from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind

@@ -6,21 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.placement.policies import POLICIES
 
 GIB = 1 << 30
 JOURNAL_VARIABLE = "PLEXRL_JOURNAL"
 """Environment variable that names the journal. All users of a machine can read the arguments of
 processes, but only the own user can read a process's environment."""
 HTTP = ("http://", "https://")
-
-POLICIES = ("isolated", "pack", "spread", "spread+backfill", "co-execution")
-"""The scheduler's placement policies, repeated here because the packages do not import each other.
-"""
-ORDERINGS = (
-    *("hrrs", "hrrs-operations", "fifo-bursts", "fifo-operations"),
-    *("shortest-first", "least-recently-served", "round-robin"),
-)
-"""The scheduler's orderings, repeated for the same reason."""
 
 SECRETS = frozenset({"password", "sslpassword"})
 """Parameters of a journal's URL that are secret."""
@@ -99,9 +92,9 @@ class ClusterOptions:
     """Bind the workers of each virtual GPU to cores of their own, so that virtual GPUs do not
     compete for the CPU."""
     policy: str = "pack"
-    """Placement policy: one of `POLICIES`."""
+    """Placement policy: one of `plexrl.scheduler.placement.policies.POLICIES`."""
     ordering: str = "hrrs"
-    """Order of the members of a node group: one of `ORDERINGS`."""
+    """Order of the members of a group: one of `plexrl.scheduler.dispatch.ordering.ORDERINGS`."""
     node_types: tuple[str, ...] = ()
     """Type of each node, for deployments with a node type; a single name applies to all nodes."""
     blocks: tuple[str, ...] = ()

@@ -6,13 +6,19 @@ must have the same URL.
 
 import json
 import logging
+import random
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from plexrl.cluster.config import ClusterOptions
 
 LOG = logging.getLogger(__name__)
+
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last port that the kernel gives to outgoing connections."""
+LOWEST = 1024
+TRIES = 100
 
 
 def choose_ports(options: ClusterOptions, data_dir: Path) -> list[int]:
@@ -32,9 +38,12 @@ def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -
     for index in range(options.routers):
         wanted = former[index] if index < len(former) else 0
         try:
-            ports.append(_bind(options.host, wanted, probes))
+            if wanted:
+                ports.append(_bind(options.host, wanted, probes))
+            else:
+                ports.append(_bind_lasting(options.host, probes))
         except OSError as error:
-            ports.append(_bind(options.host, 0, probes))
+            ports.append(_bind_lasting(options.host, probes))
             LOG.warning(
                 "port %d, which a router had at the last start, is in use (%s): the router takes "
                 "port %d. Give running controllers the new URL, or end the program that uses the "
@@ -44,6 +53,20 @@ def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -
                 ports[-1],
             )
     return ports
+
+
+def _bind_lasting(host: str, probes: ExitStack) -> int:
+    """A free port below those of outgoing connections: one of them could take the router's port
+    between two starts."""
+    try:
+        end = int(OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = LOWEST
+    first = max(LOWEST, end // 2)
+    for _ in range(TRIES if first < end else 0):
+        with suppress(OSError):
+            return _bind(host, random.SystemRandom().randrange(first, end), probes)
+    return _bind(host, 0, probes)
 
 
 def _bind(host: str, port: int, probes: ExitStack) -> int:

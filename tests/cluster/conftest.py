@@ -6,13 +6,11 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from tests.cluster.tools import fix_ports
 
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    fix_ports(folder)
     running = start_embedded(folder, gpus_per_node=8)
     yield running
     running.close()

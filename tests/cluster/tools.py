@@ -1,6 +1,5 @@
 """Shared actions on and observations of a live cluster."""
 
-import json
 import os
 import signal
 import time
@@ -12,7 +11,6 @@ import psutil
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from tests.free_ports import free_port
 
 VOCABULARY = "0123456789sr="
 DEADLINE_S = 60.0
@@ -24,13 +22,6 @@ def wait_until(what: Callable[[], bool], message: str) -> None:
     while not what():
         assert time.monotonic() < deadline, message
         time.sleep(0.02)
-
-
-def fix_ports(data_dir: Path, routers: int = 1) -> None:
-    """Give the routers of a new data directory ports that no outgoing connection of another test
-    takes while they restart."""
-    data_dir.mkdir(mode=0o700, exist_ok=True)
-    (data_dir / "ports.json").write_text(json.dumps([free_port() for _ in range(routers)]))
 
 
 def process_of(embedded: EmbeddedCluster, module: str) -> psutil.Process:
@@ -109,3 +100,21 @@ def paused_in_the_middle(
             return future
         rollout.resume()
         assert time.monotonic() < deadline, "it always ends before it is stopped"
+
+
+def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:
+    """One step on a batch of its own."""
+    actor.forward_backward(some_batch(step), plexrl.losses.grpo())
+    return actor.optim_step(learning_rate=1e-2)
+
+
+def weights_after(embedded: EmbeddedCluster, model: plexrl.ModelSpec, steps: int) -> bytes:
+    """The weights after `steps` steps without a fault."""
+    with (
+        plexrl.connect(embedded.url, embedded.api_key) as cluster,
+        cluster.create_job("undisturbed") as job,
+    ):
+        actor = job.train_deployment("actor", model, workers=2)
+        for step in range(steps):
+            train(actor, step)
+        return checkpoint_weights(actor)

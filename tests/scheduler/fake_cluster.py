@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
-from plexrl.scheduler import SchedulerConfig, SchedulerCore
+from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.queries.view_types import ExplanationView
 from plexrl.scheduler.operations.failures import ErrorView
 from plexrl.scheduler.state.messages import commands as cmd

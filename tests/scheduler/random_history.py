@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.machines.wpg_states import WpgState

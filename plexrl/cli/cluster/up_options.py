@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from plexrl.cli.terminal.context import DATA_DIR, DataDir
-from plexrl.cluster.config import JOURNAL_VARIABLE, ORDERINGS, POLICIES
+from plexrl.cluster.config import JOURNAL_VARIABLE
+from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from plexrl.scheduler.placement.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

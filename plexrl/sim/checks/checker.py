@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from plexrl.errors import InvariantError
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.operations.operations import MOVES, OWN_MARK
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev

@@ -34,7 +34,7 @@ from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import announce, announce_end
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.transfer.reader import VersionReader
+from plexrl.statemanager.transfer.transport.reader import StateReader
 
 LOG = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Task:
     wanted: CheckpointSpec
     seq: int
     stamps: tuple[str, ...]
-    readers: Sequence[VersionReader]
+    readers: Sequence[StateReader]
     held: ExitStack
     """Holds the versions and the descriptor; closed when the task ends."""
     extras_fd: int | None

@@ -6,8 +6,6 @@ from enum import StrEnum
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.protocol.messages import Request
-from plexrl.statemanager.store.versions.versions import Manifest
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
 
 
 class CheckpointState(StrEnum):
@@ -88,15 +86,6 @@ class CancelCheckpoint(Request, frozen=True, kw_only=True):
 
     deployment: str
     name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinnedVersion:
-    """A pinned version of one rank."""
-
-    manifest: Manifest
-    regions: tuple[Region, ...]
-    """Regions of all the data, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
-from plexrl.statemanager.client.host_link import HostLink
 from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
@@ -150,7 +149,7 @@ class StateManagerClient:
         )
         self._link.register(arena, registration, host)
         if host is not None:
-            host.lender = HostLink(self._link)
+            host.lender = self._link
 
     def attach(self) -> None:
         """Borrow memory for the registered arena if it has none; its contents stay.
@@ -261,7 +260,7 @@ class StateManagerClient:
                 cast=cast,
                 previous_seq=previous_seq,
             )
-            answer = self._link.borrow(request, keep_contents=False)
+            answer = self._link.borrow_device(request, keep_contents=False)
         except CorruptStateError:
             self._link.give_back()
             raise

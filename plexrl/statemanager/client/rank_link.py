@@ -33,7 +33,7 @@ _WITH_TOKEN = (Save, Load, Publish, Attach, BorrowBase)
 
 
 class RankLink:
-    """Connection and borrowed memory of a rank. Not thread-safe."""
+    """Connection and borrowed memory of a rank; the `Lender` of its host arena. Not thread-safe."""
 
     def __init__(self, path: str, timeout_s: float, ticket: bytes) -> None:
         """`timeout_s` bounds each call, including the wait for a restarting daemon."""
@@ -89,9 +89,9 @@ class RankLink:
         if self._registration is not None and self.arena is not None:
             if self.arena.is_attached:
                 return
-            self.borrow(Attach(token=self._registration.token), keep_contents=True)
+            self.borrow_device(Attach(token=self._registration.token), keep_contents=True)
 
-    def borrow(self, request: Attach | Load, *, keep_contents: bool) -> Answer:
+    def borrow_device(self, request: Attach | Load, *, keep_contents: bool) -> Answer:
         """Send a request whose answer may lend memory, and attach it; returns the answer."""
         answer, received = self._exchange(request)
         sizes = answer.get("segment_bytes", ())
@@ -113,8 +113,8 @@ class RankLink:
         self._lent_here = self.arena
         return answer
 
-    def borrow_host(self) -> Borrowed:
-        """Borrow memory for the host arena.
+    def borrow(self) -> Borrowed:
+        """As `Lender.borrow`.
 
         Raises:
             StateTierFullError: the host tier has no free space.
@@ -125,6 +125,14 @@ class RankLink:
             close_all(fds)
             raise ConnectionLostError(f"{len(fds)} descriptors of host memory arrived, not 2")
         return Borrowed(reader=fds[0], writer=fds[1], holds=answer["holds"])
+
+    def copied(self) -> None:
+        """As `Lender.copied`: the StateManager may move the version."""
+        self.call(ReturnHost(what=Returned.BASE))
+
+    def abandoned(self) -> None:
+        """As `Lender.abandoned`."""
+        self.call(ReturnHost(what=Returned.LOAN))
 
     def borrow_base(self, base: WorkerArena, request: BorrowBase, fill: Callable[[], None]) -> int:
         """Borrow shared frozen weights into `base`; `fill` writes them if the daemon has none.

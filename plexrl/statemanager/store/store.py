@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from plexrl.errors import QuotaExceededError, StateTierFullError
+from plexrl.errors import ConflictError, QuotaExceededError, StateTierFullError
 from plexrl.statemanager.daemon.config import StateManagerConfig
-from plexrl.statemanager.device.memory import DeviceMemory
+from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.store.catalog import Catalog
 from plexrl.statemanager.store.objects import Version
 from plexrl.statemanager.store.recovery import recover
@@ -40,8 +40,9 @@ from plexrl.statemanager.store.versions.lease import Lease, describe_damage
 from plexrl.statemanager.store.versions.state_location import StateLocation, state_locations
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import DataPlane, OnMap
+from plexrl.statemanager.transfer.copy.mapped_memory import view_at
 from plexrl.statemanager.transfer.copy.mover import Mover
-from plexrl.statemanager.transfer.resumable_receive import Fetch, ResumableReceive
+from plexrl.statemanager.transfer.resumable_receive import ResumableReceive, VersionData
 
 LOG = logging.getLogger(__name__)
 
@@ -160,9 +161,9 @@ class Store:
             memory = self.host_allocations.joined_memory(host, memory)
         return self._put(manifest, memory, manifest.extents, superseded, None, donated)
 
-    def adopt(self, manifest: Manifest, memory: DeviceMemory) -> StoredVersion:
-        """Store another node's version, with its stamp and digest, from its data in `memory`;
-        replaces a version of the same name.
+    def adopt(self, manifest: Manifest, data: VersionData) -> StoredVersion:
+        """Store another node's version, with its stamp and digest; replaces a version of the same
+        name.
 
         Raises:
             CorruptStateError: the bytes do not match the digest.
@@ -170,24 +171,24 @@ class Store:
             QuotaExceededError: the tenant's quota is too small.
         """
         whole = (Extent(arena_offset=0, file_offset=0, nbytes=manifest.nbytes),)
-        return self._put(manifest, memory, whole, (), manifest.digest)
+        return self._put(manifest, _DataMemory(data, manifest.nbytes), whole, (), manifest.digest)
 
     def receive(
-        self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, far: DeviceMemory
+        self, manifest: Manifest, digests: Sequence[bytes], data: VersionData
     ) -> tuple[StoredVersion, int]:
-        """Store another node's version, with its stamp and digest, block by block from `fetch`;
-        replaces a version of the same name. Returns the version and the bytes fetched by this call.
+        """Store another node's version, with its stamp and digest, block by block; replaces
+        a version of the same name. Returns the version and the bytes fetched by this call.
         Blocks that arrived before an interruption are kept for the next call.
 
-        `digests`: block digests of each section. `far`: the remote data. If host is full, it is
-        copied from `far` to NVMe, which cannot be resumed.
+        `digests`: block digests of each section. If host is full, `data` is copied to NVMe, which
+        cannot be resumed.
 
         Raises:
             CorruptStateError: the bytes do not match the digests.
             StateTierFullError: no tier has space, even after eviction.
             QuotaExceededError: the tenant's quota is too small.
             OperationCancelledError: the deployment was released meanwhile.
-            PlexRLError: raised by `fetch`.
+            PlexRLError: raised by `data`.
         """
         with self._receiver.turn(manifest) as cancelled:
             for stored in self.find(lambda m: m.name == manifest.name):
@@ -197,13 +198,13 @@ class Store:
                 host_allowed = self.quotas.check(manifest, frozenset())
             if host_allowed:
                 try:
-                    version, moved = self._receiver.receive(manifest, digests, fetch, cancelled)
+                    version, moved = self._receiver.receive(manifest, digests, data, cancelled)
                 except StateTierFullError as error:
                     LOG.info("%s goes to NVMe: %s", manifest.description, error)
                 else:
                     with self._catalog.lock:
                         return _stored(version), moved
-            return self.adopt(manifest, far), manifest.nbytes
+            return self.adopt(manifest, data), manifest.nbytes
 
     @contextmanager
     def lease(self, name: str, description: str) -> Iterator[Lease]:
@@ -466,6 +467,21 @@ class Store:
             with catalog.lock:
                 version.users -= 1
                 catalog.release(version.objects, tier)
+
+
+class _DataMemory:
+    """As `DeviceMemory`: another node's version."""
+
+    def __init__(self, data: VersionData, nbytes: int) -> None:
+        self._data = data
+        self.nbytes = nbytes
+
+    def read(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self._data.read_data(run.offset, view_at(run.address, run.nbytes))
+
+    def write(self, runs: Sequence[Run]) -> None:
+        raise ConflictError(f"another node's version is immutable ({len(runs)} writes)")
 
 
 def _open_tiers(config: StateManagerConfig, faults: FaultPoints) -> dict[TierName, Tier]:

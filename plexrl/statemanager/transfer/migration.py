@@ -26,8 +26,9 @@ from plexrl.statemanager.protocol.address import host_and_port, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Answer, Fetch, OpenState, StoredShard
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
-from plexrl.statemanager.store.versions.versions import VersionKind
-from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteShard, RemoteState
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
+from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
+from plexrl.statemanager.transfer.transport.tcp.state import open_states
 
 SOURCE_TIMEOUT_S = 10.0
 """Timeout of an unreachable source; the others may hold every rank."""
@@ -178,11 +179,11 @@ def _held(
 def _held_on_other_machine(
     address: str, remote: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> dict[int, _Held]:
-    def ask() -> list[RemoteShard]:
-        with closing(RemoteState(remote, ticket, timeout_s)) as state:
-            return state.open(deployment, seq)
+    def ask() -> list[Manifest]:
+        with closing(TcpConnection(remote, ticket, timeout_s)) as connection:
+            return [reader.manifest for reader in open_states(connection, deployment, seq)]
 
-    manifests = [shard.manifest for shard in retry_connect(address, timeout_s, ask)]
+    manifests = retry_connect(address, timeout_s, ask)
     return {
         manifest.rank: _Held(
             address=address, stamp=manifest.stamp, tier=None, world_size=manifest.world_size

@@ -14,22 +14,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
 from plexrl.errors import ConnectionLostError, CorruptStateError, StateLostError, UnavailableError
 from plexrl.statemanager.client.connection import retry_connect
-from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.layout.plan.plan import Plan
 from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated, without
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.pace import DeltaPace
-from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, ShardCopies
+from plexrl.statemanager.transfer.transport.reader import Delta, VersionReader, as_source
 
 
 class PullMode(StrEnum):
@@ -44,8 +42,8 @@ ATTEMPTS_MAX = 4
 """Maximum attempts of one pull; each lost source costs one."""
 LAYOUTS_MAX = 1024
 
-Opener = Callable[[str, str, int, Collection[str]], OpenSource]
-"""Opens a source: (address, deployment, seq, digests of cached layouts)."""
+Opener = Callable[[ExitStack, str, str, int, Collection[str]], Sequence[VersionReader]]
+"""As `Transport.open`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +151,23 @@ class Puller:
         stamps: dict[tuple[str, int], str] = {}
         for attempt in range(1, ATTEMPTS_MAX + 1):
             with ExitStack() as held:
-                jobs = self._prepared(held, addresses, version, wants, progress)
+                jobs, read = self._prepared(held, addresses, version, wants, progress)
                 fits = self._bases.fit(deployment, wants)
                 bases = self._bases if fits else _NO_BASES
                 self._bases = _NO_BASES
                 if delta is not None and bases is not _NO_BASES and self._pays(delta):
-                    jobs = [_with_bases(job, bases) for job in jobs]
+                    jobs = [_with_bases(job, bases, delta) for job in jobs]
                 self.is_torn = True
                 started = time.perf_counter()
-                fetched = _fetch_all(jobs, target, delta)
+                fetched = _fetch_all(jobs, target)
                 took_s = time.perf_counter() - started
-                stamps.update(_stamps(jobs))
+                used = {job.address for job in jobs}
+                stamps |= {(r.address, r.rank): r.stamp for r in read if r.address in used}
             progress.add(jobs, fetched)
             if progress.lost_sources:
                 continue
             if attempt == 1:
-                has_bases = any(part.base is not None for job in jobs for part in job.parts)
+                has_bases = any(part.delta is not None for job in jobs for part in job.parts)
                 self._pace.took(wants.nbytes, took_s, is_delta=has_bases)
             self.is_torn = False
             self._bases = _Bases(deployment=deployment, layout=wants.digest, stamps=stamps)
@@ -189,67 +188,81 @@ class Puller:
         version: tuple[str, int],
         wants: Layout,
         progress: "_Progress",
-    ) -> list["_Job"]:
-        """The copies for each source, without those that are done.
+    ) -> tuple[list["_Job"], list[VersionReader]]:
+        """The copies for each source, without those that are done, and all readers.
 
         Sources that are gone, or were lost in the last attempt, are awaited only if the others do
         not hold everything.
         """
-        opened: list[OpenSource] = []
+        opened: list[VersionReader] = []
         awaited: list[str] = list(progress.lost_sources)
         for address in dict.fromkeys(addresses):
             if address in progress.lost_sources:
                 continue
             try:
-                opened.append(held.enter_context(closing(self._open(address, version))))
+                opened += self._open(held, address, version)
             except (ConnectionLostError, OSError):
                 awaited.append(address)
         done = concatenated([copies for copies in progress.done if len(copies)])
         while True:
             try:
-                return self._jobs(opened, version, wants, done)
+                return self._jobs(opened, addresses, version, wants, done), opened
             except StateLostError:
                 if not awaited:
                     raise
                 address = awaited.pop(0)
-                attempt = partial(self._open, address, version)
-                found = retry_connect(address, self._timeout_s, attempt)
-                opened.append(held.enter_context(closing(found)))
+                attempt = partial(self._open, held, address, version)
+                opened += retry_connect(address, self._timeout_s, attempt)
 
-    def _open(self, address: str, version: tuple[str, int]) -> OpenSource:
-        source = self._opener(address, *version, self._layouts.digests())
-        for shard in source.shards:
-            self._layouts.add(shard.layout)
-        return source
+    def _open(
+        self, held: ExitStack, address: str, version: tuple[str, int]
+    ) -> Sequence[VersionReader]:
+        with ExitStack() as own:
+            readers = self._opener(own, address, *version, self._layouts.digests())
+            held.push(own.pop_all())
+        for reader in readers:
+            self._layouts.add(reader.layout)
+        return readers
 
     def _jobs(
         self,
-        opened: Sequence[OpenSource],
+        opened: Sequence[VersionReader],
+        addresses: Sequence[str],
         version: tuple[str, int],
         wants: Layout,
         done: StridedCopies,
     ) -> list["_Job"]:
-        held = [
-            (source, index, shard) for source in opened for index, shard in enumerate(source.shards)
-        ]
-        if not held:
+        if not opened:
             deployment, seq = version
             raise StateLostError(
-                f"no StateManager of {sorted(source.address for source in opened)} has version "
-                f"{seq} of {deployment!r} published: publish the weights again"
+                f"no StateManager of {sorted(addresses)} has version {seq} of {deployment!r} "
+                "published: publish the weights again"
             )
-        plan = self._plans.plan([_as_source(source, shard) for source, _, shard in held], [wants])
-        return _by_source(held, plan, done)
+        plan = self._plans.plan([as_source(reader) for reader in opened], [wants])
+        parts: dict[str, list[_Part]] = {}
+        for number, copies in plan.targets[0].copies.items():
+            reader = opened[number]
+            rest = without(copies, done) if len(done) else copies
+            if len(rest):
+                parts.setdefault(reader.address, []).append(_Part(reader=reader, copies=rest))
+        return [_Job(address=address, parts=tuple(found)) for address, found in parts.items()]
 
 
-_Held = tuple[OpenSource, int, Shard]
-"""A source, and the index of one of its shards with the shard."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Copies to read from one version."""
+
+    reader: VersionReader
+    copies: StridedCopies
+    delta: Delta | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    source: OpenSource
-    parts: tuple[ShardCopies, ...]
+    """What one source sends."""
+
+    address: str
+    parts: tuple[_Part, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +291,12 @@ class _Progress:
         """Add the results of one attempt."""
         self.lost_sources = {}
         for job, result in zip(jobs, fetched, strict=True):
-            address = job.source.address
+            address = job.address
             self.moved_bytes += result.nbytes
             self.done_bytes += result.copies.nbytes
             if result.lost is not None:
                 self.lost_sources[address] = result.lost
-            if result.lost is None or job.source.arrives_whole:
+            if result.lost is None or job.parts[0].reader.arrives_whole:
                 self.done.append(result.copies)
                 self.by_source[address] = self.by_source.get(address, 0) + result.nbytes
 
@@ -298,54 +311,25 @@ class _Progress:
         )
 
 
-def _by_source(held: Sequence[_Held], plan: Plan, done: StridedCopies) -> list[_Job]:
-    parts: dict[int, list[ShardCopies]] = {}
-    sources: dict[int, OpenSource] = {}
-    for number, copies in plan.targets[0].copies.items():
-        source, index, _ = held[number]
-        rest = without(copies, done) if len(done) else copies
-        if len(rest):
-            sources[id(source)] = source
-            parts.setdefault(id(source), []).append(ShardCopies(shard=index, copies=rest))
-    return [_Job(source=sources[key], parts=tuple(found)) for key, found in parts.items()]
+def _with_bases(job: _Job, bases: _Bases, policy: DeltaPolicy) -> _Job:
+    def changed(part: _Part) -> _Part:
+        stamp = bases.stamps.get((part.reader.address, part.reader.rank))
+        return part if stamp is None else replace(part, delta=Delta(stamp, policy))
+
+    return replace(job, parts=tuple(changed(part) for part in job.parts))
 
 
-def _as_source(source: OpenSource, shard: Shard) -> Source:
-    return Source(
-        id=f"{source.address}#{shard.rank}",
-        link=source.address,
-        layout=shard.layout,
-        bytes_per_s=source.bytes_per_s,
-        request_s=source.request_s,
-    )
-
-
-def _with_bases(job: _Job, bases: _Bases) -> _Job:
-    source = job.source
-    parts = tuple(
-        replace(part, base=bases.stamps.get((source.address, source.shards[part.shard].rank)))
-        for part in job.parts
-    )
-    return _Job(source=source, parts=parts)
-
-
-def _stamps(jobs: Sequence[_Job]) -> dict[tuple[str, int], str]:
-    return {
-        (job.source.address, shard.rank): shard.stamp for job in jobs for shard in job.source.shards
-    }
-
-
-def _fetch_all(jobs: Sequence[_Job], target: Bytes, delta: DeltaPolicy | None) -> list[_Fetched]:
+def _fetch_all(jobs: Sequence[_Job], target: Bytes) -> list[_Fetched]:
     """Fetch from all sources concurrently, from the first one on this thread."""
     if len(jobs) < 2:
-        return [_fetch(job, target, delta) for job in jobs]
+        return [_fetch(job, target) for job in jobs]
     with ThreadPoolExecutor(len(jobs) - 1, thread_name_prefix="plexrl-pull") as pool:
-        others = [pool.submit(_fetch, job, target, delta) for job in jobs[1:]]
-        first = _fetch(jobs[0], target, delta)
+        others = [pool.submit(_fetch, job, target) for job in jobs[1:]]
+        first = _fetch(jobs[0], target)
         return [first, *(future.result() for future in others)]
 
 
-def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
+def _fetch(job: _Job, target: Bytes) -> _Fetched:
     done_copies: list[StridedCopies] = []
     moved: list[int] = []
 
@@ -355,8 +339,9 @@ def _fetch(job: _Job, target: Bytes, delta: DeltaPolicy | None) -> _Fetched:
 
     lost: Exception | None = None
     try:
-        job.source.read(job.parts, target, report, delta)
-        job.source.confirm()
-    except (ConnectionLostError, CorruptStateError, OSError) as error:
+        for part in job.parts:
+            part.reader.read(part.copies, target, report, part.delta)
+        job.parts[0].reader.confirm()
+    except (CorruptStateError, UnavailableError) as error:
         lost = error
     return _Fetched(copies=concatenated(done_copies), nbytes=sum(moved), lost=lost)

@@ -6,17 +6,16 @@ whatever the layouts are.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.layout.keys import StateSlice
-from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
@@ -25,17 +24,15 @@ from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.versions.leasing import lease_states
 from plexrl.statemanager.store.versions.versions import Manifest
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
-from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
 from plexrl.statemanager.transfer.relayout import check_dtypes, lost_error, saves, wanted_slices
+from plexrl.statemanager.transfer.transport.choice import open_elsewhere
+from plexrl.statemanager.transfer.transport.reader import StateReader, as_source
 
 DIRECT_BYTES_MIN = 64 << 10
 """A range of this many bytes is copied without staging."""
-HERE_BYTES_PER_S = 10e9
-NEIGHBOUR_BYTES_PER_S = 8e9
-REMOTE_BYTES_PER_S = 3e9
-"""Approximate bandwidths; plans balance replicas by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +49,6 @@ class RelayoutLoad:
     """NVMe if any bytes came from there."""
     bytes_by_source: dict[str, int]
     """Address → bytes from there; this daemon's own address is empty."""
-
-
-class _Opened(NamedTuple):
-    address: str
-    reader: VersionReader
 
 
 class Relayouter:
@@ -92,16 +84,14 @@ class Relayouter:
             CorruptStateError: a version is damaged; the arena may be partly written.
         """
         with ExitStack() as held:
-            opened = [_Opened("", r) for r in open_here(held, self._store, deployment, seq)]
+            opened: list[StateReader] = [*lease_states(self._store, held, deployment, seq)]
             unreachable: UnavailableError | None = None
             ticket = self._key.mint(AGENT)
             for address in dict.fromkeys(sources):
                 try:
-                    readers = open_elsewhere(held, address, ticket, deployment, seq)
+                    opened += open_elsewhere(held, address, ticket, deployment, seq)
                 except UnavailableError as error:
                     unreachable = error
-                    continue
-                opened += [_Opened(address, reader) for reader in readers]
             try:
                 save, wants, plan = self._planned(deployment, seq, slices, opened, cast=cast)
             except StateLostError as error:
@@ -110,20 +100,19 @@ class Relayouter:
                 raise
             [target] = plan.targets
             used = {save[index]: copies for index, copies in target.copies.items()}
-            _fill(self._plane, memory, {at.reader: copies for at, copies in used.items()})
-            for at in used:
-                at.reader.confirm()
-            by_source: dict[str, int] = {}
-            for at, copies in used.items():
-                by_source[at.address] = by_source.get(at.address, 0) + copies.nbytes
+            _fill(self._plane, memory, used)
+            by_source: Counter[str] = Counter()
+            for reader, copies in used.items():
+                reader.confirm()
+                by_source[reader.address] += copies.nbytes
             return RelayoutLoad(
-                manifest=save[0].reader.manifest,
+                manifest=save[0].manifest,
                 nbytes=target.nbytes,
                 ranges=tuple((piece.arena_offset, piece.nbytes) for piece in wants),
                 tier=TierName.HOST
-                if all(at.reader.tier == TierName.HOST for at in used)
+                if all(reader.tier == TierName.HOST for reader in used)
                 else TierName.NVME,
-                bytes_by_source=by_source,
+                bytes_by_source=dict(by_source),
             )
 
     def _planned(
@@ -131,54 +120,39 @@ class Relayouter:
         deployment: str,
         seq: int,
         slices: Sequence[StateSlice],
-        opened: Sequence[_Opened],
+        opened: Sequence[StateReader],
         *,
         cast: bool,
-    ) -> tuple[list[_Opened], tuple[StateSlice, ...], Plan]:
+    ) -> tuple[list[StateReader], tuple[StateSlice, ...], Plan]:
         """The first save that covers all wanted slices, those slices, and the plan.
 
         A missing rank matters only if no other rank has replicas of its slices.
         """
-        manifests = [at.reader.manifest for at in opened]
+        manifests = [reader.manifest for reader in opened]
         why = ""
         for indices in saves(manifests):
             save = [opened[index] for index in indices]
-            wants = wanted_slices(slices, save[0].reader.manifest)
+            wants = wanted_slices(slices, save[0].manifest)
             if not cast:
-                for at in save:
-                    check_dtypes(wants, at.reader.slices)
+                for reader in save:
+                    check_dtypes(wants, reader.slices)
             try:
                 return save, wants, self._plan(save, wants)
             except StateLostError as error:
                 why = why or error.message.partition(";")[0]
         raise lost_error(deployment, seq, manifests, why)
 
-    def _plan(self, save: Sequence[_Opened], wants: Sequence[StateSlice]) -> Plan:
-        sources = [
-            Source(
-                id=f"{at.address}/{at.reader.manifest.rank}",
-                layout=Layout.of(at.reader.slices),
-                bytes_per_s=_bytes_per_s(at),
-                link=at.address or "here",
-            )
-            for at in save
-        ]
+    def _plan(self, save: Sequence[StateReader], wants: Sequence[StateSlice]) -> Plan:
         with self._planning:
-            return self._plans.plan(sources, [Layout.of(wants)])
-
-
-def _bytes_per_s(at: _Opened) -> float:
-    if not at.address:
-        return HERE_BYTES_PER_S
-    return REMOTE_BYTES_PER_S if at.reader.mapped is None else NEIGHBOUR_BYTES_PER_S
+            return self._plans.plan([as_source(reader) for reader in save], [Layout.of(wants)])
 
 
 def _fill(
-    plane: DataPlane, memory: DeviceMemory, copies_of: dict[VersionReader, StridedCopies]
+    plane: DataPlane, memory: DeviceMemory, copies_of: dict[StateReader, StridedCopies]
 ) -> None:
     """Copy from the readers to the arena."""
     direct: list[Run] = []
-    staged: list[tuple[VersionReader, StagingBlocks]] = []
+    staged: list[tuple[StateReader, StagingBlocks]] = []
     for reader, copies in copies_of.items():
         rest = copies
         if reader.mapped is not None:

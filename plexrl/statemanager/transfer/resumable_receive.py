@@ -15,10 +15,11 @@ Invariants:
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -51,8 +52,13 @@ SUFFIX = ".arriving"
 TRIES = 3
 """Attempts for a block that arrives damaged."""
 
-Fetch = Callable[[int, Sequence[memoryview]], None]
-"""Callback: fills memory with the version's data from an offset on."""
+
+class VersionData(Protocol):
+    """The data of a version elsewhere. Thread-safe."""
+
+    def read_data(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the data from offset `start` on."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +116,11 @@ class ResumableReceive:
                 self._changed.notify_all()
 
     def receive(
-        self, manifest: Manifest, digests: Sequence[bytes], fetch: Fetch, cancelled: threading.Event
+        self,
+        manifest: Manifest,
+        digests: Sequence[bytes],
+        data: VersionData,
+        cancelled: threading.Event,
     ) -> tuple[Version, int]:
         """Receive and store a version, within its `turn`; returns it and the bytes fetched.
 
@@ -120,7 +130,7 @@ class ResumableReceive:
             StateTierFullError: the host tier has no free space; nothing is kept.
             CorruptStateError: a block arrives damaged in every attempt; the others are kept.
             OperationCancelledError: its deployment was released; nothing is kept.
-            PlexRLError: `fetch` raised it; received blocks are kept.
+            PlexRLError: `data` raised it; received blocks are kept.
         """
         arrival = self._begun(manifest, digests)
         moved = 0
@@ -128,7 +138,7 @@ class ResumableReceive:
             for found, start, at in _missing(arrival):
                 if cancelled.is_set():
                     raise OperationCancelledError(f"{manifest.description} was released")
-                moved += self._bring(arrival, found, start, fetch)
+                moved += self._bring(arrival, found, start, data)
                 arrival.marks[at] = 1
                 self._mark(arrival, at)
                 self._faults.reach("arrive.block")
@@ -308,7 +318,9 @@ class ResumableReceive:
             marks=bytearray(contents[marks_at:]),
         )
 
-    def _bring(self, arrival: PartialVersion, found: StoredObject, start: int, fetch: Fetch) -> int:
+    def _bring(
+        self, arrival: PartialVersion, found: StoredObject, start: int, data: VersionData
+    ) -> int:
         section = arrival.manifest.sections[arrival.objects.index(found)]
         count = min(BLOCK_BYTES, found.nbytes - start)
         pieces = subrange(found.pieces or (), start, padded(count))
@@ -316,7 +328,10 @@ class ResumableReceive:
         at = start // BLOCK_BYTES * DIGEST_BYTES
         tail = padded(count) - count
         for _ in range(TRIES):
-            fetch(section.start + start, _first(views, count))
+            place = section.start + start
+            for view in _first(views, count):
+                data.read_data(place, view)
+                place += len(view)
             if digest(views, count) == found.digests[at : at + DIGEST_BYTES]:
                 if tail:
                     # Segments are recycled: clear the bytes after the data.

@@ -1,6 +1,7 @@
 """Tensors in an arena: their offsets, and views of them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,18 @@ def span(arena: WorkerArena, arena_offset: int, elements: int, dtype: str = "F32
     """`elements` consecutive elements from `arena_offset` (bytes) on, as a flat tensor."""
     nbytes = elements * DTYPE_BYTES[dtype]
     return whole(arena)[arena_offset : arena_offset + nbytes].view(TORCH_DTYPES[dtype])
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat view over tensors that lie next to each other in memory; None: they do not."""
+    first = tensors[0].data
+    end = first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def whole(arena: WorkerArena) -> torch.Tensor:

@@ -16,6 +16,7 @@ from plexrl.statemanager.checkpoint.requests import CheckpointReport, WriteCheck
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.wire.operations import CheckpointParams
 from plexrl.worker.process.backend import Backend
+from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.checkpoint_files import pack_files
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
@@ -27,30 +28,27 @@ Plain = dict[str, Any]
 def save_checkpoint(
     backend: Backend,
     client: StateManagerClient,
+    command: RunCommand,
     params: CheckpointParams,
-    *,
-    operation: str,
-    seq: int,
-    keep_seq: int,
-    token: int,
-    previous_seq: int = 0,
-    trainer_step: int = 0,
 ) -> Plain:
-    """Start to write version `seq`; returns when it is pinned. Every rank takes part.
+    """Start to write version `command.seq`; returns when it is pinned. Every rank takes part.
 
-    `operation` is the operation that saves: a repeated call joins the write that it started.
-    `trainer_step` counts the optimizer steps in the weights.
+    A repeated call with the same operation joins the write that it started.
 
     Raises:
         CheckpointExistsError: the name is taken and `overwrite` is not set; on every rank.
         OverloadedError: too many checkpoints wait to be written; on every rank.
         StateTierFullError: there is no space for a rank's version; on every rank.
     """
-    parts = backend.live_parts()
+    seq = command.seq
 
     def store() -> str:
         client.snapshot(
-            seq=seq, keep_seq=keep_seq, token=token, parts=parts, previous_seq=previous_seq
+            seq=seq,
+            keep_seq=command.keep_seq,
+            token=command.token,
+            parts=backend.live_parts(),
+            previous_seq=command.previous_seq,
         )
         return f"{client.stamp(seq)} {client.path}"
 
@@ -66,9 +64,9 @@ def save_checkpoint(
         model_dtype=None if params.dtype is None else MODEL_DTYPES[params.dtype],
         shard_bytes_max=params.shard_bytes_max,
         overwrite=params.overwrite,
-        asked_by=operation,
+        asked_by=command.operation,
         step=params.step,
-        trainer_step=trainer_step,
+        trainer_step=backend.trainer_step,
         keep=params.keep,
         retention=_retention(params),
         upload=params.upload,

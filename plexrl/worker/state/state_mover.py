@@ -98,17 +98,7 @@ class StateMover:
         """Save a checkpoint of the state on the device. Raises as `save_checkpoint`, and
         `NonFiniteWeightsError`."""
         self._backend.check_weights()
-        return save_checkpoint(
-            self._backend,
-            self._client,
-            params,
-            operation=command.operation,
-            seq=command.seq,
-            keep_seq=command.keep_seq,
-            token=command.token,
-            previous_seq=command.previous_seq,
-            trainer_step=self._backend.trainer_step,
-        )
+        return save_checkpoint(self._backend, self._client, command, params)
 
     def _load(self, command: RunCommand) -> Plain:
         if self.is_resident:

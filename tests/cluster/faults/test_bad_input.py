@@ -17,7 +17,7 @@ from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.tensors import MEDIA_TYPE, encode_body
-from tests.cluster.tools import VOCABULARY, fix_ports, some_batch, wait_until
+from tests.cluster.tools import VOCABULARY, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
@@ -363,7 +363,6 @@ def test_requests_wait_for_a_full_journal_until_there_is_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = 400
-    fix_ports(tmp_path / "data")
     small = start_embedded(tmp_path / "data", gpus_per_node=1, journal_bytes_max=65_536)
 
     def fill_the_journal() -> None:

@@ -14,20 +14,15 @@ from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
     process_of,
-    some_batch,
+    train,
     wait_until,
+    weights_after,
 )
 
 STEPS = 6
 DAMAGED_AT = 4
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=3)
 STATE_MANAGER = "plexrl.statemanager"
-
-
-def step(actor: plexrl.TrainDeployment, index: int) -> None:
-    actor.forward_backward(some_batch(index), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2)
-    actor.barrier().result(120)
 
 
 def offload(actor: plexrl.TrainDeployment, other: plexrl.TrainDeployment) -> None:
@@ -66,14 +61,7 @@ def lose_host_tier(cluster: EmbeddedCluster, actor: plexrl.TrainDeployment) -> N
 
 @pytest.fixture(scope="module")
 def undisturbed(embedded: EmbeddedCluster) -> bytes:
-    with (
-        plexrl.connect(embedded.url, embedded.api_key) as cluster,
-        cluster.create_job("undisturbed") as job,
-    ):
-        actor = job.train_deployment("actor", MODEL, workers=2)
-        for index in range(STEPS):
-            step(actor, index)
-        return checkpoint_weights(actor)
+    return weights_after(embedded, MODEL, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +85,8 @@ def test_a_damaged_newest_version_is_recomputed_bit_for_bit(
                 if index == DAMAGED_AT:
                     offload(actor, other)
                     hurt(running, actor)
-                step(actor, index)
+                train(actor, index)
+                actor.barrier().result(120)
                 offload(actor, other)
             weights = checkpoint_weights(actor)
             (row,) = [each for each in cluster.jobs() if each["job"] == job.job]

@@ -16,30 +16,18 @@ from tests.cluster.tools import (
     checkpoint_weights,
     kill_worker,
     process_of,
-    some_batch,
+    train,
     wait_until,
+    weights_after,
 )
 
 STEPS = 8
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 
 
-def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:
-    actor.forward_backward(some_batch(step), plexrl.losses.grpo())
-    return actor.optim_step(learning_rate=1e-2)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(embedded: EmbeddedCluster) -> bytes:
-    """The weights after `STEPS` steps without a fault."""
-    with (
-        plexrl.connect(embedded.url, embedded.api_key) as cluster,
-        cluster.create_job("undisturbed") as job,
-    ):
-        actor = job.train_deployment("actor", MODEL, workers=2)
-        for step in range(STEPS):
-            train(actor, step)
-        return checkpoint_weights(actor)
+    return weights_after(embedded, MODEL, STEPS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

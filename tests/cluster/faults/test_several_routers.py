@@ -21,7 +21,6 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
-    fix_ports,
     some_batch,
     wait_until,
 )
@@ -44,7 +43,6 @@ def two(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[EmbeddedCluster]:
     folder = tmp_path_factory.mktemp("two")
-    fix_ports(folder, routers=2)
     running = start_embedded(
         folder,
         routers=2,

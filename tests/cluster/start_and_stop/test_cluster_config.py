@@ -5,18 +5,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from plexrl.cluster.config import ORDERINGS, POLICIES, ClusterOptions, check_argument
+from plexrl.cluster.config import ClusterOptions, check_argument
 from plexrl.cluster.parts import check_shared_memory, router_parts, scheduler_part
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders
-from plexrl.scheduler.dispatch import ordering
-from plexrl.scheduler.placement import policies
 from tests.small_disk import small_disk
-
-
-def test_offered_policies_and_orderings_are_the_schedulers() -> None:
-    assert POLICIES == policies.POLICIES
-    assert tuple(ordering.ORDERINGS) == ORDERINGS
 
 
 @pytest.mark.parametrize(

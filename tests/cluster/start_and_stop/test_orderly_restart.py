@@ -14,19 +14,14 @@ from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from tests.cluster.tools import (
     VOCABULARY,
     checkpoint_weights,
-    fix_ports,
     process_of,
-    some_batch,
+    train,
     wait_until,
+    weights_after,
 )
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
 STEPS = 6
-
-
-def train(actor: plexrl.TrainDeployment, step: int) -> plexrl.Future[plexrl.StepResult]:
-    actor.forward_backward(some_batch(step), plexrl.losses.grpo())
-    return actor.optim_step(learning_rate=1e-2)
 
 
 class Waiter(threading.Thread):
@@ -108,15 +103,7 @@ def test_an_open_poll_gets_retry_after_when_its_router_stops(tmp_path: Path, rou
 
 @pytest.fixture(scope="module")
 def undisturbed(embedded: EmbeddedCluster) -> bytes:
-    """The weights after `STEPS` steps without a fault."""
-    with (
-        plexrl.connect(embedded.url, embedded.api_key) as cluster,
-        cluster.create_job("undisturbed") as job,
-    ):
-        actor = job.train_deployment("actor", MODEL, workers=2)
-        for step in range(STEPS):
-            train(actor, step)
-        return checkpoint_weights(actor)
+    return weights_after(embedded, MODEL, STEPS)
 
 
 def test_a_waiting_job_continues_when_its_router_stops(
@@ -134,7 +121,6 @@ def test_a_waiting_job_continues_when_its_router_stops(
 def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
     tmp_path: Path, undisturbed: bytes
 ) -> None:
-    fix_ports(tmp_path / "data", routers=2)
     running = start_embedded(tmp_path / "data", gpus_per_node=2, routers=2)
     url = running.url
     try:
@@ -156,7 +142,6 @@ def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
 
 
 def test_a_port_in_use_is_replaced_with_a_warning(tmp_path: Path) -> None:
-    fix_ports(tmp_path / "data")
     running = start_embedded(tmp_path / "data", gpus_per_node=1)
     port = int(running.url.rpartition(":")[2])
     running.close()

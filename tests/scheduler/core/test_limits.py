@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from plexrl import errors
 from plexrl.ids import JobId
-from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.context.config import RANGES as CONFIG_RANGES
 from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.limits import BYTES_MAX, RANGES, TOKENS_MAX
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev

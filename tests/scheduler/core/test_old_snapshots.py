@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from plexrl.errors import PlexRLError
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.snapshot import VERSION
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev

@@ -7,7 +7,7 @@ import pytest
 
 from plexrl.errors import PlexRLError
 from plexrl.ids import NodeId
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import Command

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from plexrl import errors
-from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.context.effects import TIMERS_MIN
 from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.jobs.retention import last_incarnation, retire
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev

@@ -18,7 +18,7 @@ from plexrl.errors import (
     UnknownOperationError,
 )
 from plexrl.ids import OperationId
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.journal import Entry
 from plexrl.scheduler.service.journal.leadership import keep_lead
 from plexrl.scheduler.service.links import RouterLinks

@@ -12,8 +12,8 @@ import pytest
 
 from plexrl.errors import SchedulerFaultError
 from plexrl.ids import JobId, OperationId
-from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.core.advance import EVENT, Fault
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.recovery import Restored, restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.shell import Clock, Shell

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler import SchedulerCore
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.jobs.tenants import KEYS_MAX, key_id
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.rpc import Peer

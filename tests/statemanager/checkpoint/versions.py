@@ -13,6 +13,7 @@ from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, padded
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
+from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, HeldState
 
 Tensors = dict[StateKey, tuple[str, npt.NDArray[np.generic]]]
 """Dtype and values, as unsigned integers of the dtype's size."""
@@ -20,26 +21,38 @@ Cut = dict[StateKey, Box]
 """What one rank holds."""
 
 
-class MemoryReader:
-    """A rank's version as bytes, as a `VersionReader`."""
+class MemoryReader(HeldState):
+    """A rank's version as bytes, as a `StateReader`."""
 
+    address = ""
+    bytes_per_s = 1e9
+    request_s = 0.0
+    arrives_whole = True
     tier = TierName.HOST
     mapped = None
 
     def __init__(self, manifest: Manifest, slices: Sequence[StateSlice], data: bytearray) -> None:
-        self.manifest = manifest
+        super().__init__(manifest)
         self.slices = slices
         self.data = data
         self.closed = False
 
-    def read(self, copies: StridedCopies, target: Bytes) -> None:
+    def read(
+        self,
+        copies: StridedCopies,
+        target: Bytes,
+        arrived: Arrived | None = None,
+        delta: Delta | None = None,
+    ) -> None:
         assert not self.closed
+        assert arrived is None
+        assert delta is None
         copy_strided(np.frombuffer(self.data, dtype=np.uint8), target, copies)
 
-    def read_data(self, start: int, buffer: memoryview) -> None:
+    def read_data(self, start: int, target: memoryview) -> None:
         assert not self.closed
-        assert start + len(buffer) <= len(self.data)
-        buffer[:] = memoryview(self.data)[start : start + len(buffer)]
+        assert start + len(target) <= len(self.data)
+        target[:] = memoryview(self.data)[start : start + len(target)]
 
     def confirm(self) -> None:
         assert not self.closed

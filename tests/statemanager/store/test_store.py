@@ -31,7 +31,7 @@ from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, THREADED_BYTES_MIN
-from plexrl.statemanager.transfer.copy.file_memory import version_memory
+from plexrl.statemanager.transfer.copy.file_data import FileData
 from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096
@@ -207,7 +207,7 @@ class StoreHistory(RuleBasedStateMachine):
                 digest=digest,
             )
             try:
-                stored = self.store.adopt(wanted, version_memory(lease.regions, held))
+                stored = self.store.adopt(wanted, FileData(lease.regions, held))
             except CorruptStateError:
                 assert is_damaged
             except StateTierFullError:

@@ -11,7 +11,8 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import LoadReport, StateManagerClient
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.tickets import Role
-from plexrl.statemanager.transfer.transport.tcp.state_client import RemoteState
+from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
+from plexrl.statemanager.transfer.transport.tcp.state import open_states
 from tests.statemanager import relayouts
 from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, MIB, Daemon, StartDaemon
 from tests.statemanager.relayouts import LAYOUTS, slices_of, state
@@ -248,13 +249,13 @@ def test_a_worker_reads_no_other_deployment_over_tcp(
     node = start_daemon(**SERVING_TCP)
     saved(make_ranks([node], "fsdp", 2))
     address = node.tcp.removeprefix("tcp://")
-    own = RemoteState(address, node.worker_ticket(NAME), DEADLINE_S)
-    other = RemoteState(address, node.worker_ticket("job/critic"), DEADLINE_S)
-    agent = RemoteState(address, node.ticket(role=Role.AGENT), DEADLINE_S)
+    own = TcpConnection(address, node.worker_ticket(NAME), DEADLINE_S)
+    other = TcpConnection(address, node.worker_ticket("job/critic"), DEADLINE_S)
+    agent = TcpConnection(address, node.ticket(role=Role.AGENT), DEADLINE_S)
     try:
-        assert len(own.open(NAME, 1)) == len(agent.open(NAME, 1)) == 2
+        assert len(open_states(own, NAME, 1)) == len(open_states(agent, NAME, 1)) == 2
         with pytest.raises(PermissionDeniedError, match="own deployment"):
-            other.open(NAME, 1)
+            open_states(other, NAME, 1)
     finally:
         for state_of in (own, other, agent):
             state_of.close()

@@ -22,9 +22,8 @@ from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenate
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.transfer.transport.copy_stream import encode_copies
 from plexrl.statemanager.transfer.transport.handshake import greet_server
-from plexrl.statemanager.transfer.transport.source import ShardCopies
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp
-from plexrl.statemanager.transfer.transport.tcp.server import BASES_MAX
+from plexrl.statemanager.transfer.transport.tcp.requests import BASES_MAX
 from plexrl.wire.framing import recv_frame, send_frame
 from tests.statemanager.conftest import Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp
@@ -120,8 +119,11 @@ def test_a_ticket_of_another_key_is_told_nothing(node: Daemon) -> None:
 @pytest.mark.usefixtures("trainer")
 def test_a_worker_of_another_job_is_refused(node: Daemon) -> None:
     tcp = Tcp(lambda _: None, 10.0, node.worker_ticket("other/rollout"))
-    with pytest.raises(PermissionDeniedError, match="deployments of job 'other'"):
-        tcp.open(node.tcp.removeprefix("tcp://"), "job/actor", 1, ())
+    with (
+        contextlib.ExitStack() as held,
+        pytest.raises(PermissionDeniedError, match="deployments of job 'other'"),
+    ):
+        tcp.open(held, node.tcp.removeprefix("tcp://"), "job/actor", 1, ())
 
 
 def test_a_server_of_another_key_is_not_believed() -> None:
@@ -166,9 +168,9 @@ def read_all(
     tcp: Tcp, node_address: str
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], list[StridedCopies]]:
     """The trainer's version, in small pieces that make several batches."""
-    source = tcp.open(node_address.removeprefix("tcp://"), "job/actor", 1, ())
-    with closing(source):
-        nbytes = source.shards[0].nbytes
+    with contextlib.ExitStack() as held:
+        [source] = tcp.open(held, node_address.removeprefix("tcp://"), "job/actor", 1, ())
+        nbytes = int(source.layout.byte_offsets.max()) + 4 * int(source.layout.shapes[-1].prod())
         starts = np.arange(0, nbytes, 64)
         ends = np.minimum(starts + 64, nbytes)
         ones, zeros = np.ones(len(starts), np.int64), np.zeros(len(starts), np.int64)
@@ -183,9 +185,7 @@ def read_all(
         )
         target = np.zeros(nbytes, np.uint8)
         arrived: list[StridedCopies] = []
-        source.read(
-            (ShardCopies(shard=0, copies=copies),), target, lambda part, _: arrived.append(part)
-        )
+        source.read(copies, target, lambda part, _: arrived.append(part))
         source.confirm()
     return target, arrived
 

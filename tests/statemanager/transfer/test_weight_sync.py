@@ -1,7 +1,7 @@
 """Weight sync between layouts, dtypes and nodes, through real daemons."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from typing import cast
@@ -18,9 +18,8 @@ from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
-from plexrl.statemanager.transfer.transport import OpenSource
 from plexrl.statemanager.transfer.transport.choice import Transports
-from plexrl.statemanager.transfer.transport.source import ShardCopies
+from plexrl.statemanager.transfer.transport.reader import VersionReader
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
 
@@ -100,9 +99,9 @@ def test_a_replica_takes_over_from_a_source_that_is_gone(nodes: list[Daemon]) ->
 
 
 class Interrupted:
-    """A source to which something happens between its last byte and its confirmation."""
+    """A reader to which something happens between its last byte and its confirmation."""
 
-    def __init__(self, source: OpenSource, happen: Callable[[], None]) -> None:
+    def __init__(self, source: VersionReader, happen: Callable[[], None]) -> None:
         self._source, self._happen = source, happen
 
     def __getattr__(self, name: str) -> object:
@@ -136,11 +135,13 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
         layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S
     )
 
-    def opened(address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
-        source = ways.open(address, deployment, seq, known)
+    def opened(
+        held: contextlib.ExitStack, address: str, deployment: str, seq: int, known: Collection[str]
+    ) -> Sequence[VersionReader]:
+        readers = ways.open(held, address, deployment, seq, known)
         if address == nodes[1].config.listen:
-            return cast("OpenSource", Interrupted(source, die))
-        return source
+            return [cast("VersionReader", Interrupted(reader, die)) for reader in readers]
+        return readers
 
     # Where it comes back it is the only source; else the other node has all of it.
     sources = [node.config.listen for node in (nodes[1:] if comes_back else nodes)]
@@ -226,7 +227,8 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
     layouts = KnownLayouts()
     ways = Transports(layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
     trainer.publish(1)
-    with contextlib.closing(ways.open(node.tcp, ACTOR, 1, ())) as held:
+    with contextlib.ExitStack() as stack:
+        [held] = ways.open(stack, node.tcp, ACTOR, 1, ())
         for version in (2, 3, 4):
             trainer.publish(version)
             rollout.client.pull(
@@ -237,13 +239,9 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
                 delta=DeltaPolicy(changed_max=1.0),
             )
             assert rollout.holds(version)
-        plan = make_plan(
-            [Source(id="0", layout=held.shards[0].layout)], [Layout.of(rollout.slices)]
-        )
+        plan = make_plan([Source(id="0", layout=held.layout)], [Layout.of(rollout.slices)])
         target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
-        held.read(
-            (ShardCopies(shard=0, copies=plan.targets[0].copies[0]),), target, lambda *_: None
-        )
+        held.read(plan.targets[0].copies[0], target)
         held.confirm()
         assert rollout.holds(1)
     with pytest.raises(StateLostError):

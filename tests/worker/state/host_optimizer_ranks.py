@@ -13,6 +13,7 @@ from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import CheckpointParams, OperationKind
+from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.training.backend import TrainingBackend
 from tests.worker.state.host_optimizer_batches import (
@@ -129,15 +130,9 @@ def train_alike(rank: int, ranks: int, store: str, folder: str, statemanager: st
     for out, back in moved["host"]:
         assert 3 * out <= moved["device"][0][0] + 4096, moved
         assert 3 * back <= moved["device"][0][1] + 4096, moved
-    save_checkpoint(
-        in_host.made,
-        in_host.client,
-        CheckpointParams(name="host", overwrite=True),
-        operation="o",
-        seq=STEPS,
-        keep_seq=0,
-        token=1,
-    )
+    save = RunCommand(operation="o", kind=OperationKind.SAVE_CHECKPOINT, seq=STEPS, token=1)
+    params = CheckpointParams(name="host", overwrite=True)
+    save_checkpoint(in_host.made, in_host.client, save, params)
     np.save(f"{folder}/wanted{rank}.npy", np.array(contents(in_host.made), dtype=object))
     in_host.client.close()
     leave()

@@ -34,6 +34,7 @@ from plexrl.wire.operations import (
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.process.backend_factory import make_backend
+from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from tests.worker.training.cases import WRITER, Case
@@ -234,15 +235,9 @@ class _Run:
         with switches in between, as after a restart, gives the same bits."""
         wanted = self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
         params = CheckpointParams(name=self.case.name)
-        save_checkpoint(
-            self.backend,
-            self.client,
-            params,
-            operation="o",
-            seq=self.seq,
-            keep_seq=self.seq - 1,
-            token=1,
-        )
+        kind = OperationKind.SAVE_CHECKPOINT
+        command = RunCommand(operation="o", kind=kind, seq=self.seq, keep_seq=self.seq - 1, token=1)
+        save_checkpoint(self.backend, self.client, command, params)
         once = self._stepped()
         assert once != wanted
         assert self.load(self.case.name, optimizer=True) == wanted

@@ -10,13 +10,13 @@ from plexrl.errors import CorruptStateError
 from plexrl.statemanager.checkpoint.format.tensors import WholeTensor, range_in_slice
 from plexrl.statemanager.layout.boxes import Box, difference, intersection
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateSlice
-from plexrl.statemanager.transfer.reader import VersionReader
+from plexrl.statemanager.transfer.transport.reader import StateReader
 
 
 class Assembler:
     """Reads blocks of up to `block_bytes` bytes, in memory of two blocks."""
 
-    def __init__(self, readers: Sequence[VersionReader], block_bytes: int) -> None:
+    def __init__(self, readers: Sequence[StateReader], block_bytes: int) -> None:
         self._readers = readers
         self._scratch = memoryview(bytearray(block_bytes))
 

@@ -4,13 +4,13 @@ There are two buffers: the caller fills one while a thread writes the other. Buf
 cost a copy, evict other tenants' pages, and had a ninth of the bandwidth, including the sync.
 """
 
-import errno
-import fcntl
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+
+from plexrl.statemanager.transfer.copy.direct_io import open_direct, reserve, transfer
 
 PAGE_BYTES = mmap.PAGESIZE
 WRITE_BYTES = 8 << 20
@@ -26,16 +26,16 @@ class StreamFile:
         Raises:
             OSError: the file cannot be created, or does not fit the file system.
         """
-        self._fd = _open(path)
+        self._fd = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         size = WRITE_BYTES + -(-space_bytes_max // PAGE_BYTES) * PAGE_BYTES
         # Anonymous mappings are page-aligned, as direct writes require.
         self._buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(2)]
         self._filled = 0
         self._written = 0
         self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+        self._writing: Future[int] | None = None
         try:
-            _reserve(self._fd, nbytes)
+            reserve(self._fd, max(nbytes, 1))
         except BaseException:
             self._thread.shutdown()
             os.close(self._fd)
@@ -93,7 +93,7 @@ class StreamFile:
         self._wait()
         self._buffers[1][:rest] = self._buffers[0][whole : self._filled]
         self._writing = self._thread.submit(
-            _write, self._fd, self._buffers[0][:whole], self._written
+            transfer, os.pwritev, self._fd, [self._buffers[0][:whole]], self._written
         )
         self._buffers.reverse()
         self._written += whole
@@ -103,35 +103,3 @@ class StreamFile:
         if self._writing is not None:
             self._writing.result()
             self._writing = None
-
-
-def _open(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        path.unlink(missing_ok=True)
-        return os.open(path, flags, 0o644)
-
-
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        try:
-            done += os.pwrite(fd, data[done:], offset + done)
-        except OSError as error:
-            # Some file systems accept O_DIRECT at open but refuse it, or the alignment, at a write.
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                raise
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, max(nbytes, 1))
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise

@@ -36,7 +36,7 @@ from plexrl.statemanager.checkpoint.write.stream import StreamFile
 from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
-from plexrl.statemanager.transfer.reader import VersionReader
+from plexrl.statemanager.transfer.transport.reader import StateReader
 
 EXTRAS_BYTES_MAX = 256 << 20
 """Limit of the small extra files: tokenizers have tens of megabytes."""
@@ -69,7 +69,7 @@ class CheckpointSpec:
 
 def write_checkpoint(
     wanted: CheckpointSpec,
-    readers: Sequence[VersionReader],
+    readers: Sequence[StateReader],
     extras_fd: int | None,
     progress: Progress,
 ) -> CheckpointRecord:
@@ -125,7 +125,7 @@ def write_checkpoint(
 
 def describe(
     wanted: CheckpointSpec,
-    readers: Sequence[VersionReader],
+    readers: Sequence[StateReader],
     tensors: Sequence[TensorRecord],
     plan: Plan,
 ) -> CheckpointRecord:
@@ -155,7 +155,7 @@ def describe(
 def _write_files(
     wanted: CheckpointSpec,
     plan: Plan,
-    readers: Sequence[VersionReader],
+    readers: Sequence[StateReader],
     part: Path,
     progress: Progress,
 ) -> CheckpointRecord:

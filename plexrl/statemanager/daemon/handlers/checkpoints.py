@@ -23,16 +23,16 @@ from plexrl.statemanager.checkpoint.requests import (
     CheckpointReport,
     CheckpointState,
     CheckpointStatus,
-    PinVersions,
     WriteCheckpoint,
 )
 from plexrl.statemanager.checkpoint.restore import read_record
-from plexrl.statemanager.checkpoint.write.pinning import pin_for_other
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
-from plexrl.statemanager.daemon.handlers.caller import AGENTS, TICKETS, Caller, Reply, handles
+from plexrl.statemanager.daemon.handlers.caller import TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol.address import nearest
 from plexrl.statemanager.protocol.tickets import AGENT, Role, job_of
-from plexrl.statemanager.transfer.reader import VersionReader, open_elsewhere, open_here
+from plexrl.statemanager.store.versions.leasing import lease_states
+from plexrl.statemanager.transfer.transport.choice import open_elsewhere
+from plexrl.statemanager.transfer.transport.reader import StateReader
 
 
 def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Reply:
@@ -50,13 +50,15 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
     # The leases end with this block, unless the writer has taken them over.
     with ExitStack() as guard:
         held = guard.enter_context(ExitStack())
-        readers = open_here(held, services.store, request.deployment, request.seq)
+        readers: list[StateReader] = [
+            *lease_states(services.store, held, request.deployment, request.seq)
+        ]
         elsewhere = [at for at in request.sources if nearest(at) != services.config.listen]
         ticket = services.key.mint(AGENT)
         for address in dict.fromkeys(elsewhere):
             readers += open_elsewhere(held, address, ticket, request.deployment, request.seq)
         ranks = _one_reader_per_rank(request, readers)
-        stamps = tuple(reader.manifest.stamp for reader in ranks)
+        stamps = tuple(reader.stamp for reader in ranks)
         found = _find_same(caller, request, target, stamps)
         if found is not None:
             return Reply(msgspec.to_builtins(found))
@@ -75,13 +77,6 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
         report = services.checkpoints.submit(task)
         guard.pop_all()
         return Reply(msgspec.to_builtins(report))
-
-
-def _pin(caller: Caller, request: PinVersions, _: Sequence[int]) -> Reply:
-    pinned, opened = pin_for_other(
-        caller.leases, caller.services.store, request.deployment, request.seq
-    )
-    return Reply({"versions": msgspec.to_builtins(pinned)}, opened)
 
 
 def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Reply:
@@ -126,7 +121,6 @@ def _cancel(caller: Caller, request: CancelCheckpoint, _: Sequence[int]) -> Repl
 
 ENTRIES = (
     handles(WriteCheckpoint, _write, TICKETS),
-    handles(PinVersions, _pin, AGENTS),
     handles(CheckpointStatus, _status, TICKETS),
     handles(CancelCheckpoint, _cancel, TICKETS),
 )
@@ -148,10 +142,10 @@ def _check_own_job(caller: Caller, deployment: str) -> None:
 
 
 def _one_reader_per_rank(
-    request: WriteCheckpoint, readers: Sequence[VersionReader]
-) -> list[VersionReader]:
+    request: WriteCheckpoint, readers: Sequence[StateReader]
+) -> list[StateReader]:
     """The first reader of each rank, in rank order."""
-    by_rank: dict[int, VersionReader] = {}
+    by_rank: dict[int, StateReader] = {}
     for reader in readers:
         manifest = reader.manifest
         if request.stamps is None or manifest.stamp in request.stamps:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from plexrl.errors import InvalidRequestError, StateLostError
+from plexrl.statemanager.checkpoint.requests import PinVersions
 from plexrl.statemanager.daemon.handlers.caller import (
     AGENTS,
     TICKETS,
@@ -33,11 +34,11 @@ from plexrl.statemanager.protocol.messages import (
     regions_of,
 )
 from plexrl.statemanager.protocol.tickets import AGENT
-from plexrl.statemanager.store.versions.published import lease_published
+from plexrl.statemanager.store.versions.leasing import lease_published, lease_states, offer
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
-from plexrl.statemanager.transfer.copy.file_memory import version_memory
+from plexrl.statemanager.transfer.copy.file_data import FileData
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
-from plexrl.statemanager.transfer.transport.tcp.state_blocks import RemoteBlocks
+from plexrl.statemanager.transfer.transport.tcp.state import ReconnectingReader
 
 
 def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) -> Reply:
@@ -45,37 +46,44 @@ def _open_published(caller: Caller, request: OpenPublished, _: Sequence[int]) ->
     caller.count_open()
     files = _Files()
     shards = [
-        PublishedShard(**held.description(request.known), regions=files.add(held.regions))
-        for held in lease_published(caller.services.store, caller.leases, request)
+        PublishedShard(**offer(lease, request.known), regions=files.add(lease.regions))
+        for lease in lease_published(caller.services.store, caller.leases, request)
     ]
     return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
 
 
 def _open_state(caller: Caller, request: OpenState, _: Sequence[int]) -> Reply:
-    store = caller.services.store
-    found = store.find(
-        lambda m: (
-            m.kind == VersionKind.STATE
-            and m.deployment == request.deployment
-            and m.seq == request.seq
-            and request.rank in (None, m.rank)
-        )
+    leases = lease_states(
+        *(caller.services.store, caller.leases, request.deployment, request.seq), rank=request.rank
     )
-    if not found:
+    if not leases:
         raise StateLostError(
             f"version {request.seq} of {request.deployment!r} is not on this node: restore a "
             "checkpoint",
             deployment=request.deployment,
             seq=request.seq,
         )
-    shards: list[StoredShard] = []
     files = _Files()
-    for version in found:
-        manifest = version.manifest
-        lease = caller.leases.enter_context(store.lease(manifest.name, manifest.description))
-        manifest = replace(lease.manifest, digest=lease.digest())
-        shards.append(StoredShard(manifest=manifest, regions=files.add(lease.regions)))
+    shards = [
+        StoredShard(
+            manifest=replace(lease.manifest, digest=lease.digest()),
+            regions=files.add(lease.regions),
+        )
+        for lease in leases
+    ]
     return Reply({"shards": msgspec.to_builtins(shards)}, files.duplicates())
+
+
+def _pin(caller: Caller, request: PinVersions, _: Sequence[int]) -> Reply:
+    # The reader cannot verify data on NVMe, so a spilled version is loaded to memory first.
+    leases = lease_states(
+        *(caller.services.store, caller.leases, request.deployment, request.seq), in_memory=True
+    )
+    files = _Files()
+    shards = [
+        StoredShard(manifest=lease.manifest, regions=files.add(lease.regions)) for lease in leases
+    ]
+    return Reply({"versions": msgspec.to_builtins(shards)}, files.duplicates())
 
 
 def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
@@ -86,8 +94,8 @@ def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
     for stored in store.find(lambda m: m.name == manifest.name):
         if stored.manifest.stamp == manifest.stamp:
             return Reply(move_report(0, time.perf_counter() - started, stored.tier))
-    memory = version_memory(regions_of(request.regions, fds), manifest.description)
-    stored = store.adopt(manifest, memory)
+    data = FileData(regions_of(request.regions, fds), manifest.description)
+    stored = store.adopt(manifest, data)
     return Reply(move_report(manifest.nbytes, time.perf_counter() - started, stored.tier))
 
 
@@ -103,12 +111,12 @@ def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
     for stored in store.find(lambda m: (m.deployment, m.seq, m.rank, m.stamp) == wanted):
         return Reply(move_report(0, time.perf_counter() - started, stored.tier))
     ticket = caller.services.key.mint(AGENT)
-    with closing(RemoteBlocks(address, ticket, *wanted)) as blocks:
-        manifest = blocks.shard.manifest
+    with closing(ReconnectingReader(address, ticket, *wanted)) as reader:
+        manifest = reader.manifest
         _check_adoptable(manifest)
         if (manifest.deployment, manifest.seq, manifest.rank) != wanted[:3]:
             raise InvalidRequestError(f"{request.source} answered with {manifest.description}")
-        version, moved = store.receive(manifest, blocks.shard.blocks, blocks.fetch, blocks)
+        version, moved = store.receive(manifest, reader.blocks, reader)
     return Reply(move_report(moved, time.perf_counter() - started, version.tier))
 
 
@@ -126,6 +134,7 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
     handles(OpenState, _open_state, AGENTS, is_move=True),
+    handles(PinVersions, _pin, AGENTS),
     handles(Confirm, _confirm, TICKETS),
     handles(Adopt, _adopt, AGENTS, is_move=True),
     handles(Fetch, _fetch, AGENTS, is_move=True),

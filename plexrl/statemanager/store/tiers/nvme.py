@@ -7,8 +7,6 @@ block may be shorter. A file is written under a temporary name, synced, and rena
 complete.
 """
 
-import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +22,12 @@ from plexrl.errors import CorruptStateError, PlexRLError
 from plexrl.statemanager.store.tiers.tier import PART_SUFFIX, Tier
 from plexrl.statemanager.store.versions.versions import decode_page, encode_page, padded
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, DataPlane
+from plexrl.statemanager.transfer.copy.direct_io import open_direct, reserve, transfer
 
 MAGIC = b"PLEXRLO1"
 DIGEST_BYTES = 16
 
 _SUFFIX = ".object"
-_VECTORS_MAX = 1024
-"""Buffers per system call (IOV_MAX)."""
 
 Views = Sequence[memoryview]
 
@@ -77,13 +74,13 @@ class NvmeObjects:
             with source(start, count) as views:
                 at = start // BLOCK_BYTES * DIGEST_BYTES
                 digests[at : at + DIGEST_BYTES] = digest(views, count)
-                _transfer(os.pwritev, fd, views, data_start + start)
+                transfer(os.pwritev, fd, views, data_start + start)
             self._tier.faults.reach("spill.block")
 
         try:
-            fd = _open_direct(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            fd = open_direct(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
-                _reserve(fd, data_start + padded(nbytes))
+                reserve(fd, data_start + padded(nbytes))
                 starts = range(0, nbytes, BLOCK_BYTES)
                 self._plane.pipeline((partial(write_block, fd, at) for at in starts), cancelled)
                 self._tier.faults.reach("spill.data")
@@ -122,7 +119,7 @@ class NvmeObjects:
 
     def open(self, object_id: str) -> int:
         """A read-only descriptor of an object's file. Raises OSError."""
-        return _open_direct(self._path(object_id), os.O_RDONLY)
+        return open_direct(self._path(object_id), os.O_RDONLY)
 
     def remove(self, object_id: str) -> None:
         """Delete an object's file."""
@@ -151,7 +148,7 @@ class NvmeReader:
         count = min(BLOCK_BYTES, self._header.nbytes - start)
         block = start // BLOCK_BYTES
         try:
-            got = _transfer(os.preadv, self._fd, views, self._data_start + start)
+            got = transfer(os.preadv, self._fd, views, self._data_start + start)
         except OSError as error:
             raise damaged(self._header.id, f"block {block}: {error}") from error
         if got < count:
@@ -199,7 +196,7 @@ def _encode(header: _Header) -> bytes:
 def _read_header(fd: int, object_id: str, nbytes: int) -> _Header:
     # The expected contents determine the length, so a damaged length is never used.
     page = mmap.mmap(-1, data_offset(object_id, nbytes))
-    _transfer(os.preadv, fd, [memoryview(page)], 0)
+    transfer(os.preadv, fd, [memoryview(page)], 0)
     try:
         header = msgspec.json.decode(decode_page(MAGIC, page[:]), type=_Header)
     except (msgspec.MsgspecError, CorruptStateError) as error:
@@ -217,55 +214,4 @@ def _write_header(fd: int, header: bytes, buffer: memoryview) -> None:
     for start in range(0, len(header), len(buffer)):
         chunk = header[start : start + len(buffer)]
         buffer[: len(chunk)] = chunk
-        _transfer(os.pwritev, fd, [buffer[: len(chunk)]], start)
-
-
-def _transfer(
-    move: Callable[[int, list[memoryview], int], int], fd: int, views: Views, offset: int
-) -> int:
-    """Read or write all of `views` at `offset`; returns the byte count, smaller only at the end of
-    the file."""
-    left = list(views)
-    total = 0
-    while left:
-        try:
-            count = move(fd, left[:_VECTORS_MAX], offset + total)
-        except OSError as error:
-            # Some file systems accept O_DIRECT at open and reject it, or the alignment, later.
-            if error.errno != errno.EINVAL or not use_cache(fd):
-                raise
-            continue
-        if count == 0:
-            break
-        total += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
-    return total
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Allocate the file's space now, if the file system supports it."""
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):
-            raise
-
-
-def _open_direct(path: Path, flags: int) -> int:
-    """A descriptor that bypasses the page cache, if the file system supports it."""
-    try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def use_cache(fd: int) -> bool:
-    """Switch a descriptor to the page cache; returns False if it used the cache already."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return bool(flags & os.O_DIRECT)
+        transfer(os.pwritev, fd, [buffer[: len(chunk)]], start)

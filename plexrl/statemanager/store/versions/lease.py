@@ -1,32 +1,46 @@
-"""Leases: readable versions whose bytes no move frees."""
+"""Leases: readers of versions in this daemon's store, whose bytes no move frees."""
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plexrl.errors import CorruptStateError
 from plexrl.statemanager.device.memory import DeviceMemory
 from plexrl.statemanager.layout.layout import ExtentMap
+from plexrl.statemanager.layout.plan.columns import Ints
+from plexrl.statemanager.layout.strided_copies import StridedCopies, cut_at
 from plexrl.statemanager.store.objects import StoredObject, Version
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.fault_points import FaultPoints
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.nvme import NvmeObjects, data_offset
 from plexrl.statemanager.store.versions.versions import Manifest, digest_of, padded
+from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
 from plexrl.statemanager.transfer.copy.mapped_memory import Region
 from plexrl.statemanager.transfer.copy.mover import Mover, ObjectPlacement
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
+from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, HeldState
 
-if TYPE_CHECKING:
-    from plexrl.statemanager.transfer.copy.strided_copy import Bytes
+BYTES_PER_S = 10e9
+BLOCKS_KEPT = 8
+"""Cached blocks of a version on NVMe: neighbouring copies mostly need the same block."""
 
 
-class Lease:
-    """Read access to a version. Its objects stay in place until the lease ends."""
+class Lease(HeldState):
+    """A `StateReader` whose objects stay in place until the lease ends: in memory, or read block by
+    block from NVMe."""
+
+    address = ""
+    bytes_per_s = BYTES_PER_S
+    request_s = 0.0
+    arrives_whole = True
 
     def __init__(
         self,
@@ -37,7 +51,7 @@ class Lease:
         nvme: NvmeObjects,
         faults: FaultPoints,
     ) -> None:
-        self.manifest = version.manifest
+        super().__init__(version.manifest)
         self.tier = tier
         """Tier that the version is read from."""
         self._objects = version.objects
@@ -46,8 +60,10 @@ class Lease:
         self._nvme = nvme
         self._faults = faults
         self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[int, Bytes] = OrderedDict()
 
-    @property
+    @cached_property
     def regions(self) -> tuple[Region, ...]:
         """File regions that hold the data, in order and complete.
 
@@ -59,8 +75,9 @@ class Lease:
         """
         return tuple(self._regions())
 
+    @cached_property
     def mapped(self) -> MappedData | None:
-        """The data, mapped in this process; None if the version is not in the host tier."""
+        """As `StateReader.mapped`; absent if the version is not in the host tier."""
         if self.tier != TierName.HOST:
             return None
         starts: list[int] = []
@@ -72,6 +89,30 @@ class Lease:
                 views.append(np.frombuffer(self._pool.view(piece), dtype=np.uint8))
                 start += piece.nbytes
         return MappedData(starts=np.array(starts, dtype=np.int64), pieces=tuple(views))
+
+    def read(
+        self,
+        copies: StridedCopies,
+        target: Bytes,
+        arrived: Arrived | None = None,
+        delta: Delta | None = None,  # noqa: ARG002
+    ) -> None:
+        """As `VersionReader.read`, of all bytes."""
+        if self.mapped is not None:
+            self.mapped.read(copies, target)
+        else:
+            edges = self._edges
+            cut, homes = cut_at(copies, edges[:, 0])
+            for home in np.unique(homes).tolist():
+                start, end = edges[home].tolist()
+                copy_strided(
+                    self._block(start, end), target, cut.chosen(homes == home).moved(-start)
+                )
+        if arrived is not None:
+            arrived(copies, copies.nbytes)
+
+    def confirm(self) -> None:
+        """As `VersionReader.confirm`; the lease holds the version."""
 
     def block_digests(self) -> list[bytes]:
         """Block digests of each section. Raises as `digest`."""
@@ -139,6 +180,28 @@ class Lease:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+
+    @cached_property
+    def _edges(self) -> Ints:
+        """[block] (start, end) of the verified blocks; a section's blocks start at its start."""
+        found = [
+            (at, min(at + BLOCK_BYTES, section.start + section.nbytes))
+            for section in self.manifest.sections
+            for at in range(section.start, section.start + section.nbytes, BLOCK_BYTES)
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+    def _block(self, start: int, end: int) -> Bytes:
+        with self._lock:
+            block = self._blocks.get(start)
+            if block is None:
+                memory = bytearray(end - start)
+                self.read_data(start, memoryview(memory))
+                block = self._blocks[start] = np.frombuffer(memory, dtype=np.uint8)
+                if len(self._blocks) > BLOCKS_KEPT:
+                    self._blocks.popitem(last=False)
+            self._blocks.move_to_end(start)
+            return block
 
     def _regions(self) -> Iterator[Region]:
         for section, found in zip(self.manifest.sections, self._objects, strict=True):

@@ -6,6 +6,8 @@ Calls go through `ctypes`, because Python's own would hold the interpreter lock 
 import ctypes
 import mmap
 import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
@@ -32,6 +34,23 @@ class Region:
     """Offset in the version's data, on a page boundary."""
 
 
+def parts_of(regions: Sequence[Region], start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """(index of the region, offset in it, bytes) of each region's part of a range of the data.
+
+    `regions` are in order of the data; the parts end early if they do not hold all of it.
+    """
+    end = start + nbytes
+    first = bisect_right(regions, start, key=lambda region: region.data_offset) - 1
+    for index in range(max(0, first), len(regions)):
+        place = regions[index].data_offset
+        last = min(end, place + regions[index].nbytes)
+        if start >= end or start < place:
+            return
+        if start < last:
+            yield index, start - place, last - start
+            start = last
+
+
 class MappedFile:
     """A file's first `nbytes` bytes, shared and writable, at one address until `close`."""
 
@@ -45,6 +64,11 @@ class MappedFile:
         """Unmap the file. No view of it may be in use."""
         self.view.release()
         self._map.close()
+
+
+def view_at(address: int, nbytes: int) -> memoryview:
+    """The writable memory at an address."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def address_of(buffer: mmap.mmap | memoryview) -> int:

@@ -1,5 +1,1 @@
-"""Transports to the bytes of a published version: shared memory, TCP, RDMA."""
-
-from plexrl.statemanager.transfer.transport.source import OpenSource, Shard, Transport
-
-__all__ = ["OpenSource", "Shard", "Transport"]
+"""Transports to the bytes of a version: this daemon's memory, shared memory, TCP, RDMA."""

@@ -1,15 +1,20 @@
 """Choice of the transport by the address."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
-from plexrl.statemanager.protocol.address import TCP_SCHEME, nearest
+from plexrl.errors import ConnectionLostError, UnavailableError
+from plexrl.statemanager.protocol.address import TCP_SCHEME, host_and_port, nearest
 from plexrl.statemanager.transfer.copy.strided_copy import Copier
 from plexrl.statemanager.transfer.transport.nixl import Nixl
-from plexrl.statemanager.transfer.transport.shared_memory import SharedMemory
-from plexrl.statemanager.transfer.transport.source import LayoutOf, OpenSource
-from plexrl.statemanager.transfer.transport.tcp.client import Tcp
+from plexrl.statemanager.transfer.transport.reader import LayoutOf, StateReader, VersionReader
+from plexrl.statemanager.transfer.transport.shared_memory import SharedMemory, open_neighbour
+from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpConnection
+from plexrl.statemanager.transfer.transport.tcp.state import open_states
 
 NIXL_SCHEME = "nixl://"
+TIMEOUT_S = 30.0
+"""Timeout of another StateManager's answer."""
 
 
 class Transports:
@@ -24,7 +29,9 @@ class Transports:
         self._tcp = Tcp(layout_of, timeout_s, ticket)
         self._nixl: Nixl | None = None
 
-    def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> OpenSource:
+    def open(
+        self, held: ExitStack, address: str, deployment: str, seq: int, known: Collection[str]
+    ) -> Sequence[VersionReader]:
         """As `Transport.open`.
 
         Raises:
@@ -32,12 +39,12 @@ class Transports:
         """
         address = nearest(address)
         if address.startswith(TCP_SCHEME):
-            return self._tcp.open(address.removeprefix(TCP_SCHEME), deployment, seq, known)
+            return self._tcp.open(held, address.removeprefix(TCP_SCHEME), deployment, seq, known)
         if address.startswith(NIXL_SCHEME):
             if self._nixl is None:
                 self._nixl = Nixl(self._tcp, self._timeout_s)
-            return self._nixl.open(address.removeprefix(NIXL_SCHEME), deployment, seq, known)
-        return self._shared_memory.open(address, deployment, seq, known)
+            return self._nixl.open(held, address.removeprefix(NIXL_SCHEME), deployment, seq, known)
+        return self._shared_memory.open(held, address, deployment, seq, known)
 
     def close(self) -> None:
         """Release the target and the mappings; the object stays usable."""
@@ -47,8 +54,36 @@ class Transports:
             self._nixl = None
 
     def forget_unused(self) -> None:
-        """Unmap files that no source used since the last call."""
+        """Unmap files that no reader used since the last call."""
         self._shared_memory.forget_unused()
+
+
+def open_elsewhere(
+    held: ExitStack, address: str, ticket: bytes, deployment: str, seq: int
+) -> Sequence[StateReader]:
+    """Readers of the state versions at another StateManager, valid while `held` is open.
+
+    `address` is the path of its socket on this machine, or `tcp://host:port`. `ticket` is an
+    agent's; on this machine it is shown only to daemons of this process's user, since a worker may
+    have named the address.
+
+    Raises:
+        PermissionDeniedError: another user listens there.
+        UnavailableError: the StateManager cannot be reached.
+    """
+    try:
+        near = nearest(address)
+        remote = host_and_port(near)
+        if remote is None:
+            return open_neighbour(held, near, ticket, deployment, seq, TIMEOUT_S)
+        connection = TcpConnection(remote, ticket, TIMEOUT_S)
+        held.callback(connection.close)
+        return open_states(connection, deployment, seq)
+    except (ConnectionLostError, OSError) as error:
+        raise UnavailableError(
+            f"the StateManager at {address} cannot be reached ({error}): see its log",
+            statemanager=address,
+        ) from error
 
 
 def transport_of(address: str) -> str:

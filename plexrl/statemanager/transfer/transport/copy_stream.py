@@ -7,18 +7,17 @@ the bytes on the wire are the same.
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from plexrl.errors import ConnectionLostError, CorruptStateError, InvalidRequestError
+from plexrl.errors import ConnectionLostError, CorruptStateError
 from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, packed, unpacked
-from plexrl.statemanager.transfer.copy.mapped_memory import Region
+from plexrl.statemanager.transfer.copy.mapped_memory import Region, parts_of
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
 
@@ -33,39 +32,10 @@ COLUMNS = ("src_offsets", "items", "counts", "src_strides", "casts")
 """The columns that the sender needs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldData:
-    """A version's data at its sender."""
-
-    regions: tuple[Region, ...]
-    """Regions in order of the data."""
-    map_all: Callable[[], MappedData]
-    """Maps the data, in the order of the regions; called only if needed."""
-
-    def extents(self, place: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(region, offset in it, bytes) of a part of the data, in order.
-
-        Raises:
-            InvalidRequestError: the part exceeds the data.
-        """
-        end = place + nbytes
-        for index, region in enumerate(self.regions):
-            first = max(place, region.data_offset)
-            last = min(end, region.data_offset + region.nbytes)
-            if first < last and first == place:
-                yield index, first - region.data_offset, last - first
-                place = last
-        if place != end:
-            raise InvalidRequestError(
-                f"the request reads up to byte {end}, beyond the end of the data"
-            )
-
-
 class Digest:
     """Checksum of a stream; does nothing if not `wanted`."""
 
     def __init__(self, wanted: bool) -> None:
-        self.is_wanted = wanted
         self._state = xxhash.xxh3_64() if wanted else None
 
     def add(self, data: Bytes) -> None:
@@ -96,9 +66,14 @@ def decode_copies(payload: bytes | bytearray) -> StridedCopies:
 
 
 def send_copies(
-    connection: socket.socket, held: HeldData, copies: StridedCopies, digest: Digest
+    connection: socket.socket,
+    regions: Sequence[Region],
+    data: MappedData,
+    copies: StridedCopies,
+    digest: Digest,
 ) -> None:
-    """Send the bytes of `copies`, which the caller has checked to lie within the data.
+    """Send the bytes of `copies`, which the caller has checked to lie within the data; `regions`
+    and `data` are the same bytes in files and in memory, both in order.
 
     The socket must be blocking.
     """
@@ -106,17 +81,18 @@ def send_copies(
     for part, is_direct in _grouped(copies, in_a_row & (copies.row_bytes() >= DIRECT_BYTES_MIN)):
         if is_direct:
             for place, nbytes in zip(part.src_offsets.tolist(), part.items.tolist(), strict=True):
-                _send_direct(connection, held, place, nbytes, digest)
+                for index, start, length in parts_of(regions, place, nbytes):
+                    digest.add(data.pieces[index][start : start + length])
+                    _send_file(connection, regions[index], start, length)
             continue
-        for block in _gathered(held, part):
+        for block in _gathered(data, part):
             digest.add(block)
             connection.sendall(block.data)
     connection.sendall(digest.value())
 
 
-def _gathered(held: HeldData, copies: StridedCopies) -> Iterator[Bytes]:
+def _gathered(data: MappedData, copies: StridedCopies) -> Iterator[Bytes]:
     """The copies' bytes, block by block; the next block is gathered while the caller sends one."""
-    data = held.map_all()
     spare = [np.empty(GATHER_BYTES, dtype=np.uint8) for _ in range(2)]
 
     def gather(batch: StridedCopies, block: Bytes) -> Bytes:
@@ -186,20 +162,13 @@ def _grouped(
         yield copies.chosen(slice(first, last)), bool(direct[first])
 
 
-def _send_direct(
-    connection: socket.socket, held: HeldData, place: int, nbytes: int, digest: Digest
-) -> None:
-    for index, start, length in held.extents(place, nbytes):
-        if digest.is_wanted:
-            digest.add(held.map_all().pieces[index][start : start + length])
-        region = held.regions[index]
-        offset = region.offset + start
-        end = offset + length
-        while offset < end:
-            sent = os.sendfile(connection.fileno(), region.fd, offset, end - offset)
-            if sent == 0:
-                raise ConnectionLostError("a version's file is shorter than its data")
-            offset += sent
+def _send_file(connection: socket.socket, region: Region, start: int, nbytes: int) -> None:
+    offset, end = region.offset + start, region.offset + start + nbytes
+    while offset < end:
+        sent = os.sendfile(connection.fileno(), region.fd, offset, end - offset)
+        if sent == 0:
+            raise ConnectionLostError("a version's file is shorter than its data")
+        offset += sent
 
 
 def receive_bytes(connection: socket.socket, target: memoryview) -> None:

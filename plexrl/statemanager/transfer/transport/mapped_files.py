@@ -11,7 +11,7 @@ import numpy.typing as npt
 from plexrl.statemanager.layout.plan.columns import Ints
 from plexrl.statemanager.layout.strided_copies import StridedCopies, cut_at
 from plexrl.statemanager.transfer.copy.mapped_memory import PAGE_BYTES, Region, populate_for_reading
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Job
+from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Job, copy_strided
 
 
 class MappedFiles:
@@ -89,6 +89,11 @@ class MappedData:
             pieces.append(piece)
         starts = np.array([region.data_offset for region in in_order], dtype=np.int64)
         return cls(starts=starts, pieces=tuple(pieces))
+
+    def read(self, copies: StridedCopies, target: Bytes) -> None:
+        """Perform copies from the data to `target`, on this thread."""
+        for memory, job in self.jobs(copies):
+            copy_strided(memory, target, job)
 
     def jobs(self, copies: StridedCopies) -> list[Job]:
         """The copies by region, with offsets from the start of each."""

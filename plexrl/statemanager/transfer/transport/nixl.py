@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -21,10 +21,9 @@ from plexrl.errors import ConnectionLostError, UnavailableError
 from plexrl.statemanager.layout.plan.columns import Ints
 from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies, cut_at, single_rows
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
-from plexrl.statemanager.transfer.transport.source import Arrived, Shard, ShardCopies
-from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpSource
+from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, while_there
+from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpReader
 
 BYTES_PER_S = 20e9
 REQUEST_S = 5e-6
@@ -32,14 +31,16 @@ DESCRIPTORS_MAX = 16 << 10
 """Maximum rows of one transfer."""
 POLL_S = 100e-6
 
+Regions = tuple[tuple[int, int, int], ...]
+"""(address, bytes, offset in the data) of each region of a version, by offset."""
+
 
 class Lent(msgspec.Struct, frozen=True):
     """Addresses of a source's version, for a reader."""
 
     agent: bytes
     """The metadata of the source's NIXL agent."""
-    shards: tuple[tuple[tuple[int, int, int], ...], ...]
-    """[shard][region] (address, bytes, offset in the data), by offset."""
+    shards: tuple[Regions, ...]
 
 
 class NixlLender:
@@ -86,37 +87,39 @@ class Nixl:
         self._target: tuple[int, int] | None = None
         self._registered: Any = None
 
-    def open(self, address: str, deployment: str, seq: int, known: Collection[str]) -> "NixlSource":
+    def open(
+        self, held: ExitStack, address: str, deployment: str, seq: int, known: Collection[str]
+    ) -> "list[NixlReader]":
         """As `Transport.open`."""
-        tcp = self._tcp.open(address, deployment, seq, known)
-        try:
-            lent = msgspec.convert(tcp.ask({"type": "lend"}), Lent)
-            return NixlSource(f"nixl://{address}", tcp, self, lent)
-        except BaseException:
-            tcp.close()
-            raise
+        readers = self._tcp.open(held, address, deployment, seq, known)
+        if not readers:
+            return []
+        lent = msgspec.convert(readers[0].connection.ask({"type": "lend"}), Lent)
+        return [
+            NixlReader(f"nixl://{address}", tcp, self, lent.agent, regions)
+            for tcp, regions in zip(readers, lent.shards, strict=True)
+        ]
 
-    def read(self, lent: Lent, parts: Sequence[tuple[int, StridedCopies]], target: Bytes) -> None:
-        """Perform copies that cast nothing.
+    def read(self, agent: bytes, held: Regions, copies: StridedCopies, target: Bytes) -> None:
+        """Perform copies that cast nothing, from the memory `held` of another agent.
 
         Raises:
             ConnectionLostError: the transfer failed or took too long.
         """
         self._register(target)
-        peer = self._agent.add_remote_agent(lent.agent)
+        peer = self._agent.add_remote_agent(agent)
         base = target.ctypes.data
-        for shard, copies in parts:
-            regions = np.array(lent.shards[shard], dtype=np.int64).reshape(-1, 3)
-            rows, homes = cut_at(single_rows(copies), regions[:, 2])
-            remote = rows.src_offsets - regions[homes, 2] + regions[homes, 0]
-            for at in range(0, len(rows), DESCRIPTORS_MAX):
-                few = slice(at, at + DESCRIPTORS_MAX)
-                sizes = rows.items[few]
-                self._transfer(
-                    peer,
-                    _descriptors(base + rows.dst_offsets[few], sizes),
-                    _descriptors(remote[few], sizes),
-                )
+        regions = np.array(held, dtype=np.int64).reshape(-1, 3)
+        rows, homes = cut_at(single_rows(copies), regions[:, 2])
+        remote = rows.src_offsets - regions[homes, 2] + regions[homes, 0]
+        for at in range(0, len(rows), DESCRIPTORS_MAX):
+            few = slice(at, at + DESCRIPTORS_MAX)
+            sizes = rows.items[few]
+            self._transfer(
+                peer,
+                _descriptors(base + rows.dst_offsets[few], sizes),
+                _descriptors(remote[few], sizes),
+            )
 
     def close(self) -> None:
         """Deregister the target, so that it may be unmapped."""
@@ -156,55 +159,44 @@ class Nixl:
             agent.release_xfer_handle(handle)
 
 
-class NixlSource:
-    """An `OpenSource` whose memory is read by RDMA."""
+class NixlReader:
+    """A `VersionReader` whose memory is read by RDMA. One thread at a time."""
 
-    def __init__(self, address: str, tcp: TcpSource, nixl: Nixl, lent: Lent) -> None:
+    bytes_per_s = BYTES_PER_S
+    request_s = REQUEST_S
+    # The source does not see a read, so only `confirm` proves that the bytes were the version.
+    arrives_whole = False
+
+    def __init__(
+        self, address: str, tcp: TcpReader, nixl: Nixl, agent: bytes, regions: Regions
+    ) -> None:
         self.address = address
-        self.bytes_per_s = BYTES_PER_S
-        self.request_s = REQUEST_S
-        # The source does not see a read, so only `confirm` proves that the bytes were the version.
-        self.arrives_whole = False
+        self.rank = tcp.rank
+        self.stamp = tcp.stamp
+        self.layout = tcp.layout
+        self.confirm = tcp.confirm
         self._tcp = tcp
         self._nixl = nixl
-        self._lent = lent
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """As `OpenSource.shards`."""
-        return self._tcp.shards
+        self._agent = agent
+        self._regions = regions
 
     def read(
         self,
-        parts: tuple[ShardCopies, ...],
+        copies: StridedCopies,
         target: Bytes,
-        arrived: Arrived,
-        delta: DeltaPolicy | None = None,
+        arrived: Arrived | None = None,
+        delta: Delta | None = None,
     ) -> None:
-        """As `OpenSource.read`; deltas and casts go over TCP."""
-        whole: list[tuple[int, StridedCopies]] = []
-        others: list[ShardCopies] = []
-        for part in parts:
-            if delta is not None and part.base is not None:
-                others.append(part)
-                continue
-            is_plain = part.copies.casts == BYTES_CAST
-            whole.append((part.shard, part.copies.chosen(is_plain)))
-            if not is_plain.all():
-                others.append(replace(part, copies=part.copies.chosen(~is_plain)))
-        self._nixl.read(self._lent, whole, target)
-        for _, copies in whole:
-            arrived(copies, copies.nbytes)
-        if others:
-            self._tcp.read(tuple(others), target, arrived, delta)
-
-    def confirm(self) -> None:
-        """As `OpenSource.confirm`."""
-        self._tcp.confirm()
-
-    def close(self) -> None:
-        """As `OpenSource.close`."""
-        self._tcp.close()
+        """As `VersionReader.read`; deltas and casts go over TCP."""
+        is_plain = (copies.casts == BYTES_CAST) & (delta is None)
+        plain, others = copies.chosen(is_plain), copies.chosen(~is_plain)
+        if len(plain):
+            with while_there(self.address):
+                self._nixl.read(self._agent, self._regions, plain, target)
+            if arrived is not None:
+                arrived(plain, plain.nbytes)
+        if len(others):
+            self._tcp.read(others, target, arrived, delta)
 
 
 def _descriptors(addresses: Ints, sizes: Ints) -> Ints:

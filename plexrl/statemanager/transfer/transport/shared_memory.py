@@ -1,31 +1,48 @@
 """Transport to a StateManager on the same machine: its files are mapped."""
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError
+from plexrl.errors import UnavailableError
+from plexrl.statemanager.checkpoint.requests import PinVersions
 from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.layout.plan.columns import Layout
+from plexrl.statemanager.layout.strided_copies import StridedCopies
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import (
     Confirm,
     OpenPublished,
     PublishedShard,
+    StoredShard,
     regions_of,
 )
+from plexrl.statemanager.store.tiers.eviction.policy import TierName
+from plexrl.statemanager.store.versions.versions import Manifest
+from plexrl.statemanager.transfer.copy.file_data import FileData
+from plexrl.statemanager.transfer.copy.mapped_memory import Region
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, Copier
-from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import copy_changed
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
-from plexrl.statemanager.transfer.transport.source import Arrived, LayoutOf, Shard, ShardCopies
+from plexrl.statemanager.transfer.transport.reader import (
+    Arrived,
+    Delta,
+    HeldState,
+    LayoutOf,
+    offered_layout,
+    while_there,
+)
 
 BYTES_PER_S = 10e9
 REQUEST_S = 1e-6
 
 
 class SharedMemory:
-    """Opens sources by the path of their Unix socket. One thread at a time."""
+    """Opens published versions by the path of a Unix socket. One thread at a time."""
 
     def __init__(
         self, copier: Copier, layout_of: LayoutOf, ticket: bytes, timeout_s: float
@@ -38,83 +55,138 @@ class SharedMemory:
         self._files = MappedFiles()
 
     def open(
-        self, address: str, deployment: str, seq: int, known: Collection[str]
-    ) -> "SharedMemorySource":
+        self, held: ExitStack, address: str, deployment: str, seq: int, known: Collection[str]
+    ) -> "list[SharedMemoryReader]":
         """As `Transport.open`."""
-        connection = connect(address, self._timeout_s, self._ticket)
+        connection = held.enter_context(connect(address, self._timeout_s, self._ticket))
+        request = OpenPublished(source=deployment, seq=seq, known=tuple(known))
+        answer, fds = exchange(connection, request)
         try:
-            request = OpenPublished(source=deployment, seq=seq, known=tuple(known))
-            answer, fds = exchange(connection, request)
-            try:
-                offered = msgspec.convert(answer["shards"], tuple[PublishedShard, ...])
-                placed = [regions_of(one.regions, fds) for one in offered]
-                data = [MappedData.of(each, self._files.of(each)) for each in placed]
-            finally:
-                close_all(fds)
-            shards = tuple(_shard(one, self._layout_of) for one in offered)
-            return SharedMemorySource(address, connection, shards, data, self._copier)
-        except BaseException:
-            connection.close()
-            raise
+            found = []
+            for shard in msgspec.convert(answer["shards"], tuple[PublishedShard, ...]):
+                regions = regions_of(shard.regions, fds)
+                data = MappedData.of(regions, self._files.of(regions))
+                layout = offered_layout(shard.layout, shard.slices, self._layout_of)
+                whole = SharedMemoryReader(
+                    address=address,
+                    rank=shard.rank,
+                    stamp=shard.stamp,
+                    layout=layout,
+                    data=data,
+                    copier=self._copier,
+                    connection=connection,
+                )
+                found.append(whole)
+            return found
+        finally:
+            close_all(fds)
 
     def forget_unused(self) -> None:
-        """Unmap files that no source used since the last call."""
+        """Unmap files that no reader used since the last call."""
         self._files.forget_unused()
 
 
-class SharedMemorySource:
-    """An `OpenSource` whose bytes are mapped into this process."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SharedMemoryReader:
+    """A `VersionReader` of a published version. One thread at a time."""
+
+    bytes_per_s = BYTES_PER_S
+    request_s = REQUEST_S
+    # A restarted daemon may have reused the memory, so bytes count only once confirmed.
+    arrives_whole = False
+    address: str
+    rank: int
+    stamp: str
+    layout: Layout
+    data: MappedData
+    copier: Copier
+    connection: Channel
+
+    def read(
+        self,
+        copies: StridedCopies,
+        target: Bytes,
+        arrived: Arrived | None = None,
+        delta: Delta | None = None,
+    ) -> None:
+        """As `VersionReader.read`. A delta compares with the target's memory, not with the base."""
+        if delta is None or delta.policy.only_where_quicker:
+            self.copier.copy(self.data.jobs(copies), target)
+            moved = copies.nbytes
+        else:
+            moved = copy_changed(self.data, copies, target, delta.policy)
+        if arrived is not None:
+            arrived(copies, moved)
+
+    def confirm(self) -> None:
+        """As `VersionReader.confirm`."""
+        with while_there(self.address):
+            exchange(self.connection, Confirm())
+
+
+def open_neighbour(
+    held: ExitStack, path: str, ticket: bytes, deployment: str, seq: int, timeout_s: float
+) -> "list[NeighbourReader]":
+    """Readers of the state versions at the daemon at `path`, which must be this process's user's.
+    Raises as `connect`."""
+    connection = held.enter_context(connect(path, timeout_s, ticket, of_user=os.getuid()))
+    answer, fds = exchange(connection, PinVersions(deployment=deployment, seq=seq))
+    held.callback(close_all, fds)
+    files = MappedFiles()
+    return [
+        NeighbourReader(path, shard.manifest, regions_of(shard.regions, fds), files, connection)
+        for shard in msgspec.convert(answer["versions"], tuple[StoredShard, ...])
+    ]
+
+
+class NeighbourReader(HeldState):
+    """A `StateReader` of a version in the host tier of another daemon on this machine."""
+
+    tier = TierName.HOST
+    bytes_per_s = 8e9
+    request_s = 0.0
+    arrives_whole = False
 
     def __init__(
         self,
         address: str,
+        manifest: Manifest,
+        regions: Sequence[Region],
+        files: MappedFiles,
         connection: Channel,
-        shards: tuple[Shard, ...],
-        data: list[MappedData],
-        copier: Copier,
     ) -> None:
+        """The caller owns the regions' descriptors, and the connection that holds the version."""
+        super().__init__(manifest)
         self.address = address
-        self.shards = shards
-        self.bytes_per_s = BYTES_PER_S
-        self.request_s = REQUEST_S
-        # A restarted daemon may have reused the memory, so bytes count only once confirmed.
-        self.arrives_whole = False
+        self._regions = regions
+        self._files = files
         self._connection = connection
-        self._data = data
-        self._copier = copier
+        self.read_data = FileData(regions, manifest.description).read_data
+
+    @cached_property
+    def mapped(self) -> MappedData:
+        """As `StateReader.mapped`; the first use is by one thread."""
+        try:
+            return MappedData.of(self._regions, self._files.of(self._regions))
+        except OSError as error:
+            raise UnavailableError(
+                f"{self.manifest.description} of another StateManager cannot be mapped ({error}): "
+                "free some memory and try again"
+            ) from error
 
     def read(
         self,
-        parts: tuple[ShardCopies, ...],
+        copies: StridedCopies,
         target: Bytes,
-        arrived: Arrived,
-        delta: DeltaPolicy | None = None,
+        arrived: Arrived | None = None,
+        delta: Delta | None = None,  # noqa: ARG002
     ) -> None:
-        """As `OpenSource.read`. A delta compares with the target's memory, not with the base."""
-        if delta is not None and delta.only_where_quicker:
-            delta = None
-        whole = [part for part in parts if delta is None or part.base is None]
-        jobs = [job for part in whole for job in self._data[part.shard].jobs(part.copies)]
-        self._copier.copy(jobs, target)
-        for part in whole:
-            arrived(part.copies, part.copies.nbytes)
-        for part in parts:
-            if delta is not None and part.base is not None:
-                moved = copy_changed(self._data[part.shard], part.copies, target, delta)
-                arrived(part.copies, moved)
+        """As `VersionReader.read`, of all bytes."""
+        self.mapped.read(copies, target)
+        if arrived is not None:
+            arrived(copies, copies.nbytes)
 
     def confirm(self) -> None:
-        """As `OpenSource.confirm`."""
-        exchange(self._connection, Confirm())
-
-    def close(self) -> None:
-        """As `OpenSource.close`."""
-        self._data = []
-        self._connection.close()
-
-
-def _shard(offered: PublishedShard, layout_of: LayoutOf) -> Shard:
-    layout = layout_of(offered.layout) if offered.slices is None else Layout.of(offered.slices)
-    if layout is None or layout.digest != offered.layout:
-        raise ConnectionLostError("the source sent a layout with another digest")
-    return Shard(rank=offered.rank, stamp=offered.stamp, layout=layout, nbytes=offered.nbytes)
+        """As `VersionReader.confirm`: a restarted daemon may have reused the memory."""
+        with while_there(self.address):
+            exchange(self._connection, Confirm())

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plexrl.errors import InvalidRequestError, StaleWeightsError
+from plexrl.worker.state.arena_tensors import joined
 
 if TYPE_CHECKING:
     from torch import nn
@@ -180,13 +181,10 @@ def _part(parameter: torch.Tensor, start: int, home: torch.Tensor) -> torch.Tens
 
 def _joint(homes: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
     """One view over adjacent tensors of the arena, shaped as `parameter`. None: not adjacent."""
-    first = homes[0]
-    end = first.storage_offset()
-    for home in homes:
-        if home.storage_offset() != end or home.dtype != parameter.dtype:
-            return None
-        end += home.numel()
-    return first.as_strided(parameter.shape, parameter.stride())
+    if joined(homes) is None or any(home.dtype != parameter.dtype for home in homes):
+        return None
+    # Padding behind the last tensor is part of the view.
+    return homes[0].as_strided(parameter.shape, parameter.stride())
 
 
 def _stale(what: str) -> StaleWeightsError:

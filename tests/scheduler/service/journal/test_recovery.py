@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError, PlexRLError, StorageError
 from plexrl.ids import DeploymentId
-from plexrl.scheduler import SchedulerCore
 from plexrl.scheduler.context.config import PROCESS_SETTINGS, core_settings, with_core_settings
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.core.snapshot import encode
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from plexrl.worker.state.arena_tensors import joined
+
 TOGETHER = (
     ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
     ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
@@ -42,11 +44,12 @@ class JoinedLinear:
     def __init__(self, linears: Sequence[Any]) -> None:
         """Keeps the parameters themselves, so that weight updates reach it."""
         self._separate = [(linear.weight, linear.bias) for linear in linears]
-        weight = _joined([weight for weight, _ in self._separate])
+        weight = joined([weight for weight, _ in self._separate])
         biases = [bias for _, bias in self._separate]
-        bias = None if biases[0] is None else _joined(biases)
+        bias = None if biases[0] is None else joined(biases)
         self._joined = weight is not None and (bias is None) == (biases[0] is None)
-        self._weight, self._bias = weight, bias
+        self._weight = None if weight is None else weight.view(-1, linears[0].weight.shape[1])
+        self._bias = bias
 
     def __call__(self, inputs_TX: torch.Tensor) -> torch.Tensor:
         """All outputs side by side."""
@@ -56,16 +59,3 @@ class JoinedLinear:
         return torch.cat(
             [F.linear(inputs_TX, weight, bias) for weight, bias in self._separate], dim=-1
         )
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view of tensors that lie next to each other in memory, along their first axis."""
-    first = tensors[0].data
-    end = first.storage_offset()
-    for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
-            return None
-        end += tensor.numel()
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -32,7 +32,7 @@ def test_a_killed_part_is_restarted_though_its_child_holds_its_output(tmp_path: 
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
     folders.make()
-    part = Part("leaky", "tests.cluster.start_and_stop.part_with_children", {"pids": str(pids)})
+    part = Part("leaky", "tests.process.children.part_with_children", {"pids": str(pids)})
 
     def orphans() -> list[int]:
         return [int(line) for line in pids.read_text().splitlines()]
@@ -59,7 +59,7 @@ def starting_part(folders: Folders, pids: Path, **config: object) -> Part:
     served = str(pids.with_name("served"))
     usual = {"hangs": False, "works_s": 0.0, "ends_s": 0.0, "child": ""}
     fields = {"pids": str(pids), "served": served, **usual, **config}
-    return Part("slow", "tests.cluster.start_and_stop.part_that_starts", fields)
+    return Part("slow", "tests.process.children.part_that_starts", fields)
 
 
 def started(file: Path) -> list[int]:
@@ -144,7 +144,7 @@ def test_a_failed_start_is_noticed_though_its_child_holds_its_output(tmp_path: P
     folders.make()
     part = Part(
         "leaky",
-        "tests.cluster.start_and_stop.part_with_children",
+        "tests.process.children.part_with_children",
         {"pids": str(pids), "ends": True},
     )
 
