@@ -27,7 +27,7 @@ from plexrl.wire.framing import read_frame, write_frame
 
 LOG = logging.getLogger(__name__)
 
-Handler = Callable[["Peer", dict[str, Any]], Awaitable[dict[str, Any] | None]]
+Handler = Callable[["Peer", dict[str, Any]], Awaitable[Mapping[str, Any] | None]]
 
 IN_FLIGHT_MAX = 4096
 """Most requests of the other side that are handled at once; more wait in the socket."""
@@ -141,7 +141,7 @@ class Peer:
             with contextlib.suppress(ConnectionLostError):
                 await write_frame(self._writer, refusal)
 
-    async def _result(self, header: dict[str, Any]) -> dict[str, Any]:
+    async def _result(self, header: dict[str, Any]) -> Mapping[str, Any]:
         method, params = header["method"], header.get("params")
         handler = self._handlers.get(method) if isinstance(method, str) else None
         if handler is None:

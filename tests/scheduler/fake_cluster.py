@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.core.queries.view_types import ExplanationView
+from plexrl.scheduler.operations.failures import ErrorView
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import MUTATING, SUPERSEDING, OperationKind
@@ -262,7 +264,19 @@ class FakeCluster:
 
     def state_of(self, operation: str) -> str:
         """The state the core shows for an operation."""
-        return str(self.core.operation_view(operation, self.now)["state"])
+        return self.core.operation_view(operation, self.now)["state"]
+
+    def explanation_of(self, operation: str) -> ExplanationView:
+        """Why an unfinished operation waits."""
+        explanation = self.core.operation_view(operation, self.now)["explanation"]
+        assert explanation is not None, f"{operation} has ended"
+        return explanation
+
+    def error_of(self, operation: str) -> ErrorView:
+        """The error of a failed operation."""
+        error = self.core.operation_view(operation, self.now)["error"]
+        assert error is not None, f"{operation} has not failed"
+        return error
 
     def launch(self, launch: cmd.LaunchWorkers) -> None:
         """The agent starts a WPG's processes, and they get ready."""

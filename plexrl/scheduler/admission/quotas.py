@@ -1,12 +1,31 @@
 """The quotas of tenants: concurrent jobs and GPUs. The owner of the rule."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from plexrl.ids import TenantId
     from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.state.records import Job, State
     from plexrl.scheduler.state.tenant import Tenant
+
+
+class TenantLimits(TypedDict):
+    """A tenant's limits; None: no limit of its own."""
+
+    weight: float
+    """Weight of its share of the cluster."""
+    jobs_max: int | None
+    """Jobs that hold GPUs at the same time."""
+    gpus_max: int | None
+    """GPUs held at the same time."""
+    gpu_seconds_max: float | None
+    """GPU time in all."""
+    live_jobs_max: int | None
+    checkpoints_max: int | None
+    """Checkpoints on the shared disk."""
+    checkpoint_bytes_max: int | None
+    priority_max: int
+    """Highest priority class of its jobs."""
 
 
 def over_quota(cluster: "Cluster", job: "Job", gpus: int) -> str | None:
@@ -32,7 +51,7 @@ def allows_gpus(state: "State", name: "TenantId", gpus: int) -> bool:
     return tenant is None or tenant.gpus_max is None or gpus <= tenant.gpus_max
 
 
-def limits_of(tenant: "Tenant") -> dict[str, float | int | None]:
+def limits_of(tenant: "Tenant") -> TenantLimits:
     """The tenant's limits by name; None: no limit."""
     return {
         "weight": tenant.weight,

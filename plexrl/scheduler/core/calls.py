@@ -7,7 +7,7 @@ gives no privilege.
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -19,12 +19,14 @@ from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, RouterId, Tena
 from plexrl.scheduler.state.messages.events import OperationFailed
 
 Plain = dict[str, Any]
+Answer = Mapping[str, Any]
+"""A view, or another answer, in plain values."""
 Scope = TenantId | None
 """The tenant whose objects a call may use; None: all tenants."""
 CallT = TypeVar("CallT")
-Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Plain]]]
+Ask = tuple[type[Any], Callable[[Any, Any], Awaitable[Answer]]]
 """Type of a call's parameters, and its handler, which takes scope and parameters."""
-Report = tuple[type[Any], Callable[[Any], Awaitable[Plain]]]
+Report = tuple[type[Any], Callable[[Any], Awaitable[Answer]]]
 """Type of a report, and its handler."""
 
 CONTROLLER_MAX = 100

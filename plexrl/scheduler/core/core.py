@@ -28,10 +28,10 @@ from plexrl.scheduler.core.lookups import (
     find_operation,
     job_named,
 )
+from plexrl.scheduler.core.queries import view_types as vt
 from plexrl.scheduler.core.queries.eta import record_estimate
 from plexrl.scheduler.core.queries.explain_job import explain_job
 from plexrl.scheduler.core.queries.views import (
-    View,
     cluster_view,
     deployment_view,
     ended_since,
@@ -66,7 +66,7 @@ from plexrl.scheduler.jobs.lifecycle import (
     worker_ready,
 )
 from plexrl.scheduler.jobs.retention import owner_of
-from plexrl.scheduler.jobs.sharing import sharing_view
+from plexrl.scheduler.jobs.sharing import SharingView, sharing_view
 from plexrl.scheduler.jobs.tenants import (
     api_key_added,
     api_key_revoked,
@@ -80,7 +80,7 @@ from plexrl.scheduler.jobs.tenants import (
 )
 from plexrl.scheduler.operations.cancellation import await_deadline, cancel
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
-from plexrl.scheduler.operations.holding import held_view
+from plexrl.scheduler.operations.holding import HeldView, held_view
 from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.outcomes import run_failed, run_finished
 from plexrl.scheduler.operations.submission.backpressure import check_room
@@ -394,7 +394,7 @@ class SchedulerCore:
         """The owner of an operation. Raises `UnknownOperationError`."""
         return self.tenant_of_deployment(self._operation(operation).deployment)
 
-    def operation_view(self, operation: OperationId, now: float) -> View:
+    def operation_view(self, operation: OperationId, now: float) -> vt.PolledOperationView:
         """One operation, with the first unacknowledged failure of its job as `job_failure`. Raises
         `UnknownOperationError`."""
         found = self._operation(operation)
@@ -426,21 +426,21 @@ class SchedulerCore:
         """(number of ended operations, names of those after the first `count`; None: dropped)."""
         return ended_since(self._state, count)
 
-    def deployment_view(self, deployment: DeploymentId, now: float) -> View:
+    def deployment_view(self, deployment: DeploymentId, now: float) -> vt.DeploymentView:
         """One deployment. Raises `UnknownDeploymentError`."""
         del now
         return deployment_view(self._state, self._deployment(deployment))
 
-    def job_view(self, job: JobId, now: float) -> View:
+    def job_view(self, job: JobId, now: float) -> vt.JobView:
         """One job. Raises `UnknownJobError`."""
         del now
         return job_view(self._state, self._job(job))
 
-    def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> View:
+    def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> vt.ExplainedJobView:
         """Why a job waits or how it runs; an operator `sees_all`. Raises `UnknownJobError`."""
         return explain_job(self._cluster, self._job(job), now, sees_all=sees_all)
 
-    def list_jobs(self, tenant: TenantId | None, now: float) -> list[View]:
+    def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
         jobs = self._state.jobs.values()
@@ -450,27 +450,27 @@ class SchedulerCore:
         """Ids of all stored jobs of a tenant."""
         return [job.job for job in self._state.jobs.values() if job.tenant == tenant]
 
-    def list_nodes(self, tenant: TenantId | None = None) -> list[View]:
+    def list_nodes(self, tenant: TenantId | None = None) -> list[vt.NodeView]:
         """All nodes, as visible to a tenant or (None) the operator."""
         nodes = self._state.nodes.values()
         return [node_view(self._cluster, node, tenant) for node in nodes]
 
-    def list_groups(self, now: float) -> list[View]:
+    def list_groups(self, now: float) -> list[vt.GroupView]:
         """All node groups."""
         del now
         return [group_view(self._cluster, group) for group in self._state.groups.values()]
 
     def operation_log(
         self, tenant: TenantId | None, wanted: ListOperations, now: float
-    ) -> list[View]:
+    ) -> list[vt.LoggedOperationView]:
         """Finished operations after index `wanted.after`, oldest first."""
         return operation_log(self._cluster, tenant, wanted, now)
 
-    def status(self, now: float, tenant: TenantId | None = None) -> View:
+    def status(self, now: float, tenant: TenantId | None = None) -> vt.ClusterView:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._cluster, tenant, now)
 
-    def held_deployments(self) -> list[View]:
+    def held_deployments(self) -> list[HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
         return held_view(self._state, self._state.deployments)
 
@@ -482,15 +482,15 @@ class SchedulerCore:
         """(tenant, is operator) of an API key's digest. Raises `AuthenticationError`."""
         return authenticate(self._state, key_digest)
 
-    def usage(self, tenant: TenantId | None) -> list[View]:
+    def usage(self, tenant: TenantId | None) -> list[vt.UsageView]:
         """Use of a tenant, or of all: a row for each job and kind of operation."""
         return usage_view(self._state, tenant)
 
-    def sharing(self, tenant: TenantId | None, now: float) -> list[View]:
+    def sharing(self, tenant: TenantId | None, now: float) -> list[SharingView]:
         """Savings of a tenant, or of all, by sharing groups: a row for each job that had GPUs."""
         return sharing_view(self._state, tenant, now)
 
-    def list_tenants(self, now: float) -> list[View]:
+    def list_tenants(self, now: float) -> list[vt.TenantView]:
         """All tenants, with their limits, GPUs and use."""
         tenants = self._state.tenants.values()
         return [tenant_view(self._cluster, tenant, now) for tenant in tenants]

@@ -18,14 +18,30 @@ since then.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Group, Job, State
 
-View = dict[str, Any]
+
+class SharingView(TypedDict):
+    """GPU time that sharing saved one job; all in GPU-seconds."""
+
+    tenant: TenantId
+    job: JobId
+    name: str
+    reserved_gpu_seconds: float
+    """GPU time of its groups, counted as if each deployment had been the only member."""
+    waited_gpu_seconds: float
+    """Its GPUs times the time it waited for other members."""
+    isolated_gpu_seconds: float
+    """Reserved without waited: with a group of its own for each deployment."""
+    held_gpu_seconds: float
+    """Its equal part of its groups' GPU time."""
+    saved_gpu_seconds: float
+    """Isolated without held."""
 
 
 def settle_group(state: State, group: Group, now: float) -> None:
@@ -53,7 +69,7 @@ def note_wait(state: State, group: Group, deployment: Deployment, now: float) ->
         sharing.wait_since, sharing.wait_until = span.since, span.until
 
 
-def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[View]:
+def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[SharingView]:
     """One row for each job that has had GPUs, of a tenant or of all, oldest job first."""
     open_parts: dict[JobId, tuple[float, float]] = {}
     open_waits: dict[JobId, float] = {}
@@ -69,7 +85,7 @@ def sharing_view(state: State, tenant: TenantId | None, now: float) -> list[View
                 waited = _fresh_s(job, span) * _gpus(state, job)
                 # All open waits end now: the longest one covers the others.
                 open_waits[job.job] = max(open_waits.get(job.job, 0.0), waited)
-    rows: list[View] = []
+    rows: list[SharingView] = []
     for job in state.jobs.values():
         if tenant not in (None, job.tenant):
             continue
@@ -88,7 +104,7 @@ class _Span:
     until: float
 
 
-def _row(job: Job, reserved: float, waited: float, held: float) -> View:
+def _row(job: Job, reserved: float, waited: float, held: float) -> SharingView:
     isolated = reserved - waited
     return {
         "tenant": job.tenant,

@@ -11,7 +11,7 @@ A cancellation is no failure.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -22,6 +22,15 @@ from plexrl.scheduler.state.records import Deployment, Job, State
 from plexrl.wire.operations import OperationKind
 
 CODE = EarlierFailureError.code
+
+
+class ErrorView(TypedDict):
+    """`PlexRLError.to_wire()`."""
+
+    code: str
+    message: str
+    details: dict[str, Any]
+    """Plain JSON values."""
 
 
 def failure_of(operation: Operation, error: PlexRLError, now: float) -> Failure:
@@ -70,9 +79,12 @@ def earlier_failure(failure: Failure) -> EarlierFailureError:
     )
 
 
-def failure_view(failure: Failure | None) -> dict[str, Any] | None:
+def failure_view(failure: Failure | None) -> ErrorView | None:
     """`earlier_failure` in wire format."""
-    return None if failure is None else earlier_failure(failure).to_wire()
+    if failure is None:
+        return None
+    error = earlier_failure(failure)
+    return {"code": error.code, "message": error.message, "details": error.details}
 
 
 def halting_failure(deployment: Deployment) -> Failure | None:

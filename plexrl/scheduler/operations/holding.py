@@ -7,7 +7,7 @@ operation's deadline ends them.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TypedDict
 
 from plexrl.errors import (
     DeviceMemoryFullError,
@@ -27,6 +27,19 @@ from plexrl.scheduler.state.records import Deployment, Group, State
 
 CONDITIONS = (DeviceMemoryFullError, OverloadedError, StorageFullError, UnavailableError)
 """Errors of conditions that pass: the same run may succeed later."""
+
+
+class HeldView(TypedDict):
+    """A deployment that retries runs."""
+
+    deployment: DeploymentId
+    code: str
+    """Code of the condition's error."""
+    message: str
+    since: float
+    """When the first of these runs met one, in seconds on the scheduler's clock."""
+    tries: int
+    """Runs in a row that met a condition."""
 
 
 def is_held(error: PlexRLError, *, state_intact: bool) -> bool:
@@ -69,9 +82,9 @@ def renew_token(state: State, group: Group, operation: Operation) -> None:
         fence(state, group)
 
 
-def held_view(state: State, names: Iterable[DeploymentId]) -> list[dict[str, Any]]:
+def held_view(state: State, names: Iterable[DeploymentId]) -> list[HeldView]:
     """The deployments among `names` that retry runs, with the reason."""
-    found = []
+    found: list[HeldView] = []
     for name in names:
         deployment = state.deployment(name)
         wants = deployment.queue or deployment.running

@@ -21,7 +21,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, RouterId
 from plexrl.scheduler.core import calls
-from plexrl.scheduler.core.calls import Ask, Plain, Report, Scope
+from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
 from plexrl.scheduler.core.lookups import unknown_deployment, unknown_job, unknown_operation
 from plexrl.scheduler.core.queries.checkpoint_reports import merged
 from plexrl.scheduler.service.links import AgentLink
@@ -153,7 +153,7 @@ class Connection:
     def _request(self, name: str, ask: Ask) -> Handler:
         kind, answer = ask
 
-        async def handler(_: Peer, params: Plain) -> Plain:
+        async def handler(_: Peer, params: Plain) -> Answer:
             self._check_role(name, "router")
             await self._shell.wait_until_consistent()
             scope, rest = calls.take_scope(params)
@@ -168,7 +168,7 @@ class Connection:
     def _report(self, name: str, role: str, report: Report) -> Handler:
         kind, take = report
 
-        async def handler(_: Peer, params: Plain) -> Plain:
+        async def handler(_: Peer, params: Plain) -> Answer:
             self._check_role(name, role)
             await self._shell.wait_until_consistent()
             return await take(calls.parse(kind, params))
@@ -242,7 +242,7 @@ class RouterCalls:
         sharing = self._core.sharing(scope, self._now())
         return {"usage": self._core.usage(scope), "sharing": sharing}
 
-    async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Plain:
+    async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> Answer:
         check_operator(scope)
         await self._shell.request(event)
         (view,) = [each for each in self._core.list_nodes() if each["node"] == event.node]
@@ -255,13 +255,13 @@ class RouterCalls:
     async def _list_nodes(self, scope: Scope, _: calls.Nothing) -> Plain:
         return {"nodes": self._core.list_nodes(scope)}
 
-    async def _status(self, scope: Scope, _: calls.Nothing) -> Plain:
+    async def _status(self, scope: Scope, _: calls.Nothing) -> Answer:
         view = self._core.status(self._now(), scope)
         return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments
 
-    async def _submit_job(self, scope: Scope, call: calls.SubmitJob) -> Plain:
+    async def _submit_job(self, scope: Scope, call: calls.SubmitJob) -> Answer:
         if scope is None:
             raise InvalidRequestError("a job is submitted for one tenant: name it")
         if scope not in self._core.tenants():
@@ -284,7 +284,7 @@ class RouterCalls:
 
     async def _change_job(
         self, scope: Scope, event: ev.JobFinished | ev.ControllerSeen | ev.ControllerAttached
-    ) -> Plain:
+    ) -> Answer:
         self._check_job(scope, event.job)
         await self._shell.request(event)
         return self._core.job_view(event.job, self._now())
@@ -292,15 +292,15 @@ class RouterCalls:
     async def _list_jobs(self, scope: Scope, _: calls.Nothing) -> Plain:
         return {"jobs": self._core.list_jobs(scope, self._now())}
 
-    async def _get_job(self, scope: Scope, call: calls.OneJob) -> Plain:
+    async def _get_job(self, scope: Scope, call: calls.OneJob) -> Answer:
         self._check_job(scope, call.job)
         return self._core.job_view(call.job, self._now())
 
-    async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Plain:
+    async def _explain_job(self, scope: Scope, call: calls.OneJob) -> Answer:
         self._check_job(scope, call.job)
         return self._core.explain_job(call.job, self._now(), sees_all=scope is None)
 
-    async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Plain:
+    async def _create_deployment(self, scope: Scope, event: ev.DeploymentCreated) -> Answer:
         self._check_job(scope, event.job)
         if event.deployment.rpartition("/")[0] != event.job:
             raise InvalidRequestError(
@@ -310,20 +310,20 @@ class RouterCalls:
         await self._shell.request(event)
         return self._core.deployment_view(event.deployment, self._now())
 
-    async def _get_deployment(self, scope: Scope, call: calls.OneDeployment) -> Plain:
+    async def _get_deployment(self, scope: Scope, call: calls.OneDeployment) -> Answer:
         self._check_deployment(scope, call.deployment)
         return self._core.deployment_view(call.deployment, self._now())
 
     # Operations
 
-    async def _submit_operation(self, scope: Scope, event: ev.OperationSubmitted) -> Plain:
+    async def _submit_operation(self, scope: Scope, event: ev.OperationSubmitted) -> Answer:
         self._check_deployment(scope, event.deployment)
         if event.source is not None:
             self._check_deployment(scope, event.source)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now())
 
-    async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Plain:
+    async def _cancel_operation(self, scope: Scope, event: ev.OperationCancelled) -> Answer:
         self._check_operation(scope, event.operation)
         await self._shell.request(event)
         return self._core.operation_view(event.operation, self._now())
@@ -341,7 +341,7 @@ class RouterCalls:
             job = self._core.deployment_view(event.deployment, self._now())["job"]
         return {"failure": self._core.job_view(job, self._now())["failure"]}
 
-    async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Plain:
+    async def _wait_operation(self, scope: Scope, call: calls.WaitOperation) -> Answer:
         self._check_operation(scope, call.operation)
         if call.timeout_s > 0:
             await self._shell.wait_final(call.operation, min(call.timeout_s, WAIT_S_MAX))

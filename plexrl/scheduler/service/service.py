@@ -142,7 +142,7 @@ class Service:
     def _expect_nodes(self) -> None:
         """Give nodes known before the restart the usual grace period to reconnect."""
         for view in self._core.list_nodes():
-            self.node_disconnected(NodeId(view["node"]))
+            self.node_disconnected(view["node"])
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(self, self.shell)

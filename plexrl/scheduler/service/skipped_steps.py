@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from plexrl.errors import LeaseLostError, NotFoundError, SchedulerFaultError, StorageError
-from plexrl.ids import DeploymentId, JobId
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.core.advance import EVENT, Fault
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.journal.journal import Journal
@@ -89,7 +89,7 @@ def substitute_report(core: SchedulerCore, event: ev.Event, now: float) -> ev.Ev
     try:
         match event:
             case ev.OperationFailed(state_intact=False):
-                name = DeploymentId(core.operation_view(event.operation, now)["deployment"])
+                name = core.operation_view(event.operation, now)["deployment"]
                 return _failed(core, name, reason, now)
             case ev.OperationFinished() | ev.OperationFailed():
                 error = SchedulerFaultError(reason).to_wire()
@@ -114,5 +114,5 @@ def substitute_report(core: SchedulerCore, event: ev.Event, now: float) -> ev.Ev
 
 
 def _failed(core: SchedulerCore, name: DeploymentId, reason: str, now: float) -> ev.Event:
-    job = JobId(core.deployment_view(name, now)["job"])
+    job = core.deployment_view(name, now)["job"]
     return ev.JobFinished(job=job, outcome="failed", reason=reason)

@@ -14,7 +14,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import TenantId
 from plexrl.scheduler.core import calls
-from plexrl.scheduler.core.calls import Ask, Plain, Report, Scope
+from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report, Scope
 from plexrl.scheduler.jobs.tenants import key_id
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import events as ev
@@ -82,7 +82,7 @@ class TenantCalls:
         check_operator(scope)
         return {"tenants": self._core.list_tenants(self._now())}
 
-    async def _configure(self, scope: Scope, call: calls.ConfigureTenant) -> Plain:
+    async def _configure(self, scope: Scope, call: calls.ConfigureTenant) -> Answer:
         check_operator(scope)
         view = self._tenant(call.name)
         wanted = {
@@ -114,7 +114,7 @@ class TenantCalls:
         await self._shell.request(ev.ApiKeyRevoked(tenant=call.name, key=call.key))
         await self._shell.routers.forget_callers()
 
-    def _tenant(self, name: TenantId) -> Plain:
+    def _tenant(self, name: TenantId) -> Answer:
         for view in self._core.list_tenants(self._now()):
             if view["tenant"] == name:
                 return view

@@ -222,7 +222,7 @@ def test_jobs_over_quota_wait_with_a_reason_and_start_once_the_quota_allows() ->
     submit(cluster, "b", 2)
     cluster.submit("b:1", "b/actor", "barrier")
     assert placed(cluster) == ["a/actor"]
-    explanation = cluster.core.operation_view("b:1", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("b:1")
     assert explanation["rule"] == "quota"
     assert explanation["reason"] == "tenant 't' runs 1 jobs, its quota is 1"
     end(cluster, "a")

@@ -38,7 +38,7 @@ def reason(cluster: FakeCluster, deployment: str) -> tuple[str, str]:
     """(rule, reason) in the explanation of an operation of a waiting deployment."""
     operation = f"{deployment}:{cluster.now}"
     cluster.submit(operation, deployment, "barrier")
-    explanation = cluster.core.operation_view(operation, cluster.now)["explanation"]
+    explanation = cluster.explanation_of(operation)
     return explanation["rule"], explanation["reason"]
 
 

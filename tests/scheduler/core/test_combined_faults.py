@@ -65,7 +65,7 @@ def test_a_deadline_ends_a_run_that_meets_a_full_disk_and_leaves_a_part() -> Non
     cluster.pass_time(20.0)
     _fail(cluster, "storage_full", state_intact=False)
     assert cluster.state_of("a1") == "failed"
-    error = cluster.core.operation_view("a1", cluster.now)["error"]
+    error = cluster.error_of("a1")
     assert error["code"] == "deadline_exceeded"
 
 
@@ -124,7 +124,7 @@ def test_a_finished_run_whose_error_cannot_be_read_has_failed() -> None:
             operation="a1", token=run.token, compute_s=0.1, error_json="neither this nor that"
         )
     )
-    assert cluster.core.operation_view("a1", cluster.now)["error"]["code"] == "execution_failed"
+    assert cluster.error_of("a1")["code"] == "execution_failed"
 
 
 def test_silent_state_managers_do_not_use_up_the_failures_of_a_rollout() -> None:
@@ -216,7 +216,7 @@ def test_a_report_cannot_name_another_operation_as_the_one_that_failed() -> None
     cluster.submit("b1", "b/train", "optim_step")
     _run_next(cluster)
     _fail(cluster, "earlier_failure")
-    error = cluster.core.operation_view("b1", cluster.now)["error"]
+    error = cluster.error_of("b1")
     assert error["code"] == "execution_failed"
 
 

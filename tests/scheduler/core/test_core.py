@@ -112,7 +112,7 @@ def test_a_sync_waits_for_the_publish_of_its_trainer(cluster: FakeCluster) -> No
     cluster.submit("a:1", "a/actor", "optim_step")
     cluster.submit("a:2", "a/rollout", "sync_weights", source="a/actor")
     assert cluster.state_of("a:2") == "pending"
-    explanation = cluster.core.operation_view("a:2", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("a:2")
     assert explanation["rule"] == "dependency"
     cluster.settle()
     assert cluster.state_of("a:2") == "finished"
@@ -222,7 +222,7 @@ def test_an_offload_that_finds_no_room_is_called_off_and_tried_again_later(
         )
     )
     assert cluster.runs == []
-    explanation = cluster.core.operation_view("b:1", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("b:1")
     assert explanation["rule"] == "backoff"
     assert "no room" in explanation["reason"]
     cluster.settle()

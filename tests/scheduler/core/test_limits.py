@@ -155,8 +155,10 @@ def test_every_trace_that_is_accepted_is_placed_or_explained(
         if deployment["group"] is None:
             assert deployment["attempts"], "nobody says why it waits"
         else:
-            assert deployment["placement"]["group"] == deployment["group"]
-            assert 0 <= deployment["placement"]["shift_s"] < cluster.config.horizon_slots
+            placement = deployment["placement"]
+            assert placement is not None
+            assert placement["group"] == deployment["group"]
+            assert 0 <= placement["shift_s"] < cluster.config.horizon_slots
     restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
     assert restored.list_groups(cluster.now) == cluster.core.list_groups(cluster.now)
 
@@ -196,7 +198,9 @@ def test_a_report_counts_whatever_it_has_measured(changes: dict[str, Any]) -> No
         report = ev.OperationFinished(operation=run.operation, token=run.token, compute_s=0.1)
         cluster.send(msgspec.structs.replace(report, **changes))
     assert cluster.state_of("o") == "finished"
-    assert cluster.core.operation_view("o", cluster.now)["compute_s"] >= 0.0
+    compute_s = cluster.core.operation_view("o", cluster.now)["compute_s"]
+    assert compute_s is not None
+    assert compute_s >= 0.0
     cluster.core.dump()
 
 

@@ -7,6 +7,8 @@ order, none twice, and in the end all of them. The laws of the state and the equ
 capacity index with one made anew are checked after every event.
 """
 
+from typing import TYPE_CHECKING
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,6 +20,9 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import RunOperation
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.core.queries.view_types import DeploymentView
 
 NODES = ("n1", "n2", "n3")
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
@@ -219,7 +224,7 @@ class Cluster(RuleBasedStateMachine):
             self.cluster.send(ev.NodeDrainChanged(node=node, is_draining=False))
             self._join(node, 2)
         self.cluster.settle()
-        views = {
+        views: dict[str, DeploymentView] = {
             each["deployment"]: each
             for job in self.cluster.core.list_jobs(None, self.cluster.now)
             for each in job["deployments"]

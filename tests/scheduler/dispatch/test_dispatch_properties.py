@@ -207,7 +207,8 @@ def test_a_guest_keeps_out_of_a_critical_segment_and_starts_behind_it() -> None:
     clock.submit("b:2", 20.0)
     clock.until(clock.cluster.now + 1.0)
     assert clock.order[-1] == "a:10", "the critical segment is about to come"
-    explanation = clock.cluster.core.operation_view("b:2", clock.cluster.now)["explanation"]
+    explanation = clock.cluster.explanation_of("b:2")
+    assert explanation["eta_s"] is not None
     assert explanation["eta_s"] > 0
     clock.submit("a:11", 30.0)
     clock.finish()

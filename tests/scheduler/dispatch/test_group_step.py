@@ -63,7 +63,7 @@ def test_who_comes_during_the_offload_is_handed_the_group() -> None:
     cycle(cluster, "a", 9)
     finish_burst(cluster, "a")
     cluster.submit("c:9", "c/actor", "barrier")
-    assert cluster.core.operation_view("c:9", cluster.now)["explanation"]["rule"] == "switch"
+    assert cluster.explanation_of("c:9")["rule"] == "switch"
     cluster.execute(next(run for run in cluster.runs if run.kind.value == "offload"))
     assert on_the_trainers(cluster) == [("load", "c/actor")]
 

@@ -1,19 +1,19 @@
 """The savings of sharing equal an exact account of the groups; a loss is negative."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.jobs.sharing import SharingView
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
 WORKERS = 2
 JOBS = ("a", "b", "c", "d")
-Row = dict[str, Any]
 
 
 class Watched(FakeCluster):
@@ -36,7 +36,7 @@ class Watched(FakeCluster):
         self._seen_at = self.now
         return commands
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> Mapping[str, SharingView]:
         self.send(ev.TimerFired())
         return {row["job"]: row for row in self.core.sharing(None, self.now)}
 
@@ -73,7 +73,7 @@ def until_it_runs(cluster: FakeCluster, operation: str) -> None:
             cluster.pass_time(0.1)
 
 
-def check(cluster: Watched) -> dict[str, Row]:
+def check(cluster: Watched) -> Mapping[str, SharingView]:
     rows = cluster.rows()
     for row in rows.values():
         isolated = row["reserved_gpu_seconds"] - row["waited_gpu_seconds"]

@@ -89,7 +89,8 @@ def test_a_tenant_at_its_budget_may_only_save_checkpoints() -> None:
     cluster.settle()
     assert cluster.state_of("save") == "finished"
     # The tenant has used exactly its budget, then less.
-    used = sum(row["gpu_seconds"] for row in cluster.core.usage("t"))
+    rows = cluster.core.usage("t")
+    used = sum(row["gpu_seconds"] for row in rows)
     assert used > 0.0
     budget(cluster, used)
     with pytest.raises(errors.QuotaExceededError):

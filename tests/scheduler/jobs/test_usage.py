@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.core.queries.view_types import UsageView
 
 GPUS = {"a/actor": 2, "b/actor": 2, "c/actor": 2, "a/rollout": 1}
 MOVES = ("load", "offload", "snapshot")
@@ -81,7 +85,7 @@ class Metered(FakeCluster):
 
     def check(self, *, offloads_by_job: bool) -> None:
         """Compare with what the core says, row by row and in sum."""
-        rows = {(u["job"], u["kind"]): u for u in self.core.usage(None)}
+        rows: dict[Row, UsageView] = {(u["job"], u["kind"]): u for u in self.core.usage(None)}
         mine, theirs = dict(self.billed), {key: u["gpu_seconds"] for key, u in rows.items()}
         if not offloads_by_job:
             for table in (mine, theirs):
@@ -173,7 +177,9 @@ def test_a_switch_is_billed_to_whoever_wanted_it() -> None:
         while cluster.runs:
             cluster.pass_time(3.0)
             cluster.execute(cluster.runs[0])
-    rows = {(u["job"], u["kind"]): u["gpu_seconds"] for u in cluster.core.usage(None)}
+    rows: dict[Row, float] = {
+        (u["job"], u["kind"]): u["gpu_seconds"] for u in cluster.core.usage(None)
+    }
     offloads = {job: seconds for (job, kind), seconds in rows.items() if kind == "offload"}
     # A holder that pauses keeps its GPUs for as long as a switch would take: until a move has been
     # measured for next to no time, then for 0.05 s.

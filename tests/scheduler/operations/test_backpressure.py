@@ -98,6 +98,9 @@ def test_an_operation_is_logged_with_where_its_time_went() -> None:
         for row in cluster.core.operation_log(None, ListOperations(job="b"), cluster.now)
         if not row["internal"]
     ]
+    assert row["started_at"] is not None
+    assert row["finished_at"] is not None
+    assert row["queue_s"] is not None
     waited_s = row["started_at"] - row["submitted_at"]
     assert row["switch_s"] >= 4.0
     assert row["queue_s"] >= 0.0

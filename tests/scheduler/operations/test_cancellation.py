@@ -20,7 +20,7 @@ def cluster() -> FakeCluster:
 
 
 def error_of(cluster: FakeCluster, operation: str) -> str:
-    return str(cluster.core.operation_view(operation, cluster.now)["error"]["code"])
+    return cluster.error_of(operation)["code"]
 
 
 def test_an_operation_that_has_not_begun_by_its_deadline_never_runs(cluster: FakeCluster) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from plexrl import errors
+from plexrl.scheduler.core.queries.view_types import OperationView
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import MUTATING
@@ -148,7 +149,7 @@ class Job(RuleBasedStateMachine):
             name for name in applied if "#" not in name and self._view(name)["state"] != "finished"
         ]
 
-    def _view(self, operation: str) -> dict[str, object]:
+    def _view(self, operation: str) -> OperationView:
         return self.cluster.core.operation_view(operation, self.cluster.now)
 
     def _failable(self) -> list[RunOperation]:

@@ -225,7 +225,9 @@ def test_a_job_with_an_unacknowledged_failure_does_not_end_as_completed(
 ) -> None:
     begin_steps(cluster)
     fail(cluster, "a:step")
-    assert cluster.core.job_view("a", cluster.now)["failure"]["details"]["operation"] == "a:step"
+    failure = cluster.core.job_view("a", cluster.now)["failure"]
+    assert failure is not None
+    assert failure["details"]["operation"] == "a:step"
     cluster.send(ev.JobFinished(job="a", outcome="completed"))
     view = cluster.core.job_view("a", cluster.now)
     assert view["state"] == "FAILED"

@@ -27,10 +27,11 @@ def test_a_held_operation_goes_back_to_the_head_of_its_queue(cluster: FakeCluste
         cluster.submit(f"a:{index}", "a/actor", "optim_step")
     cluster.refuse(cluster.runs[0])
     assert [cluster.state_of(f"a:{index}") for index in (1, 2, 3)] == ["pending"] * 3
-    explanation = cluster.core.operation_view("a:1", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("a:1")
     assert explanation["rule"] == "held"
     assert "no room" in explanation["reason"]
     assert explanation["position"] == 0
+    assert explanation["eta_s"] is not None
     assert 0 < explanation["eta_s"] < BACKOFF_S_MAX
     cluster.settle()
     assert [cluster.state_of(f"a:{index}") for index in (1, 2, 3)] == ["finished"] * 3
@@ -111,7 +112,7 @@ def test_a_held_publish_keeps_its_sync_waiting(cluster: FakeCluster) -> None:
     (publish,) = [run for run in cluster.runs if run.kind == "publish"]
     cluster.refuse(publish, "state_tier_full")
     assert cluster.state_of("c:1") == "pending"
-    explanation = cluster.core.operation_view("c:1", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("c:1")
     assert "no room" in explanation["reason"]
     cluster.settle()
     assert cluster.state_of("c:1") == "finished"
@@ -125,8 +126,7 @@ def test_a_deadline_ends_the_tries_of_a_held_operation(cluster: FakeCluster) -> 
     (run,) = cluster.runs
     assert run.operation == "a:1", "what runs at its deadline is finished"
     cluster.refuse(run)
-    view = cluster.core.operation_view("a:1", cluster.now)
-    assert view["error"]["code"] == "deadline_exceeded"
+    assert cluster.error_of("a:1")["code"] == "deadline_exceeded"
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.settle()
     assert cluster.state_of("a:2") == "finished"

@@ -166,7 +166,8 @@ def test_in_any_history_rounds_are_feasible_and_shared_states_fit_host_memory(
     before: dict[str, object] = {}
     for index, step in enumerate(history):
         if step[0] == "end":
-            live = [j["job"] for j in cluster.core.list_jobs(None, 0.0) if not j["ended_at"]]
+            listed = cluster.core.list_jobs(None, 0.0)
+            live: list[str] = [j["job"] for j in listed if not j["ended_at"]]
             if live:
                 assert isinstance(step[1], int)
                 job = live[step[1] % len(live)]

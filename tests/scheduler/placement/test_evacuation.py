@@ -125,7 +125,7 @@ def trained(*, offloaded: bool = False, nodes: int = 2, **changes: object) -> Fa
 
 
 def reason_of(cluster: FakeCluster, operation: str) -> str:
-    return str(cluster.core.operation_view(operation, cluster.now)["explanation"]["reason"])
+    return cluster.explanation_of(operation)["reason"]
 
 
 def test_a_wpg_with_a_complete_log_moves_when_its_node_stays_lost() -> None:

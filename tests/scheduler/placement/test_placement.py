@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from plexrl import errors
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.core.queries.view_types import PlacementView
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
@@ -34,9 +35,9 @@ def group_of(cluster: FakeCluster, job: str) -> object:
     return cluster.core.job_view(job, cluster.now)["deployments"][0]["group"]
 
 
-def placement(cluster: FakeCluster, job: str) -> dict[str, object]:
+def placement(cluster: FakeCluster, job: str) -> PlacementView:
     record = cluster.core.explain_job(job, cluster.now)["deployments"][0]["placement"]
-    assert isinstance(record, dict)
+    assert record is not None, f"{job} has no GPUs"
     return record
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from plexrl.scheduler.core.queries.view_types import PlacedDeploymentView
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import ReleaseState
 from tests.scheduler.fake_cluster import FakeCluster
@@ -30,10 +31,9 @@ def with_jobs(cluster: FakeCluster, *jobs: str) -> None:
     cluster.settle()
 
 
-def explained(cluster: FakeCluster, job: str) -> dict[str, object]:
+def explained(cluster: FakeCluster, job: str) -> PlacedDeploymentView:
     """The view of a job's first deployment."""
-    found: dict[str, object] = cluster.core.explain_job(job, cluster.now)["deployments"][0]
-    return found
+    return cluster.core.explain_job(job, cluster.now)["deployments"][0]
 
 
 def moves(cluster: FakeCluster, job: str) -> int:
@@ -246,14 +246,14 @@ def test_a_drain_waits_for_the_operation_and_loses_none() -> None:
     (running,) = cluster.runs
     drain(cluster, "n0")
     assert cluster.runs == [running], "what runs is not cut off"
-    explanation = cluster.core.operation_view("a:1", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("a:1")
     assert explanation["rule"] == "relocation"
     cluster.execute(running)
     assert [run.kind.value for run in cluster.runs] == ["offload"]
     cluster.execute(cluster.runs[0])
     (migration,) = cluster.migrations
     assert (migration.nodes, migration.sources, migration.seq) == (("n1",), ("sm:n0",), 1)
-    assert cluster.core.operation_view("a:1", cluster.now)["explanation"]["rule"] == "migrating"
+    assert cluster.explanation_of("a:1")["rule"] == "migrating"
     cluster.settle()
     assert [cluster.state_of(name) for name in names] == ["finished"] * 5
     assert cluster.wpgs["a/actor"].device == names

@@ -201,7 +201,9 @@ def test_a_failing_report_restarts_the_workers(journal: SqlJournal) -> None:
     finished = ev.OperationFinished(operation=run.operation, token=run.token, compute_s=1.0)
     (answer,) = asyncio.run(told(shell, finished))
     assert isinstance(answer, SchedulerFaultError)
-    assert shell.core.operation_view("o", 0.0)["error"]["code"] == "scheduler_fault"
+    error = shell.core.operation_view("o", 0.0)["error"]
+    assert error is not None
+    assert error["code"] == "scheduler_fault"
     assert shell.core.deployment_view("a/actor", 0.0)["state"] == "recovering"
 
 

@@ -127,6 +127,7 @@ def test_the_scheduler_measures_the_cycles_that_are_run(policy: str, detail: str
     for job in ("j1", "j2"):
         (told,) = run.shell.core.explain_job(JobId(job), run.shell.now)["deployments"]
         profile = told["profile"]
+        assert profile is not None
         assert profile["period_s"] == pytest.approx(known.period_s, rel=0.01)
         busy_s = sum(each["duration_s"] for each in profile["segments"])
         assert busy_s == pytest.approx(known.busy_s, rel=0.01)

@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
 from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.explain_placement import why_no_gpus
+from plexrl.scheduler.core.queries.view_types import HolderView
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job, State
-
-View = dict[str, Any]
 
 HOLDERS_MAX = 20
 """Maximum number of jobs in the list."""
@@ -52,7 +50,7 @@ class Holder:
     """Time until it is cancelled if its controller stays silent; None otherwise."""
 
 
-def holders(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> list[View]:
+def holders(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> list[HolderView]:
     """The jobs with GPUs that a waiting deployment of `job` could use; if it waits for a quota, the
     jobs of its tenant. Only an operator (`sees_all`) sees the identity of other tenants' jobs."""
     waiting = [

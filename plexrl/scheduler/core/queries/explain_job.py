@@ -1,25 +1,27 @@
 """Explains a job: what it waits for and until when, where it is placed and why."""
 
-from typing import Any
-
 import msgspec
 
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.explain_holders import holders
 from plexrl.scheduler.core.queries.explain_operation import explain
 from plexrl.scheduler.core.queries.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.core.queries.view_types import (
+    ExplainedJobView,
+    ExplanationView,
+    PlacedDeploymentView,
+    WaitingOperationView,
+)
 from plexrl.scheduler.jobs.profiler import waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job
 
-View = dict[str, Any]
-
 OPERATIONS_MAX = 20
 """Maximum number of explained operations for each deployment, next ones first."""
 
 
-def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> View:
+def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> ExplainedJobView:
     """Why `job` waits or runs as it does. `sees_all`: for an operator, who may see which other
     tenants' jobs hold the GPUs."""
     deployments = [cluster.state.deployment(name) for name in job.deployments]
@@ -63,11 +65,11 @@ def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: flo
     return "it waits for its controller's next operation"
 
 
-def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> View:
+def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedDeploymentView:
     record = deployment.placement
     measured = deployment.cycles.measured
     trace, kept_part = deployment.trace, deployment.cycles.waiting_part
-    view: View = {
+    view: PlacedDeploymentView = {
         "deployment": deployment.deployment,
         "state": deployment.state.value,
         "group": deployment.group,
@@ -98,19 +100,20 @@ def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> View:
 
 def _operations(
     cluster: Cluster, deployment: Deployment, now: float, most: int = OPERATIONS_MAX
-) -> list[View]:
-    rows = []
+) -> list[WaitingOperationView]:
+    rows: list[WaitingOperationView] = []
     for name in [*deployment.running, *deployment.queue][:most]:
         operation = cluster.state.operations[name]
         found = explain(cluster, operation, now)
         if found is not None:
+            explanation: ExplanationView = msgspec.to_builtins(found)
             rows.append(
                 {
                     "operation": name,
                     "deployment": deployment.deployment,
                     "kind": operation.kind.value,
                     "waited_s": now - operation.submitted_at,
-                    **msgspec.to_builtins(found),
+                    **explanation,
                 }
             )
     return rows

@@ -1,7 +1,7 @@
 """Explains why a deployment has no GPUs: which groups are full, which do not fit its trace."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -9,16 +9,25 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import why_impossible
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
 from plexrl.scheduler.placement.capacity.index import Shape
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.placement import fitting, modes, nearest
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, State
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 NEAR_MAX = 3
 """Maximum number of groups with the best fit in an explanation."""
 
-View = dict[str, Any]
+_REFUSALS: Final[tuple[tuple[Count, str], ...]] = (
+    ("closed", "accept no members now"),
+    ("full", "have the maximum number of members"),
+    ("without_memory", "lack memory for its state"),
+    ("loaded", "are too busy"),
+)
 
 
 def why_no_gpus(
@@ -44,7 +53,9 @@ def why_no_gpus(
     return f"{what} are not free yet; {standing}; {tried}", "turn" if ahead else "capacity", eta_s
 
 
-def attempts(cluster: Cluster, deployment: Deployment, now: float, *, searches: bool) -> list[View]:
+def attempts(
+    cluster: Cluster, deployment: Deployment, now: float, *, searches: bool
+) -> list[AttemptView]:
     """Why each placement mode fails now, in the order in which they are tried.
 
     `searches`: also search the groups with capacity for free slots, which takes milliseconds. Polls
@@ -62,7 +73,7 @@ def name_for(state: State, name: DeploymentId, reader: Deployment) -> str:
     return name if owner == state.job(reader.job).tenant else "another tenant's job"
 
 
-def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[View]:
+def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[NearGroupView]:
     """The other groups in which the deployment's trace fits best."""
     return [
         {
@@ -83,7 +94,7 @@ def near_groups(cluster: Cluster, deployment: Deployment, now: float) -> list[Vi
 
 def _attempt(
     cluster: Cluster, deployment: Deployment, mode: PlacementMode, now: float, *, searches: bool
-) -> View:
+) -> AttemptView:
     if mode == PlacementMode.DEDICATED:
         free = cluster.inventory.pool.free_gpus(deployment.node_type)
         why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
@@ -91,17 +102,7 @@ def _attempt(
             why += f"; {len(cluster.inventory.draining)} nodes are being drained"
         return {"way": mode.value, "free_gpus": free, "why": why}
     counts = _census(cluster, deployment)
-    row: View = {"way": mode.value, **counts}
-    refused = [
-        f"{counts[name]} {words}"
-        for name, words in (
-            ("closed", "accept no members now"),
-            ("full", "have the maximum number of members"),
-            ("without_memory", "lack memory for its state"),
-            ("loaded", "are too busy"),
-        )
-        if counts[name]
-    ]
+    refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
     open_count = counts["open"]
     if open_count and not searches:
         refused.append(f"{open_count} have capacity by load and memory")
@@ -127,12 +128,19 @@ def _attempt(
             f"{open_count} have too little time in their round, or too little host memory"
         )
     groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
-    row["why"] = groups + (": " + ", ".join(refused) if refused else "")
-    return row
+    why = groups + (": " + ", ".join(refused) if refused else "")
+    return {"way": mode.value, **counts, "why": why}
 
 
-def _census(cluster: Cluster, deployment: Deployment) -> dict[str, int]:
-    counts = dict.fromkeys(("groups", "closed", "full", "without_memory", "loaded", "open"), 0)
+def _census(cluster: Cluster, deployment: Deployment) -> Census:
+    counts: Census = {
+        "groups": 0,
+        "closed": 0,
+        "full": 0,
+        "without_memory": 0,
+        "loaded": 0,
+        "open": 0,
+    }
     duty = cluster.inventory.duty(deployment)
     if deployment.trace is not None:
         duty = deployment.trace.duty
@@ -145,17 +153,18 @@ def _census(cluster: Cluster, deployment: Deployment) -> dict[str, int]:
 
 def _census_of(
     cluster: Cluster, deployment: Deployment, shape: Shape, duty: float
-) -> dict[str, int]:
+) -> dict[Count, int]:
     """Counts the groups of a shape, each under the first reason against it."""
     table = cluster.inventory.index.table(shape)
     left = np.array([group is not None for group in table.groups])
-    counts = {"groups": int(left.sum())}
-    for name, against in (
+    counts: dict[Count, int] = {"groups": int(left.sum())}
+    reasons: tuple[tuple[Count, NDArray[np.bool_]], ...] = (
         ("closed", ~table.is_open),
         ("full", table.members >= cluster.settings.config.residents_max),
         ("without_memory", table.state_bytes_free < deployment.state_bytes),
         ("loaded", table.load + duty > cluster.settings.config.load_bound),
-    ):
+    )
+    for name, against in reasons:
         counts[name] = int((left & against).sum())
         left &= ~against
     counts["open"] = int(left.sum())

@@ -1,7 +1,6 @@
 """Views of the core's state: plain values for the wire."""
 
 from collections.abc import Container, Iterable
-from typing import Any
 
 import msgspec
 
@@ -12,6 +11,18 @@ from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.queries.explain_operation import explain
+from plexrl.scheduler.core.queries.view_types import (
+    ClusterTotals,
+    ClusterView,
+    DeploymentView,
+    GroupView,
+    JobView,
+    LoggedOperationView,
+    NodeView,
+    OperationView,
+    TenantView,
+    UsageView,
+)
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
@@ -21,10 +32,8 @@ from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
 
-View = dict[str, Any]
 
-
-def operation_view(cluster: Cluster, operation: Operation, now: float) -> View:
+def operation_view(cluster: Cluster, operation: Operation, now: float) -> OperationView:
     """One operation; while it waits, with the reason."""
     deployment = cluster.state.deployment(operation.deployment)
     explanation = explain(cluster, operation, now)
@@ -51,7 +60,7 @@ def operation_view(cluster: Cluster, operation: Operation, now: float) -> View:
     }
 
 
-def log_view(cluster: Cluster, operation: Operation, now: float) -> View:
+def log_view(cluster: Cluster, operation: Operation, now: float) -> LoggedOperationView:
     """One row of the operation log."""
     return {
         **operation_view(cluster, operation, now),
@@ -68,7 +77,7 @@ def log_view(cluster: Cluster, operation: Operation, now: float) -> View:
     }
 
 
-def deployment_view(state: State, deployment: Deployment) -> View:
+def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
     """One deployment and its WPG."""
     return {
         "deployment": deployment.deployment,
@@ -104,7 +113,7 @@ def deployment_view(state: State, deployment: Deployment) -> View:
     }
 
 
-def job_view(state: State, job: Job) -> View:
+def job_view(state: State, job: Job) -> JobView:
     """One job with its deployments."""
     return {
         "job": job.job,
@@ -122,7 +131,7 @@ def job_view(state: State, job: Job) -> View:
     }
 
 
-def group_view(cluster: Cluster, group: Group) -> View:
+def group_view(cluster: Cluster, group: Group) -> GroupView:
     """One node group and the holder of its lock."""
     return {
         "group": group.group,
@@ -140,14 +149,14 @@ def group_view(cluster: Cluster, group: Group) -> View:
     }
 
 
-def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> View:
+def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> NodeView:
     """One node; for a tenant without the address of its StateManager and without its groups."""
     reserved = sum(
         gpu.node == node.node
         for name in cluster.inventory.groups_on(node.node)
         for gpu in cluster.state.groups[name].gpus
     )
-    view: View = {
+    view: NodeView = {
         "node": node.node,
         "gpus": node.gpus,
         "gpus_reserved": reserved,
@@ -167,10 +176,10 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> V
 
 def operation_log(
     cluster: Cluster, tenant: TenantId | None, wanted: ListOperations, now: float
-) -> list[View]:
+) -> list[LoggedOperationView]:
     """At most `wanted.limit` finished operations after index `wanted.after`, oldest first."""
     state = cluster.state
-    rows: list[View] = []
+    rows: list[LoggedOperationView] = []
     names = _requested_deployments(state, tenant, wanted)
     oldest = state.finished_count - len(state.finished) + 1
     # The history is long: skip other deployments by the name alone.
@@ -224,28 +233,24 @@ def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRe
     return [blob for blob in blobs if blob not in needed]
 
 
-def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> View:
+def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> ClusterView:
     """Totals of the cluster; for a tenant, jobs and operations of the tenant only."""
     state = cluster.state
     nodes = [node for node in state.nodes.values() if node.alive]
-    view: View = {
-        "now": now,
-        "nodes": len(nodes),
-        "gpus": sum(node.gpus for node in nodes),
-        "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
-        "routers": len(state.routers),
-    }
     jobs = [job for job in state.jobs.values() if tenant in (None, job.tenant)]
+    totals: ClusterTotals
     if tenant is None:
-        view["tenants"] = len(state.tenants)
-        view["operations_finished"] = state.finished_count
         switches = sum(group.switches for group in state.groups.values())
-        view["context_switches"] = state.former_switches + switches
+        totals = {
+            "tenants": len(state.tenants),
+            "operations_finished": state.finished_count,
+            "context_switches": state.former_switches + switches,
+        }
     else:
         # Operations that ran: cancelled ones have no usage row.
         rows = (row for job in jobs for row in job.usage.values())
-        view["operations_finished"] = sum(row.operations for row in rows)
-    view["operations_finished"] += sum(
+        totals = {"operations_finished": sum(row.operations for row in rows)}
+    totals["operations_finished"] += sum(
         each.operations for name, each in state.forgotten.items() if tenant == name
     )
     live = [job for job in jobs if not job.state.is_final]
@@ -253,7 +258,12 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> View:
     by_tenant = cluster.waiting.by_tenant
     waiting = len(cluster.waiting) if tenant is None else by_tenant.get(tenant, 0)
     return {
-        **view,
+        "now": now,
+        "nodes": len(nodes),
+        "gpus": sum(node.gpus for node in nodes),
+        "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
+        "routers": len(state.routers),
+        **totals,
         "jobs_live": len(live),
         "jobs_total": len(jobs)
         + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
@@ -264,7 +274,7 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> View:
     }
 
 
-def usage_view(state: State, tenant: TenantId | None) -> list[View]:
+def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
     """Usage by job and kind of operation, oldest job first."""
     return [
         {
@@ -283,7 +293,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[View]:
     ]
 
 
-def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> View:
+def tenant_view(cluster: Cluster, tenant: Tenant, now: float) -> TenantView:
     """One tenant: limits, holdings and usage."""
     gpus, jobs = cluster.holdings(tenant.tenant)
     return {

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from plexrl.scheduler.core.queries.view_types import HolderView
 from plexrl.scheduler.state.messages import events as ev
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -33,10 +34,9 @@ def waiting(**changes: object) -> FakeCluster:
     return cluster
 
 
-def holders(cluster: FakeCluster, job: str = "second", **rights: bool) -> list[dict[str, Any]]:
+def holders(cluster: FakeCluster, job: str = "second", **rights: bool) -> list[HolderView]:
     rights = {"sees_all": True, **rights}
-    found: list[dict[str, Any]] = cluster.core.explain_job(job, cluster.now, **rights)["holders"]
-    return found
+    return cluster.core.explain_job(job, cluster.now, **rights)["holders"]
 
 
 def beat(cluster: FakeCluster, *jobs: str, seconds: float) -> None:

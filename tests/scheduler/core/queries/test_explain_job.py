@@ -75,7 +75,7 @@ def test_a_waiting_job_reports_when_declared_lengths_free_gpus() -> None:
     submit(cluster, "b")
     cluster.submit("b:1", "b/actor", "barrier")
     cluster.pass_time(100.0)
-    explanation = cluster.core.operation_view("b:1", cluster.now)["explanation"]
+    explanation = cluster.explanation_of("b:1")
     assert explanation["eta_s"] == 400.0
 
 
@@ -103,6 +103,7 @@ def test_each_operation_of_a_running_job_is_explained() -> None:
     assert summary(cluster, "b").startswith("b:1 waits:")
     rows = cluster.core.explain_job("b", cluster.now)["operations"]
     assert (rows[0]["holder"], rows[0]["position"]) == ("a/actor", 0)
+    assert rows[0]["eta_s"] is not None
     assert rows[0]["eta_s"] > 0
     while not any(run.kind.value == "offload" for run in cluster.runs):
         cluster.pass_time(0.1)
@@ -122,15 +123,18 @@ def test_estimated_starts_are_compared_with_real_ones() -> None:
     assert cluster.core.explain_job("b", cluster.now)["eta_quality"]["estimates"] == 0
     cluster.submit("a:1", "a/actor", "barrier")
     cluster.submit("b:1", "b/actor", "barrier")
-    promised_s = cluster.core.operation_view("b:1", cluster.now)["explanation"]["eta_s"]
+    promised_s = cluster.explanation_of("b:1")["eta_s"]
     asked_at = cluster.now
     cluster.pass_time(30.0)
     cluster.settle()
     started_at = cluster.core.operation_view("b:1", cluster.now)["started_at"]
     quality = cluster.core.explain_job("b", cluster.now)["eta_quality"]
+    assert started_at is not None
+    assert promised_s is not None
     late_s = started_at - asked_at - promised_s
     assert late_s > 25.0
     assert quality["estimates"] == 1
+    assert quality["mean_error_s"] is not None
     assert abs(quality["mean_error_s"] - late_s) < 1e-9
     assert quality["mean_late_s"] == quality["mean_error_s"]
     assert quality["slipped"] == 1

@@ -308,9 +308,8 @@ def test_a_failure_whose_report_is_no_json_fails_the_operation() -> None:
             operation="o1", token=run.token, error_json="{no JSON", state_intact=True
         )
     )
-    view = cluster.core.operation_view("o1", cluster.now)
-    assert view["state"] == "failed"
-    assert view["error"]["code"] == "execution_failed"
+    assert cluster.state_of("o1") == "failed"
+    assert cluster.error_of("o1")["code"] == "execution_failed"
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("-inf"), float("nan")])
