@@ -9,7 +9,7 @@ from typing import Final
 
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.reclaim.deadlocks import break_deadlocks
-from plexrl.scheduler.admission.reclaim.preemption import may_preempt, preempt_detached
+from plexrl.scheduler.admission.reclaim.preemption import preempt_detached
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
@@ -53,13 +53,12 @@ class EndlessStepsError(Exception):
 class _Steps:
     """The steps of one event: which one runs, and how many there were."""
 
+    _count = 0
+    _kind = _subject = ""
+
     def __init__(self, state: State, skipped: frozenset[str]) -> None:
-        self._state = state
-        self._skipped = skipped
-        self._count = 0
+        self._state, self._skipped = state, skipped
         self._repeated: dict[str, int] = {}
-        self._kind = ""
-        self._subject = ""
 
     @property
     def current(self) -> str:
@@ -110,7 +109,8 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     dirty, timers, waiting = effects.dirty, effects.timers, cluster.waiting
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
-    if not (dirty or is_due or must_forget or _has_steps(context) or may_preempt(cluster)):
+    preempts = cluster.detached and waiting
+    if not (dirty or is_due or must_forget or preempts or _has_steps(context)):
         return
     steps = _Steps(state, skipped)
     try:
@@ -126,9 +126,9 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
                 _advance_groups(context, steps, now)
             if effects.cycles_over:
                 _end_cycles(context, steps, now)
-            if not _has_steps(context) and not (
-                may_preempt(cluster) and _preempt(context, steps, now)
-            ):
+            if dirty or waiting.must_retry or waiting.newcomers:
+                continue
+            if not (cluster.detached and waiting and _preempt(context, steps, now)):
                 break
         if len(state.ended) > state.ended_jobs and steps.begin("forgetting"):
             forget_ended(state, context.settings)

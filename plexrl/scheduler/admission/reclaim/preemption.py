@@ -9,18 +9,12 @@ like new ones and continue from their state. Operations submitted before run fir
 
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.admission.reclaim.deadlocks import is_waited_for, placed_of
-from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.evacuation import displace, may_displace
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Job, State
-
-
-def may_preempt(cluster: Cluster) -> bool:
-    """Whether there is a detached job, and a deployment that waits for GPUs."""
-    return bool(cluster.detached and cluster.waiting)
 
 
 def preempt_detached(context: Context, now: float) -> bool:

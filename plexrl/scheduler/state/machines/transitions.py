@@ -27,11 +27,10 @@ class Machine(Generic[State, Trigger]):
 
     def __init__(self, name: str, table: Mapping[tuple[State, Trigger], State]) -> None:
         self._name = name
-        # By the trigger's value, then by the state's. A lookup makes no tuple, and it hashes plain
-        # strings: the hash of an enumeration member is a Python function.
-        self._after: dict[str, dict[str, State]] = {}
+        # By trigger, then by state: a lookup makes no tuple.
+        self._after: dict[Trigger, dict[State, State]] = {}
         for (state, trigger), after in table.items():
-            self._after.setdefault(trigger.value, {})[state.value] = after
+            self._after.setdefault(trigger, {})[state] = after
 
     def next_state(self, state: State, trigger: Trigger) -> State:
         """The state after `trigger`.
@@ -40,6 +39,6 @@ class Machine(Generic[State, Trigger]):
             IllegalTransitionError: the table has no such pair.
         """
         try:
-            return self._after[trigger._value_][state._value_]
+            return self._after[trigger][state]
         except KeyError:
             raise IllegalTransitionError(self._name, state, trigger) from None
