@@ -22,6 +22,7 @@ from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.invariants import check
 from plexrl.scheduler.core.limits import check_numbers, within_limits
 from plexrl.scheduler.core.lookups import (
+    check_live,
     find_deployment,
     find_job,
     find_live_job,
@@ -321,7 +322,8 @@ class SchedulerCore:
     def _operation_submitted(self, event: ev.OperationSubmitted, now: float) -> None:
         context = self._context
         deployment = self._deployment(event.deployment)
-        check_controller(self._job(deployment.job), event.controller)
+        job = self._job(deployment.job)
+        check_controller(job, event.controller)
         known = context.state.operations.get(event.operation)
         if known is not None:
             check_same(known, event)
@@ -330,7 +332,7 @@ class SchedulerCore:
                     f"operation id {event.operation!r} was used by a former job: choose another"
                 )
             return
-        job = self._live_job(deployment.job)
+        check_live(job)
         check_budget(context.state, job.tenant, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(

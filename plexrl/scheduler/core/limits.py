@@ -66,7 +66,10 @@ def check_numbers(event: ev.Event) -> None:
     Raises:
         InvalidRequestError: there is one; nothing has changed.
     """
-    for name, least, most in RANGES.get(type(event), ()):
+    ranges = RANGES.get(type(event))
+    if ranges is None:
+        return
+    for name, least, most in ranges:
         value = getattr(event, name)
         # Comparisons with NaN are false, so NaN is refused too.
         if value is not None and not least <= value <= most:

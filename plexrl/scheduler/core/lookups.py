@@ -24,12 +24,17 @@ def find_job(state: State, name: JobId) -> Job:
 def find_live_job(state: State, name: JobId) -> Job:
     """Raises `UnknownJobError`, or `JobEndedError` if the job has ended."""
     job = find_job(state, name)
+    check_live(job)
+    return job
+
+
+def check_live(job: Job) -> None:
+    """Raises `JobEndedError` if the job has ended."""
     if job.state in FINAL:
         raise JobEndedError(
-            f"job {name!r} has ended ({job.state.value.lower()}): submit a new one",
+            f"job {job.job!r} has ended ({job.state.value.lower()}): submit a new one",
             reason=job.reason,
         )
-    return job
 
 
 def find_deployment(state: State, name: DeploymentId) -> Deployment:
