@@ -80,7 +80,9 @@ def backlog(policy: str, wanted: list[Request], *, is_tight: bool) -> FakeCluste
     for name in ("t", "u", "v"):
         cluster.send(ev.TenantCreated(tenant=name, key_digest=name, is_operator=True))
     limits = {"jobs_max": None, "gpu_seconds_max": None}
-    cluster.send(ev.TenantConfigured(tenant="u", weight=2.0, gpus_max=5, **limits))
+    # No two tenants' shares are equal, for then the last digits of the sums would decide.
+    cluster.send(ev.TenantConfigured(tenant="u", weight=2.03, gpus_max=5, **limits))
+    cluster.send(ev.TenantConfigured(tenant="v", weight=1.07, gpus_max=None, **limits))
     for number, request in enumerate(wanted):
         tenant, workers, busy_s, state_bytes, pause_s, priority, gang, node_type, alone = request
         job = f"j{number}"
