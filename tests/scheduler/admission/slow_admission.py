@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from plexrl.ids import TenantId
 from plexrl.scheduler.context.config import SchedulerConfig
-from plexrl.scheduler.state.records import Deployment, State
+from plexrl.scheduler.state.records import Deployment, Job, State
 
 HALF_LIFE_S = 7 * 24 * 3600.0
 HELD_NOW_S = 3600.0
@@ -52,6 +52,8 @@ class SlowAdmission:
                 tenant = state.jobs[member.job].tenant
                 self.held[tenant] = self.held.get(tenant, 0) + member.workers
         self.held_before = dict(self.held)
+        self.is_tied = False
+        """The last digits of two tenants' shares decided, which differ from the scheduler's."""
 
     def run(self, waiting: list[Deployment]) -> set[str]:
         """The names of the deployments that get GPUs."""
@@ -61,6 +63,7 @@ class SlowAdmission:
         while left:
             first = min(left, key=self._key)
             job = self.state.jobs[first.job]
+            self.is_tied |= any(self._is_tie(job, self.state.jobs[each.job]) for each in left)
             gang = [each for each in left if each.job == first.job] if job.gang else [first]
             left = [each for each in left if each not in gang]
             if len(job.deployments) < job.gang or self._exceeds_quota(job.tenant, gang):
@@ -81,6 +84,12 @@ class SlowAdmission:
             ratio = math.inf
         share = self._share(job.tenant)
         return -job.priority, share, -ratio, deployment.created_at, deployment.deployment
+
+    def _is_tie(self, one: Job, other: Job) -> bool:
+        if one.tenant == other.tenant or one.priority != other.priority:
+            return False
+        shares = self._share(one.tenant), self._share(other.tenant)
+        return any(shares) and math.isclose(*shares, rel_tol=1e-9)
 
     def _share(self, tenant: TenantId) -> float:
         weight = self.state.tenants[tenant].weight
