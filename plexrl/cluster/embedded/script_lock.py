@@ -11,8 +11,8 @@ its shared lock. So no script joins a cluster that is about to end.
 
 `lock`: a running cluster holds it, also that of `plexrl up` (`data_dir/folder.py`). If several
 scripts find no cluster, the one that gets the exclusive lock starts one, and passes the locked file
-to the supervisor. The others wait until that cluster can be reached. If its start fails, the lock is free
-again, and the next script tries.
+to the supervisor. The others wait until that cluster can be reached. If its start fails, the lock
+is free again, and the next script tries.
 
 A process that a script has forked shares the script's lock, and counts as that script.
 """
