@@ -56,6 +56,8 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     """Position in the topology, such as `row1/rack3`; nodes of one block are close together."""
     nvme_bytes: int = 0
     """Capacity of the node's NVMe tier."""
+    was_fenced: bool = False
+    """The agent has ended its workers, because its lease had run out while it was cut off."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
