@@ -46,7 +46,7 @@ class Member(msgspec.Struct, kw_only=True):
     """A node that has joined."""
 
     keys: list[str]
-    """SHA-256 of the public keys that are accepted: that of its last certificate, and the one before,
+    """SHA-256 of the public keys that are accepted: of its last certificate, and of the one before,
     because the answer with the last may have been lost."""
     joined_at: float
     certified_until: float
