@@ -8,10 +8,9 @@ connection; router, scheduler and node agent use asyncio streams.
 """
 
 import asyncio
-import socket
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,6 +29,18 @@ Header = dict[str, Any]
 Buffer = bytes | bytearray | memoryview
 
 
+class Stream(Protocol):
+    """A blocking socket, plain or TLS (`plexrl.wire.links.tls_socket`)."""
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Receive at least one byte; 0: the other side has closed."""
+        ...
+
+    def sendall(self, data: Buffer, /) -> None:
+        """Send everything."""
+        ...
+
+
 def encode_head(header: Mapping[str, Any], payload_bytes: int) -> bytes:
     """Lengths and header of a frame; the payload follows on the stream."""
     body = msgspec.msgpack.encode(header)
@@ -37,7 +48,7 @@ def encode_head(header: Mapping[str, Any], payload_bytes: int) -> bytes:
     return _LENGTHS.pack(len(body), payload_bytes) + body
 
 
-def send_frame(sock: socket.socket, header: Mapping[str, Any], payload: Buffer = b"") -> None:
+def send_frame(sock: Stream, header: Mapping[str, Any], payload: Buffer = b"") -> None:
     """Send one frame on a blocking socket. Callers serialise their sends."""
     view = memoryview(payload).cast("B")
     sock.sendall(encode_head(header, view.nbytes))
@@ -46,7 +57,7 @@ def send_frame(sock: socket.socket, header: Mapping[str, Any], payload: Buffer =
 
 
 def recv_frame(
-    sock: socket.socket, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
+    sock: Stream, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
 ) -> tuple[Header, bytearray]:
     """The next frame of a blocking socket.
 
@@ -61,9 +72,7 @@ def recv_frame(
     return decode_header(body), payload
 
 
-def recv_head(
-    sock: socket.socket, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
-) -> tuple[Header, int]:
+def recv_head(sock: Stream, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> tuple[Header, int]:
     """The next frame's header, and the size of the payload, which the caller reads next.
 
     Raises as `recv_frame`; after a malformed header the stream is out of sync.
@@ -104,7 +113,7 @@ async def read_frame(
     return decode_header(body), payload
 
 
-def _recv_head(sock: socket.socket, payload_bytes_max: int) -> tuple[bytearray, int]:
+def _recv_head(sock: Stream, payload_bytes_max: int) -> tuple[bytearray, int]:
     lengths = _recv_exactly(sock, HEAD_BYTES)
     header_bytes, payload_bytes = decode_lengths(lengths, payload_bytes_max)
     return _recv_exactly(sock, header_bytes), payload_bytes
@@ -137,7 +146,7 @@ def _check_lengths(header_bytes: int, payload_bytes: int, payload_bytes_max: int
         )
 
 
-def _recv_exactly(sock: socket.socket, size: int) -> bytearray:
+def _recv_exactly(sock: Stream, size: int) -> bytearray:
     buffer = bytearray(min(size, UNSEEN_BYTES_MAX))
     filled = 0
     while True:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from plexrl.errors import ConnectionLostError
-from plexrl.wire.frame_socket import FrameSocket
 from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.wire.links.frame_socket import FrameSocket
 
 DEADLINE_S = 60.0
 

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Sequence
 
 from plexrl.errors import ConnectionLostError, PlexRLError
-from plexrl.wire.frame_socket import FrameSocket
 from plexrl.wire.framing import Buffer, Header
+from plexrl.wire.links.frame_socket import FrameSocket
 
 LOG = logging.getLogger(__name__)
 

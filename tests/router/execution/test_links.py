@@ -17,7 +17,7 @@ from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.messages.commands import CODEC, AbortOperation, RunOperation
-from plexrl.wire.frame_socket import FrameSocket
+from plexrl.wire.links.frame_socket import FrameSocket
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
 from tests.small_disk import SmallDisk, small_disk

@@ -1,0 +1,1 @@
+"""Joining: the cluster's certificate authority, and how a node becomes part of the cluster."""

@@ -1,0 +1,1 @@
+"""Links between processes: addresses, certificates, connecting and serving, with or without TLS."""
