@@ -2,6 +2,7 @@
 
 import ssl
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -10,6 +11,9 @@ from plexrl.errors import InvalidRequestError
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 """Schemes, and their ports. `mqtts` is TLS."""
 PREFIX = "plexrl"
+PASSWORD_VARIABLE = "PLEXRL_MQTT_PASSWORD"
+"""Environment variable with the password. All users of a machine can read the arguments of
+processes, but only the own user can read a process's environment."""
 FORMS = "write mqtt://HOST[:PORT][/PREFIX] or mqtts://[USER@]HOST[:PORT][/PREFIX]"
 
 
@@ -86,7 +90,7 @@ class BrokerConfig:
             # The URL is not repeated: the message may go to a log.
             raise InvalidRequestError(
                 "the event broker's URL holds a password, which others may read in the list of "
-                "processes: give it in PLEXRL_MQTT_PASSWORD or in a password file"
+                f"processes: give it in {PASSWORD_VARIABLE} or in a password file"
             )
         if parts.scheme not in PORTS or not parts.hostname or port == 0:
             raise InvalidRequestError(f"the event broker's URL is {self.url!r}: {FORMS}")
@@ -156,3 +160,12 @@ class BrokerConfig:
             ) from error
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         return context
+
+
+def check_installed() -> None:
+    """Raises `InvalidRequestError`: the MQTT client is not installed."""
+    if find_spec("aiomqtt") is None:
+        raise InvalidRequestError(
+            "an event broker needs the package aiomqtt, which is not installed: "
+            "pip install 'plexrl[mqtt]', or configure no event broker"
+        )

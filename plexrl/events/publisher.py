@@ -11,14 +11,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Protocol
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError, LeaseLostError
+from plexrl.errors import LeaseLostError
 from plexrl.events.broker import Broker
-from plexrl.events.config import BrokerConfig
+from plexrl.events.config import BrokerConfig, check_installed
 from plexrl.events.outbox import Message, Outbox
 from plexrl.events.records import JobRecord, Record, SchedulerRecord
 
@@ -120,15 +119,6 @@ class Publisher:
             left_s = record.ended_at + self._config.ended_job_s - self._clock()
             expires_s = max(1, math.ceil(left_s))
         return Message(name, msgspec.json.encode(record), expires_s=expires_s)
-
-
-def check_installed() -> None:
-    """Raises `InvalidRequestError`: the MQTT client is not installed."""
-    if find_spec("aiomqtt") is None:
-        raise InvalidRequestError(
-            "an event broker needs the package aiomqtt, which is not installed: "
-            "pip install 'plexrl[mqtt]', or configure no event broker"
-        )
 
 
 @asynccontextmanager
