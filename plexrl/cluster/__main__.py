@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.config.options import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.data_dir.endpoint import Endpoint
 from plexrl.cluster.embedded.script_lock import wait_for_last_script
-from plexrl.cluster.endpoint import Endpoint
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.cluster.supervisor import run_cluster
 from plexrl.errors import PlexRLError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plexrl.cluster.config import GIB, ClusterOptions
+from plexrl.cluster.config.options import GIB, ClusterOptions
 from plexrl.errors import InvalidRequestError
 from plexrl.process.children.part import Part
 from plexrl.process.folders.folders import SHARED_MEMORY, Folders

@@ -13,10 +13,11 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from plexrl.cluster.config import ClusterOptions
-from plexrl.cluster.data_dir import make_data_dir, try_lock
-from plexrl.cluster.endpoint import NAME as ENDPOINT_FILE
-from plexrl.cluster.endpoint import Endpoint, in_use
+from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.data_dir.endpoint import NAME as ENDPOINT_FILE
+from plexrl.cluster.data_dir.endpoint import Endpoint, in_use
+from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
+from plexrl.cluster.data_dir.ports import choose_ports
 from plexrl.cluster.parts import (
     NodeConfig,
     check_shared_memory,
@@ -24,7 +25,6 @@ from plexrl.cluster.parts import (
     router_parts,
     scheduler_part,
 )
-from plexrl.cluster.ports import choose_ports
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.process.children.part import Part
 from plexrl.process.children.processes import PartProcesses

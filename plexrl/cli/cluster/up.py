@@ -15,12 +15,12 @@ from plexrl.cli.terminal.context import (
     write_text,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
-from plexrl.cluster.config import JOURNAL_VARIABLE, ClusterOptions, check_argument
-from plexrl.cluster.data_dir import data_dir_at
+from plexrl.cluster.config.options import JOURNAL_VARIABLE, ClusterOptions, check_argument
+from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError, JournalMissingError
 
 if TYPE_CHECKING:
-    from plexrl.cluster.endpoint import Endpoint
+    from plexrl.cluster.data_dir.endpoint import Endpoint
     from plexrl.cluster.ray.options import RayOptions
 
 GPUS_PER_NODE = 4

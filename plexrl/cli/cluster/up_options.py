@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from plexrl.cli.terminal.context import DATA_DIR, DataDir
-from plexrl.cluster.config import JOURNAL_VARIABLE
+from plexrl.cluster.config.options import JOURNAL_VARIABLE
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 

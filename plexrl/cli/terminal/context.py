@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from plexrl.cli.terminal.tables import table_lines, wrapped
-from plexrl.cluster.data_dir import DATA_DIR as DATA_DIR
-from plexrl.cluster.data_dir import data_dir_at
+from plexrl.cluster.data_dir.folder import DATA_DIR as DATA_DIR
+from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import ConnectionLostError
 from plexrl.process.plain_text import many_lines, one_line
 
@@ -55,7 +55,7 @@ class Access:
             ConnectionLostError: there is neither a URL nor a local cluster.
         """
         from plexrl.client.blocking.cluster import connect
-        from plexrl.cluster.endpoint import read_endpoint
+        from plexrl.cluster.data_dir.endpoint import read_endpoint
 
         url, api_key = self.url, self.api_key
         if url is None:

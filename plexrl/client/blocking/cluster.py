@@ -322,7 +322,7 @@ def connect(
         transport = Transport(url, api_key, timeout_s)
         LOG.info("cluster: %s", transport.location.url)
         return Cluster(transport)
-    from plexrl.cluster.data_dir import DATA_DIR
+    from plexrl.cluster.data_dir.folder import DATA_DIR
     from plexrl.cluster.embedded.start import join_or_start
 
     if data_dir is None:

@@ -9,10 +9,10 @@ waits in a thread for the *exclusive* lock. It gets the lock when the last scrip
 the cluster, and keeps the lock until it has ended itself. A script that starts meanwhile waits for
 its shared lock. So no script joins a cluster that is about to end.
 
-`lock`: a running cluster holds it, also that of `plexrl up` (`data_dir.py`). If several scripts
-find no cluster, the one that gets the exclusive lock starts one, and passes the locked file to the
-supervisor. The others wait until that cluster can be reached. If its start fails, the lock is free
-again, and the next script tries.
+`lock`: a running cluster holds it, also that of `plexrl up` (`data_dir/folder.py`). If several
+scripts find no cluster, the one that gets the exclusive lock starts one, and passes the locked file
+to the supervisor. The others wait until that cluster can be reached. If its start fails, the lock
+is free again, and the next script tries.
 
 A process that a script has forked shares the script's lock, and counts as that script.
 """
@@ -22,7 +22,7 @@ import os
 import time
 from pathlib import Path
 
-from plexrl.cluster.data_dir import OTHERWISE, is_locked
+from plexrl.cluster.data_dir.folder import OTHERWISE, is_locked
 from plexrl.errors import StorageError
 
 NAME = "scripts"

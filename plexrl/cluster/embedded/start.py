@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from plexrl.cluster.config import JOURNAL_VARIABLE
-from plexrl.cluster.data_dir import DATA_DIR, OTHERWISE, data_dir_at, make_data_dir, try_lock
+from plexrl.cluster.config.options import JOURNAL_VARIABLE
+from plexrl.cluster.data_dir.endpoint import Endpoint, in_use, read_endpoint
+from plexrl.cluster.data_dir.folder import DATA_DIR, OTHERWISE, data_dir_at, make_data_dir, try_lock
 from plexrl.cluster.embedded.notices import notify_user
 from plexrl.cluster.embedded.script_lock import ScriptLock
-from plexrl.cluster.endpoint import Endpoint, in_use, read_endpoint
 from plexrl.errors import PlexRLError, UnavailableError, from_wire
 from plexrl.process.folders.leftovers import make_temporary_data
 from plexrl.process.folders.private_folder import make_private_folder

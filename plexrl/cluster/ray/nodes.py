@@ -12,7 +12,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.parts import NodeConfig, node_parts
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError, UnavailableError

@@ -11,7 +11,7 @@ from plexrl.errors import AuthenticationError, ConflictError
 from plexrl.ids import NodeId, RouterId, TenantId
 from plexrl.process.startup import remove_socket
 from plexrl.scheduler.context.config import SchedulerConfig, core_settings
-from plexrl.scheduler.service.connection import Connection
+from plexrl.scheduler.service.connections.connection import Connection
 from plexrl.scheduler.service.holding_server import HoldingServer
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import events as ev

@@ -38,10 +38,10 @@ from plexrl.ids import NodeId, OperationId
 from plexrl.process.conditions import Conditions
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.service.connections.links import AgentLinks, RouterLinks
 from plexrl.scheduler.service.journal.journal import Entry, Journal
 from plexrl.scheduler.service.journal.outage import HELD_RETRY_S, JournalOutage
 from plexrl.scheduler.service.journal.recovery import restore
-from plexrl.scheduler.service.links import AgentLinks, RouterLinks
 from plexrl.scheduler.service.skipped_steps import (
     NONE_SKIPPED,
     SkippedSteps,

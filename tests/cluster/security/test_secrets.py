@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from plexrl.cluster.config import JOURNAL_VARIABLE
+from plexrl.cluster.config.options import JOURNAL_VARIABLE
 from plexrl.cluster.embedded.start import start_embedded
 from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import wait_until

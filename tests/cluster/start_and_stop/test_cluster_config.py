@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from plexrl.cluster.config import ClusterOptions, check_argument
+from plexrl.cluster.config.options import ClusterOptions, check_argument
 from plexrl.cluster.parts import check_shared_memory, router_parts, scheduler_part
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders

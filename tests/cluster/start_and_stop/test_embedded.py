@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 import plexrl
-from plexrl.cluster.data_dir import try_lock
+from plexrl.cluster.data_dir.endpoint import Endpoint, read_endpoint
+from plexrl.cluster.data_dir.folder import try_lock
 from plexrl.cluster.embedded.start import start_embedded
-from plexrl.cluster.endpoint import Endpoint, read_endpoint
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plexrl.cluster.data_dir import make_data_dir
+from plexrl.cluster.data_dir.folder import make_data_dir
 from plexrl.cluster.embedded.start import start_embedded
 from plexrl.errors import ConflictError
 from plexrl.process.folders.folders import Folders

@@ -3,8 +3,8 @@
 import socket
 from pathlib import Path
 
-from plexrl.cluster.config import ClusterOptions
-from plexrl.cluster.ports import OUTGOING, choose_ports
+from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.data_dir.ports import OUTGOING, choose_ports
 
 
 def test_no_outgoing_connection_can_take_a_routers_port_between_two_starts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import plexrl
-from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.embedded.start import start_embedded
 from plexrl.cluster.supervisor import Supervisor, run_supervisor
 from plexrl.errors import ConflictError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from plexrl import errors
-from plexrl.scheduler.service.connection import QUERY_NODE_TIMEOUT_S
+from plexrl.scheduler.service.connections.router_calls import QUERY_NODE_TIMEOUT_S
 from plexrl.wire.rpc import Peer
 from tests.scheduler.live_service import (
     GRACE_S,

@@ -19,9 +19,9 @@ from plexrl.errors import (
 )
 from plexrl.ids import OperationId
 from plexrl.scheduler.core.core import SchedulerCore
+from plexrl.scheduler.service.connections.links import RouterLinks
 from plexrl.scheduler.service.journal.journal import Entry
 from plexrl.scheduler.service.journal.leadership import keep_lead
-from plexrl.scheduler.service.links import RouterLinks
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev

@@ -11,7 +11,7 @@ import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from plexrl.cluster.config import ClusterOptions
+from plexrl.cluster.config.options import ClusterOptions
 
 LOG = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plexrl.cluster.data_dir import OTHERWISE, is_locked
+from plexrl.cluster.data_dir.folder import OTHERWISE, is_locked
 from plexrl.errors import ConflictError
 from plexrl.process.folders.operator_key import operator_key
 

@@ -1,0 +1,1 @@
+"""The scheduler's connections to routers and node agents: roles, calls, queues of commands."""

@@ -1,0 +1,68 @@
+"""Calls of node agents: reports on the workers and states of their own node."""
+
+from typing import TYPE_CHECKING
+
+from plexrl.errors import (
+    PermissionDeniedError,
+    UnknownDeploymentError,
+)
+from plexrl.scheduler.core.calls import Plain, Report
+from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.messages import events as ev
+
+if TYPE_CHECKING:
+    from plexrl.ids import NodeId
+
+
+class AgentCalls:
+    """Calls of a node agent about the workers of its node."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._core = shell.core
+        self.node: NodeId | None = None
+        """Set by the hello."""
+
+    def reports(self) -> dict[str, Report]:
+        """Calls of the agent."""
+        return {
+            "worker_ready": (ev.WorkerReady, self._worker_ready),
+            "worker_exited": (ev.WorkerExited, self._worker_exited),
+            "state_reported": (ev.StateReported, self._state_reported),
+        }
+
+    async def _worker_ready(self, event: ev.WorkerReady) -> Plain:
+        if not self._is_current(event):
+            return {"wanted": False}
+        await self._shell.report(event)
+        return {"wanted": self._is_current(event)}
+
+    async def _worker_exited(self, event: ev.WorkerExited) -> Plain:
+        if self._is_current(event):
+            await self._shell.report(event)
+        return {}
+
+    async def _state_reported(self, event: ev.StateReported) -> Plain:
+        if event.node != self.node:
+            raise PermissionDeniedError(f"this is not the agent of node {event.node!r}")
+        await self._shell.report(event)
+        return {}
+
+    def _is_current(self, event: ev.WorkerReady | ev.WorkerExited) -> bool:
+        """Whether the report is about a worker that the core currently wants.
+
+        Raises:
+            PermissionDeniedError: the core wants the worker on another node.
+        """
+        try:
+            view = self._core.deployment_view(event.deployment, self._shell.clock.now())
+        except UnknownDeploymentError:
+            return False
+        if view["incarnation"] != event.incarnation or view["state"] == "stopped":
+            return False
+        node = {rank["rank"]: rank["node"] for rank in view["ranks"]}.get(event.rank)
+        if node != self.node:
+            raise PermissionDeniedError(
+                f"rank {event.rank} of {event.deployment!r} is no worker of node {self.node!r}"
+            )
+        return True

@@ -1,0 +1,169 @@
+"""One connection of the scheduler's socket: the peer's role and the calls it may make.
+
+The first call is `hello`, which names the role; all other calls are refused before it. A router
+makes requests for its callers and reports results of operations. A node agent reports on the
+workers of its own node.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    PermissionDeniedError,
+)
+from plexrl.ids import NodeId, RouterId
+from plexrl.scheduler.core import calls
+from plexrl.scheduler.core.calls import Answer, Ask, Plain, Report
+from plexrl.scheduler.service.connections.agent_calls import AgentCalls
+from plexrl.scheduler.service.connections.links import AgentLink
+from plexrl.scheduler.service.connections.router_calls import RouterCalls
+from plexrl.scheduler.service.connections.tenant_calls import TenantCalls
+from plexrl.scheduler.service.shell import Shell
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.rpc import Handler, Peer
+
+GREETING_S = 5.0
+"""Longest wait for the greeting's event before the greeting is answered."""
+
+
+class Owner(Protocol):
+    """The service, which outlives the connections."""
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` in the background, at most as long as the service lives."""
+        ...
+
+    def node_connected(self, node: NodeId) -> None:
+        """A node's agent has connected."""
+        ...
+
+    def node_disconnected(self, node: NodeId) -> None:
+        """The last connection of a node's agent has ended."""
+        ...
+
+    def router_disconnected(self, router: RouterId) -> None:
+        """The last connection of a router has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeted:
+    """The peer after its hello."""
+
+    role: str
+    router: RouterId | None = None
+    link: AgentLink | None = None
+    sending: asyncio.Task[None] | None = None
+
+
+class Connection:
+    """One connection, from its first call to its end."""
+
+    def __init__(self, owner: Owner, shell: Shell) -> None:
+        self._owner = owner
+        self._shell = shell
+        self._greeted: _Greeted | None = None
+        self._router_calls = RouterCalls(shell, TenantCalls(shell, owner.keep))
+        self._agent_calls = AgentCalls(shell)
+
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers of all methods that peers may call."""
+        return {
+            "hello": self._hello,
+            **{
+                name: self._request(name, ask)
+                for name, ask in self._router_calls.requests().items()
+            },
+            **{
+                name: self._report(name, "router", report)
+                for name, report in self._router_calls.reports().items()
+            },
+            **{
+                name: self._report(name, "agent", report)
+                for name, report in self._agent_calls.reports().items()
+            },
+        }
+
+    def ended(self, peer: Peer) -> None:
+        """The connection is over."""
+        greeted = self._greeted
+        if greeted is None:
+            return
+        if greeted.sending is not None:
+            greeted.sending.cancel()
+        if greeted.router is not None and self._shell.routers.remove(greeted.router, peer):
+            self._owner.router_disconnected(greeted.router)
+        if greeted.link is not None and self._shell.agents.remove(greeted.link):
+            self._owner.node_disconnected(greeted.link.node)
+
+    async def _hello(self, peer: Peer, params: Plain) -> Plain:
+        if self._greeted is not None:
+            raise ConflictError(f"this connection said hello before, as {self._greeted.role}")
+        rest = dict(params)
+        role = rest.pop("role", None)
+        # The role is set before the first await, because pipelined calls check it.
+        if role == "router":
+            await self._hello_router(peer, calls.parse(calls.RouterHello, rest).router)
+        elif role == "agent":
+            await self._hello_agent(peer, calls.parse(ev.NodeJoined, rest))
+        else:
+            raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
+        return {}
+
+    async def _hello_router(self, peer: Peer, router: RouterId) -> None:
+        self._greeted = _Greeted("router", router=router)
+        self._shell.routers.add(router, peer)
+        await self._report_greeting(ev.RouterJoined(router=router))
+        await self._shell.routers.flush()
+
+    async def _report_greeting(self, event: ev.Event) -> None:
+        """Report a greeting's event; during an outage of the journal, do not wait for it."""
+        taking = self._owner.keep(self._shell.report(event))
+        await asyncio.wait({taking}, timeout=GREETING_S)
+        if taking.done():
+            taking.result()
+
+    async def _hello_agent(self, peer: Peer, joined: ev.NodeJoined) -> None:
+        link = self._shell.agents.add(joined.node, peer)
+        self._greeted = _Greeted("agent", link=link, sending=self._owner.keep(link.run()))
+        self._agent_calls.node = joined.node
+        self._owner.node_connected(joined.node)
+        await self._report_greeting(joined)
+
+    def _check_role(self, name: str, role: str) -> None:
+        if self._greeted is None:
+            raise PermissionDeniedError(f"say hello before {name!r}")
+        if self._greeted.role != role:
+            raise PermissionDeniedError(
+                f"{name!r} is for a connection that said hello as {role}, this one is of a "
+                f"{self._greeted.role}"
+            )
+
+    def _request(self, name: str, ask: Ask) -> Handler:
+        kind, answer = ask
+
+        async def handler(_: Peer, params: Plain) -> Answer:
+            self._check_role(name, "router")
+            await self._shell.wait_until_consistent()
+            scope, rest = calls.take_scope(params)
+            controller, rest = calls.take_controller(kind, rest)
+            call = calls.parse(kind, rest)
+            if controller and not isinstance(call, ev.Event | calls.SubmitJob):
+                self._shell.core.check_controller(controller, scope, **calls.subject(call))
+            return await answer(scope, call)
+
+        return handler
+
+    def _report(self, name: str, role: str, report: Report) -> Handler:
+        kind, take = report
+
+        async def handler(_: Peer, params: Plain) -> Answer:
+            self._check_role(name, role)
+            await self._shell.wait_until_consistent()
+            return await take(calls.parse(kind, params))
+
+        return handler
