@@ -20,9 +20,9 @@ class SchedulerProcess:
 
     def __init__(self, folder: Path, name: str, journal: str, **changes: object) -> None:
         self.name = name
-        self.socket = str(changes.pop("socket", folder / f"{name}.sock"))
+        self.listen = str(changes.pop("listen", folder / f"{name}.sock"))
         config = {
-            "listen": [f"unix:{self.socket}"],
+            "listen": [f"unix:{self.listen}"],
             "journal": journal,
             "operator_key_digest": "0",
             "holder": name,
@@ -77,7 +77,7 @@ class SchedulerProcess:
     @asynccontextmanager
     async def connected(self, router: str = "r") -> AsyncIterator[Peer]:
         """A router's connection; a former one of the same router ends."""
-        peer = Peer(*await asyncio.open_unix_connection(self.socket), {})
+        peer = Peer(*await asyncio.open_unix_connection(self.listen), {})
         running = asyncio.create_task(peer.run())
         try:
             await peer.call("hello", {"role": "router", "router": router})

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import make_policy
 from plexrl.wire.links.address import TlsAddress, parse_address
@@ -15,7 +16,7 @@ from plexrl.wire.links.credentials import TlsFiles
 PROCESS_SETTINGS = frozenset(
     {
         *("listen", "journal", "journal_bytes_max", "snapshot_events", "lease_s", "holder"),
-        *("operator_key_digest", "tenants", "node_grace_s", "state_dir", "tls"),
+        *("operator_key_digest", "tenants", "node_grace_s", "state_dir", "events", "tls"),
     }
 )
 """Settings of the scheduler process. All other settings are the core's: they determine its
@@ -200,6 +201,8 @@ class SchedulerConfig:
     """Certificate for `tls://` addresses; None: there are only Unix sockets."""
     tenants: tuple[tuple[str, str], ...] = ()
     """(name, key digest) of tenants created at the first start."""
+    events: BrokerConfig | None = None
+    """MQTT broker that gets the states of jobs, nodes and groups; None: none does."""
 
     @property
     def load_bound(self) -> float:

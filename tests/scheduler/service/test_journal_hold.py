@@ -292,9 +292,9 @@ def test_a_leader_without_its_database_leads_until_another_listens_at_its_addres
         try:
             asyncio.run(process.wait_log("has expired: it could not be renewed"))
             assert process.process.poll() is None
-            Path(process.socket).unlink()
+            Path(process.listen).unlink()
             with socket.socket(socket.AF_UNIX) as successor:
-                successor.bind(process.socket)
+                successor.bind(process.listen)
                 successor.listen()
                 assert process.wait_end() == EXIT_LEASE_LOST
             assert "another scheduler listens at this address" in process.log

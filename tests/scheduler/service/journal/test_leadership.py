@@ -41,7 +41,7 @@ def test_a_standby_takes_over_from_a_killed_leader(start: Start, journal_url: st
     standby = start("b", lease_s=LONG_S)
     asyncio.run(standby.wait_log("standing by"))
     asyncio.run(leader.submit_job("j2"))
-    assert not Path(standby.socket).exists()
+    assert not Path(standby.listen).exists()
     leader.send(signal.SIGKILL)
     leader.wait_end()
     with closing(SqlJournal(journal_url)) as journal:
@@ -64,7 +64,7 @@ def test_a_leader_that_was_suspended_stops_at_once(start: Start) -> None:
     leader.wait_ready()
     leader.send(signal.SIGSTOP)
     # At the same socket, so that routers and agents find whoever leads.
-    standby = start("b", socket=leader.socket)
+    standby = start("b", listen=leader.listen)
     standby.wait_ready()
     asyncio.run(standby.submit_job("j1"))
     leader.send(signal.SIGCONT)
