@@ -38,6 +38,8 @@ from plexrl.scheduler.core.queries.views import (
     ended_since,
     group_view,
     job_view,
+    list_jobs,
+    live_workers,
     node_view,
     operation_log,
     operation_view,
@@ -353,8 +355,8 @@ class SchedulerCore:
             await_deadline(context.effects, operation)
 
     def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        settings = self._cluster.settings
-        run_finished(self._state, settings, self._effects, within_limits(event), now)
+        settings, effects = self._cluster.settings, self._effects
+        run_finished(self._state, settings, effects, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)
@@ -440,8 +442,7 @@ class SchedulerCore:
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        jobs = self._state.jobs.values()
-        return [job_view(self._state, job) for job in jobs if tenant in (None, job.tenant)]
+        return list_jobs(self._state, tenant)
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""
@@ -449,8 +450,7 @@ class SchedulerCore:
 
     def list_nodes(self, tenant: TenantId | None = None) -> list[vt.NodeView]:
         """All nodes, as visible to a tenant or (None) the operator."""
-        nodes = self._state.nodes.values()
-        return [node_view(self._cluster, node, tenant) for node in nodes]
+        return [node_view(self._cluster, node, tenant) for node in self._state.nodes.values()]
 
     def list_groups(self, now: float) -> list[vt.GroupView]:
         """All node groups."""
@@ -466,6 +466,10 @@ class SchedulerCore:
     def status(self, now: float, tenant: TenantId | None = None) -> vt.ClusterView:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._cluster, tenant, now)
+
+    def live_workers(self) -> dict[DeploymentId, int]:
+        """The incarnation of each deployment whose workers are all ready."""
+        return live_workers(self._state)
 
     def held_deployments(self) -> list[HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""
@@ -489,8 +493,7 @@ class SchedulerCore:
 
     def list_tenants(self, now: float) -> list[vt.TenantView]:
         """All tenants, with their limits, GPUs and use."""
-        tenants = self._state.tenants.values()
-        return [tenant_view(self._cluster, tenant, now) for tenant in tenants]
+        return [tenant_view(self._cluster, each, now) for each in self._state.tenants.values()]
 
     def tenants(self) -> list[TenantId]:
         """All tenants, in the order of their creation."""
