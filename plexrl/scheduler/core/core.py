@@ -31,6 +31,7 @@ from plexrl.scheduler.core.lookups import (
 )
 from plexrl.scheduler.core.queries import view_types as vt
 from plexrl.scheduler.core.queries.eta import record_estimate
+from plexrl.scheduler.core.queries.event_records import ClusterRecords
 from plexrl.scheduler.core.queries.explain_job import explain_job
 from plexrl.scheduler.core.queries.views import (
     cluster_view,
@@ -55,8 +56,8 @@ from plexrl.scheduler.jobs.controllers import (
     controller_seen,
     failure_acknowledged,
     job_finished,
+    job_submitted,
     seen,
-    take_over,
 )
 from plexrl.scheduler.jobs.cycles import profile_key
 from plexrl.scheduler.jobs.lifecycle import (
@@ -76,8 +77,6 @@ from plexrl.scheduler.jobs.tenants import (
     authenticate,
     check_budget,
     check_gpus,
-    check_live_jobs,
-    check_priority,
     tenant_configured,
     tenant_created,
 )
@@ -131,7 +130,7 @@ class SchedulerCore:
             ev.NodeDrainChanged: partial(node_drain_changed, context),
             ev.StateMigrated: partial(state_migrated, context),
             ev.StateReported: partial(state_reported, context.state, context.effects),
-            ev.JobSubmitted: self._job_submitted,
+            ev.JobSubmitted: partial(job_submitted, context.cluster, context.effects),
             ev.ControllerSeen: partial(controller_seen, context),
             ev.ControllerAttached: partial(controller_attached, context),
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
@@ -222,35 +221,6 @@ class SchedulerCore:
         del now
         tenant_configured(self._state, event)
         self._cluster.waiting.retry_all()
-
-    def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
-        context = self._context
-        known = context.state.jobs.get(event.job)
-        if known is not None:
-            if (known.tenant, known.name) != (event.tenant, event.name):
-                raise ConflictError(f"job id {event.job!r} is taken: choose another")
-            if event.controller and not known.state.is_final:
-                take_over(context.state, context.effects, known, event.controller, now)
-            return
-        check_priority(context.state, event.tenant, event.priority)
-        check_budget(context.state, event.tenant)
-        check_live_jobs(context.cluster, event.tenant)
-        context.state.jobs[event.job] = Job(
-            job=event.job,
-            tenant=event.tenant,
-            name=event.name,
-            controller_timeout_s=event.controller_timeout_s,
-            reattach_timeout_s=event.reattach_timeout_s,
-            submitted_at=now,
-            seen_at=now,
-            priority=event.priority,
-            gang=event.gang,
-            expected_s=event.expected_s,
-            controller=event.controller,
-            halts_on_failure=event.halts_on_failure,
-        )
-        context.cluster.count_live_job(event.tenant, +1)
-        context.effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context
@@ -397,9 +367,9 @@ class SchedulerCore:
         """One operation, with the first unacknowledged failure of its job as `job_failure`. Raises
         `UnknownOperationError`."""
         found = self._operation(operation)
-        job = self._job(self._deployment(found.deployment).job)
-        failure = failure_view(job_failure(self._state, job))
-        return {**operation_view(self._cluster, found, now), "job_failure": failure}
+        failure = job_failure(self._state, self._job(self._deployment(found.deployment).job))
+        view = operation_view(self._cluster, found, now)
+        return {**view, "job_failure": failure_view(failure)}
 
     def check_controller(
         self,
@@ -494,6 +464,10 @@ class SchedulerCore:
     def list_tenants(self, now: float) -> list[vt.TenantView]:
         """All tenants, with their limits, GPUs and use."""
         return [tenant_view(self._cluster, each, now) for each in self._state.tenants.values()]
+
+    def records(self, ended_job_s: float) -> ClusterRecords:
+        """Records of all objects, for an MQTT broker; see `ClusterRecords` for `ended_job_s`."""
+        return ClusterRecords(lambda: self._state, ended_job_s)
 
     def tenants(self) -> list[TenantId]:
         """All tenants, in the order of their creation."""

@@ -150,7 +150,10 @@ class Agent:
             "host": config.host,
             "ports": config.meeting_ports,
             "fabric": config.fabric,
-            "statemanager": announced(config.statemanager, config.statemanager_tcp),
+            "statemanager": announced(
+                config.statemanager,
+                f"tcp://{config.statemanager_tcp}" if config.statemanager_tcp else "",
+            ),
             "workers": [
                 {
                     "deployment": worker.config.deployment,
