@@ -41,6 +41,7 @@
     ├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
+    │   ├── StoreUnavailableError      503  store_unavailable (the object store does not answer)
     │   └── NoAnswerError              504  no_answer         (a part did not answer in time)
     ├── DeadlineExceededError          504  deadline_exceeded
     ├── SchedulerFaultError            500  scheduler_fault   (a bug; nothing was changed)
@@ -351,6 +352,13 @@ class LeaseHeldError(UnavailableError):
     """Another scheduler is the leader: `details["holder"]` names it."""
 
     code = "lease_held"
+
+
+class StoreUnavailableError(UnavailableError):
+    """The object store of payloads or checkpoints does not answer or refuses. Nothing is lost: the
+    same request succeeds when it answers. Retry after `details["retry_after_s"]` seconds."""
+
+    code = "store_unavailable"
 
 
 class NoAnswerError(UnavailableError):

@@ -25,6 +25,7 @@ DIRECTION = (
     "client",
     "model",
     "wire",
+    "storage",
     "process",
     "plexrl",
 )

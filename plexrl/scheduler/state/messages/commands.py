@@ -65,13 +65,16 @@ class ReleaseState(Command, frozen=True, kw_only=True):
 
 
 class MigrateState(Command, frozen=True, kw_only=True):
-    """Copy a complete version from one of `sources` to the StateManagers of `nodes`."""
+    """Copy a complete version from `sources` to the StateManagers of `nodes`, to each the part of
+    its own ranks."""
 
     deployment: DeploymentId
     seq: int
     sources: tuple[str, ...]
     """Addresses of StateManagers that hold the version."""
     nodes: tuple[NodeId, ...]
+    ranks: tuple[RankPlacement, ...]
+    """Where all ranks will run."""
 
 
 class PrefetchState(Command, frozen=True, kw_only=True):
