@@ -15,6 +15,7 @@ from plexrl.cluster.config.options import PartSettings, check_argument
 from plexrl.cluster.config.schema import CLUSTER_FILE, MOVED, NODE_FILE, Section
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import ConfigError, InvalidRequestError
+from plexrl.events.config import BrokerConfig
 
 FILE_BYTES_MAX = 1 << 20
 PARTS = ("scheduler", "router", "statemanager", "agent")
@@ -25,9 +26,10 @@ class ClusterFile:
     """The content of a cluster's file, with the types of the options."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ClusterOptions` that the file sets, except the next two."""
+    """Fields of `ClusterOptions` that the file sets, except the others here."""
     network: NetworkOptions | None = None
     ray: RayOptions | None = None
+    events: BrokerConfig | None = None
     settings: PartSettings = field(default_factory=PartSettings)
 
 
@@ -48,13 +50,14 @@ def read_cluster_file(path: Path) -> ClusterFile:
     tables = checked_tables(path, CLUSTER_FILE)
     options = dict(tables.get("cluster", {}))
     network = tables.get("network")
-    ray = tables.get("ray")
+    ray, events = tables.get("ray"), tables.get("events")
     for part, names in MOVED.items():
         options |= {name: value for name, value in tables.get(part, {}).items() if name in names}
     return ClusterFile(
         options=options,
         network=None if network is None else NetworkOptions(**network),
         ray=None if ray is None else RayOptions(**ray),
+        events=None if events is None else BrokerConfig(**events),
         settings=_part_settings(tables),
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from plexrl.cluster.config.network import NetworkOptions
 from plexrl.errors import InvalidRequestError
+from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 
@@ -168,6 +169,8 @@ class ClusterOptions:
     Unix sockets."""
     settings: PartSettings = field(default_factory=PartSettings)
     """Further settings of the parts, from the configuration file."""
+    events: BrokerConfig | None = None
+    """MQTT broker that gets the states of jobs, nodes and groups; absent: none does."""
 
     @property
     def is_exposed(self) -> bool:

@@ -14,6 +14,8 @@ from plexrl.cluster.config.options import SECRETS
 from plexrl.cluster.config.schema import CLUSTER_FILE, NODE_FILE, Section, field_docs
 
 HIDDEN = "***"
+OPTIONAL = ("network", "ray", "events")
+"""Tables whose presence turns something on."""
 INTRODUCTION = """\
 # Configuration files
 
@@ -55,7 +57,7 @@ def effective(tables: Mapping[str, Mapping[str, Any]], sections: Sequence[Sectio
     """Every setting with its effective value, as TOML; absent values are comments."""
     lines = []
     for section in sections:
-        if section.name in ("network", "ray") and section.name not in tables:
+        if section.name in OPTIONAL and section.name not in tables:
             continue
         values = {**section.defaults(), **tables.get(section.name, {})}
         lines.append(f"[{section.name}]")

@@ -16,6 +16,7 @@ from plexrl.cluster.config.network import NetworkOptions
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.ray.options import RayOptions
+from plexrl.events.config import BrokerConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.statemanager.daemon.config import StateManagerConfig
@@ -64,7 +65,7 @@ _SCHEDULER = Section(
     SchedulerConfig,
     "Placement, order, limits and journal. The journal records the settings that decide, so a "
     "changed one takes effect at the next start.",
-    frozenset({"listen", "operator_key_digest", "state_dir", "tls", "holder"}),
+    frozenset({"listen", "operator_key_digest", "state_dir", "tls", "holder", "events"}),
     {"listen": _UNIX, "journal": "journal.sqlite", "operator_key_digest": ""},
 )
 _ROUTER = Section(
@@ -136,7 +137,7 @@ CLUSTER_FILE = (
         "cluster",
         ClusterOptions,
         "Data directory, address of the API, and the nodes of this machine.",
-        frozenset({"network", "settings", "new_journal"}.union(*MOVED.values())),
+        frozenset({"network", "settings", "events", "new_journal"}.union(*MOVED.values())),
         {"data_dir": Path("~/.plexrl")},
     ),
     Section(
@@ -152,6 +153,14 @@ CLUSTER_FILE = (
         "ray",
         RayOptions,
         "The nodes are those of a Ray cluster (`--ray`) if this table is there.",
+    ),
+    Section(
+        "events",
+        BrokerConfig,
+        "An MQTT broker gets the states of jobs, nodes and groups (`--mqtt`) if this table is "
+        "there. The password is in a file of its own, or in `PLEXRL_MQTT_PASSWORD`.",
+        frozenset({"password"}),
+        {"url": "mqtt://127.0.0.1"},
     ),
 )
 """The file of `plexrl up --config`."""

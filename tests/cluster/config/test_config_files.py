@@ -43,7 +43,7 @@ def test_every_setting_is_documented_and_has_a_default_unless_it_must_be_given()
 def test_every_option_of_a_cluster_has_one_place_in_the_file() -> None:
     tables = {section.name: section.settings() for section in CLUSTER_FILE}
     for name in ClusterOptions.__dataclass_fields__:
-        if name in ("network", "settings", "new_journal"):
+        if name in ("network", "settings", "events", "new_journal"):
             continue
         places = [table for table, names in MOVED.items() if name in names]
         assert len(places) + (name in tables["cluster"]) == 1, name
