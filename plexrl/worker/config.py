@@ -38,8 +38,9 @@ class AgentConfig:
     cores: tuple[int, ...] = ()
     """Cores divided among the virtual GPUs; each worker is bound to its GPU's cores. Empty: workers
     are not bound."""
-    statemanager_tcp: str = ""
-    """`host:port` at which other nodes reach the StateManager; empty: not reachable."""
+    statemanager_address: str = ""
+    """Address at which other nodes reach the StateManager: `tls://NODE@HOST:PORT`, or
+    `tcp://HOST:PORT` on a trusted network; empty: not reachable."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.threads < 1:

@@ -78,7 +78,7 @@ async def scheduler_of_agent(
         node=daemon.config.node,
         scheduler=path,
         statemanager=daemon.config.listen,
-        statemanager_tcp=daemon.tcp.removeprefix("tcp://"),
+        statemanager_address=daemon.tcp,
         ticket_key_file=str(daemon.config.ticket_key_path),
         gpus=1,
         gpu_memory_bytes=MIB,

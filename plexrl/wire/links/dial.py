@@ -76,7 +76,7 @@ async def connect(
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
-            _detect_loss(writer.get_extra_info("socket"))
+            detect_loss(writer.get_extra_info("socket"))
             peer = identity_of(writer.get_extra_info("ssl_object").getpeercert())
             _check_server(address, peer, role)
             answer, _ = await read_frame(reader, payload_bytes_max=0)
@@ -122,7 +122,7 @@ async def serve(
         return Server(listening, address)
 
     async def remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _detect_loss(writer.get_extra_info("socket"))
+        detect_loss(writer.get_extra_info("socket"))
         peer, refusal = _greeted(writer.get_extra_info("ssl_object").getpeercert(), roles)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -167,7 +167,7 @@ def connect_blocking(
     context = _client_context(credentials, address)
     raw = socket.create_connection((address.host, address.port), timeout_s)
     try:
-        _detect_loss(raw)
+        detect_loss(raw)
         raw = context.wrap_socket(raw)
         peer = identity_of(raw.getpeercert())
         _check_server(address, peer, role)
@@ -223,7 +223,7 @@ class Listener:
             return accepted, LOCAL
         wrapped = accepted
         try:
-            _detect_loss(accepted)
+            detect_loss(accepted)
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
             wrapped = context.wrap_socket(accepted, server_side=True)
@@ -258,6 +258,16 @@ def listen_blocking(
 ) -> Listener:
     """Listen for processes of this machine, or with one of `roles`. Raises `OSError`."""
     return Listener(address, credentials, roles)
+
+
+def detect_loss(connected: socket.socket) -> None:
+    """End the connection within seconds if the other machine vanishes without a word."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
 def _needed(credentials: Credentials | None, address: TlsAddress) -> Credentials:
@@ -319,13 +329,3 @@ def _raise_refusal(address: Address, error: BaseException) -> None:
             f"{address} closed the connection at once: if it goes on, see the log of the process "
             "there, which may not accept this process's certificate"
         ) from error
-
-
-def _detect_loss(connected: socket.socket) -> None:
-    """End the connection within seconds if the other machine vanishes without a word."""
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_PROBE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)

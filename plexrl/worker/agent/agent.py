@@ -140,10 +140,7 @@ class Agent:
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
-            "statemanager": announced(
-                config.statemanager,
-                f"tcp://{config.statemanager_tcp}" if config.statemanager_tcp else "",
-            ),
+            "statemanager": announced(config.statemanager, config.statemanager_address),
             "workers": [
                 {
                     "deployment": worker.config.deployment,

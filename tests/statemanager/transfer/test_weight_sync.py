@@ -225,7 +225,7 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
     trainer = Rank(node, ACTOR, 0, fsdp(0, 1))
     rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
     layouts = KnownLayouts()
-    ways = Transports(layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
+    ways = Transports(NETWORK, layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
     trainer.publish(1)
     with contextlib.ExitStack() as stack:
         [held] = ways.open(stack, node.tcp, ACTOR, 1, ())
