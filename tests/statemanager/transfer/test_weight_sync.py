@@ -20,7 +20,7 @@ from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
 from plexrl.statemanager.transfer.transport.reader import VersionReader
-from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
+from tests.statemanager.conftest import NETWORK, DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
 
 ACTOR, ROLLOUT = "job/actor", "job/rollout"
@@ -132,7 +132,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
 
     layouts = KnownLayouts()
     ways = Transports(
-        layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S
+        NETWORK, layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S
     )
 
     def opened(
