@@ -260,16 +260,6 @@ def listen_blocking(
     return Listener(address, credentials, roles)
 
 
-def detect_loss(connected: socket.socket) -> None:
-    """End the connection within seconds if the other machine vanishes without a word."""
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_PROBE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
-
-
 def _needed(credentials: Credentials | None, address: TlsAddress) -> Credentials:
     if credentials is None:
         raise InvalidRequestError(
@@ -329,3 +319,13 @@ def _raise_refusal(address: Address, error: BaseException) -> None:
             f"{address} closed the connection at once: if it goes on, see the log of the process "
             "there, which may not accept this process's certificate"
         ) from error
+
+
+def detect_loss(connected: socket.socket) -> None:
+    """End the connection within seconds if the other machine vanishes without a word."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)

@@ -21,7 +21,8 @@ from plexrl.errors import (
     UnavailableError,
     from_wire,
 )
-from plexrl.statemanager.protocol.address import announced
+from plexrl.statemanager.protocol.address import TCP_SCHEME, announced
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.rpc import Peer
@@ -56,7 +57,8 @@ class Agent:
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
         self._config = config
         self._launcher = launcher
-        self._state = NodeState(config.statemanager, Path(config.ticket_key_file))
+        network = Network(is_trusted=config.statemanager_address.startswith(TCP_SCHEME))
+        self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._rendezvous: dict[str, int] = {}
