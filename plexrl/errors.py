@@ -8,9 +8,12 @@
     │   ├── NonFiniteInputError        400  non_finite_input
     │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
     │   ├── TraceError                 400  trace             (`problems`: line, field, text)
+    │   ├── ConfigError                400  invalid_config    (`problems`: path in the file, text)
+    │   ├── ClockDifferenceError       400  clock_difference  (`difference_s`: of two machines)
     │   ├── UnsupportedModelError      400  unsupported_model (`details["supported"]`)
     │   └── UnsupportedDtypeError      400  unsupported_dtype
     ├── AuthenticationError            401  unauthenticated
+    │   └── JoinTokenError             401  join_token        (`reason`: used, expired, …)
     ├── PermissionDeniedError          403  permission_denied
     ├── QuotaExceededError             403  quota_exceeded
     ├── NotFoundError                  404  not_found
@@ -38,6 +41,7 @@
     ├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
     │   ├── LeaseHeldError             503  lease_held        (another scheduler leads)
+    │   ├── StoreUnavailableError      503  store_unavailable (the object store does not answer)
     │   └── NoAnswerError              504  no_answer         (a part did not answer in time)
     ├── DeadlineExceededError          504  deadline_exceeded
     ├── SchedulerFaultError            500  scheduler_fault   (a bug; nothing was changed)
@@ -129,6 +133,20 @@ class TraceError(InvalidRequestError):
     code = "trace"
 
 
+class ConfigError(InvalidRequestError):
+    """A configuration file is invalid. `details["problems"]` lists the path in the file and the
+    message of each problem."""
+
+    code = "invalid_config"
+
+
+class ClockDifferenceError(InvalidRequestError):
+    """The clocks of two machines differ too much for certificates: `details["difference_s"]`
+    seconds, positive if this machine's clock is ahead."""
+
+    code = "clock_difference"
+
+
 class UnsupportedModelError(InvalidRequestError):
     """The backend does not run models of `details["architecture"]`; `details["supported"]` lists
     those that it runs."""
@@ -147,6 +165,13 @@ class AuthenticationError(PlexRLError):
 
     code = "unauthenticated"
     status = 401
+
+
+class JoinTokenError(AuthenticationError):
+    """A join token does not admit the node. `details["reason"]` is `malformed`, `foreign` (of
+    another cluster), `unknown`, `used`, `expired` or `revoked`."""
+
+    code = "join_token"
 
 
 class PermissionDeniedError(PlexRLError):
@@ -327,6 +352,13 @@ class LeaseHeldError(UnavailableError):
     """Another scheduler is the leader: `details["holder"]` names it."""
 
     code = "lease_held"
+
+
+class StoreUnavailableError(UnavailableError):
+    """The object store of payloads or checkpoints does not answer or refuses. Nothing is lost: the
+    same request succeeds when it answers. Retry after `details["retry_after_s"]` seconds."""
+
+    code = "store_unavailable"
 
 
 class NoAnswerError(UnavailableError):

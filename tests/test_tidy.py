@@ -24,7 +24,9 @@ DIRECTION = (
     "traces",
     "client",
     "model",
+    "events",
     "wire",
+    "storage",
     "process",
     "plexrl",
 )

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def scheduler_part(
             "operator_key_digest": key_digest,
             **_given(options, BOUNDS),
             "state_dir": "" if options.new_journal else str(folders.data),
+            "events": None if options.events is None else asdict(options.events),
             **(settings or {}),
         },
     )

@@ -7,6 +7,7 @@ import typer
 
 from plexrl.cli.terminal.context import DATA_DIR, DataDir
 from plexrl.cluster.config.options import JOURNAL_VARIABLE
+from plexrl.events.config import PASSWORD_VARIABLE
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 
@@ -109,6 +110,25 @@ class Routers:
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Endpoint for operations as OpenTelemetry spans.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Events on an MQTT broker."""
+
+    mqtt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Publish states of jobs, nodes and groups: mqtt[s]://[user@]host[:port][/prefix].",
+        ),
+    ] = None
+    mqtt_password_file: Annotated[
+        str, typer.Option(help=f"File with the password; or set {PASSWORD_VARIABLE}.")
+    ] = ""
+    mqtt_ca: Annotated[str, typer.Option(help="PEM file that signs the broker's certificate.")] = ""
+    mqtt_certificate: Annotated[str, typer.Option(help="PEM file of the client certificate.")] = ""
+    mqtt_key: Annotated[str, typer.Option(help="PEM file of its key.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError
+from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 
@@ -150,6 +151,8 @@ class ClusterOptions:
     lease_s: float | None = None
     """Silence of the scheduler after which a standby on the same journal takes over; absent: the
     scheduler's default."""
+    events: BrokerConfig | None = None
+    """MQTT broker that gets the states of jobs, nodes and groups; absent: none does."""
 
     @property
     def is_exposed(self) -> bool:

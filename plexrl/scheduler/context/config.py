@@ -7,13 +7,14 @@ from typing import Any, get_type_hints
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import make_policy
 
 PROCESS_SETTINGS = frozenset(
     {
         *("listen", "journal", "journal_bytes_max", "snapshot_events", "lease_s", "holder"),
-        *("operator_key_digest", "tenants", "node_grace_s", "state_dir"),
+        *("operator_key_digest", "tenants", "node_grace_s", "state_dir", "events"),
     }
 )
 """Settings of the scheduler process. All other settings are the core's: they determine its
@@ -188,6 +189,8 @@ class SchedulerConfig:
     free. A search takes a millisecond, and a backlog may be long."""
     tenants: tuple[tuple[str, str], ...] = ()
     """(name, key digest) of tenants created at the first start."""
+    events: BrokerConfig | None = None
+    """MQTT broker that gets the states of jobs, nodes and groups; None: none does."""
 
     @property
     def load_bound(self) -> float:

@@ -140,7 +140,10 @@ class Agent:
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
-            "statemanager": announced(config.statemanager, config.statemanager_tcp),
+            "statemanager": announced(
+                config.statemanager,
+                f"tcp://{config.statemanager_tcp}" if config.statemanager_tcp else "",
+            ),
             "workers": [
                 {
                     "deployment": worker.config.deployment,

@@ -27,8 +27,10 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
 )
+from plexrl.events.publisher import Publisher, publishing
 from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.core.queries.event_records import prefetch_hints
 from plexrl.scheduler.service.holding_server import HoldingServer
 from plexrl.scheduler.service.journal.journal import Journal
 from plexrl.scheduler.service.journal.recovery import restore
@@ -270,8 +272,26 @@ async def _serve(
         skipped=restored.skipped,
     )
     freeze_existing_objects()
-    await Service(config, shell).run(ready, stop, holding)
+    async with publishing(_publisher(config, shell)):
+        await Service(config, shell).run(ready, stop, holding)
     await shell.save()
+
+
+def _publisher(config: SchedulerConfig, shell: Shell) -> Publisher | None:
+    """What publishes the cluster's events; None if no broker is configured."""
+    if config.events is None:
+        return None
+    publisher = Publisher(
+        config.events,
+        shell.core.records(config.events.ended_job_s),
+        shell.clock.now,
+        holder_of(config),
+        shell.wait_until_consistent,
+        shell.confirm_lead,
+    )
+    shell.on_change = lambda commands: publisher.notify(prefetch_hints(commands, shell.clock.now()))
+    shell.event_status = publisher.broker.view
+    return publisher
 
 
 def _release_and_close(journal: Journal) -> None:
