@@ -25,6 +25,7 @@
     │   ├── JobEndedError              409  job_ended
     │   ├── NoGradientsError           409  no_gradients
     │   ├── StaleTokenError            409  stale_token
+    │   ├── WrongWorkerError           409  wrong_worker      (the address is another worker's now)
     │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: that failure)
     │   ├── ControllerReplacedError    409  controller_replaced
     │   └── CheckpointExistsError      409  checkpoint_exists
@@ -59,11 +60,11 @@
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
-Over HTTP, a response with a `Retry-After` header means: send the same request again later, because
-the request itself is valid. The final error of an operation never has that header.
+Over HTTP, a `Retry-After` header means: the request is valid, send it again later. The final error
+of an operation never has it.
 
-A message says what is wrong, where, and how to fix it. `code` and `status` are stable. `details`
-holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
+A message says what is wrong, where, and how to fix it. `code` and `status` are stable, `details`
+holds plain values. Errors cross process boundaries as `to_wire()` / `from_wire()`.
 """
 
 import errno
@@ -72,8 +73,7 @@ from typing import ClassVar, Final
 
 
 class PlexRLError(Exception):
-    """Base of all errors. `details` holds plain JSON values: the names and numbers in the
-    message."""
+    """Base of all errors. `details` holds the message's names and numbers as JSON values."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
@@ -120,36 +120,31 @@ class NonFiniteInputError(InvalidRequestError):
 
 
 class LayoutError(InvalidRequestError):
-    """A parallel layout is invalid, or the backend does not support it: `details["field"]` names
-    the axis."""
+    """A parallel layout is invalid or unsupported: `details["field"]` names the axis."""
 
     code = "layout"
 
 
 class TraceError(InvalidRequestError):
-    """A trace cannot be read. `details["problems"]` lists the line, field and message of each
-    problem."""
+    """A trace cannot be read: `details["problems"]` has line, field and text of each."""
 
     code = "trace"
 
 
 class ConfigError(InvalidRequestError):
-    """A configuration file is invalid. `details["problems"]` lists the path in the file and the
-    message of each problem."""
+    """A configuration file is invalid: `details["problems"]` has the path and text of each."""
 
     code = "invalid_config"
 
 
 class ClockDifferenceError(InvalidRequestError):
-    """The clocks of two machines differ too much for certificates: `details["difference_s"]`
-    seconds, positive if this machine's clock is ahead."""
+    """This machine's clock is `details["difference_s"]` ahead, too much for certificates."""
 
     code = "clock_difference"
 
 
 class UnsupportedModelError(InvalidRequestError):
-    """The backend does not run models of `details["architecture"]`; `details["supported"]` lists
-    those that it runs."""
+    """The backend runs `details["supported"]`, not models of `details["architecture"]`."""
 
     code = "unsupported_model"
 
@@ -168,8 +163,7 @@ class AuthenticationError(PlexRLError):
 
 
 class JoinTokenError(AuthenticationError):
-    """A join token does not admit the node. `details["reason"]` is `malformed`, `foreign` (of
-    another cluster), `unknown`, `used`, `expired` or `revoked`."""
+    """A join token does not admit the node; `details["reason"]` has the reason in one word."""
 
     code = "join_token"
 
@@ -242,6 +236,12 @@ class StaleTokenError(ConflictError):
     """Another deployment holds the group's lock; the fencing token is outdated."""
 
     code = "stale_token"
+
+
+class WrongWorkerError(ConflictError):
+    """The request is for another worker than the one that received it."""
+
+    code = "wrong_worker"
 
 
 class EarlierFailureError(ConflictError):
@@ -355,8 +355,7 @@ class LeaseHeldError(UnavailableError):
 
 
 class StoreUnavailableError(UnavailableError):
-    """The object store of payloads or checkpoints does not answer or refuses. Nothing is lost: the
-    same request succeeds when it answers. Retry after `details["retry_after_s"]` seconds."""
+    """The object store does not answer. Retry after `details["retry_after_s"]` seconds."""
 
     code = "store_unavailable"
 
@@ -377,8 +376,7 @@ class DeadlineExceededError(PlexRLError):
 
 
 class SchedulerFaultError(PlexRLError):
-    """The scheduler cannot process this request because of a bug. Nothing was changed. The log and
-    `plexrl status` show the fault."""
+    """A bug: nothing was changed. The scheduler's log and `plexrl status` show the fault."""
 
     code = "scheduler_fault"
 
@@ -390,8 +388,7 @@ class InvariantError(PlexRLError):
 
 
 class DeviceError(PlexRLError):
-    """A call of a device driver failed: `details["call"]` names it, `details["result"]` its
-    result."""
+    """The device driver's `details["call"]` failed with `details["result"]`."""
 
     code = "device"
 
@@ -442,8 +439,7 @@ class JournalFullError(StorageFullError):
 
 
 class JournalMissingError(StorageError):
-    """The journal is new, but state of an earlier journal exists. Nothing was changed:
-    `details["found"]` names some of that state."""
+    """The journal is new, but state of an earlier one exists, such as `details["found"]`."""
 
     code = "journal_missing"
     status = 500
@@ -477,10 +473,8 @@ class CorruptStateError(StorageError):
 
 
 def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update(_collect(child))
-    return found
+    children = (_collect(child) for child in root.__subclasses__())
+    return {root.code: root} | {code: kind for found in children for code, kind in found.items()}
 
 
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)
