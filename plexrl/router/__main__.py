@@ -20,6 +20,7 @@ with rare_collections():
         make_connections,
     )
     from plexrl.router.http.server.guarded_protocol import guarded
+    from plexrl.router.http.server.https import guarded_https
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is
@@ -41,6 +42,12 @@ def main() -> None:
     connections = make_connections(config)
     logging.getLogger("uvicorn.error").addFilter(RateLimitedWarnings())
 
+    protocol: type[asyncio.Protocol]
+    if config.https is None:
+        protocol = guarded(connections, config.header_timeout_s)
+    else:
+        protocol = guarded_https(connections, config.header_timeout_s, config.https)
+
     async def serve(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler(connections))
         server = uvicorn.Server(
@@ -50,7 +57,7 @@ def main() -> None:
                 access_log=False,
                 timeout_graceful_shutdown=DRAIN_S,
                 timeout_keep_alive=75,
-                http=guarded(connections, config.header_timeout_s),
+                http=protocol,
                 ws="none",
             )
         )

@@ -15,6 +15,7 @@ Three kinds of failure are retried:
 import asyncio
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -25,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
+from plexrl.client.calls.server_certificate import refused_certificate, trusted_by
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
 from plexrl.errors import (
@@ -194,6 +196,8 @@ def is_unavailable(error: PlexRLError) -> bool:
     return error.status in UNAVAILABLE and "retry_after_s" in error.details
 
 
+CaFile = str | os.PathLike[str] | None
+"""A PEM file of authorities to trust; None: the public ones."""
 ClientT = TypeVar("ClientT", bound="httpx.Client | httpx.AsyncClient")
 ResultT = TypeVar("ResultT")
 
@@ -207,9 +211,15 @@ class _Connections(Generic[ClientT]):
     """The state of either transport."""
 
     def __init__(
-        self, client: ClientT, url: str | Sequence[str], api_key: str, timeout_s: float
+        self,
+        client: ClientT,
+        url: str | Sequence[str],
+        api_key: str,
+        timeout_s: float,
+        ca: CaFile,
     ) -> None:
         self._client = client
+        self.ca = ca
         self._client.headers["Authorization"] = f"Bearer {api_key}"
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
@@ -270,21 +280,28 @@ class _Connections(Generic[ClientT]):
         return found
 
     def _lost(self, url: str, error: Exception) -> ConnectionLostError:
+        """Raises `AuthenticationError` if the server's certificate was refused."""
+        refused = refused_certificate(url, self.ca, error)
+        if refused is not None:
+            raise refused from error
         self._endpoints.failed(url)
         return ConnectionLostError(
             f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is "
-            "up and the URL is right"
+            "up and the URL is right, with its http:// or https://"
         )
 
 
 class Transport(_Connections["httpx.Client"]):
     """Blocking requests to one cluster. Thread-safe."""
 
-    def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
+    def __init__(
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
+    ) -> None:
         import httpx
 
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-        super().__init__(httpx.Client(limits=limits), url, api_key, timeout_s)
+        client = httpx.Client(limits=limits, verify=trusted_by(ca))
+        super().__init__(client, url, api_key, timeout_s, ca)
         self.location = ClusterLocation(without_credentials(self.url))
         """How another process finds the cluster."""
         self.api_key = api_key
@@ -367,11 +384,14 @@ class Transport(_Connections["httpx.Client"]):
 class AsyncTransport(_Connections["httpx.AsyncClient"]):
     """Like `Transport`, for one event loop."""
 
-    def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
+    def __init__(
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
+    ) -> None:
         import httpx
 
         limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
-        super().__init__(httpx.AsyncClient(limits=limits), url, api_key, timeout_s)
+        client = httpx.AsyncClient(limits=limits, verify=trusted_by(ca))
+        super().__init__(client, url, api_key, timeout_s, ca)
 
     async def request(self, call: Call) -> "httpx.Response":
         """As `Transport.request`."""

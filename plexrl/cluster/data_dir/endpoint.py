@@ -26,6 +26,8 @@ class Endpoint:
     data_dir: str
     is_embedded: bool = False
     """Whether the cluster ends with the last script that uses it."""
+    ca: str = ""
+    """PEM file of the authority of the API's certificate; empty: plain HTTP, or a public one."""
 
     def to_json(self) -> str:
         """The output of `plexrl up --json`, with the key."""
@@ -40,7 +42,8 @@ class Endpoint:
 
     def to_file(self) -> str:
         """The content of `cluster.json`, without the key."""
-        return json.dumps({"url": self.url, "pid": self.pid, "embedded": self.is_embedded})
+        found = {"url": self.url, "pid": self.pid, "embedded": self.is_embedded, "ca": self.ca}
+        return json.dumps(found)
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
@@ -53,7 +56,8 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
         if not is_locked(data_dir):
             return None
         key = operator_key(data_dir)
-        return Endpoint(body["url"], key, pid, str(data_dir), bool(body.get("embedded")))
+        is_embedded, ca = bool(body.get("embedded")), str(body.get("ca", ""))
+        return Endpoint(body["url"], key, pid, str(data_dir), is_embedded, ca)
     except (OSError, ValueError, KeyError):
         return None
 

@@ -44,6 +44,7 @@ class EmbeddedCluster:
         self._process = process
         self.url = endpoint.url
         self.api_key = endpoint.api_key
+        self.ca = endpoint.ca
         """The operator's key."""
         self.data_dir = Path(endpoint.data_dir)
         atexit.register(self.leave)
