@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.links.credentials import TlsFiles
+from plexrl.wire.links.standing_link import check_scheduler
 
 TRUSTED = "trusted"
 """Value of `fabric`."""
@@ -18,8 +19,8 @@ class AgentConfig:
     """Configuration of one node's agent."""
 
     node: str
-    scheduler: str
-    """Path of the scheduler's Unix socket."""
+    scheduler: tuple[str, ...]
+    """Addresses of the scheduler and its standbys, such as `unix:/path` or `tls://HOST:PORT`."""
     statemanager: str
     """Path of the Unix socket of the node's StateManager."""
     ticket_key_file: str
@@ -49,7 +50,6 @@ class AgentConfig:
     are not bound."""
     statemanager_tcp: str = ""
     """`host:port` at which other nodes reach the StateManager; empty: not reachable."""
-
     host: str = ""
     """Address of this machine at which other machines reach this node; empty: only processes of
     this machine do."""
@@ -63,6 +63,7 @@ class AgentConfig:
     span them. Empty: WPGs do not span this node and others."""
 
     def __post_init__(self) -> None:
+        check_scheduler(self.scheduler, self.tls)
         if self.gpus < 1 or self.threads < 1:
             raise InvalidRequestError(
                 f"gpus is {self.gpus} and threads is {self.threads}: both must be at least 1"
@@ -121,6 +122,8 @@ class WorkerConfig:
     """Index of the worker's GPU on the node."""
     cores: tuple[int, ...] = ()
     """Cores that the worker is bound to; empty: not bound."""
+    lease_file: str = ""
+    """File with the end of the node's lease; the worker ends with it. Empty: there is no lease."""
     meeting_point: str = ""
     """`host:port` on the node of rank 0 at which ranks of several machines meet; empty: at the file
     `rendezvous`."""
