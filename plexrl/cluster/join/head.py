@@ -252,10 +252,10 @@ class _ApiView:
                     continue
                 if reply.is_success:
                     return dict(body)
-                error = from_wire(body.get("error", body))
-                if isinstance(error, NotFoundError):
-                    raise error
-                failure = error.message
+                refusal = from_wire(body.get("error", body))
+                if isinstance(refusal, NotFoundError):
+                    raise refusal
+                failure = refusal.message
         raise UnavailableError(f"the cluster does not answer: {failure}", retry_after_s=2.0)
 
     def _context(self) -> ssl.SSLContext:
