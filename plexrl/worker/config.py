@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.wire.links.credentials import TlsFiles
 from plexrl.wire.links.standing_link import check_scheduler
 
-TRUSTED = "trusted"
-"""Value of `fabric`."""
 PORT_MAX = 65_535
 PORTS_PER_GPU = 8
 """Least number of ports for each GPU of a node that other machines reach: several WPGs share a GPU
@@ -48,8 +47,6 @@ class AgentConfig:
     cores: tuple[int, ...] = ()
     """Cores divided among the virtual GPUs; each worker is bound to its GPU's cores. Empty: workers
     are not bound."""
-    statemanager_tcp: str = ""
-    """`host:port` at which other nodes reach the StateManager; empty: not reachable."""
     host: str = ""
     """Address of this machine at which other machines reach this node; empty: only processes of
     this machine do."""
@@ -61,6 +58,9 @@ class AgentConfig:
     fabric: str = ""
     """`trusted`: the network between trusted nodes carries collectives unencrypted, so WPGs may
     span them. Empty: WPGs do not span this node and others."""
+    statemanager_address: str = ""
+    """Address at which other nodes reach the StateManager: `tls://NODE@HOST:PORT`, or
+    `tcp://HOST:PORT` on a trusted network; empty: not reachable."""
 
     def __post_init__(self) -> None:
         check_scheduler(self.scheduler, self.tls)

@@ -20,6 +20,7 @@ from plexrl.errors import (
 )
 from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
+from plexrl.statemanager.protocol.network import TRUSTED, Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
@@ -29,7 +30,7 @@ from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
-from plexrl.worker.config import TRUSTED, AgentConfig, WorkerConfig, cores_of_gpu
+from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 from plexrl.worker.process.process_group import LOOPBACK, interface_of
 
 LOG = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Agent:
         spans = config.host and config.fabric == TRUSTED
         self._interface = interface_of(config.host) if spans else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
-        self._state = NodeState(config.statemanager, Path(config.ticket_key_file))
+        network = Network.of(config.tls, config.fabric)
+        self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._rendezvous: dict[str, int] = {}
@@ -158,10 +160,7 @@ class Agent:
             "host": config.host,
             "ports": config.meeting_ports,
             "fabric": config.fabric,
-            "statemanager": announced(
-                config.statemanager,
-                f"tcp://{config.statemanager_tcp}" if config.statemanager_tcp else "",
-            ),
+            "statemanager": announced(config.statemanager, config.statemanager_address),
             "workers": [
                 {
                     "deployment": worker.config.deployment,

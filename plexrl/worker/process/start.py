@@ -40,7 +40,8 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     _redirect_output(config.log_path)
     logging.basicConfig(
         level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
+        format=f"%(asctime)s %(levelname)s rank {config.rank} "
+        f"incarnation {config.incarnation}: %(message)s",
         force=True,
     )
     if config.lease_file:
