@@ -25,6 +25,7 @@
     │   ├── JobEndedError              409  job_ended
     │   ├── NoGradientsError           409  no_gradients
     │   ├── StaleTokenError            409  stale_token
+    │   ├── WrongWorkerError           409  wrong_worker      (the address is another worker's now)
     │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: that failure)
     │   ├── ControllerReplacedError    409  controller_replaced
     │   └── CheckpointExistsError      409  checkpoint_exists
@@ -59,11 +60,11 @@
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
-Over HTTP, a response with a `Retry-After` header means: send the same request again later, because
-the request itself is valid. The final error of an operation never has that header.
+Over HTTP, a `Retry-After` header means: the request is valid, send it again later. The final error
+of an operation never has it.
 
-A message says what is wrong, where, and how to fix it. `code` and `status` are stable. `details`
-holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
+A message says what is wrong, where, and how to fix it. `code` and `status` are stable, `details`
+holds plain values. Errors cross process boundaries as `to_wire()` / `from_wire()`.
 """
 
 import errno
@@ -134,22 +135,19 @@ class TraceError(InvalidRequestError):
 
 
 class ConfigError(InvalidRequestError):
-    """A configuration file is invalid. `details["problems"]` lists the path in the file and the
-    message of each problem."""
+    """A configuration file is invalid: `details["problems"]` has the path and text of each."""
 
     code = "invalid_config"
 
 
 class ClockDifferenceError(InvalidRequestError):
-    """The clocks of two machines differ too much for certificates: `details["difference_s"]`
-    seconds, positive if this machine's clock is ahead."""
+    """This machine's clock is `details["difference_s"]` ahead, too much for certificates."""
 
     code = "clock_difference"
 
 
 class UnsupportedModelError(InvalidRequestError):
-    """The backend does not run models of `details["architecture"]`; `details["supported"]` lists
-    those that it runs."""
+    """The backend runs `details["supported"]`, not models of `details["architecture"]`."""
 
     code = "unsupported_model"
 
@@ -168,8 +166,7 @@ class AuthenticationError(PlexRLError):
 
 
 class JoinTokenError(AuthenticationError):
-    """A join token does not admit the node. `details["reason"]` is `malformed`, `foreign` (of
-    another cluster), `unknown`, `used`, `expired` or `revoked`."""
+    """A join token does not admit the node; `details["reason"]` has the reason in one word."""
 
     code = "join_token"
 
@@ -242,6 +239,12 @@ class StaleTokenError(ConflictError):
     """Another deployment holds the group's lock; the fencing token is outdated."""
 
     code = "stale_token"
+
+
+class WrongWorkerError(ConflictError):
+    """The request is for another worker than the one that received it."""
+
+    code = "wrong_worker"
 
 
 class EarlierFailureError(ConflictError):
@@ -477,10 +480,8 @@ class CorruptStateError(StorageError):
 
 
 def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update(_collect(child))
-    return found
+    children = (_collect(child) for child in root.__subclasses__())
+    return {root.code: root} | {code: kind for found in children for code, kind in found.items()}
 
 
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)

@@ -148,7 +148,8 @@ def parse_request(body: bytes) -> AnyRequest:
         InvalidRequestError: it is none.
     """
     try:
-        return msgspec.json.decode(body, type=AnyRequest)
+        found: AnyRequest = msgspec.json.decode(body, type=AnyRequest)
+        return found
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"this is no request to a join service: {error}") from error
 

@@ -64,10 +64,14 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             else:
                 missing = True
         if missing and deployment.is_ready:
-            # An idle WPG cannot have caused the loss, so it does not count as a failure.
+            # An idle WPG cannot have caused the loss, so it does not count as a failure. Neither
+            # can one on a node that was cut off.
             was_at_work = bool(deployment.running) or deployment.moving is not None
             why = f"node {event.node!r} came back without its workers"
-            restart(context, deployment, why, now, counts=was_at_work)
+            if event.was_fenced:
+                why = f"node {event.node!r} was cut off, and its lease ran out"
+            counts = was_at_work and not event.was_fenced
+            restart(context, deployment, why, now, counts=counts)
         elif missing or not deployment.is_ready:
             send_launch(state, effects, deployment)
     for worker in event.workers:

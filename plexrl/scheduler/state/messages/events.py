@@ -64,6 +64,8 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     fabric: str = ""
     """`trusted`: the network to other trusted nodes may carry the ranks' collectives, which are not
     encrypted. Empty: WPGs do not span this node and others. Without effect if `host` is empty."""
+    was_fenced: bool = False
+    """The agent has ended its workers, because its lease had run out while it was cut off."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
