@@ -25,6 +25,7 @@
     │   ├── JobEndedError              409  job_ended
     │   ├── NoGradientsError           409  no_gradients
     │   ├── StaleTokenError            409  stale_token
+    │   ├── WrongWorkerError           409  wrong_worker      (the address is another worker's now)
     │   ├── EarlierFailureError        409  earlier_failure   (`__cause__`: that failure)
     │   ├── ControllerReplacedError    409  controller_replaced
     │   └── CheckpointExistsError      409  checkpoint_exists
@@ -238,6 +239,12 @@ class StaleTokenError(ConflictError):
     """Another deployment holds the group's lock; the fencing token is outdated."""
 
     code = "stale_token"
+
+
+class WrongWorkerError(ConflictError):
+    """The request is for another worker than the one that received it."""
+
+    code = "wrong_worker"
 
 
 class EarlierFailureError(ConflictError):

@@ -112,6 +112,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
             "run": executor.on_run,
             "abort": executor.on_abort,
             "discard": executor.on_discard,
+            "workers_gone": executor.on_workers_gone,
+            "live_workers": executor.on_live_workers,
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,
