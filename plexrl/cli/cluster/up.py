@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,7 +18,7 @@ from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cluster.config.options import JOURNAL_VARIABLE, ClusterOptions, check_argument
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError, JournalMissingError
-from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig, check_installed
+from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig, broker_config
 
 if TYPE_CHECKING:
     from plexrl.cluster.data_dir.endpoint import Endpoint
@@ -104,26 +103,16 @@ def _cluster_options(
 
 
 def _broker(events: options.Events, password: str) -> BrokerConfig | None:
-    """Raises `InvalidRequestError`: the client is not installed, or a file cannot be used."""
     if events.mqtt is None:
         return None
-    broker = BrokerConfig(
-        url=events.mqtt,
-        password="" if events.mqtt_password_file else password,
-        password_file=_absolute(events.mqtt_password_file),
-        ca=_absolute(events.mqtt_ca),
-        certificate=_absolute(events.mqtt_certificate),
-        key=_absolute(events.mqtt_key),
+    return broker_config(
+        events.mqtt,
+        password=password,
+        password_file=events.mqtt_password_file,
+        ca=events.mqtt_ca,
+        certificate=events.mqtt_certificate,
+        key=events.mqtt_key,
     )
-    check_installed()
-    broker.read_password()
-    broker.tls_context()
-    return broker
-
-
-def _absolute(path: str) -> str:
-    """The path as other processes need it; empty stays empty."""
-    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def _ray_options(on_ray: options.OnRay, local: options.LocalCluster) -> "RayOptions | None":
