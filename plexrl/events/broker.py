@@ -195,7 +195,7 @@ class Broker:
         from paho.mqtt.packettypes import PacketTypes
         from paho.mqtt.properties import Properties
 
-        properties = Properties(PacketTypes.PUBLISH)
+        properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
         if message.payload:
             properties.ContentType = "application/json"
         if message.expires_s is not None:

@@ -84,12 +84,15 @@ class Subscriber:
             self._client.username_pw_set(options["user"], options["password"])
         if "ca" in options:
             self._client.tls_set(ca_certs=options["ca"])
-        self._client.on_connect = lambda *_: self._client.subscribe(topic, qos=1)
+        self._client.on_connect = lambda *_: self._subscribe(topic)
         self._client.on_subscribe = lambda *_: self._subscribed.set()
         self._client.on_message = self._on_message
         self._client.connect("127.0.0.1", port)
         self._client.loop_start()
         assert self._subscribed.wait(WAIT_S)
+
+    def _subscribe(self, topic: str) -> None:
+        self._client.subscribe(topic, qos=1)
 
     def __enter__(self) -> "Subscriber":
         return self

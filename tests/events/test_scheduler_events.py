@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 from tests.events.mosquitto import Mosquitto, Subscriber
@@ -116,7 +117,7 @@ def test_a_restarted_scheduler_removes_stale_states_and_knows_since_when_the_oth
     async def resume(listen: str) -> None:
         async with workers(listen, "n"):
             for stale in ("plexrl/jobs/a/gone", "plexrl/nodes/strange"):
-                await events.until(lambda stale=stale: (stale, None, False) in events.messages)
+                await events.until(partial(events.messages.__contains__, (stale, None, False)))
             await events.until(lambda: events.states("plexrl/nodes/n")[-1] == "ready")
             with Subscriber(broker.port) as late:
                 await late.until(lambda: late.state(JOB) is not None)

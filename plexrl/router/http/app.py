@@ -32,6 +32,7 @@ from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.wire.links.credentials import Credentials
 
 LOG = logging.getLogger(__name__)
 
@@ -111,9 +112,12 @@ def _make_services(config: RouterConfig) -> RouterServices:
             "run": executor.on_run,
             "abort": executor.on_abort,
             "discard": executor.on_discard,
+            "workers_gone": executor.on_workers_gone,
+            "live_workers": executor.on_live_workers,
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,
+        credentials=None if config.tls is None else Credentials(config.tls),
     )
     specs = DeploymentSpecs(scheduler)
     quota = CheckpointQuota(

@@ -29,6 +29,9 @@ RETRY_AFTER_S = 1.0
 SHOWN = frozenset({"state_lost", "corrupt_state"})
 """Codes of storage errors that concern the tenant's own state."""
 
+INTERNAL = frozenset({"lease_held", "store_unavailable"})
+"""Codes of other errors whose messages name parts of the cluster."""
+
 
 def error_response(error: PlexRLError) -> JSONResponse:
     """The response to a request that was refused."""
@@ -52,7 +55,7 @@ def public_error(error: PlexRLError) -> PlexRLError:
     Messages about the cluster's storage name databases, hosts and folders. Only the operator can
     mend these, and finds the messages in the logs and in `plexrl status`.
     """
-    is_internal = isinstance(error, StorageError) or error.code == "lease_held"
+    is_internal = isinstance(error, StorageError) or error.code in INTERNAL
     if not is_internal or error.code in SHOWN:
         return error
     message = (

@@ -8,7 +8,8 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -118,7 +119,8 @@ class Worker:
             if not self._replies.begin(command):
                 self._finish(name, BackendResult(), started)
                 return
-            result = self._execute(command, rank_params, payload, started)
+            with _logged(command):
+                result = self._execute(command, rank_params, payload, started)
             if result is None:
                 return
             if kind == OperationKind.LOAD or kind in MUTATING:
@@ -230,6 +232,21 @@ class Worker:
         self._replies.end(name, reply)
         for connection in self._listeners.pop(name, []):
             connection.send(reply.header, reply.payload)
+
+
+@contextmanager
+def _logged(command: RunCommand) -> Iterator[None]:
+    """Log begin and end of a run that changes the state or moves it: a reader of all ranks' logs
+    sees who had a GPU, and that no two deployments had it at once."""
+    if command.kind not in MUTATING and command.kind not in MOVES:
+        yield
+        return
+    run = (command.kind.value, command.operation, command.token, command.seq)
+    LOG.info("begin %s %s token %d seq %d", *run)
+    try:
+        yield
+    finally:
+        LOG.info("end %s %s token %d seq %d", *run)
 
 
 def _runs_during_generation(command: RunCommand) -> bool:

@@ -15,12 +15,19 @@ import pytest
 
 from plexrl.errors import CorruptStateError, PermissionDeniedError, StateLostError, UnavailableError
 from plexrl.statemanager.client.client import MoveReport
-from plexrl.statemanager.protocol.address import announced, nearest
 from plexrl.statemanager.protocol.messages import Fetch
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
 from plexrl.statemanager.transfer.migration import migrate
-from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    MIB,
+    NETWORK,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    wait_until,
+)
 from tests.statemanager.transfer.test_migration import (
     NAME,
     check_loads,
@@ -118,6 +125,7 @@ def move(address: str, target: Daemon, *, seq: int = 1) -> MoveReport:
         deployment=NAME,
         seq=seq,
         ticket=ticket,
+        network=NETWORK,
         timeout_s=DEADLINE_S,
     )
 
@@ -231,6 +239,7 @@ def test_blocks_of_a_killed_target_count_for_the_next_call(
             deployment=NAME,
             seq=1,
             ticket=ticket,
+            network=NETWORK,
             timeout_s=3.0,
         )
     target.wait()
@@ -256,6 +265,7 @@ def test_what_nobody_carries_on_with_gives_way_to_who_needs_the_room(
             deployment=NAME,
             seq=1,
             ticket=ticket,
+            network=NETWORK,
             timeout_s=3.0,
         )
     target.wait()
@@ -322,21 +332,12 @@ def test_workers_may_not_have_versions_fetched(make_shard: MakeShard, source: Da
         shard.client.request(Fetch(source=source.tcp, deployment=NAME, seq=1, rank=0, stamp=""))
 
 
-def test_a_daemon_is_reached_by_its_path_on_its_own_machine(source: Daemon, tmp_path: Path) -> None:
-    path = source.config.listen
-    both = announced(path, source.tcp.removeprefix("tcp://"))
-    assert nearest(both) == path
-    assert nearest(announced(str(tmp_path / "none.sock"), "host:1")) == "tcp://host:1"
-    assert nearest(f"{source.tcp}#another-boot:{path}") == source.tcp
-    assert nearest(announced(path, "")) == path
-    assert nearest(source.tcp) == source.tcp
-
-
 AGENT = """
 import sys
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.transfer.migration import migrate
 migrate([sys.argv[1]], sys.argv[2], deployment="job/actor", seq=1,
-        ticket=bytes.fromhex(sys.argv[3]), timeout_s=20.0)
+        ticket=bytes.fromhex(sys.argv[3]), timeout_s=20.0, network=Network(is_trusted=True))
 """
 
 

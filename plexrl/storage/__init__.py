@@ -1,0 +1,1 @@
+"""Whole objects in a store that all machines reach, by URL."""
