@@ -8,6 +8,7 @@ import typer
 
 from plexrl.cli.cluster.config import config_app
 from plexrl.cli.cluster.node import node_app
+from plexrl.cli.cluster.events import events
 from plexrl.cli.cluster.nodes import groups, nodes_app, status
 from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
 from plexrl.cli.cluster.tenants import tenants_app
@@ -53,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    *(up, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
+    *(up, events, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
     *(statemanager, statemanager_status, operations, trace),
 ):
     app.command()(command)
