@@ -11,7 +11,7 @@ import pytest
 
 from plexrl.errors import ConflictError, StorageFullError, UnavailableError
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
-from plexrl.router.blobs.store import BlobStore
+from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.scheduler_link import SchedulerLink
@@ -80,7 +80,7 @@ async def worker_at(
 
 def test_an_abort_reaches_the_remaining_workers(tmp_path: Path) -> None:
     async def run() -> Plain:
-        executor = Executor(BlobStore(tmp_path / "blobs"))
+        executor = Executor(DirectoryBlobStore(tmp_path / "blobs"))
         # The first address never had a worker; the worker of the second has ended.
         (tmp_path / "w0").touch()
         abort = abort_of(*(str(tmp_path / name) for name in ("none", "w0", "w1")))
@@ -113,7 +113,7 @@ def test_a_repeated_run_keeps_its_reply_when_the_earlier_one_ends(tmp_path: Path
 
 def test_the_link_of_a_dead_worker_is_dropped(tmp_path: Path) -> None:
     async def run() -> None:
-        executor = Executor(BlobStore(tmp_path / "blobs"))
+        executor = Executor(DirectoryBlobStore(tmp_path / "blobs"))
         gone = str(tmp_path / "none")
         link = executor.link(gone)
         with pytest.raises(WorkerGoneError):
@@ -243,7 +243,7 @@ async def executor_at(
     server = await scheduler_at(
         folder / "s", {"hello": nothing, **{name: note(name) for name in methods}}
     )
-    executor = Executor(BlobStore(blobs))
+    executor = Executor(DirectoryBlobStore(blobs))
     executor.scheduler = SchedulerLink(str(folder / "s"), "r", {})
     executor.specs = DeploymentSpecs(executor.scheduler)
     running = asyncio.create_task(executor.scheduler.run())
@@ -278,7 +278,7 @@ def test_a_result_waits_for_disk_space_and_is_not_computed_again(tmp_path: Path)
             assert method == "operation_finished"
             assert executor.unstored_reason("o") is None
             assert received.empty(), "the workers got a second request"
-            stored = await BlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
+            stored = await DirectoryBlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
             assert bytes(stored) == b"x" * 5000
 
     with small_disk(tmp_path / "disk", "4m") as disk:
