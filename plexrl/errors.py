@@ -8,9 +8,12 @@
     │   ├── NonFiniteInputError        400  non_finite_input
     │   ├── LayoutError                400  layout            (`details["field"]`: the axis)
     │   ├── TraceError                 400  trace             (`problems`: line, field, text)
+    │   ├── ConfigError                400  invalid_config    (`problems`: path in the file, text)
+    │   ├── ClockDifferenceError       400  clock_difference  (`difference_s`: of two machines)
     │   ├── UnsupportedModelError      400  unsupported_model (`details["supported"]`)
     │   └── UnsupportedDtypeError      400  unsupported_dtype
     ├── AuthenticationError            401  unauthenticated
+    │   └── JoinTokenError             401  join_token        (`reason`: used, expired, …)
     ├── PermissionDeniedError          403  permission_denied
     ├── QuotaExceededError             403  quota_exceeded
     ├── NotFoundError                  404  not_found
@@ -56,11 +59,11 @@
         ├── StateLostError             500  state_lost
         └── CorruptStateError          500  corrupt_state
 
-Over HTTP, a response with a `Retry-After` header means: send the same request again later, because
-the request itself is valid. The final error of an operation never has that header.
+Over HTTP, a `Retry-After` header means: the request is valid, send it again later. The final error
+of an operation never has it.
 
-A message says what is wrong, where, and how to fix it. `code` and `status` are stable. `details`
-holds plain values for programs. Errors cross process boundaries as `to_wire()` / `from_wire()`.
+A message says what is wrong, where, and how to fix it. `code` and `status` are stable, `details`
+holds plain values. Errors cross process boundaries as `to_wire()` / `from_wire()`.
 """
 
 import errno
@@ -130,9 +133,20 @@ class TraceError(InvalidRequestError):
     code = "trace"
 
 
+class ConfigError(InvalidRequestError):
+    """A configuration file is invalid: `details["problems"]` has the path and text of each."""
+
+    code = "invalid_config"
+
+
+class ClockDifferenceError(InvalidRequestError):
+    """This machine's clock is `details["difference_s"]` ahead, too much for certificates."""
+
+    code = "clock_difference"
+
+
 class UnsupportedModelError(InvalidRequestError):
-    """The backend does not run models of `details["architecture"]`; `details["supported"]` lists
-    those that it runs."""
+    """The backend runs `details["supported"]`, not models of `details["architecture"]`."""
 
     code = "unsupported_model"
 
@@ -148,6 +162,12 @@ class AuthenticationError(PlexRLError):
 
     code = "unauthenticated"
     status = 401
+
+
+class JoinTokenError(AuthenticationError):
+    """A join token does not admit the node; `details["reason"]` has the reason in one word."""
+
+    code = "join_token"
 
 
 class PermissionDeniedError(PlexRLError):
@@ -453,10 +473,8 @@ class CorruptStateError(StorageError):
 
 
 def _collect(root: type[PlexRLError]) -> dict[str, type[PlexRLError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update(_collect(child))
-    return found
+    children = (_collect(child) for child in root.__subclasses__())
+    return {root.code: root} | {code: kind for found in children for code, kind in found.items()}
 
 
 _KINDS: dict[str, type[PlexRLError]] = _collect(PlexRLError)

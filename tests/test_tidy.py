@@ -24,6 +24,7 @@ DIRECTION = (
     "traces",
     "client",
     "model",
+    "events",
     "wire",
     "storage",
     "process",

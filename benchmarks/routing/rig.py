@@ -66,14 +66,14 @@ def routed(**router: Any) -> Iterator[int]:
         folder = Path(name)
         socket = str(folder / "scheduler.sock")
         scheduler = {
-            "listen": socket,
+            "listen": [f"unix:{socket}"],
             "journal": str(folder / "journal.sqlite"),
             "operator_key_digest": hashlib.sha256(KEY.encode()).hexdigest(),
             "residents_max": 1,
         }
         routing = {
             "router": "bench",
-            "scheduler": socket,
+            "scheduler": [f"unix:{socket}"],
             "host": "127.0.0.1",
             "port": 0,
             "data_dir": name,

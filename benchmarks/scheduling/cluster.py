@@ -24,7 +24,7 @@ PUBLISHED = ((289.03, 57.5), (284.80, 83.5), (589.71, 111.4))
 def config(**changes: object) -> SchedulerConfig:
     """Settings of the measured cores."""
     fields: dict[str, object] = {
-        "listen": "-",
+        "listen": ("unix:/-",),
         "journal": "-",
         "operator_key_digest": "0",
         "policy": "spread",

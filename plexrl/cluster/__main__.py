@@ -20,6 +20,7 @@ from plexrl.cluster.embedded.script_lock import wait_for_last_script
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.cluster.supervisor import run_cluster
 from plexrl.errors import PlexRLError
+from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig
 from plexrl.process.startup import print_refused
 
 
@@ -31,12 +32,14 @@ def main() -> None:
     parser.add_argument("--temporary", help="remove the data directory at the end")
     for prefix, options_class in (("", ClusterOptions), ("ray-", RayOptions)):
         for name, kind in get_type_hints(options_class).items():
-            if name not in ("data_dir", "places_per_node"):
+            if name not in ("data_dir", "places_per_node", "events"):
                 parser.add_argument(f"--{prefix}{name.replace('_', '-')}", type=_reader(kind))
+    parser.add_argument("--mqtt", help="URL of the broker for events")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
 
-    # Removed from the environment, so that child processes do not inherit it.
+    # Removed from the environment, so that child processes do not inherit them.
     named = os.environ.pop(JOURNAL_VARIABLE, None)
+    password = os.environ.pop(PASSWORD_VARIABLE, "")
 
     is_temporary = given.pop("temporary", "") == "True"
     descriptor = given.pop("lock", None)
@@ -57,6 +60,8 @@ def main() -> None:
             check_argument(given["journal"])
         elif named is not None:
             given["journal"] = named
+        if "mqtt" in given:
+            given["events"] = BrokerConfig(url=given.pop("mqtt"), password=password)
         options = (
             RayOptions(
                 **{name.removeprefix("ray_"): value for name, value in ray.items()},

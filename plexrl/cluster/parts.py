@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from plexrl.process.folders.folders import SHARED_MEMORY, Folders
 from plexrl.process.folders.private_folder import (
     make_private_folder,
 )
+from plexrl.wire.links.address import UnixAddress
 
 LOG = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def scheduler_part(
         "scheduler",
         "plexrl.scheduler",
         {
-            "listen": _scheduler_socket(folders),
+            "listen": [_scheduler_address(folders)],
             "journal": _journal(options, folders),
             "journal_bytes_max": options.journal_bytes_max,
             "policy": options.policy,
@@ -73,6 +74,7 @@ def scheduler_part(
             "operator_key_digest": key_digest,
             **_given(options, BOUNDS),
             "state_dir": "" if options.new_journal else str(folders.data),
+            "events": None if options.events is None else asdict(options.events),
             **(settings or {}),
         },
     )
@@ -86,10 +88,12 @@ def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]
             "plexrl.router",
             {
                 "router": f"router{index}",
-                "scheduler": _scheduler_socket(folders),
+                "scheduler": [_scheduler_address(folders)],
                 "host": options.host,
                 "port": port,
                 "data_dir": str(folders.data),
+                "data_url": options.data_url or "",
+                "checkpoint_url": options.checkpoint_url or "",
                 "api_docs": options.api_docs,
                 "parts_file": str(folders.parts_file),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
@@ -127,7 +131,7 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
         "plexrl.worker",
         {
             "node": node,
-            "scheduler": _scheduler_socket(folders),
+            "scheduler": [_scheduler_address(folders)],
             "statemanager": socket,
             "ticket_key_file": ticket_key,
             "gpus": config.gpus,
@@ -176,8 +180,8 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
         )
 
 
-def _scheduler_socket(folders: Folders) -> str:
-    return str(folders.run / "scheduler.sock")
+def _scheduler_address(folders: Folders) -> str:
+    return str(UnixAddress(str(folders.run / "scheduler.sock")))
 
 
 def _journal(options: ClusterOptions, folders: Folders) -> str:

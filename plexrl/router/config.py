@@ -5,6 +5,18 @@ from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
 from plexrl.storage.location import check_location
+from plexrl.wire.links.credentials import TlsFiles
+from plexrl.wire.links.standing_link import check_scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpsFiles:
+    """Paths of PEM files. They are read again when they change."""
+
+    certificate: str
+    """The certificate, followed by intermediate ones."""
+    key: str
+    """Its private key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +25,8 @@ class RouterConfig:
 
     router: str
     """Name of this router, unique among the scheduler's routers."""
-    scheduler: str
-    """Path of the scheduler's socket."""
+    scheduler: tuple[str, ...]
+    """Addresses of the scheduler and its standbys, such as `unix:/path` or `tls://HOST:PORT`."""
     host: str
     port: int
     """0 takes a free port."""
@@ -30,6 +42,10 @@ class RouterConfig:
     """Bound on copies of large blobs in `data_dir` if `data_url` is an object store."""
     otlp_endpoint: str | None = None
     """URL that receives finished operations as OpenTelemetry spans; absent: no spans are sent."""
+    tls: TlsFiles | None = None
+    """This router's certificate on links between machines; absent: all parts are on one machine."""
+    https: HttpsFiles | None = None
+    """Certificate of the API; absent: the API is plain HTTP."""
     api_docs: bool = False
     """Whether `/docs`, `/redoc` and `/openapi.json` are served, without a key."""
     parts_file: str | None = None
@@ -62,6 +78,7 @@ class RouterConfig:
     """The same bound for one tenant."""
 
     def __post_init__(self) -> None:
+        check_scheduler(self.scheduler, self.tls)
         for name in (
             "json_bytes_max",
             "body_bytes_max",

@@ -34,7 +34,7 @@ def main() -> None:
 
     async def serve(stop: asyncio.Event) -> None:
         try:
-            await run_scheduler(config, lambda: print_ready(listen=config.listen), stop)
+            await run_scheduler(config, lambda found: print_ready(listen=found), stop)
         except LeaseLostError as error:
             LOG.critical("the scheduler stops: %s", error)
             # No cleanup: it would notify connections and wait for threads, and a scheduler that

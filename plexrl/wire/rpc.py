@@ -53,6 +53,7 @@ class Peer:
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT_MAX)
         self._closed = False
+        self._closes = False
 
     async def call(
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0
@@ -119,6 +120,10 @@ class Peer:
             if not future.done():
                 future.set_exception(ConnectionLostError("the peer closed the connection"))
 
+    def close_after_answers(self) -> None:
+        """Close the connection once the call that is being handled is answered."""
+        self._closes = True
+
     def abort(self) -> None:
         """Close the connection and drop data that the other side has not received."""
         self._writer.transport.abort()
@@ -140,6 +145,8 @@ class Peer:
             refusal = {"answer": call_id, "error": error.to_wire()}
             with contextlib.suppress(ConnectionLostError):
                 await write_frame(self._writer, refusal)
+        if self._closes:
+            self.close()
 
     async def _result(self, header: dict[str, Any]) -> Mapping[str, Any]:
         method, params = header["method"], header.get("params")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
+from plexrl.wire.links.credentials import TlsFiles
+from plexrl.wire.links.standing_link import check_scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,8 +12,8 @@ class AgentConfig:
     """Configuration of one node's agent."""
 
     node: str
-    scheduler: str
-    """Path of the scheduler's Unix socket."""
+    scheduler: tuple[str, ...]
+    """Addresses of the scheduler and its standbys, such as `unix:/path` or `tls://HOST:PORT`."""
     statemanager: str
     """Path of the Unix socket of the node's StateManager."""
     ticket_key_file: str
@@ -38,10 +40,13 @@ class AgentConfig:
     cores: tuple[int, ...] = ()
     """Cores divided among the virtual GPUs; each worker is bound to its GPU's cores. Empty: workers
     are not bound."""
+    tls: TlsFiles | None = None
+    """This node's certificate on links between machines; None: all parts are on one machine."""
     statemanager_tcp: str = ""
     """`host:port` at which other nodes reach the StateManager; empty: not reachable."""
 
     def __post_init__(self) -> None:
+        check_scheduler(self.scheduler, self.tls)
         if self.gpus < 1 or self.threads < 1:
             raise InvalidRequestError(
                 f"gpus is {self.gpus} and threads is {self.threads}: both must be at least 1"
@@ -74,6 +79,8 @@ class WorkerConfig:
     """Index of the worker's GPU on the node."""
     cores: tuple[int, ...] = ()
     """Cores that the worker is bound to; empty: not bound."""
+    lease_file: str = ""
+    """File with the end of the node's lease; the worker ends with it. Empty: there is no lease."""
 
 
 def cores_of_gpu(cores: tuple[int, ...], gpu: int, gpus: int) -> tuple[int, ...]:

@@ -41,13 +41,13 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
     """A router with this configuration; `descriptors` is its hard limit on descriptors."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
-        scheduler = str(folder / "s.sock")
+        scheduler = f"unix:{folder}/s.sock"
         stack.enter_context(
             _process(
                 folder,
                 "scheduler",
                 {
-                    "listen": scheduler,
+                    "listen": [scheduler],
                     "journal": str(folder / "journal.sqlite"),
                     "operator_key_digest": hashlib.sha256(OPERATOR_KEY.encode()).hexdigest(),
                 },
@@ -58,7 +58,7 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
             wrapper = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
         router_config = {
             "router": "router0",
-            "scheduler": scheduler,
+            "scheduler": [scheduler],
             "host": "127.0.0.1",
             "port": 0,
             "data_dir": str(folder / "data"),

@@ -25,7 +25,7 @@ NODE_GPUS = 4
 def config(**changes: object) -> SchedulerConfig:
     """A configuration for tests."""
     fields: dict[str, object] = {
-        "listen": "-",
+        "listen": ("unix:/-",),
         "journal": "-",
         "operator_key_digest": "0",
         "snapshot_operations": 3,

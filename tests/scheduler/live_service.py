@@ -13,6 +13,9 @@ from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.service import Service
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state.messages.events import TimerFired
+from plexrl.wire.links.address import parse_address
+from plexrl.wire.links.credentials import Role
+from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Handler, Peer
 
 Plain = dict[str, Any]
@@ -65,8 +68,9 @@ class Live:
 
     async def connect(self, handlers: Mapping[str, Handler] | None = None) -> Peer:
         """A connection that has not said hello."""
-        reader, writer = await asyncio.open_unix_connection(self._config.listen)
-        peer = Peer(reader, writer, handlers or {})
+        address = parse_address(self._config.listen[0])
+        link = await connect(address, None, role=Role.SCHEDULER)
+        peer = Peer(link.reader, link.writer, handlers or {})
         self._running.append((peer, asyncio.create_task(peer.run())))
         return peer
 
@@ -109,7 +113,7 @@ class Live:
 async def live(folder: Path, **changes: Any) -> AsyncIterator[Live]:
     """A service with its journal and socket in `folder`, and the tenants `a` and `b`."""
     fields: Plain = {
-        "listen": str(folder / "s.sock"),
+        "listen": (f"unix:{folder}/s.sock",),
         "journal": str(folder / "journal.sqlite"),
         "operator_key_digest": digest("operator"),
         "node_grace_s": GRACE_S,

@@ -20,9 +20,9 @@ class SchedulerProcess:
 
     def __init__(self, folder: Path, name: str, journal: str, **changes: object) -> None:
         self.name = name
-        self.listen = str(changes.get("listen", folder / f"{name}.sock"))
+        self.listen = str(changes.pop("listen", folder / f"{name}.sock"))
         config = {
-            "listen": self.listen,
+            "listen": [f"unix:{self.listen}"],
             "journal": journal,
             "operator_key_digest": "0",
             "holder": name,

@@ -76,7 +76,7 @@ async def scheduler_of_agent(
     path = str(run_dir / "scheduler.sock")
     config = AgentConfig(
         node=daemon.config.node,
-        scheduler=path,
+        scheduler=(f"unix:{path}",),
         statemanager=daemon.config.listen,
         statemanager_tcp=daemon.tcp.removeprefix("tcp://"),
         ticket_key_file=str(daemon.config.ticket_key_path),

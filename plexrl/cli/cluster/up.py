@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -18,6 +19,7 @@ from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cluster.config.options import JOURNAL_VARIABLE, ClusterOptions, check_argument
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError, JournalMissingError
+from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig, check_installed
 
 if TYPE_CHECKING:
     from plexrl.cluster.data_dir.endpoint import Endpoint
@@ -37,6 +39,7 @@ def up(
     durability: options.Durability,
     on_ray: options.OnRay,
     routers: options.Routers,
+    events: options.Events,
     limits: options.Limits,
     as_json: Json = False,
 ) -> None:
@@ -49,14 +52,16 @@ def up(
             "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
         )
 
-    # Removed, so that child processes do not inherit it.
+    # Removed, so that child processes do not inherit them.
     os.environ.pop(JOURNAL_VARIABLE, None)
+    mqtt_password = os.environ.pop(PASSWORD_VARIABLE, "")
     source = context.get_parameter_source("journal")
     journal = scheduling.journal
     if journal is not None and source is not None and source.name == "COMMANDLINE":
         check_argument(journal)
 
     cluster = _cluster_options(local, scheduling, topology, api, durability, routers, limits)
+    cluster = replace(cluster, events=_broker(events, mqtt_password))
     ray = _ray_options(on_ray, local)
 
     def ready(endpoint: "Endpoint") -> None:
@@ -96,6 +101,29 @@ def _cluster_options(
         **asdict(routers),
         **asdict(limits),
     )
+
+
+def _broker(events: options.Events, password: str) -> BrokerConfig | None:
+    """Raises `InvalidRequestError`: the client is not installed, or a file cannot be used."""
+    if events.mqtt is None:
+        return None
+    broker = BrokerConfig(
+        url=events.mqtt,
+        password="" if events.mqtt_password_file else password,
+        password_file=_absolute(events.mqtt_password_file),
+        ca=_absolute(events.mqtt_ca),
+        certificate=_absolute(events.mqtt_certificate),
+        key=_absolute(events.mqtt_key),
+    )
+    check_installed()
+    broker.read_password()
+    broker.tls_context()
+    return broker
+
+
+def _absolute(path: str) -> str:
+    """The path as other processes need it; empty stays empty."""
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def _ray_options(on_ray: options.OnRay, local: options.LocalCluster) -> "RayOptions | None":

@@ -7,6 +7,7 @@ import typer
 
 from plexrl.cli.terminal.context import DATA_DIR, DataDir
 from plexrl.cluster.config.options import JOURNAL_VARIABLE
+from plexrl.events.config import PASSWORD_VARIABLE
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 
@@ -27,7 +28,7 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """The scheduler's rules and its journal."""
+    """The scheduler's rules, its journal, and the stores of payloads and checkpoints."""
 
     policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack"
     ordering: Annotated[
@@ -47,6 +48,13 @@ class Scheduling:
             help="Begin an empty journal although the data directory has state of earlier jobs.",
         ),
     ] = False
+    data_url: Annotated[
+        str | None,
+        typer.Option(help="Payloads, results, metrics: a folder or s3://bucket/prefix."),
+    ] = None
+    checkpoint_url: Annotated[
+        str | None, typer.Option(help="Checkpoints: a folder or s3://bucket/prefix.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,25 @@ class Routers:
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Endpoint for operations as OpenTelemetry spans.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Events on an MQTT broker."""
+
+    mqtt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Publish states of jobs, nodes and groups: mqtt[s]://[user@]host[:port][/prefix].",
+        ),
+    ] = None
+    mqtt_password_file: Annotated[
+        str, typer.Option(help=f"File with the password; or set {PASSWORD_VARIABLE}.")
+    ] = ""
+    mqtt_ca: Annotated[str, typer.Option(help="PEM file that signs the broker's certificate.")] = ""
+    mqtt_certificate: Annotated[str, typer.Option(help="PEM file of the client certificate.")] = ""
+    mqtt_key: Annotated[str, typer.Option(help="PEM file of its key.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from plexrl.errors import (
@@ -12,11 +12,12 @@ from plexrl.errors import (
     StorageError,
     UnavailableError,
 )
+from plexrl.wire.links.credentials import Credentials
+from plexrl.wire.links.standing_link import RECONNECT_S, StandingLink
 from plexrl.wire.rpc import Handler, Peer
 
 LOG = logging.getLogger(__name__)
 
-RECONNECT_S = 0.2
 CALL_TIMEOUT_S = 30.0
 Plain = dict[str, Any]
 
@@ -26,15 +27,22 @@ class SchedulerLink:
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         router: str,
         handlers: Mapping[str, Handler],
         on_lost: Callable[[], None] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """`on_lost` is called whenever a connection ends."""
-        self._address = address
+        self._link = StandingLink(
+            addresses,
+            credentials,
+            handlers,
+            hello=self._hello,
+            session=self._begin,
+            on_end=self._end,
+        )
         self._router = router
-        self._handlers = handlers
         self._on_lost = on_lost
         self._peer: Peer | None = None
         self._reports: deque[tuple[str, Plain]] = deque()
@@ -73,35 +81,26 @@ class SchedulerLink:
         """Stay connected until cancelled."""
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._address)
-            except OSError:
-                await asyncio.sleep(RECONNECT_S)
-                continue
-            peer = Peer(reader, writer, self._handlers)
-            running = asyncio.create_task(peer.run())
-            reporting: asyncio.Task[None] | None = None
-            try:
-                await peer.call("hello", {"role": "router", "router": self._router})
-                self._peer = peer
-                self.connected.set()
-                reporting = asyncio.create_task(self._send_reports(peer))
-                await running
+                await self._link.run()
             except PlexRLError as error:
-                # A scheduler that is stopping refuses even `hello`.
-                LOG.info("no scheduler (%s); connecting again", error)
+                LOG.error("the scheduler refuses this router: %s", error)
             except Exception:
                 # A bug in one handler must not end the connection for good.
                 LOG.exception("the scheduler's connection failed; connecting again")
-            finally:
-                self._peer = None
-                if self._on_lost is not None:
-                    self._on_lost()
-                for task in (running, reporting):
-                    if task is not None:
-                        task.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-            LOG.info("the scheduler's connection ended; connecting again")
             await asyncio.sleep(RECONNECT_S)
+
+    async def _hello(self) -> Plain:
+        return {"role": "router", "router": self._router}
+
+    def _begin(self, peer: Peer) -> Awaitable[None]:
+        self._peer = peer
+        self.connected.set()
+        return self._send_reports(peer)
+
+    def _end(self) -> None:
+        self._peer = None
+        if self._on_lost is not None:
+            self._on_lost()
 
     async def _send_reports(self, peer: Peer) -> None:
         while True:

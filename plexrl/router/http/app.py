@@ -40,6 +40,7 @@ from plexrl.router.observe.spans import SpanSender
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.storage.location import directory, is_url
 from plexrl.storage.object_store import ObjectStore
+from plexrl.wire.links.credentials import Credentials
 
 LOG = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,
+        credentials=None if config.tls is None else Credentials(config.tls),
     )
     specs = DeploymentSpecs(scheduler)
     quota = CheckpointQuota(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.admission.fair_shares import settle
 from plexrl.scheduler.admission.queues.waiting import Waiting
@@ -48,6 +50,8 @@ class Cluster:
                 self.count_live_job(job.tenant, +1)
                 if not job.attached and not job.is_set_aside:
                     self.detached[job.job] = None
+        for deployment in self.state.deployments.values():
+            _name_incarnation(deployment)
         # An old snapshot has none.
         tokens = (group.token for group in self.state.groups.values())
         self.state.tokens_made = max(self.state.tokens_made, *tokens, 0)
@@ -139,3 +143,14 @@ class Cluster:
         """(GPUs, jobs with GPUs) that a tenant holds."""
         gpus, jobs = self._held.get(tenant, (0, {}))
         return gpus, len(jobs)
+
+
+def _name_incarnation(deployment: Deployment) -> None:
+    """Add the workers' incarnation to the runs of an old snapshot, which has none."""
+    incarnation = deployment.processes.incarnation
+    for name, command in deployment.running.items():
+        if not command.incarnation:
+            deployment.running[name] = replace(command, incarnation=incarnation)
+    moving = deployment.moving
+    if moving is not None and not moving.incarnation:
+        deployment.moving = replace(moving, incarnation=incarnation)

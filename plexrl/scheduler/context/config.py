@@ -7,13 +7,16 @@ from typing import Any, get_type_hints
 import msgspec
 
 from plexrl.errors import InvalidRequestError
+from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import make_policy
+from plexrl.wire.links.address import TlsAddress, parse_address
+from plexrl.wire.links.credentials import TlsFiles
 
 PROCESS_SETTINGS = frozenset(
     {
         *("listen", "journal", "journal_bytes_max", "snapshot_events", "lease_s", "holder"),
-        *("operator_key_digest", "tenants", "node_grace_s", "state_dir"),
+        *("operator_key_digest", "tenants", "node_grace_s", "state_dir", "events", "tls"),
     }
 )
 """Settings of the scheduler process. All other settings are the core's: they determine its
@@ -44,6 +47,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repack_interval_s": _SECONDS,
     "cold_start_patience_s": _SECONDS,
     "node_grace_s": _SECONDS,
+    "node_lease_s": (0.5, 3600.0),
     "node_replace_s": _SECONDS,
     "snapshot_operations": _COUNT,
     "snapshot_work_s": (1.0, 1e9),
@@ -73,8 +77,9 @@ LATER_BOUNDS = ("tenant_live_jobs_max",)
 class SchedulerConfig:
     """Fixed during the life of a scheduler process; the core reads all but `PROCESS_SETTINGS`."""
 
-    listen: str
-    """Unix socket path for routers and node agents."""
+    listen: tuple[str, ...]
+    """Addresses for routers and node agents: `unix:/path` for this machine's, `tls://HOST:PORT` for
+    those of other machines."""
     journal: str
     """Path of an SQLite file, or the URL of a database: `postgresql://user@host/name`."""
     operator_key_digest: str
@@ -137,6 +142,12 @@ class SchedulerConfig:
     published)."""
     node_grace_s: float = 5.0
     """Silence of a node agent after which its node counts as lost."""
+    node_lease_s: float = 15.0
+    """How long the agent of a node of another machine may run workers without a heartbeat that the
+    scheduler answered. Then it ends them, and the node counts as lost a little later. Heartbeats
+    are six times as frequent; a connection without them for half of this time is ended. Longer than
+    a switch of the network's paths takes, short compared with a training step that is lost. The
+    schedulers of a journal should have the same value. Without effect on Unix sockets."""
     node_replace_s: float = 120.0
     """How long WPGs wait for a lost node before they are placed elsewhere. Waiting for a reboot is
     cheaper than copying and launching all its WPGs."""
@@ -186,8 +197,12 @@ class SchedulerConfig:
     searches_max: int = 16
     """Failed searches for waiting jobs of one size before no more are made until capacity becomes
     free. A search takes a millisecond, and a backlog may be long."""
+    tls: TlsFiles | None = None
+    """Certificate for `tls://` addresses; None: there are only Unix sockets."""
     tenants: tuple[tuple[str, str], ...] = ()
     """(name, key digest) of tenants created at the first start."""
+    events: BrokerConfig | None = None
+    """MQTT broker that gets the states of jobs, nodes and groups; None: none does."""
 
     @property
     def load_bound(self) -> float:
@@ -196,6 +211,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
+        _check_addresses(self.listen, self.tls)
         if self.ordering not in ORDERINGS:
             raise InvalidRequestError(
                 f"ordering {self.ordering!r} is unknown: use one of {', '.join(ORDERINGS)}"
@@ -207,6 +223,16 @@ class SchedulerConfig:
                 raise InvalidRequestError(
                     f"{name} is {value}: it must be at least {least:g} and at most {most:g}"
                 )
+
+
+def _check_addresses(listen: tuple[str, ...], tls: TlsFiles | None) -> None:
+    if not listen:
+        raise InvalidRequestError("listen is empty: give at least one address")
+    for text in listen:
+        if isinstance(parse_address(text), TlsAddress) and tls is None:
+            raise InvalidRequestError(
+                f"listen has {text}, which needs a certificate: set tls (ca, certificate, key)"
+            )
 
 
 def core_settings(config: SchedulerConfig) -> dict[str, Any]:

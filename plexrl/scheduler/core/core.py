@@ -31,6 +31,7 @@ from plexrl.scheduler.core.lookups import (
 )
 from plexrl.scheduler.core.queries import view_types as vt
 from plexrl.scheduler.core.queries.eta import record_estimate
+from plexrl.scheduler.core.queries.event_records import ClusterRecords
 from plexrl.scheduler.core.queries.explain_job import explain_job
 from plexrl.scheduler.core.queries.views import (
     cluster_view,
@@ -395,9 +396,9 @@ class SchedulerCore:
         """One operation, with the first unacknowledged failure of its job as `job_failure`. Raises
         `UnknownOperationError`."""
         found = self._operation(operation)
-        job = self._job(self._deployment(found.deployment).job)
-        failure = failure_view(job_failure(self._state, job))
-        return {**operation_view(self._cluster, found, now), "job_failure": failure}
+        failure = job_failure(self._state, self._job(self._deployment(found.deployment).job))
+        view = operation_view(self._cluster, found, now)
+        return {**view, "job_failure": failure_view(failure)}
 
     def check_controller(
         self,
@@ -440,8 +441,8 @@ class SchedulerCore:
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        jobs = self._state.jobs.values()
-        return [job_view(self._state, job) for job in jobs if tenant in (None, job.tenant)]
+        jobs = (job for job in self._state.jobs.values() if tenant in (None, job.tenant))
+        return [job_view(self._state, job) for job in jobs]
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""
@@ -449,8 +450,7 @@ class SchedulerCore:
 
     def list_nodes(self, tenant: TenantId | None = None) -> list[vt.NodeView]:
         """All nodes, as visible to a tenant or (None) the operator."""
-        nodes = self._state.nodes.values()
-        return [node_view(self._cluster, node, tenant) for node in nodes]
+        return [node_view(self._cluster, node, tenant) for node in self._state.nodes.values()]
 
     def list_groups(self, now: float) -> list[vt.GroupView]:
         """All node groups."""
@@ -489,8 +489,11 @@ class SchedulerCore:
 
     def list_tenants(self, now: float) -> list[vt.TenantView]:
         """All tenants, with their limits, GPUs and use."""
-        tenants = self._state.tenants.values()
-        return [tenant_view(self._cluster, tenant, now) for tenant in tenants]
+        return [tenant_view(self._cluster, each, now) for each in self._state.tenants.values()]
+
+    def records(self, ended_job_s: float) -> ClusterRecords:
+        """Records of all objects, for an MQTT broker; see `ClusterRecords` for `ended_job_s`."""
+        return ClusterRecords(lambda: self._state, ended_job_s)
 
     def tenants(self) -> list[TenantId]:
         """All tenants, in the order of their creation."""

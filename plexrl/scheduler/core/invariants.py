@@ -28,8 +28,13 @@ def check(cluster: Cluster) -> None:
                 busy = deployment.running or deployment.moving or deployment.replay.replaying
                 assert not busy, f"{member} runs without the lock of {group.group}"
                 assert deployment.residency in (Residency.NONE, Residency.OFFLOADED), member
+    ports: dict[tuple[str, int], str] = {}
     for deployment in state.deployments.values():
         _check_deployment(cluster.state, deployment)
+        if deployment.processes.port and deployment.group is not None:
+            here = deployment.ranks[0].node, deployment.processes.port
+            other = ports.setdefault(here, deployment.deployment)
+            assert other == deployment.deployment, f"{other} meets at {here} too"
     _check_in_flight(cluster.state)
 
 

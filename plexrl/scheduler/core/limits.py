@@ -22,6 +22,7 @@ BYTES_MAX = 1 << 50
 TOKENS_MAX = 1 << 40
 """Tokens of one operation."""
 SECONDS_MAX = 1e15
+PORT_MAX = 65_535
 TOTAL_MAX = (1 << 62) - 1
 """Sums saturate here."""
 
@@ -75,6 +76,13 @@ def check_numbers(event: ev.Event) -> None:
         if value is not None and not least <= value <= most:
             low = "above 0" if least == _ABOVE_0 else f"at least {least:g}"
             raise InvalidRequestError(f"{name} is {value}: it must be {low} and at most {most:g}")
+    if isinstance(event, ev.NodeJoined):
+        first, last = event.ports
+        if not 0 <= first <= last <= PORT_MAX or (last and not first):
+            raise InvalidRequestError(
+                f"ports of node {event.node!r} are {first} to {last}: give the first and the last "
+                f"port of a range within 1 to {PORT_MAX}, or 0 and 0"
+            )
     if isinstance(event, ev.DeploymentCreated) and event.trace is not None:
         trace = event.trace
         longest = max(trace.jitter_s, *(each.slack_s for each in trace.segments), 0.0)

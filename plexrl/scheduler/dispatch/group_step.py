@@ -227,7 +227,7 @@ def _move_out(context: Context, group: Group, now: float) -> bool:
             return True
         if member.residency != Residency.DEVICE and finish_relocation(context, member, now):
             if member.state == WpgState.RECOVERING:
-                launch(state, context.effects, member)
+                launch(state, context.effects, member, now)
             context.effects.touch(member.group)
     return group.group not in state.groups
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from plexrl.errors import OperationCancelledError, StorageFullError
+from plexrl.errors import CapacityError, OperationCancelledError, StorageFullError
 from plexrl.scheduler.admission.admission import admit
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
@@ -17,6 +17,12 @@ from plexrl.scheduler.operations.operations import fail
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
+from plexrl.scheduler.placement.rendezvous import (
+    meets_at_port,
+    no_port_reason,
+    rendezvous,
+    take_port,
+)
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobState, JobTrigger
@@ -37,8 +43,8 @@ from plexrl.scheduler.state.records import Deployment, Job, State
 _ADMITTED: Final = JobState.ADMITTED
 _DEVICE: Final = Residency.DEVICE
 
-NO_ROOM_PAUSE_S = 2.0
-"""Pause between two launches that find no free disk space."""
+RETRY_LAUNCH_S = 2.0
+"""Pause between two launches that find no free disk space, or no free port."""
 
 ENDINGS = {
     "completed": JobTrigger.COMPLETED,
@@ -119,7 +125,7 @@ def place_waiting(context: Context, now: float) -> None:
         else:
             wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
-            launch(state, effects, deployment)
+            launch(state, effects, deployment, now)
         if all(state.deployment(name).group is not None for name in job.deployments):
             _placed(state, context.settings, job)
 
@@ -152,11 +158,25 @@ def granted(state: State, settings: Settings, deployment: Deployment) -> None:
             change_job(job, JobTrigger.CYCLE_ENDED)
 
 
-def launch(state: State, effects: Effects, deployment: Deployment) -> None:
-    """Start the next incarnation of the WPG's processes, if all its nodes are connected."""
+def launch(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
+    """Start the next incarnation of the WPG's processes, if all its nodes are connected. Without a
+    free port at which they could meet, the start is retried."""
+    port = 0
+    if meets_at_port(state, deployment):
+        port = take_port(state, deployment)
+        if not port:
+            deployment.backoff.report(CapacityError.code, no_port_reason(state, deployment), now)
+            _launch_later(effects, deployment, now)
+            return
     before = deployment.processes.incarnation or last_incarnation(state, deployment.deployment)
-    deployment.processes.begin_launch(before)
+    deployment.processes.begin_launch(before, port)
     send_launch(state, effects, deployment)
+
+
+def _launch_later(effects: Effects, deployment: Deployment, now: float) -> None:
+    launch_at = now + RETRY_LAUNCH_S
+    deployment.processes.delay_launch(launch_at)
+    effects.wake(launch_at, timers.launch(deployment.deployment))
 
 
 def has_gpu(state: State, rank: RankPlacement) -> bool:
@@ -166,8 +186,7 @@ def has_gpu(state: State, rank: RankPlacement) -> bool:
 
 
 def send_launch(state: State, effects: Effects, deployment: Deployment) -> None:
-    """Send, or send again, the launch of the present incarnation; nothing while a launch waits for
-    free disk space."""
+    """Send, or send again, the launch of the present incarnation; nothing while a launch waits."""
     if deployment.processes.launch_at is not None:
         return
     if not all(has_gpu(state, rank) for rank in deployment.ranks):
@@ -182,6 +201,7 @@ def send_launch(state: State, effects: Effects, deployment: Deployment) -> None:
             group=deployment.group,
             ranks=deployment.ranks,
             spec_json=deployment.spec_json,
+            rendezvous=rendezvous(state, deployment),
         )
     )
 
@@ -191,7 +211,7 @@ def restart(
 ) -> None:
     """Restart the WPG from its last complete version; other members use its group meanwhile."""
     if stop(context, deployment, reason, now, counts=counts):
-        launch(context.state, context.effects, deployment)
+        launch(context.state, context.effects, deployment, now)
 
 
 def restart_when_there_is_room(
@@ -201,16 +221,15 @@ def restart_when_there_is_room(
     failure of the WPG, and is retried without limit."""
     if stop(context, deployment, reason, now, counts=False):
         deployment.backoff.report(StorageFullError.code, reason, now)
-        launch_at = now + NO_ROOM_PAUSE_S
-        deployment.processes.delay_launch(launch_at)
-        context.effects.wake(launch_at, timers.launch(deployment.deployment))
+        _launch_later(context.effects, deployment, now)
 
 
 def launch_if_due(state: State, effects: Effects, deployment: Deployment, now: float) -> None:
-    """Start the processes that waited for free disk space."""
+    """Start the processes that waited for free disk space, or for a port."""
     at = deployment.processes.launch_at
-    if at is not None and now >= at and deployment.state == WpgState.RECOVERING:
-        launch(state, effects, deployment)
+    starts = deployment.state in (WpgState.LAUNCHING, WpgState.RECOVERING)
+    if at is not None and now >= at and starts:
+        launch(state, effects, deployment, now)
 
 
 def stop(

@@ -85,6 +85,7 @@ def abort(effects: Effects, command: RunOperation) -> None:
             operation=command.operation,
             deployment=command.deployment,
             addresses=command.addresses,
+            incarnation=command.incarnation,
         )
     )
 

@@ -167,6 +167,7 @@ def start(
         None,
         deployment.replay.previous_seq,
         deployment.trainer_step if source is None else operation.source_step,
+        deployment.processes.incarnation,
     )
     deployment.running[operation.operation] = command
     if state.routers:
@@ -222,6 +223,8 @@ def start_move(
         due_s,
         # The former version becomes the earlier one, unless the limits allow an older one.
         deployment.replay.previous_seq,
+        0,
+        deployment.processes.incarnation,
     )
     deployment.moving = command
     if state.routers:

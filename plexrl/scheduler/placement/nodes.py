@@ -38,6 +38,10 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         block=event.block,
         nvme_bytes=event.nvme_bytes,
         is_draining=known is not None and known.is_draining,
+        host=event.host,
+        ports=event.ports,
+        fabric=event.fabric,
+        last_port=0 if known is None else known.last_port,
     )
     context.cluster.inventory.node_changed(state.nodes[event.node])
     replace_shrunk(context, event.node, now)
@@ -60,10 +64,14 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
             else:
                 missing = True
         if missing and deployment.is_ready:
-            # An idle WPG cannot have caused the loss, so it does not count as a failure.
+            # An idle WPG cannot have caused the loss, so it does not count as a failure. Neither
+            # can one on a node that was cut off.
             was_at_work = bool(deployment.running) or deployment.moving is not None
             why = f"node {event.node!r} came back without its workers"
-            restart(context, deployment, why, now, counts=was_at_work)
+            if event.was_fenced:
+                why = f"node {event.node!r} was cut off, and its lease ran out"
+            counts = was_at_work and not event.was_fenced
+            restart(context, deployment, why, now, counts=counts)
         elif missing or not deployment.is_ready:
             send_launch(state, effects, deployment)
     for worker in event.workers:
@@ -120,7 +128,7 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
     if event.seq != deployment.replay.durable_seq:
         return
     if event.code in LOST_CODES:
-        reason = _copy_another(context.state, effects, deployment, event)
+        reason = _copy_another(context.state, effects, deployment, event, now)
         if reason is not None:
             job = context.state.job(deployment.job)
             end_job(context, job, JobTrigger.FAILED, reason, now)
@@ -128,12 +136,12 @@ def state_migrated(context: Context, event: StateMigrated, now: float) -> None:
         deployment.backoff.explain(event.error)
         effects.wake(now + MIGRATION_RETRY_S, timers.migration(event.deployment))
     elif migrated(context.state, effects, deployment, event.node):
-        launch(context.state, effects, deployment)
+        launch(context.state, effects, deployment, now)
         effects.touch(deployment.group)
 
 
 def _copy_another(
-    state: State, effects: Effects, deployment: Deployment, event: StateMigrated
+    state: State, effects: Effects, deployment: Deployment, event: StateMigrated, now: float
 ) -> str | None:
     """Fall back to another version, because the one to copy is damaged or missing. Returns why the
     job must end, if there is none."""
@@ -144,7 +152,7 @@ def _copy_another(
         )
     settle(state, effects, deployment)
     if deployment.state != WpgState.MIGRATING:
-        launch(state, effects, deployment)
+        launch(state, effects, deployment, now)
     return None
 
 

@@ -257,6 +257,7 @@ def send_migration(state: State, effects: Effects, deployment: Deployment) -> No
                 seq=deployment.replay.durable_seq,
                 sources=sources,
                 nodes=alive,
+                ranks=deployment.ranks,
             )
         )
 

@@ -1,17 +1,17 @@
-"""Serves the scheduler's socket before the scheduler can: answers every call with an outage.
+"""Serves the scheduler's addresses before the scheduler can: answers every call with an outage.
 
 While the journal cannot be opened, routers and agents connect and receive the reason, so clients
 wait and retry instead of failing. The server never listens where another scheduler does.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 
 from plexrl.errors import StorageError
 from plexrl.process.conditions import Conditions
-from plexrl.process.startup import remove_socket
 from plexrl.scheduler.core.calls import Plain
+from plexrl.scheduler.service.listeners import Listeners
+from plexrl.wire.links.dial import Link
 from plexrl.wire.rpc import Handler, Peer
 
 LOG = logging.getLogger(__name__)
@@ -20,12 +20,12 @@ RETRY_AFTER_S = 1.0
 
 
 class HoldingServer:
-    """Listens at `listen` from the first `hold` to `close`; calls `opened` when it starts."""
+    """Listens from the first `hold` to `close`; calls `opened` when it starts."""
 
-    def __init__(self, listen: str, opened: Callable[[], None]) -> None:
-        self._listen = listen
+    def __init__(self, listeners: Listeners, opened: Callable[[], None]) -> None:
+        self._listeners = listeners
         self._opened = opened
-        self._server: asyncio.Server | None = None
+        self._is_holding = False
         self._peers: set[Peer] = set()
         self._conditions = Conditions()
         self._reason: StorageError | None = None
@@ -38,25 +38,24 @@ class HoldingServer:
         self._reason = error
         self._conditions.clear()
         self._conditions.hold(error)
-        if self._server is not None or await _is_served(self._listen):
+        if self._is_holding or await self._listeners.is_served_by_another():
             return
-        remove_socket(self._listen)
-        self._server = await asyncio.start_unix_server(self._connected, self._listen, backlog=1024)
+        await self._listeners.open(self._connected)
+        self._is_holding = True
         self._opened()
 
     async def close(self) -> None:
         """Stop listening and close all connections; peers connect again."""
-        if self._server is None:
+        if not self._is_holding:
             return
+        self._is_holding = False
         LOG.warning("the journal can be used: continuing")
-        self._server.close()
-        self._server = None
-        remove_socket(self._listen)
+        self._listeners.close()
         for peer in list(self._peers):
             peer.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = Peer(reader, writer, _Answers(self._hello, self._view, self._refuse))
+    async def _connected(self, link: Link) -> None:
+        peer = Peer(link.reader, link.writer, _Answers(self._hello, self._view, self._refuse))
         self._peers.add(peer)
         try:
             await peer.run()
@@ -65,7 +64,7 @@ class HoldingServer:
 
     async def _hello(self, peer: Peer, params: Plain) -> Plain:
         del peer, params
-        return {}
+        return {"is_holding": True}
 
     async def _view(self, peer: Peer, params: Plain) -> Plain:
         del peer, params
@@ -92,13 +91,3 @@ class _Answers(Mapping[str, Handler]):
 
     def __len__(self) -> int:
         return len(self._known)
-
-
-async def _is_served(path: str) -> bool:
-    """Whether a process listens at the socket."""
-    try:
-        _, writer = await asyncio.open_unix_connection(path)
-    except OSError:
-        return False
-    writer.close()
-    return True

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -9,27 +10,45 @@ import msgspec
 
 from plexrl.errors import AuthenticationError, ConflictError
 from plexrl.ids import NodeId, RouterId, TenantId
-from plexrl.process.startup import remove_socket
 from plexrl.scheduler.context.config import SchedulerConfig, core_settings
 from plexrl.scheduler.service.connections.connection import Connection
+from plexrl.scheduler.service.connections.node_leases import NodeLeases
 from plexrl.scheduler.service.holding_server import HoldingServer
+from plexrl.scheduler.service.listeners import Listeners
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.links.credentials import LOCAL
+from plexrl.wire.links.dial import Link
 from plexrl.wire.rpc import Peer
 
 LOG = logging.getLogger(__name__)
 
 OPERATOR = TenantId("operator")
+Plain = dict[str, Any]
 HELD_CHECK_S = 0.2
 """Interval for checking whether the journal accepts the first events."""
 
 
 class Service:
-    """Serves routers and agents over one Unix socket."""
+    """Serves routers and agents."""
 
-    def __init__(self, config: SchedulerConfig, shell: Shell) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        shell: Shell,
+        listeners: Listeners | None = None,
+        lead_confirmed_at: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`lead_confirmed_at`: when the journal confirmed last that this scheduler leads, by the
+        event loop's clock."""
         self._config = config
         self.shell = shell
+        self._listeners = listeners or Listeners(config)
+        self._lead_confirmed_at = lead_confirmed_at
+        self._former_lease_s = max(config.node_lease_s, shell.core.config.node_lease_s)
+        self._leases = NodeLeases(config.node_lease_s, config.lease_s)
+        self._connections: dict[Connection, Peer] = {}
+        """Those of other machines' processes."""
         self._core = shell.core
         self._background: set[asyncio.Task[None]] = set()
         self._graces: dict[NodeId, asyncio.Task[None]] = {}
@@ -54,11 +73,9 @@ class Service:
                 return
             if holding is not None:
                 await holding.close()
-            remove_socket(self._config.listen)
-            server = await asyncio.start_unix_server(
-                self._connected, self._config.listen, backlog=1024
-            )
+            await self._listeners.open(self._connected)
             self._expect_nodes()
+            self.keep(self._end_silent_links())
             ready()
             await asyncio.wait({runner, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if beginning.done():
@@ -66,11 +83,10 @@ class Service:
             if runner.done():
                 # A lost lease, after which no peer may receive anything, or a bug.
                 runner.result()
-            server.close()
+            self._listeners.close()
             for task in list(self._background):
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
-            remove_socket(self._config.listen)
         finally:
             beginning.cancel()
             stopping.cancel()
@@ -140,13 +156,19 @@ class Service:
             )
 
     def _expect_nodes(self) -> None:
-        """Give nodes known before the restart the usual grace period to reconnect."""
+        """Give nodes known before the restart the usual grace period to reconnect, and all leases
+        that the former scheduler may have granted the time to run out."""
+        now = asyncio.get_running_loop().time()
         for view in self._core.list_nodes():
+            if self._config.tls is not None:
+                self._leases.take_over(view["node"], now, self._former_lease_s)
             self.node_disconnected(view["node"])
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(self, self.shell)
-        peer = Peer(reader, writer, connection.handlers())
+    async def _connected(self, link: Link) -> None:
+        connection = Connection(self, self.shell, link.peer)
+        peer = Peer(link.reader, link.writer, connection.handlers())
+        if link.peer != LOCAL:
+            self._connections[connection] = peer
         task = asyncio.current_task()
         assert task is not None
         self._background.add(task)
@@ -154,7 +176,36 @@ class Service:
         try:
             await peer.run()
         finally:
+            self._connections.pop(connection, None)
             connection.ended(peer)
+
+    async def _end_silent_links(self) -> None:
+        """End the connections of other machines whose processes send no heartbeats."""
+        interval_s = heartbeat_s(self._config)
+        loop = asyncio.get_running_loop()
+        checked_at = loop.time()
+        while True:
+            await asyncio.sleep(interval_s)
+            now = loop.time()
+            # If this process was suspended, heartbeats wait to be read.
+            late_s = max(0.0, now - checked_at - 2 * interval_s)
+            checked_at = now
+            for connection, peer in list(self._connections.items()):
+                connection.heard_at = min(now, connection.heard_at + late_s)
+                if now - connection.heard_at > silence_s(self._config):
+                    LOG.warning("%s is silent; disconnected", connection.identity)
+                    peer.abort()
+
+    def heartbeat(self, node: NodeId | None) -> Plain:
+        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's."""
+        answer: Plain = {
+            "heartbeat_s": heartbeat_s(self._config),
+            "silence_s": silence_s(self._config),
+        }
+        if node is not None:
+            now = asyncio.get_running_loop().time()
+            answer["lease_s"] = self._leases.grant(node, now, self._lead_confirmed_at())
+        return answer
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background, no longer than the service lives."""
@@ -170,7 +221,8 @@ class Service:
             grace.cancel()
 
     def node_disconnected(self, node: NodeId) -> None:
-        """A node's agent has disconnected: the node is lost unless it reconnects in time."""
+        """A node's agent has disconnected: the node is lost unless it reconnects in time, and not
+        before its lease has run out."""
         self.node_connected(node)
         self._graces[node] = self.keep(self._lose_after_grace(node))
 
@@ -179,8 +231,19 @@ class Service:
         self.keep(self.shell.report(ev.RouterLost(router=router)))
 
     async def _lose_after_grace(self, node: NodeId) -> None:
-        await asyncio.sleep(self._config.node_grace_s)
+        left_s = self._leases.left_s(node, asyncio.get_running_loop().time())
+        await asyncio.sleep(max(self._config.node_grace_s, left_s))
         if self.shell.agents.is_connected(node):
             # It connected while `_expect_nodes` ran.
             return
         await self.shell.report(ev.NodeLost(node=node))
+
+
+def heartbeat_s(config: SchedulerConfig) -> float:
+    """Interval between two heartbeats of another machine's process: several within a lease."""
+    return config.node_lease_s / 6
+
+
+def silence_s(config: SchedulerConfig) -> float:
+    """Silence after which a connection is ended; half of the lease is left to connect again."""
+    return config.node_lease_s / 2

@@ -23,6 +23,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from plexrl.errors import (
     JournalFullError,
@@ -68,6 +69,9 @@ from plexrl.scheduler.state.messages.events import (
     StateMigrated,
     TimerFired,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LOG = logging.getLogger(__name__)
 
@@ -127,6 +131,10 @@ class Shell:
         self.keys_used_at: dict[str, float] = {}
         """When a router last authenticated with an API key, by key id, since the process
         started."""
+        self.on_change: Callable[[list[Command]], None] | None = None
+        """Called with the commands of each batch, after the core has handled it."""
+        self.event_status: Callable[[], dict[str, object]] | None = None
+        """The connection to the MQTT broker, for operators; None: there is no broker."""
         self._journal = journal
         self._position = position
         self._at = clock.now()
@@ -207,9 +215,10 @@ class Shell:
         await self._consistent.wait()
 
     def faults(self) -> dict[str, object]:
-        """The scheduler's own faults, for operators."""
+        """The scheduler's own faults, and the state of its events, for operators."""
         skipped = NONE_SKIPPED if self._skipped is None else self._skipped.view()
-        return {**skipped, "snapshot_error": self._snapshots.error}
+        events = None if self.event_status is None else self.event_status()
+        return {**skipped, "snapshot_error": self._snapshots.error, "events": events}
 
     async def confirm_lead(self) -> None:
         """Check that no other scheduler has taken over. Raises as `Journal.renew`."""
@@ -279,6 +288,8 @@ class Shell:
         self._position, self._at = position, now
         self._snapshots.start_if_due(position, now)
         self._notify_final()
+        if self.on_change is not None:
+            self.on_change(commands)
         await self._execute(commands)
 
     async def _append(self, entries: list[Entry]) -> int:

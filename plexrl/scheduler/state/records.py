@@ -59,6 +59,14 @@ class Node:
     its agent connects or is given up."""
     is_draining: bool = False
     """An operator started a drain."""
+    host: str = ""
+    """Address at which other machines reach it; empty: it is on the scheduler's machine."""
+    ports: tuple[int, int] = (0, 0)
+    """First and last port at which ranks may meet; 0: none."""
+    fabric: str = ""
+    """`trusted`: WPGs may span it and other trusted nodes."""
+    last_port: int = 0
+    """The port at which ranks were told last to meet; 0: none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

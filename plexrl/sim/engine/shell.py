@@ -132,7 +132,7 @@ def virtual_config(
     """The configuration of a simulated scheduler: the live defaults with a short history."""
     return SchedulerConfig(
         **{"history": 1000, **changes},
-        listen="-",
+        listen=("unix:/-",),
         journal="-",
         operator_key_digest="-",
         ordering=ordering,

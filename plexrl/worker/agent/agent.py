@@ -1,24 +1,21 @@
 """The node agent: starts, watches and stops the workers of its node on the scheduler's commands.
 
 The agent makes no decisions. Workers outlive a lost connection to the scheduler; when the agent
-connects again, it lists its workers. It repeats each report until the scheduler acknowledges it.
+connects again, it lists its workers. A scheduler on another machine grants a lease: when it has run
+out, the agent ends all workers.
 """
 
 import asyncio
 import hashlib
 import logging
-from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plexrl.errors import (
-    ConnectionLostError,
     PlexRLError,
-    StorageError,
     StorageFullError,
-    UnavailableError,
     from_wire,
 )
 from plexrl.statemanager.protocol.address import announced
@@ -26,12 +23,13 @@ from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
+from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
 from plexrl.worker.agent.node_state import NodeState
+from plexrl.worker.agent.scheduler_connection import SchedulerConnection
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 
 LOG = logging.getLogger(__name__)
 
-RECONNECT_S = 0.2
 LOG_LINES_MAX = 10_000
 Plain = dict[str, Any]
 Key = tuple[str, int]
@@ -61,16 +59,37 @@ class Agent:
         self._locks: dict[Key, asyncio.Lock] = {}
         self._rendezvous: dict[str, int] = {}
         """Newest incarnation of each deployment whose rendezvous file has been cleared."""
-        self._reports: deque[tuple[str, Plain]] = deque()
-        self._has_reports = asyncio.Event()
+        self._lease = NodeLease(Path(config.run_dir) / "lease")
+        self._connected = asyncio.Event()
+        self._was_fenced = False
+        """The workers were ended because the lease had run out, and the scheduler does not know."""
+        self._scheduler = SchedulerConnection(
+            config,
+            {
+                "launch": self._launch,
+                "stop": self._stop,
+                "release_state": self._state.release,
+                "migrate_state": self._state.migrate,
+                "prefetch_state": self._state.prefetch,
+                "list_checkpoints": self._state.list_checkpoints,
+                "read_log": self._read_log,
+            },
+            describe_node=self._node_description,
+            session=self._begin_session,
+            unwanted=lambda deployment, rank: self._in_background(
+                self._stop_worker((deployment, rank))
+            ),
+            lease=self._lease,
+        )
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event, connected: asyncio.Event) -> None:
         """Serve until `stop`, then end all workers. Sets `connected` when the scheduler has
         accepted the node for the first time."""
+        self._connected = connected
         self._remove_stale_sockets()
         self._launcher.warm_up()
-        serving = asyncio.create_task(self._serve(connected))
+        serving = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,44 +109,33 @@ class Agent:
         for stale in Path(self._config.run_dir).glob("w-*.sock"):
             stale.unlink()
 
-    async def _serve(self, connected: asyncio.Event) -> None:
+    async def _serve(self) -> None:
+        fencing = asyncio.create_task(self._end_workers_with_lease())
+        try:
+            await self._scheduler.run()
+        finally:
+            fencing.cancel()
+            await asyncio.gather(fencing, return_exceptions=True)
+
+    def _begin_session(self) -> Awaitable[None]:
+        """The scheduler has accepted the node."""
+        self._was_fenced = False
+        self._connected.set()
+        return self._state.watch(self._report_states)
+
+    async def _end_workers_with_lease(self) -> None:
+        """End all workers whenever the lease has run out: the scheduler may give their work to
+        another node from then on."""
         while True:
-            try:
-                reader, writer = await asyncio.open_unix_connection(self._config.scheduler)
-            except OSError:
-                await asyncio.sleep(RECONNECT_S)
-                continue
-            peer = Peer(
-                reader,
-                writer,
-                {
-                    "launch": self._launch,
-                    "stop": self._stop,
-                    "release_state": self._state.release,
-                    "migrate_state": self._state.migrate,
-                    "prefetch_state": self._state.prefetch,
-                    "list_checkpoints": self._state.list_checkpoints,
-                    "read_log": self._read_log,
-                },
-            )
-            running = asyncio.create_task(peer.run())
-            reporting: asyncio.Task[None] | None = None
-            watching: asyncio.Task[None] | None = None
-            try:
-                await peer.call("hello", await self._node_description())
-                connected.set()
-                reporting = asyncio.create_task(self._send_reports(peer))
-                watching = asyncio.create_task(self._state.watch(self._report_states))
-                await running
-            except (ConnectionLostError, UnavailableError, StorageError) as error:
-                LOG.info("lost the connection to the scheduler (%s); connecting again", error)
-            finally:
-                for task in (running, reporting, watching):
-                    if task is not None:
-                        task.cancel()
-                ended = [task for task in (running, watching) if task is not None]
-                await asyncio.gather(*ended, return_exceptions=True)
-            await asyncio.sleep(RECONNECT_S)
+            left_s = self._lease.left_s(clock())
+            if left_s <= 0.0 and self._workers:
+                if not self._was_fenced:
+                    count = len(self._workers)
+                    LOG.error("no scheduler extends the lease: all %d workers are ended", count)
+                self._was_fenced = True
+                for worker in self._workers.values():
+                    worker.process.kill()
+            await asyncio.sleep(min(left_s, CHECK_S) if left_s > 0.0 else CHECK_S)
 
     async def _node_description(self) -> Plain:
         config = self._config
@@ -140,7 +148,10 @@ class Agent:
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
-            "statemanager": announced(config.statemanager, config.statemanager_tcp),
+            "statemanager": announced(
+                config.statemanager,
+                f"tcp://{config.statemanager_tcp}" if config.statemanager_tcp else "",
+            ),
             "workers": [
                 {
                     "deployment": worker.config.deployment,
@@ -152,6 +163,7 @@ class Agent:
                 if worker.is_ready and worker.is_wanted
             ],
             "states": await self._state.deployments(),
+            "was_fenced": self._was_fenced,
         }
 
     # Commands of the scheduler
@@ -246,6 +258,7 @@ class Agent:
             threads=config.threads,
             gpu=int(placement["gpu"]),
             cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
+            lease_file=str(self._lease.file) if self._lease.is_needed else "",
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:
@@ -313,37 +326,13 @@ class Agent:
     # Reports
 
     def _report_states(self, states: list[Plain]) -> None:
-        self._report("state_reported", {"node": self._config.node, "states": states})
+        self._scheduler.report("state_reported", {"node": self._config.node, "states": states})
 
     def _report_worker(self, method: str, config: WorkerConfig, **params: str) -> None:
         names = ("deployment", "rank", "incarnation")
-        self._report(method, {**{name: getattr(config, name) for name in names}, **params})
-
-    def _report(self, method: str, params: Plain) -> None:
-        self._reports.append((method, params))
-        self._has_reports.set()
-
-    async def _send_reports(self, peer: Peer) -> None:
-        while True:
-            await self._has_reports.wait()
-            while self._reports:
-                method, params = self._reports[0]
-                try:
-                    answer = await peer.call(method, params)
-                except ConnectionLostError:
-                    return
-                except (UnavailableError, StorageError) as error:
-                    # The scheduler is slow or stopping, or its journal is unavailable: retry.
-                    LOG.info("the scheduler does not accept reports now (%s); retrying", error)
-                    await asyncio.sleep(RECONNECT_S)
-                    continue
-                except PlexRLError as error:
-                    LOG.error("the scheduler refused %s: %s", method, error)
-                    answer = {}
-                self._reports.popleft()
-                if method == "worker_ready" and not answer.get("wanted", True):
-                    self._in_background(self._stop_worker((params["deployment"], params["rank"])))
-            self._has_reports.clear()
+        self._scheduler.report(
+            method, {**{name: getattr(config, name) for name in names}, **params}
+        )
 
     def _in_background(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -41,6 +41,10 @@ class WorkerProcess(Protocol):
         """End the process and wait for its end."""
         ...
 
+    def kill(self) -> None:
+        """End the process at once. Does not block; an ended process is no error."""
+        ...
+
 
 class Launcher(Protocol):
     """Starts workers on this node."""
@@ -128,6 +132,10 @@ class LocalWorker:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
 
 
 def _main(config: WorkerConfig, ready: Connection) -> None:

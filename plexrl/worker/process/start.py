@@ -10,6 +10,7 @@ from plexrl.errors import StorageFullError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.store.disk_space import is_full
+from plexrl.worker.agent.node_lease import end_with_lease
 from plexrl.worker.config import WorkerConfig
 from plexrl.worker.process.backend_factory import make_or_refuse
 from plexrl.worker.process.leader_follower import make_worker
@@ -39,6 +40,8 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
         force=True,
     )
+    if config.lease_file:
+        end_with_lease(Path(config.lease_file))
     # The control plane may share these cores: a computation must not delay its messages.
     os.nice(NICENESS)
     if config.cores:

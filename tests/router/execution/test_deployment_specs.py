@@ -48,7 +48,7 @@ def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None
     async def read() -> list[dict[str, Any]]:
         requests: list[dict[str, Any]] = []
         server = await scheduler_at(tmp_path / "s", requests)
-        link = SchedulerLink(str(tmp_path / "s"), "r", {})
+        link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {})
         running = asyncio.create_task(link.run())
         await link.connected.wait()
         specs = DeploymentSpecs(link)
@@ -74,7 +74,7 @@ def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None
 
 def test_assigned_work_waits_for_an_unreachable_scheduler(tmp_path: Path) -> None:
     async def wait() -> DeploymentSpec:
-        link = SchedulerLink(str(tmp_path / "s"), "r", {})
+        link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {})
         specs = DeploymentSpecs(link)
         with pytest.raises(UnavailableError):
             await specs.read("j/a", None)

@@ -138,7 +138,7 @@ def test_hello_is_repeated_after_a_stopping_scheduler_refused_it(tmp_path: Path)
 
     async def run() -> None:
         server = await scheduler_at(tmp_path / "s", {"hello": hello, "status": nothing})
-        link = SchedulerLink(str(tmp_path / "s"), "r", {})
+        link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {})
         running = asyncio.create_task(link.run())
         await in_time(link.connected.wait())
         assert await link.call("status", {}) == {}
@@ -164,7 +164,7 @@ def test_a_bug_in_one_handler_does_not_end_the_connection_for_good(tmp_path: Pat
 
     async def run() -> None:
         server = await scheduler_at(tmp_path / "s", {"hello": hello})
-        link = SchedulerLink(str(tmp_path / "s"), "r", {"run": broken})
+        link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {"run": broken})
         running = asyncio.create_task(link.run())
         await in_time(link.connected.wait())
         await greeted.get_nowait().notify("run", {})
@@ -194,7 +194,7 @@ def test_a_report_refused_by_a_stopping_scheduler_is_repeated(tmp_path: Path) ->
 
     async def run() -> None:
         server = await scheduler_at(tmp_path / "s", {"hello": nothing, "finished": finished})
-        link = SchedulerLink(str(tmp_path / "s"), "r", {})
+        link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {})
         for n in (1, 2, 3):
             link.report("finished", {"n": n})
         running = asyncio.create_task(link.run())
@@ -244,7 +244,7 @@ async def executor_at(
         folder / "s", {"hello": nothing, **{name: note(name) for name in methods}}
     )
     executor = Executor(DirectoryBlobStore(blobs))
-    executor.scheduler = SchedulerLink(str(folder / "s"), "r", {})
+    executor.scheduler = SchedulerLink([f"unix:{folder}/s"], "r", {})
     executor.specs = DeploymentSpecs(executor.scheduler)
     running = asyncio.create_task(executor.scheduler.run())
     try:

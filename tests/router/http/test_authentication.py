@@ -36,7 +36,7 @@ def test_a_key_is_looked_up_once_until_the_scheduler_reports_a_revocation(tmp_pa
 
         keys = KeyCache()
         link = SchedulerLink(
-            str(tmp_path / "s"), "r", {"forget_callers": keys.on_forget}, keys.clear
+            [f"unix:{tmp_path}/s"], "r", {"forget_callers": keys.on_forget}, keys.clear
         )
         keys.scheduler = link
         server = await asyncio.start_unix_server(serve, tmp_path / "s")
@@ -88,7 +88,7 @@ def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
             await Peer(reader, writer, {"hello": hello, "authenticate": authenticate}).run()
 
         keys = KeyCache()
-        link = SchedulerLink(str(tmp_path / "s"), "r", {}, keys.clear)
+        link = SchedulerLink([f"unix:{tmp_path}/s"], "r", {}, keys.clear)
         keys.scheduler = link
         server = await asyncio.start_unix_server(serve, tmp_path / "s")
         running = asyncio.create_task(link.run())

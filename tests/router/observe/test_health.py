@@ -33,7 +33,7 @@ def with_scheduler(
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await Peer(reader, writer, {"hello": hello, "conditions": answer}).run()
 
-        link = SchedulerLink(str(folder / "s"), "r", {})
+        link = SchedulerLink([f"unix:{folder}/s"], "r", {})
         server = await asyncio.start_unix_server(serve, folder / "s")
         running = asyncio.create_task(link.run())
         await link.connected.wait()
@@ -105,7 +105,7 @@ def test_a_full_disk_and_a_part_that_ended_are_conditions(tmp_path: Path) -> Non
 
 def test_an_unreachable_scheduler_is_a_condition_since_its_first_failure(tmp_path: Path) -> None:
     async def test() -> None:
-        health = ClusterHealth(SchedulerLink(str(tmp_path / "s"), "r", {}), tmp_path, None)
+        health = ClusterHealth(SchedulerLink([f"unix:{tmp_path}/s"], "r", {}), tmp_path, None)
         (first,) = await health.conditions()
         assert first["code"] == "unavailable"
         public = await health.public()

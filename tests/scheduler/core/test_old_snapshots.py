@@ -29,6 +29,21 @@ class Old(NamedTuple):
     """Of what the version that wrote the snapshot answered to these events."""
 
 
+LATER_FIELDS: dict[type, tuple[str, ...]] = {
+    cmd.LaunchWorkers: ("rendezvous",),
+    cmd.RunOperation: ("incarnation",),
+    cmd.AbortOperation: ("incarnation",),
+}
+"""Fields of commands that version 1 did not have."""
+
+
+def as_in_version_1(command: cmd.Command) -> bytes:
+    plain = msgspec.json.decode(cmd.CODEC.encode(command))
+    for name in LATER_FIELDS.get(type(command), ()):
+        del plain[name]
+    return msgspec.json.encode(plain)
+
+
 @pytest.fixture(scope="module")
 def old() -> Old:
     found = msgspec.msgpack.decode(zlib.decompress(FIXTURE.read_bytes()))
@@ -45,7 +60,7 @@ def test_a_core_from_a_snapshot_of_version_1_decides_as_its_writer(old: Old) -> 
             digest.update(b"refused %s\n" % type(error).__name__.encode())
             continue
         for command in commands:
-            digest.update(cmd.CODEC.encode(command) + b"\n")
+            digest.update(as_in_version_1(command) + b"\n")
     core.check_invariants()
     assert digest.hexdigest() == old.commands_sha256
 

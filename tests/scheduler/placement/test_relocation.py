@@ -325,6 +325,23 @@ def migrating() -> FakeCluster:
     return cluster
 
 
+def test_each_new_node_is_sent_the_part_of_its_own_ranks() -> None:
+    cluster = cluster_of(nodes=4)
+    cluster.job("a")
+    cluster.deploy("a/actor", workers=4)
+    cluster.submit("a:0", "a/actor", "forward_backward")
+    cluster.settle()
+    drain(cluster, "n0")
+    drain(cluster, "n1")
+    cluster.execute(cluster.runs[0])
+    (migration,) = cluster.migrations
+    assert migration.nodes == ("n2", "n3")
+    assert sorted(migration.sources) == ["sm:n0", "sm:n1"]
+    assert [placed.rank for placed in migration.ranks] == [0, 1, 2, 3]
+    by_node = {node: [p.rank for p in migration.ranks if p.node == node] for node in ("n2", "n3")}
+    assert by_node == {"n2": [0, 1], "n3": [2, 3]}
+
+
 def test_a_failed_migration_is_retried() -> None:
     cluster = migrating()
     for _ in range(3):

@@ -15,7 +15,6 @@ import pytest
 
 from plexrl.errors import CorruptStateError, PermissionDeniedError, StateLostError, UnavailableError
 from plexrl.statemanager.client.client import MoveReport
-from plexrl.statemanager.protocol.address import announced, nearest
 from plexrl.statemanager.protocol.messages import Fetch
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
@@ -320,16 +319,6 @@ def test_workers_may_not_have_versions_fetched(make_shard: MakeShard, source: Da
     shard = make_shard(source)
     with pytest.raises(PermissionDeniedError):
         shard.client.request(Fetch(source=source.tcp, deployment=NAME, seq=1, rank=0, stamp=""))
-
-
-def test_a_daemon_is_reached_by_its_path_on_its_own_machine(source: Daemon, tmp_path: Path) -> None:
-    path = source.config.listen
-    both = announced(path, source.tcp.removeprefix("tcp://"))
-    assert nearest(both) == path
-    assert nearest(announced(str(tmp_path / "none.sock"), "host:1")) == "tcp://host:1"
-    assert nearest(f"{source.tcp}#another-boot:{path}") == source.tcp
-    assert nearest(announced(path, "")) == path
-    assert nearest(source.tcp) == source.tcp
 
 
 AGENT = """

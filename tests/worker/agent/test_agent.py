@@ -37,6 +37,9 @@ class FakeWorker:
             self.is_stopped = True
             os.close(self._life)
 
+    def kill(self) -> None:
+        self.stop()
+
     def close(self) -> None:
         self.stop()
         os.close(self.sentinel)
@@ -108,7 +111,7 @@ async def agent_of(
     path = str(folder / "scheduler.sock")
     config = AgentConfig(
         node="node0",
-        scheduler=path,
+        scheduler=(f"unix:{path}",),
         statemanager=statemanager.config.listen,
         ticket_key_file=str(statemanager.config.ticket_key_path),
         gpus=1,

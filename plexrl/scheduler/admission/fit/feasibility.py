@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.placement.capacity.node_pool import NodeKind, is_in_service
+from plexrl.scheduler.placement.capacity.node_pool import (
+    NodeKind,
+    choice_order,
+    fabric_note,
+    is_in_service,
+)
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -53,9 +58,11 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
         need = order[at]
         tried = set()
         for kind, gpus in left.items():
-            if gpus < need.workers or not _suits(kind, need) or (kind, gpus) in tried:
+            # Nodes that share no group differ in their fabric only.
+            equal = kind.node_type, kind.gpu_memory_bytes, gpus
+            if gpus < need.workers or not _suits(kind, need) or equal in tried:
                 continue
-            tried.add((kind, gpus))
+            tried.add(equal)
             left[kind] = gpus - need.workers
             is_held = holds(at + 1)
             left[kind] = gpus
@@ -73,7 +80,7 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
         kinds = [kind for kind in left if left[kind] >= need.workers and _suits(kind, need)]
         if not kinds:
             return False
-        left[min(kinds, key=lambda kind: (kind.gpu_memory_bytes, kind.node_type))] -= need.workers
+        left[min(kinds, key=lambda kind: choice_order(kind, left[kind]))] -= need.workers
     return True
 
 
@@ -227,11 +234,12 @@ def _why(cluster: Cluster, job: Job, gang: Sequence[Deployment]) -> str:
     more = ", in addition to those its job holds," if others else ""
     free = cluster.inventory.in_service()
     there = sum(gpus for kind, gpus in free.items() if not types or kind.node_type in types)
+    note = fabric_note(kind for kind in free if there >= wanted)
     away = _away(cluster.state)
     ending = f": {'; '.join(away)}" if away else ""
     return (
         f"{wanted} GPUs{of_type}{together}{more} are more than the {there} GPUs{of_type} of the "
-        f"nodes in service can give{ending}; it waits until they can, and blocks no other job"
+        f"nodes in service can give{note}{ending}; it waits until they can, and blocks no other job"
     )
 
 

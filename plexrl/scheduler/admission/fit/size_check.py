@@ -3,6 +3,7 @@
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
 from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.placement.capacity.node_pool import fabric_note
 from plexrl.scheduler.state.records import Deployment, Job
 
 
@@ -35,7 +36,7 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
     if deployment.workers > gpus:
         raise CapacityError(
             f"deployment {name!r} asks for {deployment.workers} GPUs{of_type}; the cluster has "
-            f"{gpus} of one kind: ask for fewer workers or add nodes",
+            f"{gpus} of one kind{fabric_note(typed)}: ask for fewer workers or add nodes",
             workers=deployment.workers,
             gpus=gpus,
         )
@@ -74,7 +75,8 @@ def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     raise CapacityError(
         f"deployment {deployment.deployment!r} asks for {deployment.workers} GPUs, and so job "
         f"{job.job!r} for {workers} GPUs at once in {len(needs)} groups; the cluster has {gpus}, "
-        "and each group takes GPUs of one kind: ask for fewer workers or add nodes",
+        f"and each group takes GPUs of one kind{fabric_note(free)}: ask for fewer workers or add "
+        "nodes",
         workers=workers,
         gpus=gpus,
     )

@@ -11,7 +11,7 @@ from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
 from plexrl.scheduler.placement.capacity.index import Shape
-from plexrl.scheduler.placement.capacity.node_pool import NodeKind
+from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
 from plexrl.scheduler.placement.placement import fitting, modes, nearest
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, State
@@ -98,6 +98,9 @@ def _attempt(
     if mode == PlacementMode.DEDICATED:
         free = cluster.inventory.pool.free_gpus(deployment.node_type)
         why = f"{free} GPUs are in no group, {deployment.workers} of one kind are wanted"
+        kinds = cluster.inventory.in_service()
+        if free >= deployment.workers:
+            why += fabric_note(kind for kind in kinds if kinds[kind] < deployment.workers)
         if cluster.inventory.draining:
             why += f"; {len(cluster.inventory.draining)} nodes are being drained"
         return {"way": mode.value, "free_gpus": free, "why": why}
@@ -174,10 +177,10 @@ def _census_of(
 def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:
     """Seconds until jobs with a declared length have released enough suitable GPUs, ignoring the
     deployments ahead; None if too few jobs declare a length."""
+    free = dict.fromkeys(cluster.inventory.sizes(), 0)
+    free |= dict(cluster.inventory.pool.free_by_kind(deployment.node_type))
     free = {
-        kind: cluster.inventory.pool.free_gpus(kind.node_type)
-        for kind in cluster.inventory.sizes()
-        if deployment.node_type in ("", kind.node_type)
+        kind: gpus for kind, gpus in free.items() if deployment.node_type in ("", kind.node_type)
     }
     ends = []
     for group in cluster.state.groups.values():
@@ -186,7 +189,7 @@ def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> flo
         job = cluster.state.job(cluster.state.deployment(group.members[0]).job)
         if job.expected_s and job.job != deployment.job:
             end_s = max(0.0, job.submitted_at + job.expected_s - now)
-            kind = NodeKind(group.node_type, group.gpu_memory_bytes)
+            kind = kind_of(cluster.state.nodes[group.gpus[0].node])
             ends.append((end_s, kind, len(group.gpus)))
     for end_s, kind, gpus in sorted(ends):
         if kind in free:

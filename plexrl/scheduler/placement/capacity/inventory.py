@@ -10,7 +10,12 @@ from plexrl.ids import DeploymentId, GroupId, NodeId
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.limits import TOTAL_MAX
 from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
-from plexrl.scheduler.placement.capacity.node_pool import NodeKind, NodePool, is_in_service
+from plexrl.scheduler.placement.capacity.node_pool import (
+    NodeKind,
+    NodePool,
+    is_in_service,
+    kind_of,
+)
 from plexrl.scheduler.placement.policies import PlacementPolicy
 from plexrl.scheduler.state.demand.trace import DemandTrace, Footprint, project, whole_ring
 from plexrl.scheduler.state.messages.commands import RankPlacement
@@ -68,7 +73,7 @@ class Inventory:
             for gpu in self._state.groups[name].gpus
             if gpu.node == node.node
         ]
-        kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+        kind = kind_of(node)
         self.pool.add(node.node, kind, node.block, node.gpus, taken)
         if not is_in_service(node):
             self.pool.close(node.node)
@@ -144,7 +149,7 @@ class Inventory:
             for node in self._state.nodes.values():
                 if node.lost_at is not None and not self._config.lost_nodes_return:
                     continue
-                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                kind = kind_of(node)
                 gpus, tiers = self._sizes.get(kind, (0, 0))
                 more = node.host_memory_bytes + node.nvme_bytes
                 self._sizes[kind] = (gpus + node.gpus, tiers + more)
@@ -156,7 +161,7 @@ class Inventory:
             self._in_service = {}
             for node in self._state.nodes.values():
                 if is_in_service(node):
-                    kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                    kind = kind_of(node)
                     self._in_service[kind] = self._in_service.get(kind, 0) + node.gpus
         return self._in_service
 
@@ -166,7 +171,7 @@ class Inventory:
         for gpu in group.gpus:
             node = self._state.nodes[gpu.node]
             if is_in_service(node) and gpu.gpu < node.gpus:
-                kind = NodeKind(node.node_type, node.gpu_memory_bytes)
+                kind = kind_of(node)
                 found[kind] = found.get(kind, 0) + 1
         return found
 

@@ -7,7 +7,7 @@ topology (a rack, a rail), else on the fewest adjacent blocks that hold it.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from plexrl.scheduler.state.records import Node
 
 
+TRUSTED: Final = "trusted"
+"""The fabric whose nodes may share a group."""
+ALONE: Final = "node "
+"""Begins the fabric of a node that shares no group with others."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class NodeKind:
     """Nodes of one kind are interchangeable. A group uses one kind only."""
@@ -25,6 +31,31 @@ class NodeKind:
     node_type: str
     gpu_memory_bytes: int
     """Per GPU."""
+    fabric: str = ""
+    """Equal for nodes that one group may span."""
+
+
+def kind_of(node: "Node") -> NodeKind:
+    """The kind of a node. Nodes on the scheduler's machine may share a group, and so may nodes of a
+    trusted fabric; any other node is the only one of its kind."""
+    fabric = ""
+    if node.host:
+        fabric = TRUSTED if node.fabric == TRUSTED else f"{ALONE}{node.node}"
+    return NodeKind(node.node_type, node.gpu_memory_bytes, fabric)
+
+
+def fabric_note(kinds: Iterable[NodeKind]) -> str:
+    """Says which of these nodes share no group with others; empty: there are none."""
+    alone = sorted(
+        kind.fabric.removeprefix(ALONE) for kind in kinds if kind.fabric.startswith(ALONE)
+    )
+    if not alone:
+        return ""
+    some = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
+    return (
+        f" (groups do not span {some}: their agents' configuration does not say fabric = "
+        f"{TRUSTED!r}, and collectives are not encrypted)"
+    )
 
 
 def is_in_service(node: "Node") -> bool:
@@ -134,14 +165,14 @@ class NodePool:
     ) -> tuple[RankPlacement, ...] | None:
         """`count` free GPUs of one kind with at least that memory each; None if there are none.
 
-        Prefers the kind with the least sufficient memory, then the lowest name. `suits(node, n)`:
-        whether n GPUs of the node may be used."""
+        Prefers the kind with the least sufficient memory, then the lowest name, then the fewest
+        free GPUs. `suits(node, n)`: whether n GPUs of the node may be used."""
         kinds = [
             key
             for key in self._kinds
             if node_type in ("", key.node_type) and key.gpu_memory_bytes >= memory_bytes_min
         ]
-        for key in sorted(kinds, key=lambda k: (k.gpu_memory_bytes, k.node_type)):
+        for key in sorted(kinds, key=lambda k: choice_order(k, self._kinds[k].free_gpus)):
             kind = self._kinds[key]
             if kind.free_gpus < count:
                 continue
@@ -223,6 +254,11 @@ class NodePool:
         block.free_gpus -= len(found.free)
         if not block.nodes:
             del kind.blocks[found.block]
+
+
+def choice_order(kind: NodeKind, free_gpus: int) -> tuple[int, str, int, str]:
+    """Sort key of kinds that have enough free GPUs: the lowest is chosen."""
+    return kind.gpu_memory_bytes, kind.node_type, free_gpus, kind.fabric
 
 
 def _count_in(kind: _Kind, name: NodeId, node: _PoolNode) -> None:

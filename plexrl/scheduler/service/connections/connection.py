@@ -1,11 +1,13 @@
-"""One connection of the scheduler's socket: the peer's role and the calls it may make.
+"""One connection to the scheduler: the peer's role and the calls it may make.
 
-The first call is `hello`, which names the role; all other calls are refused before it. A router
+The first call is `hello`, which names the role; all other calls are refused before it. A process of
+another machine can only say what its certificate says. A router
 makes requests for its callers and reports results of operations. A node agent reports on the
 workers of its own node.
 """
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +26,10 @@ from plexrl.scheduler.service.connections.router_calls import RouterCalls
 from plexrl.scheduler.service.connections.tenant_calls import TenantCalls
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.wire.links.credentials import LOCAL, Identity, Role
 from plexrl.wire.rpc import Handler, Peer
+
+LOG = logging.getLogger(__name__)
 
 GREETING_S = 5.0
 """Longest wait for the greeting's event before the greeting is answered."""
@@ -35,6 +40,10 @@ class Owner(Protocol):
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background, at most as long as the service lives."""
+        ...
+
+    def heartbeat(self, node: NodeId | None) -> Plain:
+        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's."""
         ...
 
     def node_connected(self, node: NodeId) -> None:
@@ -63,7 +72,11 @@ class _Greeted:
 class Connection:
     """One connection, from its first call to its end."""
 
-    def __init__(self, owner: Owner, shell: Shell) -> None:
+    def __init__(self, owner: Owner, shell: Shell, identity: Identity) -> None:
+        """`identity`: of the process at the other end."""
+        self.identity = identity
+        self.heard_at = asyncio.get_running_loop().time()
+        """When it last sent `hello` or a heartbeat."""
         self._owner = owner
         self._shell = shell
         self._greeted: _Greeted | None = None
@@ -74,6 +87,7 @@ class Connection:
         """The handlers of all methods that peers may call."""
         return {
             "hello": self._hello,
+            "beat": self._beat,
             **{
                 name: self._request(name, ask)
                 for name, ask in self._router_calls.requests().items()
@@ -107,12 +121,42 @@ class Connection:
         role = rest.pop("role", None)
         # The role is set before the first await, because pipelined calls check it.
         if role == "router":
-            await self._hello_router(peer, calls.parse(calls.RouterHello, rest).router)
+            router = calls.parse(calls.RouterHello, rest).router
+            self._check_identity(peer, Identity(Role.ROUTER, router))
+            await self._hello_router(peer, router)
         elif role == "agent":
-            await self._hello_agent(peer, calls.parse(ev.NodeJoined, rest))
+            joined = calls.parse(ev.NodeJoined, rest)
+            self._check_identity(peer, Identity(Role.NODE, joined.node))
+            await self._hello_agent(peer, joined)
         else:
             raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
-        return {}
+        return self._heartbeat()
+
+    def _check_identity(self, peer: Peer, claimed: Identity) -> None:
+        """Refuse, and end the connection of, a process whose certificate says something else."""
+        if self.identity in (LOCAL, claimed):
+            return
+        LOG.warning("%s said that it is %s; refused", self.identity, claimed)
+        peer.close_after_answers()
+        raise PermissionDeniedError(
+            f"the certificate is that of {self.identity}, and the process says that it is "
+            f"{claimed}: give it the certificate of {claimed}"
+        )
+
+    async def _beat(self, peer: Peer, params: Plain) -> Plain:
+        del peer, params
+        if self._greeted is None:
+            raise PermissionDeniedError("say hello before 'beat'")
+        return self._heartbeat()
+
+    def _heartbeat(self) -> Plain:
+        """Take in a heartbeat. On a Unix socket there are none."""
+        if self.identity == LOCAL:
+            return {}
+        assert self._greeted is not None, "hello was accepted"
+        self.heard_at = asyncio.get_running_loop().time()
+        link = self._greeted.link
+        return self._owner.heartbeat(None if link is None else link.node)
 
     async def _hello_router(self, peer: Peer, router: RouterId) -> None:
         self._greeted = _Greeted("router", router=router)

@@ -197,7 +197,8 @@ class AgentLinks:
         return node in self._links
 
     async def migrate(self, command: MigrateState, node: NodeId) -> tuple[str, str] | None:
-        """Order a node to fetch a version, outside its command queue: a copy may take minutes.
+        """Order a node to fetch its ranks' part of a version, outside its command queue: a copy may
+        take minutes.
 
         Returns (error message, error code), both empty on success; None if the node is not
         connected (the core repeats the order when the node joins).
@@ -205,7 +206,8 @@ class AgentLinks:
         link = self._links.get(node)
         if link is None:
             return None
-        params = {"command": CODEC.to_plain(command)}
+        own = [placed.rank for placed in command.ranks if placed.node == node]
+        params = {"command": {**CODEC.to_plain(command), "ranks": own}}
         try:
             await link.peer.call("migrate_state", params, timeout_s=MIGRATION_TIMEOUT_S)
         except ConnectionLostError:

@@ -13,10 +13,12 @@ lease that expired and that no scheduler took is renewed with its old epoch.
 
 import asyncio
 import logging
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,14 +29,18 @@ from plexrl.errors import (
     LeaseLostError,
     StorageError,
 )
+from plexrl.events.publisher import Publisher, publishing
 from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.scheduler.core.queries.event_records import prefetch_hints
 from plexrl.scheduler.service.holding_server import HoldingServer
 from plexrl.scheduler.service.journal.journal import Journal
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
+from plexrl.scheduler.service.listeners import Listeners
 from plexrl.scheduler.service.service import Service
 from plexrl.scheduler.service.shell import Clock, Shell
+from plexrl.wire.links.address import UnixAddress, parse_address
 
 LOG = logging.getLogger(__name__)
 
@@ -49,10 +55,19 @@ HELD = (JournalFullError, JournalUnavailableError)
 """Errors of the journal that may end by themselves, or once an operator frees space."""
 
 
+@dataclass(slots=True)
+class Lead:
+    """What this process knows about its lead."""
+
+    confirmed_at: float = -math.inf
+    """Monotonic time just before the last transaction in which the journal confirmed it."""
+
+
 async def run_scheduler(
-    config: SchedulerConfig, ready: Callable[[], None], stop: asyncio.Event
+    config: SchedulerConfig, ready: Callable[[list[str]], None], stop: asyncio.Event
 ) -> None:
-    """Stand by until this scheduler leads, then serve until `stop`; calls `ready` once it listens.
+    """Stand by until this scheduler leads, then serve until `stop`; calls `ready` with the
+    addresses once it listens.
 
     While the journal is full or does not answer, the scheduler holds: it listens, and answers every
     call with the reason.
@@ -62,16 +77,20 @@ async def run_scheduler(
             may still be writing, which the journal will refuse.
         StorageError: the journal cannot be used.
     """
-    listening = _ListeningSocket(config.listen, ready)
-    holding = HoldingServer(config.listen, listening.on_listening)
+    listeners = Listeners(config)
+    listening = _ListeningSocket(_socket_path(config), lambda: ready(listeners.addresses))
+    holding = HoldingServer(listeners, listening.on_listening)
+    lead = Lead()
     try:
-        journal = await _take_lead(config, holding, stop)
+        journal = await _take_lead(config, holding, lead, stop)
         if journal is None:
             return
         # Renewed during the replay too, which may take longer than a lease lasts.
-        keeping = asyncio.create_task(keep_lead(journal, config.lease_s, listening.is_replaced))
+        keeping = asyncio.create_task(
+            keep_lead(journal, config.lease_s, listening.is_replaced, lead)
+        )
         serving = asyncio.create_task(
-            _serve(config, journal, holding, listening.on_listening, stop)
+            _serve(config, journal, holding, listeners, listening.on_listening, lead, stop)
         )
         await asyncio.wait({keeping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
@@ -92,19 +111,30 @@ async def run_scheduler(
 
 def holder_of(config: SchedulerConfig) -> str:
     """The name of this scheduler in the lease."""
-    return config.holder or f"{socket.gethostname()}:{Path(config.listen).absolute()}"
+    return config.holder or f"{socket.gethostname()}:{_socket_path(config) or config.listen[0]}"
+
+
+def _socket_path(config: SchedulerConfig) -> str | None:
+    """The first Unix socket that the scheduler listens on, if any."""
+    found = [parse_address(text) for text in config.listen]
+    return next((each.path for each in found if isinstance(each, UnixAddress)), None)
 
 
 async def keep_lead(
-    journal: Journal, ttl_s: float, is_replaced: Callable[[], bool] = lambda: False
+    journal: Journal,
+    ttl_s: float,
+    is_replaced: Callable[[], bool] = lambda: False,
+    lead: Lead | None = None,
 ) -> NoReturn:
     """Renew a lease of `ttl_s` seconds until it is lost, in a thread of its own, so that neither
     the event loop nor its thread pool can delay it. `is_replaced`: whether another scheduler
-    listens at this one's address; checked while the journal does not answer.
+    listens at this one's address; checked while the journal does not answer. `lead` is told when
+    the journal has confirmed the lead.
 
     Raises:
         LeaseLostError: another scheduler took the lease.
     """
+    known = lead or Lead()
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[NoReturn] = loop.create_future()
     ended = threading.Event()
@@ -115,7 +145,7 @@ async def keep_lead(
 
     def renew() -> None:
         try:
-            _renew_until(journal, ttl_s, is_replaced, ended)
+            _renew_until(journal, ttl_s, is_replaced, known, ended)
         except BaseException as error:
             if not ended.is_set():
                 loop.call_soon_threadsafe(report_loss, error)
@@ -129,7 +159,11 @@ async def keep_lead(
 
 
 def _renew_until(
-    journal: Journal, ttl_s: float, is_replaced: Callable[[], bool], ended: threading.Event
+    journal: Journal,
+    ttl_s: float,
+    is_replaced: Callable[[], bool],
+    lead: Lead,
+    ended: threading.Event,
 ) -> None:
     renewed_at = time.monotonic()
     has_warned = False
@@ -153,6 +187,7 @@ def _renew_until(
         now = time.monotonic()
         overdue_s = now - renewed_at - ttl_s
         if failure is None:
+            lead.confirmed_at = began_at
             if overdue_s > 0:
                 LOG.warning(
                     "the lease of %g s had expired %.1f s ago and no scheduler had taken it; it is "
@@ -177,8 +212,9 @@ def _renew_until(
 class _ListeningSocket:
     """Detects whether another process has replaced the listening socket."""
 
-    def __init__(self, path: str, ready: Callable[[], None]) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | None, ready: Callable[[], None]) -> None:
+        """`path`: None if there are TLS ports only, which two processes never share."""
+        self._path = None if path is None else Path(path)
         self._ready: Callable[[], None] | None = ready
         self._identity: tuple[int, int] | None = None
 
@@ -195,6 +231,8 @@ class _ListeningSocket:
         return self._identity is not None and found is not None and found != self._identity
 
     def _stat(self) -> tuple[int, int] | None:
+        if self._path is None:
+            return None
         try:
             found = self._path.stat()
         except OSError:
@@ -203,7 +241,7 @@ class _ListeningSocket:
 
 
 async def _take_lead(
-    config: SchedulerConfig, holding: HoldingServer, stop: asyncio.Event
+    config: SchedulerConfig, holding: HoldingServer, lead: Lead, stop: asyncio.Event
 ) -> SqlJournal | None:
     """Open the journal and wait for its lease; None if `stop` came first."""
     poll_s = min(config.lease_s / RENEWALS, POLL_S_MAX)
@@ -214,6 +252,7 @@ async def _take_lead(
                 journal = await asyncio.to_thread(
                     SqlJournal, config.journal, config.journal_bytes_max
                 )
+            began_at = time.monotonic()
             epoch = await asyncio.to_thread(journal.acquire, holder, config.lease_s)
         except LeaseHeldError as error:
             await holding.close()
@@ -229,6 +268,7 @@ async def _take_lead(
                 raise
         else:
             LOG.info("%s leads, epoch %d", holder, epoch)
+            lead.confirmed_at = began_at
             return journal
         await _pause(poll_s, stop)
     if journal is not None:
@@ -248,7 +288,9 @@ async def _serve(
     config: SchedulerConfig,
     journal: Journal,
     holding: HoldingServer,
+    listeners: Listeners,
     ready: Callable[[], None],
+    lead: Lead,
     stop: asyncio.Event,
 ) -> None:
     while True:
@@ -270,8 +312,27 @@ async def _serve(
         skipped=restored.skipped,
     )
     freeze_existing_objects()
-    await Service(config, shell).run(ready, stop, holding)
+    service = Service(config, shell, listeners, lambda: lead.confirmed_at)
+    async with publishing(_publisher(config, shell)):
+        await service.run(ready, stop, holding)
     await shell.save()
+
+
+def _publisher(config: SchedulerConfig, shell: Shell) -> Publisher | None:
+    """What publishes the cluster's events; None if no broker is configured."""
+    if config.events is None:
+        return None
+    publisher = Publisher(
+        config.events,
+        shell.core.records(config.events.ended_job_s),
+        shell.clock.now,
+        holder_of(config),
+        shell.wait_until_consistent,
+        shell.confirm_lead,
+    )
+    shell.on_change = lambda commands: publisher.notify(prefetch_hints(commands, shell.clock.now()))
+    shell.event_status = publisher.broker.view
+    return publisher
 
 
 def _release_and_close(journal: Journal) -> None:

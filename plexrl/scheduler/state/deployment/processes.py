@@ -18,18 +18,24 @@ class Processes:
     failures: int = 0
     """Launches since an operation last completed."""
     launch_at: float | None = None
-    """When the processes are started again: their last start found no free disk space. None: they
-    are being started, or run."""
+    """When the processes are started: their last start found no free disk space, or there was no
+    port at which they could meet. None: they are being started, or run."""
+    port: int = 0
+    """Port on the node of rank 0 at which the ranks of the present incarnation meet; 0: at a file.
+    """
 
-    def begin_launch(self, former: int) -> None:
-        """Processes are started; the last incarnation before them was `former`."""
+    def begin_launch(self, former: int, port: int) -> None:
+        """Processes are started, which meet at `port`; the last incarnation before them was
+        `former`."""
         self.incarnation = former + 1
+        self.port = port
         self.launch_at = None
         self.addresses.clear()
 
     def delay_launch(self, until: float) -> None:
         """Processes are started no earlier than then."""
         self.launch_at = until
+        self.port = 0
 
     def cancel_launch(self) -> None:
         """No launch waits."""
@@ -55,6 +61,7 @@ class Processes:
     def lose_all(self) -> None:
         """All workers are gone."""
         self.addresses.clear()
+        self.port = 0
 
     def outdate(self) -> None:
         """Reports of the present incarnation no longer count."""

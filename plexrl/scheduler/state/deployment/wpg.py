@@ -53,6 +53,7 @@ def displace(deployment: Deployment) -> None:
     deployment.placement = None
     deployment.stored.stop_awaiting()
     deployment.processes.cancel_launch()
+    deployment.processes.lose_all()
 
 
 def end(deployment: Deployment) -> None:

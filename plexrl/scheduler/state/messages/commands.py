@@ -47,6 +47,9 @@ class LaunchWorkers(Command, frozen=True, kw_only=True):
     group: GroupId
     ranks: tuple[RankPlacement, ...]
     spec_json: str
+    rendezvous: str = ""
+    """`host:port` on the node of rank 0 at which the ranks meet; empty: at a file, because all are
+    on one machine."""
 
 
 class StopWorkers(Command, frozen=True, kw_only=True):
@@ -65,13 +68,16 @@ class ReleaseState(Command, frozen=True, kw_only=True):
 
 
 class MigrateState(Command, frozen=True, kw_only=True):
-    """Copy a complete version from one of `sources` to the StateManagers of `nodes`."""
+    """Copy a complete version from `sources` to the StateManagers of `nodes`, to each the part of
+    its own ranks."""
 
     deployment: DeploymentId
     seq: int
     sources: tuple[str, ...]
     """Addresses of StateManagers that hold the version."""
     nodes: tuple[NodeId, ...]
+    ranks: tuple[RankPlacement, ...]
+    """Where all ranks will run."""
 
 
 class PrefetchState(Command, frozen=True, kw_only=True):
@@ -122,6 +128,9 @@ class RunOperation(Command, frozen=True, gc=False):
     trainer_step: int = 0
     """Optimizer steps in the weights: of `sync_weights` in the pulled weights, else in the WPG's
     own."""
+    incarnation: int = 0
+    """Incarnation of the workers at `addresses`. An address may belong to another worker later,
+    which refuses the run."""
 
 
 class AbortOperation(Command, frozen=True, kw_only=True):
@@ -130,6 +139,8 @@ class AbortOperation(Command, frozen=True, kw_only=True):
     operation: OperationId
     deployment: DeploymentId
     addresses: tuple[str, ...]
+    incarnation: int = 0
+    """Incarnation of the workers at `addresses`."""
 
 
 class DiscardBlobs(Command, frozen=True, kw_only=True):

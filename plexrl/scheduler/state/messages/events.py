@@ -56,6 +56,16 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     """Position in the topology, such as `row1/rack3`; nodes of one block are close together."""
     nvme_bytes: int = 0
     """Capacity of the node's NVMe tier."""
+    host: str = ""
+    """Address at which other machines reach the node; empty: they do not, and all nodes without an
+    address are on the scheduler's machine."""
+    ports: tuple[int, int] = (0, 0)
+    """First and last port at which the ranks of a WPG may meet on this node; 0: none."""
+    fabric: str = ""
+    """`trusted`: the network to other trusted nodes may carry the ranks' collectives, which are not
+    encrypted. Empty: WPGs do not span this node and others. Without effect if `host` is empty."""
+    was_fenced: bool = False
+    """The agent has ended its workers, because its lease had run out while it was cut off."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):

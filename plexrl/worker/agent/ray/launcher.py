@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 import weakref
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,6 +127,11 @@ class RayWorker:
         if not select.select([self._pidfd], [], [], STOP_GRACE_S)[0]:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             select.select([self._pidfd], [], [])
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 def reason_of(serving: "ObjectRef[None]", timeout_s: float) -> str | None:

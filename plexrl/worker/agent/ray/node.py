@@ -17,6 +17,7 @@ from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.private_folder import make_private_folder, remove_private_folder
 from plexrl.process.plain_text import PlainFormatter
 from plexrl.process.startup import LOG_FORMAT, parse_config
+from plexrl.wire.links.address import UnixAddress, parse_address
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.agent.ray.launcher import RayLauncher
 from plexrl.worker.config import AgentConfig
@@ -91,9 +92,10 @@ class RayNodeActor:
 
 
 def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
-    if not Path(config.scheduler).is_socket():
+    local = [each for each in map(parse_address, config.scheduler) if isinstance(each, UnixAddress)]
+    if not all(Path(each.path).is_socket() for each in local):
         raise UnavailableError(
-            f"the scheduler's Unix socket {config.scheduler} does not exist on this node, so the "
+            f"the scheduler's Unix socket {local[0].path} does not exist on this node, so the "
             "scheduler runs on another machine: use Ray nodes of one machine"
         )
     # The parents first: their owner could replace the folders in them.

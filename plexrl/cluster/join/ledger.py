@@ -1,0 +1,164 @@
+"""The head's record of join tokens and of the nodes that have joined: one durable file.
+
+A change is written to a new file, synchronised to the disk and renamed, under a lock. So a token is
+spent for good before its certificate leaves the head, and a crash leaves the former or the new
+record. `plexrl node token` and the join service, which are two processes, change the same record.
+"""
+
+import fcntl
+import hmac
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from plexrl.errors import ConflictError, JoinTokenError, StorageError
+
+NAME = "members.json"
+LOCK = "members.lock"
+
+
+class Token(msgspec.Struct, kw_only=True):
+    """A join token. Times are seconds since the epoch, by the head's clock."""
+
+    digest: str
+    """SHA-256 of the secret."""
+    created_at: float
+    expires_at: float
+    uses: int
+    """Nodes that it may admit in total."""
+    admitted: list[tuple[str, str]] = []
+    """(node, SHA-256 of its public key) of each admitted node."""
+    is_revoked: bool = False
+
+    def refusal(self, now: float) -> str:
+        """Why the token admits no further node: `revoked`, `expired` or `used`; empty: it does."""
+        if self.is_revoked:
+            return "revoked"
+        if now >= self.expires_at:
+            return "expired"
+        return "used" if len(self.admitted) >= self.uses else ""
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """A node that has joined."""
+
+    keys: list[str]
+    """SHA-256 of the public keys that are accepted: of its last certificate, and of the one before,
+    because the answer with the last may have been lost."""
+    joined_at: float
+    certified_until: float
+    host: str = ""
+    """Address from which the node last spoke to the head."""
+
+
+class Members(msgspec.Struct, kw_only=True):
+    """Content of the file."""
+
+    tokens: list[Token] = []
+    nodes: dict[str, Member] = {}
+
+
+class Ledger:
+    """The record in a folder of the head."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._lock = folder / LOCK
+
+    def read(self) -> Members:
+        """The record as it is now.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Members)
+        except FileNotFoundError:
+            return Members()
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StorageError(
+                f"{self._path} cannot be read ({error}): restore it from a backup, or remove it, "
+                "after which tokens are void and nodes join again",
+                path=str(self._path),
+            ) from error
+
+    @contextmanager
+    def change(self) -> Iterator[Members]:
+        """The record, to be changed; durable at the end. Nothing is written after an exception.
+
+        Raises:
+            StorageError: the file cannot be read or written.
+        """
+        with self._locked():
+            members = self.read()
+            yield members
+            self._write(msgspec.json.encode(members))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(f"{self._lock} cannot be opened: {error}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, body: bytes) -> None:
+        part = self._path.with_suffix(".part")
+        try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(descriptor)
+            part.rename(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error}") from error
+
+
+def admit(
+    members: Members, digest: str, node: str, key: str, *, now: float, is_live: bool
+) -> Token:
+    """Spend one use of a token on a node with this key. A repeated request of the same node with
+    the same key, whose answer was lost, spends nothing.
+
+    Raises:
+        ConflictError: a live node has the name.
+        JoinTokenError: the token admits no further node.
+    """
+    token = next(
+        (each for each in members.tokens if hmac.compare_digest(each.digest, digest)), None
+    )
+    if token is None:
+        raise JoinTokenError(
+            "the head does not know this join token: run `plexrl node token` on it for a new one",
+            reason="unknown",
+        )
+    is_repeated = (node, key) in token.admitted
+    reason = token.refusal(now)
+    if reason and not (reason == "used" and is_repeated):
+        raise JoinTokenError(
+            f"this join token is {reason}: run `plexrl node token` on the head for a new one",
+            reason=reason,
+        )
+    known = members.nodes.get(node)
+    if is_live and (known is None or key not in known.keys):
+        raise ConflictError(
+            f"a live node is named {node!r}: choose another name with --name, or end that node "
+            "with `plexrl node leave` on its machine first",
+            node=node,
+        )
+    if not is_repeated:
+        token.admitted.append((node, key))
+    return token

@@ -1,0 +1,313 @@
+"""The join service of the head: admits nodes, renews their certificates, and lets them leave.
+
+It listens with TLS on a port of its own, in the supervisor, which alone holds the authority's key.
+Clients without a certificate may ask for the authority's certificate, and join with a token. All
+other requests need a node's certificate and concern that node only.
+
+A client proves the head before it sends the secret: it asks for the authority's certificate,
+compares the fingerprint with its token, and connects again, trusting this authority only.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import re
+import ssl
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, assert_never
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from plexrl.cluster.join import messages
+from plexrl.cluster.join.attempts import FailedAttempts
+from plexrl.cluster.join.authority import LIFE, Authority
+from plexrl.cluster.join.ledger import Ledger, Member, admit
+from plexrl.cluster.join.tokens import secret_digest
+from plexrl.errors import (
+    AuthenticationError,
+    ConflictError,
+    ConnectionLostError,
+    InvalidRequestError,
+    OverloadedError,
+    PermissionDeniedError,
+    PlexRLError,
+    UnavailableError,
+)
+from plexrl.wire.links.credentials import Identity, Role, TlsFiles, identity_of
+
+LOG = logging.getLogger(__name__)
+
+EXCHANGE_S = 15.0
+"""Time limit for one connection."""
+CONNECTIONS_MAX = 256
+_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+class ClusterView(Protocol):
+    """What the service asks the running cluster."""
+
+    async def live_nodes(self) -> Collection[str]:
+        """Names of the nodes whose agent is connected.
+
+        Raises:
+            PlexRLError: the cluster does not answer now.
+        """
+        ...
+
+    async def drain(self, node: str, *, is_draining: bool) -> messages.DrainProgress:
+        """Begin or end a drain; returns what is left on the node.
+
+        Raises:
+            PlexRLError: there is no such node, or the cluster does not answer now.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """The other end of a connection."""
+
+    address: str
+    node: str = ""
+    """The node that its certificate names; empty: it showed none."""
+    key: str = ""
+    """SHA-256 of the certificate's public key."""
+
+
+class JoinService:
+    """Serves one cluster's join port."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        ledger: Ledger,
+        files: TlsFiles,
+        cluster: ClusterView,
+        membership: Callable[[], messages.Membership],
+        reserved: Collection[str] = (),
+    ) -> None:
+        """`files` are of an identity with the role head; nodes named in `reserved` are the head's
+        own. `membership` is what every node is told."""
+        self._authority = authority
+        self._ledger = ledger
+        self._files = files
+        self._cluster = cluster
+        self._membership = membership
+        self._reserved = frozenset(reserved)
+        self._attempts = FailedAttempts()
+        self._open = 0
+        self._context = _context(files)
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            UnavailableError: the address cannot be listened on.
+        """
+        try:
+            self._server = await asyncio.start_server(
+                self._serve,
+                host,
+                port,
+                ssl=self._context,
+                ssl_handshake_timeout=EXCHANGE_S,
+                limit=messages.MESSAGE_BYTES_MAX,
+            )
+        except OSError as error:
+            raise UnavailableError(
+                f"the join service cannot listen on {host}:{port}: {error}: choose another address "
+                "with --host, or another port with --join-port"
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def reload(self) -> None:
+        """Use the renewed certificate for new connections."""
+        self._context.load_cert_chain(self._files.certificate, self._files.key)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXCHANGE_S):
+                    await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = str(writer.get_extra_info("peername")[0])
+        self._open += 1
+        try:
+            async with asyncio.timeout(EXCHANGE_S):
+                answer = messages.answer_of(await self._outcome(reader, writer, address))
+                await messages.write_message(writer, answer)
+        except (TimeoutError, ConnectionLostError) as error:
+            LOG.info("a connection from %s ended early: %s", address, error)
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _outcome(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
+    ) -> msgspec.Struct | PlexRLError:
+        try:
+            if self._open > CONNECTIONS_MAX:
+                raise OverloadedError(
+                    f"{CONNECTIONS_MAX} machines join at the same time: try again in 1 s",
+                    retry_after_s=1.0,
+                )
+            request = messages.parse_request(await messages.read_message(reader))
+            tls = writer.get_extra_info("ssl_object")
+            return await self._answer(request, _client(tls, address))
+        except ConnectionLostError:
+            raise
+        except PlexRLError as error:
+            LOG.warning("a request from %s was refused: %s", address, error)
+            if isinstance(error, AuthenticationError):
+                self._attempts.add(address, asyncio.get_running_loop().time())
+            return error
+
+    async def _answer(self, request: messages.AnyRequest, client: _Client) -> msgspec.Struct:
+        if isinstance(request, messages.AskAuthority):
+            return messages.AuthorityAnswer(ca=self._authority.pem.decode(), clock=time.time())
+        if isinstance(request, messages.Join):
+            self._attempts.check(client.address, asyncio.get_running_loop().time())
+            return await self._join(request, client)
+        if not client.node:
+            raise AuthenticationError("show the certificate of a node, or join with a token first")
+        await asyncio.to_thread(self._check_member, client)
+        match request:
+            case messages.Renew():
+                return await asyncio.to_thread(self._renew, request, client)
+            case messages.Drain():
+                return await self._cluster.drain(client.node, is_draining=True)
+            case messages.Undrain():
+                return await self._cluster.drain(client.node, is_draining=False)
+            case messages.Leave():
+                await asyncio.to_thread(self._forget, client.node)
+                return messages.Done()
+            case _:
+                assert_never(request)
+
+    async def _join(self, request: messages.Join, client: _Client) -> messages.Membership:
+        _check_clock(request.clock)
+        self._check_name(request.node)
+        try:
+            live = await self._cluster.live_nodes()
+        except PlexRLError as error:
+            raise UnavailableError(
+                f"the head cannot tell yet whether {request.node!r} is free ({error.message}): "
+                "try again in a few seconds",
+                retry_after_s=2.0,
+            ) from error
+        return await asyncio.to_thread(self._admit, request, client, request.node in live)
+
+    def _admit(self, request: messages.Join, client: _Client, is_live: bool) -> messages.Membership:
+        node, key = request.node, _request_key(request.request)
+        with self._ledger.change() as members:
+            digest = secret_digest(request.secret)
+            admit(members, digest, node, key, now=time.time(), is_live=is_live)
+            # Signed before the record is written: a request that cannot be signed spends nothing.
+            certificate = self._sign(request.request, node)
+            members.nodes[node] = Member(
+                keys=[key],
+                joined_at=time.time(),
+                certified_until=time.time() + LIFE.total_seconds(),
+                host=request.host or client.address,
+            )
+        LOG.warning("node %s has joined from %s", node, client.address)
+        return self._told(certificate)
+
+    def _renew(self, request: messages.Renew, client: _Client) -> messages.Membership:
+        if not request.request:
+            return self._told(b"")
+        _check_clock(request.clock)
+        key = _request_key(request.request)
+        with self._ledger.change() as members:
+            member = members.nodes[client.node]
+            certificate = self._sign(request.request, client.node)
+            # The node keeps its former certificate until it has this answer.
+            member.keys = [client.key, key] if key != client.key else [key]
+            member.certified_until = time.time() + LIFE.total_seconds()
+            member.host = request.host or client.address
+        LOG.info("the certificate of node %s was renewed", client.node)
+        return self._told(certificate)
+
+    def _sign(self, request: str, node: str) -> bytes:
+        # No host names: with one, a node could pass for the API to clients that check only that.
+        return self._authority.sign(request.encode(), Identity(Role.NODE, node))
+
+    def _told(self, certificate: bytes) -> messages.Membership:
+        return msgspec.structs.replace(self._membership(), certificate=certificate.decode())
+
+    def _forget(self, node: str) -> None:
+        with self._ledger.change() as members:
+            members.nodes.pop(node, None)
+        LOG.warning("node %s has left", node)
+
+    def _check_member(self, client: _Client) -> None:
+        member = self._ledger.read().nodes.get(client.node)
+        if member is None:
+            raise PermissionDeniedError(
+                f"node {client.node!r} is no member of this cluster any more: join again with a "
+                "token"
+            )
+        if client.key not in member.keys:
+            raise PermissionDeniedError(
+                f"another machine has joined as {client.node!r} since: join again with a token and "
+                "another --name"
+            )
+
+    def _check_name(self, node: str) -> None:
+        if _NODE_NAME.fullmatch(node) is None:
+            raise InvalidRequestError(
+                f"{node!r} is no name for a node: use 1 to 63 letters, digits, dots, dashes and "
+                "underscores, with a letter or digit at both ends"
+            )
+        if node in self._reserved:
+            raise ConflictError(f"{node!r} is a node of the head itself: choose another --name")
+
+
+def _check_clock(clock: float) -> None:
+    difference_s = clock - time.time()
+    if not abs(difference_s) <= messages.CLOCK_DIFFERENCE_S_MAX:
+        raise messages.clock_error(difference_s)
+
+
+def _client(tls: ssl.SSLObject, address: str) -> _Client:
+    body = tls.getpeercert(binary_form=True)
+    if not body:
+        return _Client(address)
+    identity = identity_of(tls.getpeercert())
+    if identity.role != Role.NODE:
+        raise PermissionDeniedError(f"the join service is for nodes; the certificate is {identity}")
+    return _Client(address, identity.name, _digest(x509.load_der_x509_certificate(body)))
+
+
+def _request_key(request: str) -> str:
+    try:
+        return _digest(x509.load_pem_x509_csr(request.encode()))
+    except ValueError as error:
+        raise InvalidRequestError(f"the signing request is malformed: {error}") from error
+
+
+def _digest(signed: x509.Certificate | x509.CertificateSigningRequest) -> str:
+    body = signed.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(body).hexdigest()
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    """A context that verifies the client's certificate if there is one: a machine that joins has
+    none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.load_verify_locations(cadata=Path(files.ca).read_text())
+    context.load_cert_chain(files.certificate, files.key)
+    return context
