@@ -103,7 +103,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
     checkpoint_dir = data_dir / "checkpoints"
     blobs = BlobStore(data_dir / "blobs")
-    executor = Executor(blobs)
+    credentials = None if config.tls is None else Credentials(config.tls)
+    executor = Executor(blobs, credentials)
     keys = KeyCache()
     scheduler = SchedulerLink(
         config.scheduler,
@@ -117,7 +118,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,
-        credentials=None if config.tls is None else Credentials(config.tls),
+        credentials=credentials,
     )
     specs = DeploymentSpecs(scheduler)
     quota = CheckpointQuota(
