@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from plexrl.cli.cluster.config import config_app
-from plexrl.cli.cluster.node import node_app
 from plexrl.cli.cluster.events import events
+from plexrl.cli.cluster.node import node_app
 from plexrl.cli.cluster.nodes import groups, nodes_app, status
 from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
 from plexrl.cli.cluster.tenants import tenants_app

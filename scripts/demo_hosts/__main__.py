@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.hosts.cluster import SoloCluster
+from tests.hosts.cluster import HostCluster, SoloCluster
 from tests.hosts.host import HostProcess
 from tests.hosts.network import hosts, why_impossible
 

@@ -104,8 +104,8 @@ class Live:
         **changes: Any,
     ) -> Peer:
         """A connection that said hello as a node's agent."""
-        quiet = dict.fromkeys(("launch", "stop", "release_state"), _nothing)
-        quiet = {**quiet, "read_log": _no_logs, **(handlers or {})}
+        nothing = dict.fromkeys(("launch", "stop", "release_state"), _nothing)
+        quiet: dict[str, Handler] = {**nothing, "read_log": _no_logs, **(handlers or {})}
         peer = await self.connect(quiet, credentials)
         await peer.call("hello", greeting(node, **changes))
         return peer
