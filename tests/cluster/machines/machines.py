@@ -36,7 +36,14 @@ class Machine:
     host: str
     folder: Path
     agent: "subprocess.Popen[str]" = field(init=False)
+    statemanager: "subprocess.Popen[str]" = field(init=False)
     agent_config: dict[str, Any] = field(init=False)
+
+    def lose(self) -> None:
+        """Kill all its processes."""
+        for process in (self.agent, self.statemanager):
+            process.kill()
+            process.wait()
 
     def start_agent(self, stack: ExitStack) -> None:
         """Start the agent, for the first time or again."""
@@ -111,7 +118,9 @@ def _start_node(
     if shared_key.exists():
         shutil.copy(shared_key, key)
         key.chmod(0o600)
-    _start(
+    first = free_port()
+    tls = as_plain(authority.files(Role.NODE, machine.name))
+    machine.statemanager, _ = _start(
         stack,
         machine.folder,
         "statemanager",
@@ -124,11 +133,13 @@ def _start_node(
             "nvme_bytes": GIB,
             "checkpoint_dir": str(data / "checkpoints"),
             "ticket_key_file": str(key),
+            "serve_tcp": f"{machine.host}:{first}",
+            "tls": tls,
+            "fabric": "trusted",
         },
     )
     if not shared_key.exists():
         shutil.copy(key, shared_key)
-    first = free_port()
     machine.agent_config = {
         "node": machine.name,
         "scheduler": [scheduler],
@@ -142,8 +153,8 @@ def _start_node(
         "rendezvous_dir": str(run),
         "data_dir": str(data),
         "host": machine.host,
-        "ports": [first, first + PORTS_EACH - 1],
-        "tls": as_plain(authority.files(Role.NODE, machine.name)),
+        "ports": [first + 1, first + PORTS_EACH - 1],
+        "tls": tls,
         "fabric": "trusted",
     }
     machine.start_agent(stack)

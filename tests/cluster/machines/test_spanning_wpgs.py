@@ -128,6 +128,43 @@ def test_every_backend_trains_over_two_nodes_with_the_bits_of_one(
 
 
 @pytest.mark.slow
+def test_weights_go_from_a_trainer_on_two_nodes_to_a_rollout_on_one_of_them(
+    cluster: plexrl.Cluster,
+) -> None:
+    def tokens(job: plexrl.Job) -> list[list[int]]:
+        actor = trained_actor(job, workers=3)
+        rollout = job.rollout_deployment("rollout", MODEL)
+        rollout.sync_weights(actor).result(120)
+        sampling = plexrl.SamplingParams(max_tokens=12, seed=3)
+        result = rollout.generate([[3, 4, 5], [6, 7]], n=3, sampling=sampling).result(120)
+        return [sample.tokens for samples in result.samples for sample in samples]
+
+    with cluster.create_job("near") as job:
+        expected = tokens(job)
+    with machines(2, gpus=2) as found, found.connect() as far, far.create_job("far") as job:
+        assert tokens(job) == expected
+
+
+@pytest.mark.slow
+def test_a_node_lost_for_good_is_replaced_by_another_one(cluster: plexrl.Cluster) -> None:
+    """Its StateManager is lost too, so the state is computed again on other nodes."""
+    with cluster.create_job("near") as job:
+        expected = trained(job, workers=2)
+    lease = {"node_lease_s": 2.0, "node_grace_s": 1.0, "node_replace_s": 1.0}
+    with machines(3, gpus=1, **lease) as found, found.connect() as far, far.create_job("j") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        train(actor, 0).result(120)
+        used = {rank["node"] for rank in actor.status()["ranks"]}
+        lost = next(node for node in found.nodes if node.name in used)
+        waiting = [train(actor, step) for step in range(1, STEPS)]
+        lost.lose()
+        for future in waiting:
+            future.result(120)
+        assert bytes_of(actor) == expected
+        assert lost.name not in {rank["node"] for rank in actor.status()["ranks"]}
+
+
+@pytest.mark.slow
 def test_a_killed_agent_and_its_ranks_are_replaced_and_no_step_is_lost(
     two: Machines, embedded: EmbeddedCluster
 ) -> None:
