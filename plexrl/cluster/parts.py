@@ -215,7 +215,6 @@ def _agent_links(links: NodeLinks | None) -> dict[str, Any]:
     first, last = links.ports
     return {
         "scheduler": list(links.scheduler),
-        "statemanager_tcp": host_port(links.host, first),
         "tls": asdict(links.tls),
         "host": links.host,
         "ports": [first + 1, last],
