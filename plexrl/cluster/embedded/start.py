@@ -46,6 +46,8 @@ class EmbeddedCluster:
         self.api_key = endpoint.api_key
         self.ca = endpoint.ca
         """The operator's key."""
+        self.ca = endpoint.ca
+        """PEM file of the authority of the API's certificate; empty: none is needed."""
         self.data_dir = Path(endpoint.data_dir)
         atexit.register(self.leave)
 

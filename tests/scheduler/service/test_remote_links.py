@@ -15,6 +15,7 @@ from plexrl import errors
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.state.messages.events import TimerFired
 from plexrl.wire.framing import encode_head
+from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
 from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Peer
@@ -135,6 +136,7 @@ def test_certificates_of_other_processes_clusters_and_times_do_not_get_in(
             anonymous = ssl.create_default_context(cafile=own.ca)
             anonymous.check_hostname = False
             address = cluster.tls_address
+            assert isinstance(address, TlsAddress)
             reader, writer = await asyncio.open_connection(
                 address.host, address.port, ssl=anonymous
             )
