@@ -12,7 +12,7 @@ from plexrl.cli.cluster.node import node_app
 from plexrl.cli.cluster.nodes import groups, nodes_app, status
 from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
 from plexrl.cli.cluster.tenants import tenants_app
-from plexrl.cli.cluster.up import up
+from plexrl.cli.cluster.up.command import up
 from plexrl.cli.cluster.usage import usage
 from plexrl.cli.demo.command import demo
 from plexrl.cli.jobs.cancel import cancel

@@ -15,7 +15,8 @@ from plexrl.process.folders.folders import SHARED_MEMORY, Folders
 from plexrl.process.folders.private_folder import (
     make_private_folder,
 )
-from plexrl.wire.links.address import UnixAddress
+from plexrl.statemanager.protocol.network import TRUSTED
+from plexrl.wire.links.address import TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 
 LOG = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def node_parts(
             "rendezvous_dir": str(folders.run),
             "data_dir": str(folders.data),
             "cores": list(config.cores),
-            **_agent_links(links),
+            **_agent_links(node, links),
             **options.settings.agent,
         },
     )
@@ -209,12 +210,17 @@ def _statemanager_links(links: NodeLinks | None) -> dict[str, Any]:
     }
 
 
-def _agent_links(links: NodeLinks | None) -> dict[str, Any]:
+def _agent_links(node: str, links: NodeLinks | None) -> dict[str, Any]:
     if links is None:
         return {}
     first, last = links.ports
+    if links.fabric == TRUSTED:
+        statemanager = f"tcp://{host_port(links.host, first)}"
+    else:
+        statemanager = str(TlsAddress(links.host, first, node))
     return {
         "scheduler": list(links.scheduler),
+        "statemanager_address": statemanager,
         "tls": asdict(links.tls),
         "host": links.host,
         "ports": [first + 1, last],

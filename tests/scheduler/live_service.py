@@ -13,7 +13,7 @@ from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.service import Service
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state.messages.events import TimerFired
-from plexrl.wire.links.address import Address, TlsAddress, parse_address
+from plexrl.wire.links.address import TlsAddress, parse_address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Handler, Peer
@@ -67,7 +67,7 @@ class Live:
         self._running: list[tuple[Peer, asyncio.Task[None]]] = []
 
     @property
-    def tls_address(self) -> Address:
+    def tls_address(self) -> TlsAddress:
         """The address for other machines."""
         found = map(parse_address, self.service.listeners.addresses)
         return next(each for each in found if isinstance(each, TlsAddress))
@@ -105,9 +105,8 @@ class Live:
         **changes: Any,
     ) -> Peer:
         """A connection that said hello as a node's agent."""
-        nothing = dict.fromkeys(("launch", "stop", "release_state"), _nothing)
-        quiet: dict[str, Handler] = {**nothing, "read_log": _no_logs, **(handlers or {})}
-        peer = await self.connect(quiet, credentials)
+        quiet = dict.fromkeys(("launch", "stop", "release_state"), _nothing)
+        peer = await self.connect({**quiet, "read_log": _no_logs, **(handlers or {})}, credentials)
         await peer.call("hello", greeting(node, **changes))
         return peer
 

@@ -26,7 +26,7 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.process.children.part import Part
-from plexrl.process.children.processes import PartProcesses
+from plexrl.process.children.processes import ENDED, PartProcesses
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.supervision import logged_to, run_until_end
 from plexrl.process.folders.folders import Folders
@@ -219,6 +219,8 @@ class NodeSupervisor:
             try:
                 await processes.start(agent)
             except UnavailableError as error:
+                if error.details.get("failure") == ENDED:
+                    raise
                 LOG.warning("%s; trying again", error.message)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)

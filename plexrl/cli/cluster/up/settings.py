@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from plexrl.cli.cluster import up_options as options
+from plexrl.cli.cluster.up import options
 from plexrl.cli.terminal.context import GIB
 from plexrl.cluster.config.network import NetworkOptions, parse_ports
 from plexrl.cluster.config.options import ClusterOptions
