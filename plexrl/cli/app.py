@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from plexrl.cli.cluster.config import config_app
+from plexrl.cli.cluster.events import events
 from plexrl.cli.cluster.node import node_app
 from plexrl.cli.cluster.nodes import groups, nodes_app, status
 from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
 from plexrl.cli.cluster.tenants import tenants_app
-from plexrl.cli.cluster.up import up
+from plexrl.cli.cluster.up.command import up
 from plexrl.cli.cluster.usage import usage
 from plexrl.cli.demo.command import demo
 from plexrl.cli.jobs.cancel import cancel
@@ -53,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    *(up, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
+    *(up, events, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
     *(statemanager, statemanager_status, operations, trace),
 ):
     app.command()(command)

@@ -121,6 +121,8 @@ def router_parts(
                 "host": options.host,
                 "port": port,
                 "data_dir": str(folders.data),
+                "data_url": options.data_url or "",
+                "checkpoint_url": options.checkpoint_url or "",
                 "api_docs": options.api_docs,
                 "parts_file": str(folders.parts_file),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,

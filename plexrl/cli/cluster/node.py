@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plexrl.cli.cluster.up_settings import is_given
+from plexrl.cli.cluster.up.settings import is_given
 from plexrl.cli.terminal.context import (
     DATA_DIR,
     Cells,

@@ -37,7 +37,7 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """The scheduler's rules and its journal."""
+    """The scheduler's rules, its journal, and the stores of payloads and checkpoints."""
 
     policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack"
     ordering: Annotated[
@@ -57,6 +57,13 @@ class Scheduling:
             help="Begin an empty journal although the data directory has state of earlier jobs.",
         ),
     ] = False
+    data_url: Annotated[
+        str | None,
+        typer.Option(help="Payloads, results, metrics: a folder or s3://bucket/prefix."),
+    ] = None
+    checkpoint_url: Annotated[
+        str | None, typer.Option(help="Checkpoints: a folder or s3://bucket/prefix.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

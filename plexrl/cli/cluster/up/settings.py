@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from plexrl.cli.cluster import up_options as options
+from plexrl.cli.cluster.up import options
 from plexrl.cli.terminal.context import GIB
 from plexrl.cluster.config.network import NetworkOptions, parse_ports
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError
-from plexrl.events.config import BrokerConfig, check_installed
+from plexrl.events.config import BrokerConfig, broker_config, check_installed
 
 if TYPE_CHECKING:
     from plexrl.cluster.config.file import ClusterFile
@@ -130,19 +130,18 @@ def _network(
 def _broker(given: options.Events, file: BrokerConfig | None, password: str) -> BrokerConfig | None:
     """Raises `InvalidRequestError`: the client is not installed, or a file cannot be used."""
     if given.mqtt is not None:
-        broker = BrokerConfig(
-            url=given.mqtt,
-            password="" if given.mqtt_password_file else password,
-            password_file=_absolute(given.mqtt_password_file),
-            ca=_absolute(given.mqtt_ca),
-            certificate=_absolute(given.mqtt_certificate),
-            key=_absolute(given.mqtt_key),
+        return broker_config(
+            given.mqtt,
+            password=password,
+            password_file=given.mqtt_password_file,
+            ca=given.mqtt_ca,
+            certificate=given.mqtt_certificate,
+            key=given.mqtt_key,
         )
-    elif file is not None:
-        broker = replace(file, password="" if file.password_file else password)
-    else:
+    if file is None:
         return None
     check_installed()
+    broker = replace(file, password="" if file.password_file else password)
     broker.read_password()
     broker.tls_context()
     return broker

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from plexrl.cli.cluster import up_options as options
 from plexrl.cli.cluster.node import join_command
-from plexrl.cli.cluster.up_settings import UpOptions, chosen_options
+from plexrl.cli.cluster.up import options
+from plexrl.cli.cluster.up.settings import UpOptions, chosen_options
 from plexrl.cli.terminal.context import Json, print_line, write_text
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cluster.config.options import JOURNAL_VARIABLE, check_argument
