@@ -31,6 +31,11 @@ class AsyncCluster:
         return self._sync.url
 
     @property
+    def ca(self) -> str:
+        """As `Cluster.ca`."""
+        return self._sync.ca
+
+    @property
     def api_key(self) -> str:
         """As `Cluster.api_key`."""
         return self._sync.api_key
