@@ -45,7 +45,7 @@ def folders(**changes: Any) -> Iterator[StateManagerConfig]:
             "host_bytes": 4096 * MIB,
             "nvme_dir": str(folder / "nvme"),
             "nvme_bytes": 8192 * MIB,
-            "checkpoint_dir": str(folder / "checkpoints"),
+            "checkpoint_url": str(folder / "checkpoints"),
             "persist_on_exit": False,
         }
         yield StateManagerConfig(**{**fields, **changes})

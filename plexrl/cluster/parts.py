@@ -122,7 +122,7 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
             "host_bytes": options.host_memory_bytes,
             "nvme_dir": str(folders.data / "nodes" / node / "nvme"),
             "nvme_bytes": options.nvme_bytes,
-            "checkpoint_dir": str(folders.data / "checkpoints"),
+            "checkpoint_url": options.checkpoint_url or str(folders.data / "checkpoints"),
             "ticket_key_file": ticket_key,
         },
     )
@@ -143,6 +143,7 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
             "run_dir": str(run),
             "rendezvous_dir": str(folders.run),
             "data_dir": str(folders.data),
+            "checkpoint_url": options.checkpoint_url or "",
             "cores": list(config.cores),
         },
     )
