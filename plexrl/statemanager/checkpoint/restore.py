@@ -5,6 +5,7 @@ slice by less than a block at either end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import xxhash
@@ -15,6 +16,7 @@ from plexrl.statemanager.checkpoint.format.safetensors import decode_head, head_
 from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, range_in_slice
 from plexrl.statemanager.checkpoint.places.choice import Location, place_at
 from plexrl.statemanager.checkpoint.places.directory import unreadable
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace
 from plexrl.statemanager.checkpoint.write.assembly import copy_common
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart, StateSlice
@@ -26,8 +28,8 @@ Fill = Callable[[StateSlice], memoryview]
 class Checkpoint:
     """A published checkpoint, open for reading."""
 
-    def __init__(self, location: Location) -> None:
-        """Reads the manifest and the headers of the files; `location` is a path or URL.
+    def __init__(self, location: Location | CheckpointPlace) -> None:
+        """Reads the manifest and the headers of the files.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
@@ -35,7 +37,7 @@ class Checkpoint:
             StorageError: a file cannot be opened.
             StoreUnavailableError: the object store does not answer.
         """
-        self.place = place_at(location)
+        self.place = place_at(location) if isinstance(location, str | Path) else location
         self.bytes_read = 0
         self.record = self.place.read_record()
         self._files = self.place.open_files(self.record)

@@ -83,7 +83,7 @@ def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.T
     place = place_at(path)
     _wait_until_written(place)
     if is_url(str(path)) or (directory(str(path)) / RECORD).exists():
-        return _recorded_parts(path, slices)
+        return _recorded_parts(place, slices)
     found = _hf_parameters(directory(str(path)))
     parts = {}
     for piece in slices:
@@ -157,8 +157,9 @@ def pack_files(files: Mapping[str, bytes]) -> int:
 
 def _opened(path: Location, wants: Sequence[StateSlice]) -> Checkpoint:
     """The checkpoint, after a check of everything that `wants` needs."""
-    _wait_until_written(place_at(path))
-    checkpoint = Checkpoint(path)
+    place = place_at(path)
+    _wait_until_written(place)
+    checkpoint = Checkpoint(place)
     try:
         checkpoint.verify(wants)
     except BaseException:
@@ -182,18 +183,20 @@ def _wait_until_written(place: CheckpointPlace) -> None:
         pause_s = min(POLL_S_MAX, 1.5 * pause_s)
 
 
-def _recorded_parts(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.Tensor]":
+def _recorded_parts(
+    place: CheckpointPlace, slices: Sequence[StateSlice]
+) -> "dict[str, torch.Tensor]":
     import torch
 
     from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(place) as checkpoint:
         stored = checkpoint.whole_parameters()
         wants: list[StateSlice] = []
         for piece in slices:
             whole = stored.get(piece.key.name)
             if whole is None or whole.global_shape != piece.global_shape:
-                raise _other_model(checkpoint.place, piece)
+                raise _other_model(place, piece)
             wants.append(replace(whole, offset=piece.offset, shape=piece.shape))
         memory = {want.key.name: bytearray(want.nbytes) for want in wants}
         checkpoint.fill(wants, lambda want: memoryview(memory[want.key.name]))
