@@ -20,6 +20,7 @@ from plexrl.statemanager.client.client import LoadReport, MoveReport, StateManag
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
@@ -46,6 +47,7 @@ def folders(**changes: Any) -> Iterator[StateManagerConfig]:
             "nvme_dir": str(folder / "nvme"),
             "nvme_bytes": 8192 * MIB,
             "checkpoint_url": str(folder / "checkpoints"),
+            "fabric": "trusted",
             "persist_on_exit": False,
         }
         yield StateManagerConfig(**{**fields, **changes})
@@ -63,7 +65,7 @@ def daemon(**changes: Any) -> Iterator["Daemon"]:
             assert process.stdout is not None
             ready = json.loads(process.stdout.readline())
             try:
-                yield Daemon(config, tcp=f"tcp://{ready.get('serve_tcp', '')}")
+                yield Daemon(config, tcp=ready.get("serve_tcp", ""))
             finally:
                 process.terminate()
                 process.wait()
@@ -86,6 +88,7 @@ class Daemon:
             world_size=claims.world_size,
             ticket=read_ticket_key(self.config.ticket_key_path).mint(claims),
             timeout_s=60.0,
+            network=Network(is_trusted=True),
         )
 
 

@@ -6,10 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+from plexrl.cli.cluster.config import config_app
+from plexrl.cli.cluster.events import events
+from plexrl.cli.cluster.node import node_app
 from plexrl.cli.cluster.nodes import groups, nodes_app, status
 from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
 from plexrl.cli.cluster.tenants import tenants_app
-from plexrl.cli.cluster.up import up
+from plexrl.cli.cluster.up.command import up
 from plexrl.cli.cluster.usage import usage
 from plexrl.cli.demo.command import demo
 from plexrl.cli.jobs.cancel import cancel
@@ -24,7 +27,7 @@ from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.terminal.help import CommandGroup, PanelCommand
 from plexrl.cli.traces.command import traces_app
 from plexrl.cli.traces.fidelity import fidelity
-from plexrl.errors import PlexRLError, TraceError
+from plexrl.errors import ConfigError, PlexRLError, TraceError
 
 COMPARE = "simulate compare"
 
@@ -51,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    *(up, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
+    *(up, events, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
     *(statemanager, statemanager_status, operations, trace),
 ):
     app.command()(command)
@@ -59,6 +62,8 @@ app.command(cls=PanelCommand)(simulate)
 app.command(COMPARE)(compare)
 app.command()(fidelity)
 app.add_typer(nodes_app, name="nodes")
+app.add_typer(node_app, name="node")
+app.add_typer(config_app, name="config")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(traces_app, name="traces")
@@ -91,7 +96,7 @@ def run_command(command: Callable[[], Any]) -> int:
             write_json({"error": error.to_wire()})
         else:
             # Only the faults of a file have several lines.
-            report = warn_lines if isinstance(error, TraceError) else warn
+            report = warn_lines if isinstance(error, TraceError | ConfigError) else warn
             report(f"plexrl: {error.message}")
         return 1
     return 0

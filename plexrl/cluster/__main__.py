@@ -23,6 +23,9 @@ from plexrl.errors import PlexRLError
 from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig
 from plexrl.process.startup import print_refused
 
+NOT_ARGUMENTS = frozenset({"data_dir", "places_per_node", "events", "network", "settings"})
+"""Options that are set otherwise, or only by `plexrl up`."""
+
 
 def main() -> None:
     """Run until a signal, or until the lifeline ends."""
@@ -32,7 +35,7 @@ def main() -> None:
     parser.add_argument("--temporary", help="remove the data directory at the end")
     for prefix, options_class in (("", ClusterOptions), ("ray-", RayOptions)):
         for name, kind in get_type_hints(options_class).items():
-            if name not in ("data_dir", "places_per_node", "events"):
+            if name not in NOT_ARGUMENTS:
                 parser.add_argument(f"--{prefix}{name.replace('_', '-')}", type=_reader(kind))
     parser.add_argument("--mqtt", help="URL of the broker for events")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}

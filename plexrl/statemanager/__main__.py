@@ -81,7 +81,7 @@ def main() -> None:
             ports: dict[str, int | str] = {}
             if config.serve_tcp:
                 lender = NixlLender() if config.serve_nixl else None
-                remote = TcpServer(server.services, config.serve_tcp, lender)
+                remote = TcpServer(server.services, lender)
                 servers.callback(remote.close)
                 ports["serve_tcp"] = remote.address
             if config.metrics_port is not None:

@@ -3,8 +3,14 @@
 from dataclasses import dataclass, field
 
 from plexrl.errors import InvalidRequestError
+from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.wire.links.credentials import TlsFiles
 from plexrl.wire.links.standing_link import check_scheduler
+
+PORT_MAX = 65_535
+PORTS_PER_GPU = 8
+"""Least number of ports for each GPU of a node that other machines reach: several WPGs share a GPU
+in turn, each with a worker of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +32,8 @@ class AgentConfig:
     run_dir: str
     """Folder for this node's sockets only; a short path."""
     rendezvous_dir: str
-    """Folder with the rendezvous files of the ranks of a WPG; the same for all nodes."""
+    """Folder with the rendezvous files of the ranks of a WPG; the same for all nodes of the
+    scheduler's machine, and of this node only if it has a `host`."""
     data_dir: str
     """Folder for logs."""
     checkpoint_url: str = ""
@@ -43,10 +50,20 @@ class AgentConfig:
     cores: tuple[int, ...] = ()
     """Cores divided among the virtual GPUs; each worker is bound to its GPU's cores. Empty: workers
     are not bound."""
+    host: str = ""
+    """Address of this machine at which other machines reach this node; empty: only processes of
+    this machine do."""
+    ports: tuple[int, int] = (0, 0)
+    """First and last port for other machines: the first three quarters for workers, the others for
+    ranks that meet. Collectives use further ports, which the system chooses."""
     tls: TlsFiles | None = None
-    """This node's certificate on links between machines; None: all parts are on one machine."""
-    statemanager_tcp: str = ""
-    """`host:port` at which other nodes reach the StateManager; empty: not reachable."""
+    """This node's certificate; needed with a `host`, or a scheduler at `tls://`."""
+    fabric: str = ""
+    """`trusted`: the network between trusted nodes carries collectives unencrypted, so WPGs may
+    span them. Empty: WPGs do not span this node and others."""
+    statemanager_address: str = ""
+    """Address at which other nodes reach the StateManager: `tls://NODE@HOST:PORT`, or
+    `tcp://HOST:PORT` on a trusted network; empty: not reachable."""
 
     def __post_init__(self) -> None:
         check_scheduler(self.scheduler, self.tls)
@@ -54,6 +71,32 @@ class AgentConfig:
             raise InvalidRequestError(
                 f"gpus is {self.gpus} and threads is {self.threads}: both must be at least 1"
             )
+        if self.fabric not in ("", TRUSTED):
+            raise InvalidRequestError(f"fabric is {self.fabric!r}: set it to {TRUSTED!r}, or empty")
+        if not self.host:
+            return
+        first, last = self.ports
+        if not 1 <= first <= last <= PORT_MAX or last - first + 1 < PORTS_PER_GPU * self.gpus:
+            raise InvalidRequestError(
+                f"ports are {first} to {last}: a node with a host and {self.gpus} GPUs needs at "
+                f"least {PORTS_PER_GPU * self.gpus} ports between 1 and {PORT_MAX}"
+            )
+        if self.tls is None:
+            raise InvalidRequestError(
+                f"host is {self.host!r}, and there is no certificate: set `tls` (ca, certificate, "
+                "key)"
+            )
+
+    @property
+    def worker_ports(self) -> range:
+        """The ports for workers."""
+        first, last = self.ports
+        return range(first, last + 1 - (last + 1 - first) // 4)
+
+    @property
+    def meeting_ports(self) -> tuple[int, int]:
+        """First and last port at which ranks meet; (0, 0): there are none."""
+        return (self.worker_ports.stop, self.ports[1]) if self.host else (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +111,7 @@ class WorkerConfig:
     world_size: int
     group: str
     address: str
-    """Path of the Unix socket to listen on."""
+    """Address to listen on: `unix:/path` or `tls://NODE@HOST:PORT`."""
     rendezvous: str
     """Rendezvous file of the ranks of this incarnation."""
     statemanager: str
@@ -85,6 +128,15 @@ class WorkerConfig:
     """Cores that the worker is bound to; empty: not bound."""
     lease_file: str = ""
     """File with the end of the node's lease; the worker ends with it. Empty: there is no lease."""
+    meeting_point: str = ""
+    """`host:port` on the node of rank 0 at which ranks of several machines meet; empty: at the file
+    `rendezvous`."""
+    interface: str = "lo"
+    """Network interface of the ranks' collectives."""
+    tls: TlsFiles | None = None
+    """The node's certificate; absent for a Unix socket."""
+    fabric: str = ""
+    """As the agent's: `trusted`, or empty."""
 
 
 def cores_of_gpu(cores: tuple[int, ...], gpu: int, gpus: int) -> tuple[int, ...]:

@@ -1,14 +1,20 @@
-"""One job of the fault suite, as a researcher would write it: `python controller.py NAME`.
+"""One job of the fault suites, as a researcher would write it: `python controller.py NAME`.
 
 Prints `ready` once its models are there and goes on when its standard input has a line, so that
 all jobs run at the same time; `step N` after every step and `weights PATH` at the end. Most
 futures are never read: a failure that nobody would notice must end the job, not change its
-weights. The same name gives the same weights, bit for bit, on every undisturbed cluster.
+weights. The same name, workers and steps give the same weights, bit for bit, on every cluster.
+
+A name is a kind of job, and a number for another job of the kind: `trainer`, `trainer-2`. With
+`--steps 0` a line `until N` on standard input says how many steps the job has.
 """
 
+import argparse
 import sys
+import threading
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,16 +39,50 @@ def batch_of(seed: int, rows: int = 12) -> plexrl.Batch:
     )
 
 
-def policy_gradient(job: plexrl.Job) -> plexrl.TrainDeployment:
-    """Two ranks, and a rollout whose samples depend on every weight sync."""
-    model = plexrl.tiny_qwen2(VOCABULARY, seed=6)
-    actor = job.train_deployment("actor", model, workers=2)
-    rollout = job.rollout_deployment("rollout", model)
+@dataclass(slots=True)
+class Run:
+    """One run of a job."""
+
+    job: plexrl.Job
+    workers: int
+    fixed_steps: int
+    """0: as many as standard input says."""
+    number: int
+    """Which job of its kind: other weights and other batches."""
+    last: int | None = None
+    """Number of steps, once standard input has said it."""
+
+    def seed(self, base: int) -> int:
+        return base + 1000 * self.number
+
+    def steps(self) -> Iterator[int]:
+        """Wait for the other jobs, then count steps."""
+        tell("ready")
+        sys.stdin.readline()
+        if self.fixed_steps:
+            yield from range(self.fixed_steps)
+            return
+        threading.Thread(target=self._read_last, daemon=True).start()
+        step = 0
+        while self.last is None or step < self.last:
+            yield step
+            step += 1
+
+    def _read_last(self) -> None:
+        for line in sys.stdin:
+            if line.startswith("until "):
+                self.last = int(line.removeprefix("until "))
+
+
+def policy_gradient(run: Run) -> plexrl.TrainDeployment:
+    """A trainer, and a rollout whose samples depend on every weight sync."""
+    model = plexrl.tiny_qwen2(VOCABULARY, seed=run.seed(6))
+    actor = run.job.train_deployment("actor", model, workers=run.workers)
+    rollout = run.job.rollout_deployment("rollout", model)
     rollout.sync_weights(actor).result(LIMIT_S)
-    wait_for_the_others()
-    for step in range(STEPS):
+    for step in run.steps():
         prompts = [[3 + step % 8, 4, 5 + prompt] for prompt in range(4)]
-        sampling = plexrl.SamplingParams(max_tokens=8, seed=step)
+        sampling = plexrl.SamplingParams(max_tokens=8, seed=run.seed(step))
         samples = rollout.generate(prompts, n=4, sampling=sampling).result(LIMIT_S).samples
         rewards = np.array([[sum(s.tokens) % 7 for s in group] for group in samples], dtype=float)
         advantages = rewards - rewards.mean(axis=1, keepdims=True)
@@ -54,13 +94,13 @@ def policy_gradient(job: plexrl.Job) -> plexrl.TrainDeployment:
     return actor
 
 
-def trainer(job: plexrl.Job) -> plexrl.TrainDeployment:
-    """Two ranks that share their GPUs with the first job's trainer."""
-    actor = job.train_deployment("actor", plexrl.tiny_qwen2(VOCABULARY, seed=7), workers=2)
+def trainer(run: Run) -> plexrl.TrainDeployment:
+    """Shares its GPUs with the first job's trainer."""
+    model = plexrl.tiny_qwen2(VOCABULARY, seed=run.seed(7))
+    actor = run.job.train_deployment("actor", model, workers=run.workers)
     actor.barrier().result(LIMIT_S)
-    wait_for_the_others()
-    for step in range(STEPS):
-        actor.forward_backward(batch_of(step), plexrl.losses.grpo())
+    for step in run.steps():
+        actor.forward_backward(batch_of(run.seed(step)), plexrl.losses.grpo())
         actor.optim_step(learning_rate=1e-2)
         # Without any answer read it would be far ahead of the cluster.
         actor.barrier().result(LIMIT_S)
@@ -68,32 +108,35 @@ def trainer(job: plexrl.Job) -> plexrl.TrainDeployment:
     return actor
 
 
-def host_optimizer(job: plexrl.Job) -> plexrl.TrainDeployment:
+def host_optimizer(run: Run) -> plexrl.TrainDeployment:
     """The third on the same GPUs; its optimizer state lies in host memory."""
-    model = plexrl.tiny_qwen2(VOCABULARY, seed=8)
-    actor = job.train_deployment("actor", model, workers=2, optimizer="host")
+    model = plexrl.tiny_qwen2(VOCABULARY, seed=run.seed(8))
+    actor = run.job.train_deployment("actor", model, workers=run.workers, optimizer="host")
     actor.barrier().result(LIMIT_S)
-    wait_for_the_others()
-    for step in range(STEPS):
-        actor.forward_backward(batch_of(100 + step), plexrl.losses.grpo())
-        actor.forward_backward(batch_of(200 + step), plexrl.losses.grpo())
+    for step in run.steps():
+        actor.forward_backward(batch_of(run.seed(100 + step)), plexrl.losses.grpo())
+        actor.forward_backward(batch_of(run.seed(200 + step)), plexrl.losses.grpo())
         actor.optim_step(learning_rate=1e-2)
         actor.barrier().result(LIMIT_S)
         report(step)
     return actor
 
 
-def latecomer(job: plexrl.Job) -> plexrl.TrainDeployment:
+def latecomer(run: Run) -> plexrl.TrainDeployment:
     """Wants the GPUs of the three for itself: its poll stays open until they have ended."""
     model = plexrl.tiny_qwen2(VOCABULARY, seed=9)
-    actor = job.train_deployment("actor", model, workers=2, exclusive=True)
+    actor = run.job.train_deployment("actor", model, workers=run.workers, exclusive=True)
     tell("ready")
     actor.forward_backward(batch_of(9), plexrl.losses.grpo())
     actor.optim_step(learning_rate=1e-2).result(LIMIT_S)
     return actor
 
 
-JOBS = {"policy": policy_gradient, "trainer": trainer, "offload": host_optimizer}
+JOBS: dict[str, Callable[[Run], plexrl.TrainDeployment]] = {
+    "policy": policy_gradient,
+    "trainer": trainer,
+    "offload": host_optimizer,
+}
 LATE = {"latecomer": latecomer}
 
 
@@ -102,22 +145,24 @@ def tell(line: str) -> None:
     sys.stdout.flush()
 
 
-def wait_for_the_others() -> None:
-    tell("ready")
-    sys.stdin.readline()
-
-
 def report(step: int) -> None:
     """Tell of a step, and leave the GPUs to the others for as long as a rollout would."""
     time.sleep(ROLLOUT_S)
     tell(f"step {step}")
 
 
-def main(name: str) -> None:
-    with plexrl.connect() as cluster, cluster.create_job(name, job_id=name) as job:
-        saved = {**JOBS, **LATE}[name](job).save_checkpoint("end").result(LIMIT_S)
-        tell(f"weights {Path(saved['path']) / 'model.safetensors'}")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    kind, _, number = options.name.partition("-")
+    with plexrl.connect() as cluster, cluster.create_job(options.name, job_id=options.name) as job:
+        run = Run(job, options.workers, options.steps, int(number or "1") - 1)
+        saved = {**JOBS, **LATE}[kind](run).save_checkpoint("end").result(LIMIT_S)
+        tell(f"weights {saved['path']}/model.safetensors")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -26,11 +26,14 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role, job_of
 from tests.statemanager.memory_files import memory_file_bytes
 
 DEADLINE_S = 60.0
+NETWORK = Network(is_trusted=True)
+"""Of clients of daemons that share a trusted network."""
 POLL_S = 0.005
 MIB = 1 << 20
 ALL_PARTS = frozenset({StatePart.PARAMETER, StatePart.OPTIMIZER})
@@ -43,7 +46,7 @@ class Daemon:
         self.config = config
         self.process: subprocess.Popen[str] | None = None
         self.tcp = ""
-        """Where it serves other nodes, if it does."""
+        """Address at which it serves other nodes, if it does."""
 
     def start(self, launcher: Sequence[str] = ()) -> None:
         """Return when it serves; `launcher` is a command that becomes the daemon's."""
@@ -64,7 +67,7 @@ class Daemon:
         assert ready, self.process.communicate()[1]
         said = json.loads(ready)
         assert said["ready"]
-        self.tcp = f"tcp://{said.get('serve_tcp', '')}"
+        self.tcp = said.get("serve_tcp", "")
 
     def limit_files(self, nbytes: int) -> None:
         """From now on no file of it can grow beyond this: for it, its file systems are full."""
@@ -192,6 +195,7 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
             "nvme_dir": str(tmp_path / node / "nvme"),
             "nvme_bytes": 256 * MIB,
             "ticket_key_file": str(tmp_path / "ticket.key"),
+            "fabric": "trusted",
         }
         daemon = Daemon(StateManagerConfig(**{**fields, **changes}))
         daemons.append(daemon)

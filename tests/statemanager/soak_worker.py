@@ -11,6 +11,7 @@ from plexrl.errors import PlexRLError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from tests.statemanager.conftest import ALL_PARTS
 
@@ -96,6 +97,7 @@ class Worker:
             world_size=identity.world_size,
             ticket=identity.ticket,
             timeout_s=TIMEOUT_S,
+            network=Network(is_trusted=True),
         )
         self._client.register(self._arena, self._slices, group=identity.deployment, token=1)
 

@@ -78,7 +78,8 @@ async def scheduler_of_agent(
         node=daemon.config.node,
         scheduler=(f"unix:{path}",),
         statemanager=daemon.config.listen,
-        statemanager_tcp=daemon.tcp.removeprefix("tcp://"),
+        statemanager_address=daemon.tcp,
+        fabric="trusted",
         ticket_key_file=str(daemon.config.ticket_key_path),
         gpus=1,
         gpu_memory_bytes=MIB,
@@ -287,7 +288,7 @@ def test_what_is_needed_last_is_spilled_first(
 def test_nodes_that_share_no_machine_migrate_by_the_addresses_they_announced(
     start_daemon: StartDaemon, make_shard: MakeShard, run_dir: Path
 ) -> None:
-    source, target = start_daemon(serve_tcp="127.0.0.1:0"), start_daemon()
+    source, target = (start_daemon(serve_tcp="127.0.0.1:0") for _ in range(2))
     shard = make_shard(source)
     expected = shard.fill(1)
     shard.offload(1)

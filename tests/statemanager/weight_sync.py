@@ -8,7 +8,8 @@ import numpy.typing as npt
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import PullReport, StateManagerClient
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
-from tests.statemanager.conftest import DEADLINE_S, Daemon
+from plexrl.statemanager.protocol.network import Network
+from tests.statemanager.conftest import DEADLINE_S, NETWORK, Daemon
 
 Box = tuple[slice, ...]
 Words = npt.NDArray[np.uint32]
@@ -75,6 +76,7 @@ class Rank:
         dtype: str = "F32",
         world_size: int = 8,
         timeout_s: float = DEADLINE_S,
+        network: Network = NETWORK,
     ) -> None:
         self.daemon, self.boxes, self.dtype = daemon, boxes, dtype
         self.slices = slices_of(boxes, dtype)
@@ -86,6 +88,7 @@ class Rank:
             world_size=world_size,
             ticket=daemon.worker_ticket(deployment, rank, world_size),
             timeout_s=timeout_s,
+            network=network,
         )
         self.client.register(self.arena, self.slices, group=deployment, token=1)
 

@@ -1,11 +1,9 @@
 """Parses and formats amounts of memory."""
 
-import re
-
 import typer
 
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+from plexrl.cluster.config.sizes import parse_size
+from plexrl.errors import InvalidRequestError
 
 
 def byte_size(text: str) -> int:
@@ -14,10 +12,10 @@ def byte_size(text: str) -> int:
     Raises:
         typer.BadParameter: the text is not a size.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None or found[2].upper() not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is not a size: write it as 64GiB, 512MiB or 4096")
-    return round(float(found[1]) * _UNITS[found[2].upper()])
+    try:
+        return parse_size(text)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(error.message) from error
 
 
 def size_text(nbytes: int) -> str:

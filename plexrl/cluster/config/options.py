@@ -1,10 +1,12 @@
 """Options of a cluster, as given to `plexrl up`."""
 
 import ipaddress
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from plexrl.cluster.config.network import NetworkOptions
 from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
@@ -24,7 +26,7 @@ _COUNT = (1, 65_536)
 _BYTES = (1, 1 << 50)
 
 RANGES = {
-    "nodes": _COUNT,
+    "nodes": (0, 65_536),
     "routers": _COUNT,
     "gpus_per_node": _COUNT,
     "gpu_memory_bytes": _BYTES,
@@ -75,8 +77,19 @@ def check_argument(journal: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartSettings:
+    """Settings of the parts that have no option of their own, as plain values by field name."""
+
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    router: Mapping[str, Any] = field(default_factory=dict)
+    statemanager: Mapping[str, Any] = field(default_factory=dict)
+    agent: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """Options of a cluster whose parts are processes of this machine."""
+    """Options of a cluster. Its control plane is processes of this machine; so are its nodes, as
+    far as no others join."""
 
     data_dir: Path
     """Persistent directory: journal, blobs, checkpoints, logs, NVMe tiers, the operator's key."""
@@ -86,7 +99,7 @@ class ClusterOptions:
     checkpoint_url: str | None = None
     """Where checkpoints are, likewise; absent: `data_dir`/checkpoints."""
     nodes: int = 1
-    """Number of virtual nodes, each with a StateManager and an agent."""
+    """Number of virtual nodes, each with a StateManager and an agent. 0: only nodes that join."""
     gpus_per_node: int = 4
     """Number of virtual GPUs of each node; each takes one worker process of a deployment."""
     gpu_memory_bytes: int = 2 * GIB
@@ -157,6 +170,11 @@ class ClusterOptions:
     lease_s: float | None = None
     """Silence of the scheduler after which a standby on the same journal takes over; absent: the
     scheduler's default."""
+    network: NetworkOptions | None = None
+    """How other machines reach this cluster; absent: all parts are on this machine, and links are
+    Unix sockets."""
+    settings: PartSettings = field(default_factory=PartSettings)
+    """Further settings of the parts, from the configuration file."""
     events: BrokerConfig | None = None
     """MQTT broker that gets the states of jobs, nodes and groups; absent: none does."""
 
@@ -172,7 +190,8 @@ class ClusterOptions:
         """URLs of the routers for this machine, separated by commas."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         shown = f"[{host}]" if ":" in host else host
-        return ",".join(f"http://{shown}:{port}" for port in ports)
+        scheme = "http" if self.network is None else "https"
+        return ",".join(f"{scheme}://{shown}:{port}" for port in ports)
 
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
@@ -201,6 +220,10 @@ class ClusterOptions:
             raise InvalidRequestError(
                 f"otlp_endpoint {self.otlp_endpoint!r} is not a URL: write it as "
                 "http://127.0.0.1:4318/v1/traces"
+            )
+        if self.nodes == 0 and self.network is None:
+            raise InvalidRequestError(
+                "nodes is 0, and no others can join: give at least 1, or let nodes join with --tls"
             )
         if not self.host:
             raise InvalidRequestError("host is empty: give an address of this machine")

@@ -18,6 +18,8 @@ LOG = logging.getLogger(__name__)
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """First and last port that the kernel gives to outgoing connections."""
 LOWEST = 1024
+NAME = "ports.json"
+NETWORK_FILE = "network-ports.json"
 TRIES = 100
 
 
@@ -28,9 +30,30 @@ def choose_ports(options: ClusterOptions, data_dir: Path) -> list[int]:
         ports = [options.port + index for index in range(options.routers)]
     else:
         with ExitStack() as probes:
-            ports = _free_ports(options, _read(data_dir), probes)
-    _write(data_dir, ports)
+            ports = _free_ports(options, _read(data_dir / NAME), probes)
+    _write(data_dir / NAME, ports)
     return ports
+
+
+def choose_network_ports(
+    host: str, join_port: int, scheduler_port: int, data_dir: Path
+) -> tuple[int, int]:
+    """Ports of the join service and the scheduler for other machines, fixed while the cluster runs.
+    0 stands for the port of the last start, or a free one."""
+    path = data_dir / NETWORK_FILE
+    former = _read(path)
+    chosen = []
+    with ExitStack() as probes:
+        for index, wanted in enumerate((join_port, scheduler_port)):
+            if wanted:
+                chosen.append(wanted)
+            elif index < len(former):
+                # Taken or not: nodes know no other.
+                chosen.append(former[index])
+            else:
+                chosen.append(_bind_lasting(host, probes))
+    _write(path, chosen)
+    return chosen[0], chosen[1]
 
 
 def _free_ports(options: ClusterOptions, former: list[int], probes: ExitStack) -> list[int]:
@@ -78,20 +101,20 @@ def _bind(host: str, port: int, probes: ExitStack) -> int:
     return int(probe.getsockname()[1])
 
 
-def _read(data_dir: Path) -> list[int]:
+def _read(path: Path) -> list[int]:
     try:
-        found = json.loads((data_dir / "ports.json").read_text())
+        found = json.loads(path.read_text())
         return [port for port in found if isinstance(port, int) and 0 < port < 65536]
     except (OSError, ValueError, TypeError):
         return []
 
 
-def _write(data_dir: Path, ports: list[int]) -> None:
-    if _read(data_dir)[: len(ports)] == ports:
+def _write(path: Path, ports: list[int]) -> None:
+    if _read(path)[: len(ports)] == ports:
         return
-    part = data_dir / "ports.json.part"
+    part = path.with_suffix(".part")
     try:
         part.write_text(json.dumps(ports))
-        part.rename(data_dir / "ports.json")
+        part.rename(path)
     except OSError as error:
         LOG.warning("the ports %s were not stored for the next start: %s", ports, error)

@@ -148,10 +148,10 @@ def parse_request(body: bytes) -> AnyRequest:
         InvalidRequestError: it is none.
     """
     try:
-        request: AnyRequest = msgspec.json.decode(body, type=AnyRequest)
+        found: AnyRequest = msgspec.json.decode(body, type=AnyRequest)
+        return found
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"this is no request to a join service: {error}") from error
-    return request
 
 
 def answer_of(result: msgspec.Struct | PlexRLError) -> dict[str, Any]:

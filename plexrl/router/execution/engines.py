@@ -14,6 +14,7 @@ from plexrl.errors import (
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.worker_link import WorkerGoneError
+from plexrl.worker.process.server import WorkerName
 
 COMMAND_TIMEOUT_S = 20.0
 STATS_TIMEOUT_S = 2.0
@@ -22,14 +23,21 @@ STATS_TIMEOUT_S = 2.0
 Plain = dict[str, Any]
 
 
-def engine_addresses(view: Plain) -> list[str]:
-    """Addresses of the workers that lead a replica, from the scheduler's view of a deployment;
-    empty if some worker has not started."""
+Engine = tuple[WorkerName, str]
+"""The worker that leads a replica, and its address."""
+
+
+def engines_of(view: Plain) -> list[Engine]:
+    """The workers that lead a replica, from the scheduler's view of a deployment; empty if some
+    worker has not started."""
     layout = deployment_spec_from_json(view["spec_json"]).layout
     addresses = [each["address"] for each in sorted(view["ranks"], key=lambda rank: rank["rank"])]
     if len(addresses) != layout.world_size or None in addresses:
         return []
-    return [addresses[rank] for rank in layout.output_ranks]
+    deployment, incarnation = view["deployment"], view["incarnation"]
+    return [
+        (WorkerName(deployment, rank, incarnation), addresses[rank]) for rank in layout.output_ranks
+    ]
 
 
 class Engines:
@@ -38,7 +46,7 @@ class Engines:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    async def request(self, address: str, request: str, timeout_s: float, **fields: Any) -> Plain:
+    async def request(self, engine: Engine, request: str, timeout_s: float, **fields: Any) -> Plain:
         """Send one engine a request and return its reply.
 
         Raises:
@@ -48,14 +56,14 @@ class Engines:
         """
         name = (f"ask-{uuid.uuid4().hex}", 0)
         header = {"request": request, "ask": name[0], **fields}
-        link = self._executor.link(address)
         try:
+            link = self._executor.link(*engine)
             async with asyncio.timeout(timeout_s):
                 reply, _ = await link.run(name, header, ())
         except (TimeoutError, WorkerGoneError) as error:
             raise UnavailableError(
-                f"the deployment's worker at {address} did not reply to {request!r}: it is loading "
-                "weights or restarting; try again",
+                f"the deployment's worker at {engine[1]} did not reply to {request!r}: it is "
+                "loading weights or restarting; try again",
                 retry_after_s=0.5,
                 is_gone=isinstance(error, WorkerGoneError),
             ) from error
@@ -77,15 +85,13 @@ class Engines:
                 f"{view['deployment']!r} is a {view['kind']} deployment, which generates nothing: "
                 f"{request} a rollout deployment"
             )
-        addresses = engine_addresses(view)
-        if not addresses:
+        engines = engines_of(view)
+        if not engines:
             raise ConflictError(
                 f"{view['deployment']!r} has no workers now ({view['state']}), so there is nothing "
                 f"to {request}: see `plexrl explain`"
             )
-        replies = [
-            self.request(address, request, COMMAND_TIMEOUT_S, **fields) for address in addresses
-        ]
+        replies = [self.request(each, request, COMMAND_TIMEOUT_S, **fields) for each in engines]
         return list(await asyncio.gather(*replies))
 
     async def stats(self, view: Plain) -> list[Plain]:
@@ -94,8 +100,7 @@ class Engines:
         if view["kind"] != "rollout":
             return []
         requests = [
-            self.request(address, "engine_stats", STATS_TIMEOUT_S)
-            for address in engine_addresses(view)
+            self.request(each, "engine_stats", STATS_TIMEOUT_S) for each in engines_of(view)
         ]
         replies = await asyncio.gather(*requests, return_exceptions=True)
         found = []

@@ -4,16 +4,12 @@ import asyncio
 import json
 import logging
 import time
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import (
-    ConnectionLostError,
-    ExecutionError,
-    PlexRLError,
-    StorageFullError,
-    StoreUnavailableError,
-)
+from plexrl.errors import ExecutionError, PlexRLError, StorageFullError, StoreUnavailableError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
@@ -27,6 +23,7 @@ from plexrl.scheduler.state.messages.commands import (
 )
 from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind, params_from_json
 from plexrl.wire.rpc import Peer
+from plexrl.worker.process.server import WorkerName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
     from plexrl.router.execution.deployment_specs import DeploymentSpecs
     from plexrl.router.execution.scheduler_link import SchedulerLink
     from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+    from plexrl.wire.links.credentials import Credentials
     from plexrl.wire.tensors import Body
 
 LOG = logging.getLogger(__name__)
@@ -57,6 +55,9 @@ COUNTED_STEPS = frozenset(
 )
 """Kinds whose workers report the number of optimizer steps in the weights."""
 
+GONE_MAX = 10_000
+"""Most deployments whose last ended incarnation is remembered."""
+
 Plain = dict[str, Any]
 _Grant = tuple[str, int, tuple[str, ...]]
 """Group, fencing token and workers of an admitted run."""
@@ -67,6 +68,8 @@ class _Run:
     """A run that is executing."""
 
     grant: _Grant
+    workers: WorkerName
+    """The first of its workers."""
     task: asyncio.Task[None]
     sent: asyncio.Event
     """Set once the requests to the workers are being sent."""
@@ -75,9 +78,13 @@ class _Run:
 class Executor:
     """All executing runs of one router."""
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: BlobStore, credentials: "Credentials | None" = None) -> None:
+        """`credentials`: for workers on other machines."""
         self._blobs = blobs
-        self._links: dict[str, WorkerLink] = {}
+        self._credentials = credentials
+        self._links: dict[WorkerName, WorkerLink] = {}
+        self._gone: OrderedDict[str, int] = OrderedDict()
+        """Highest incarnation of each deployment whose workers have ended; newest last."""
         self._runs: dict[str, _Run] = {}
         self._unstored: dict[str, str] = {}
         """By operation: why its result cannot be stored yet."""
@@ -100,7 +107,8 @@ class Executor:
             current.task.cancel()
         sent = asyncio.Event()
         task = asyncio.create_task(self._execute(command, sent))
-        self._runs[command.operation] = _Run(grant, task, sent)
+        workers = WorkerName(command.deployment, 0, command.incarnation)
+        self._runs[command.operation] = _Run(grant, workers, task, sent)
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
     async def on_abort(self, peer: Peer, params: Plain) -> None:
@@ -114,14 +122,61 @@ class Executor:
             sent = asyncio.create_task(run.sent.wait())
             await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
             sent.cancel()
-        for address in command.addresses:
-            try:
-                await self.link(address).send({"request": "abort", "operation": command.operation})
-            except (ConnectionLostError, OSError) as error:
-                # Nothing runs on this rank; the other ranks still need the message.
-                LOG.info(
-                    "%s did not receive the abort of %s: %s", address, command.operation, error
-                )
+        workers = _workers(command.deployment, command.incarnation, command.addresses)
+        await asyncio.gather(
+            *(self._abort(command.operation, worker, at) for worker, at in workers)
+        )
+
+    async def _abort(self, operation: str, worker: WorkerName, address: str) -> None:
+        try:
+            link = self.link(worker, address)
+            await link.send({"request": "abort", "operation": operation})
+        except (WorkerGoneError, PlexRLError, OSError) as error:
+            # Nothing runs on this rank.
+            LOG.info("%s did not receive the abort of %s: %s", worker, operation, error)
+
+    async def on_workers_gone(self, peer: Peer, params: Plain) -> None:
+        """Handle the end of a deployment's workers, up to an incarnation. Their runs end without a
+        report; the scheduler orders them again when there are other workers."""
+        del peer
+        deployment, incarnation = str(params["deployment"]), int(params["incarnation"])
+        self._gone[deployment] = max(incarnation, self._gone.pop(deployment, 0))
+        while len(self._gone) > GONE_MAX:
+            self._gone.popitem(last=False)
+        self._end({worker for worker in self._known(deployment) if self._is_gone(worker)})
+
+    async def on_live_workers(self, peer: Peer, params: Plain) -> None:
+        """Handle the list of all live incarnations, by deployment: what ended while no scheduler
+        was connected is not reported otherwise."""
+        del peer
+        live: dict[str, int] = params["incarnations"]
+        found = {
+            worker
+            for worker in self._known()
+            # Newer workers than those in the list have come up since.
+            if worker.incarnation < live.get(worker.deployment, worker.incarnation + 1)
+        }
+        self._end(found)
+
+    def _known(self, deployment: str | None = None) -> Iterator[WorkerName]:
+        """The workers of all links and runs, or of one deployment's."""
+        for worker in self._links:
+            if deployment in (None, worker.deployment):
+                yield worker
+        for run in self._runs.values():
+            if deployment in (None, run.workers.deployment):
+                yield run.workers
+
+    def _is_gone(self, worker: WorkerName) -> bool:
+        return worker.incarnation <= self._gone.get(worker.deployment, -1)
+
+    def _end(self, gone: set[WorkerName]) -> None:
+        for worker in gone & self._links.keys():
+            self._links.pop(worker).worker_gone()
+        for run in list(self._runs.values()):
+            # Also a run that still reads its payload or stores its result: nobody wants it.
+            if run.workers in gone:
+                run.task.cancel()
 
     async def on_discard(self, peer: Peer, params: Plain) -> None:
         """Handle the deletion of blobs."""
@@ -129,6 +184,11 @@ class Executor:
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, DiscardBlobs)
         self._blobs.discard_all(command.blobs)
+
+    @property
+    def runs_count(self) -> int:
+        """Number of runs that are executing."""
+        return len(self._runs)
 
     def unstored_reason(self, operation: str) -> str | None:
         """Why this router cannot store the result of an operation that has run; None if it can."""
@@ -145,13 +205,18 @@ class Executor:
         if current is not None and current.task is task:
             del self._runs[operation]
 
-    def link(self, address: str) -> WorkerLink:
-        """The connection to a worker; it is made on first use."""
-        return self._links.setdefault(address, WorkerLink(address))
+    def link(self, worker: WorkerName, address: str) -> WorkerLink:
+        """The connection to a worker; it is made on first use.
 
-    def forget_link(self, address: str) -> None:
-        """Drop the connection to a worker that has ended; its address is never used again."""
-        self._links.pop(address, None)
+        Raises:
+            WorkerGoneError: the worker has ended.
+        """
+        if self._is_gone(worker):
+            raise WorkerGoneError(f"{worker} has ended")
+        found = self._links.get(worker)
+        if found is None:
+            found = self._links[worker] = WorkerLink(worker, address, self._credentials)
+        return found
 
     async def _execute(self, command: RunOperation, sent: asyncio.Event) -> None:
         began_at = time.monotonic()
@@ -168,8 +233,7 @@ class Executor:
             is_applied = command.kind in MUTATING
             await self._conclude(command, parts, answers, began_at)
         except WorkerGoneError as error:
-            LOG.info("%s: worker %s has ended", command.operation, error)
-            self.forget_link(str(error))
+            LOG.info("%s: %s", command.operation, error)
         except PlexRLError as error:
             self._report_failure(command, error, state_intact=not is_applied)
         except Exception:
@@ -190,17 +254,18 @@ class Executor:
     ) -> list[Answer | None]:
         """Every rank's reply; None for a rank that did not reply after another had failed."""
         plain = CODEC.to_plain(command)
-        targets = [(address, parts.rank_params) for address in command.addresses]
+        workers = _workers(command.deployment, command.incarnation, command.addresses)
+        targets = [(worker, parts.rank_params) for worker in workers]
         if (plan := parts.generation) is not None:
             targets = [
-                (command.addresses[share.rank], {"first_row": plan.first_row(share)})
-                for share in plan.shares
+                (workers[share.rank], {"first_row": plan.first_row(share)}) for share in plan.shares
             ]
         name: RunName = (command.operation, command.token)
         tasks = []
-        for (address, rank_params), payload in zip(targets, parts.payloads, strict=True):
+        links = [(self.link(*worker), rank_params) for worker, rank_params in targets]
+        for (link, rank_params), payload in zip(links, parts.payloads, strict=True):
             header = {"request": "run", "command": plain, "rank_params": rank_params}
-            tasks.append(asyncio.create_task(self.link(address).run(name, header, payload)))
+            tasks.append(asyncio.create_task(link.run(name, header, payload)))
         try:
             # After one pass of the event loop each request has its position in its worker's queue.
             await asyncio.sleep(0)
@@ -312,3 +377,13 @@ class Executor:
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
+
+
+def _workers(
+    deployment: str, incarnation: int, addresses: "Sequence[str]"
+) -> list[tuple[WorkerName, str]]:
+    """The workers of an incarnation, by rank, and their addresses."""
+    return [
+        (WorkerName(deployment, rank, incarnation), address)
+        for rank, address in enumerate(addresses)
+    ]

@@ -1,39 +1,60 @@
-"""Connections to workers, with repeated requests after a lost connection."""
+"""Connections to workers, with repeated requests after a lost connection.
+
+A worker that cannot be reached may be alive: its machine may be slow, or the network may be cut.
+So a request is repeated until the worker answers, or until the scheduler says that the worker is
+gone.
+"""
 
 import asyncio
 import logging
 from collections.abc import Sequence
 
-from plexrl.errors import ConnectionLostError, PlexRLError
+from plexrl.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    PermissionDeniedError,
+    PlexRLError,
+    WrongWorkerError,
+    from_wire,
+)
 from plexrl.wire.framing import Buffer, Header
+from plexrl.wire.links.address import Address, UnixAddress, parse_address
+from plexrl.wire.links.credentials import Credentials
 from plexrl.wire.links.frame_socket import FrameSocket
+from plexrl.worker.process.server import WorkerName
 
 LOG = logging.getLogger(__name__)
 
-RECONNECT_S = 0.1
+RECONNECT_S_MIN = 0.1
+RECONNECT_S_MAX = 2.0
+"""Pause before the first repetition of a request, doubled with each further one, and its bound."""
+RETRIED = (ConnectionLostError, AuthenticationError, PermissionDeniedError, OSError)
+"""Errors after which a request is repeated. Certificates may be about to be replaced."""
 RunName = tuple[str, int]
 """Operation and fencing token."""
 Answer = tuple[Header, bytearray]
 
 
 class WorkerGoneError(Exception):
-    """The worker's socket file is gone: the worker is dead, and its node's agent reports that."""
+    """The worker has ended and will not reply. The scheduler said so, or another worker has its
+    address."""
 
 
 class WorkerLink:
-    """The connection to one worker, shared by many runs.
+    """The connection to one worker, shared by many runs."""
 
-    A broken connection does not end a run, because the worker may be alive. The request is repeated
-    on the next connection, as long as the worker's socket file exists.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(
+        self, worker: WorkerName, address: str, credentials: Credentials | None = None
+    ) -> None:
+        self.worker = worker
+        self._address = _parse(address)
+        self._credentials = credentials
         self._socket: FrameSocket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[RunName, asyncio.Future[Answer]] = {}
         # Held for a whole frame, so that frames do not mix and keep the order of the calls.
         self._sending = asyncio.Lock()
+        self._gone = asyncio.Event()
 
     async def run(self, name: RunName, header: Header, payload: Sequence[Buffer]) -> Answer:
         """Request a run until the worker replies; return its final reply.
@@ -41,36 +62,53 @@ class WorkerLink:
         Raises:
             WorkerGoneError: the worker has ended and will not reply.
         """
-        while True:
+        pause_s = RECONNECT_S_MIN
+        while not self._gone.is_set():
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             self._waiting[name] = future
             try:
                 await self.send(header, payload)
                 return await future
-            except FileNotFoundError as error:
-                raise WorkerGoneError(self._address) from error
-            except (ConnectionLostError, OSError) as error:
+            except WrongWorkerError as error:
+                raise WorkerGoneError(error.message) from error
+            except RETRIED as error:
                 LOG.info("%s: %s; repeating the request", self._address, error)
-                await asyncio.sleep(RECONNECT_S)
+                if self._socket is None:
+                    await self._pause(pause_s)
+                    pause_s = min(2 * pause_s, RECONNECT_S_MAX)
             finally:
                 # A repeated request for the same run may have replaced the future.
                 if self._waiting.get(name) is future:
                     del self._waiting[name]
+        raise WorkerGoneError(f"{self.worker} has ended")
 
     async def send(self, header: Header, payload: Sequence[Buffer] = ()) -> None:
-        """Send one frame. Raises `ConnectionLostError` or `OSError`."""
+        """Send one frame.
+
+        Raises:
+            PlexRLError, OSError: it was not sent, or not as a whole.
+        """
         async with self._sending:
+            if self._gone.is_set():
+                raise ConnectionLostError(f"{self.worker} has ended")
             if self._socket is None:
-                self._socket = connection = await FrameSocket.connect(self._address)
+                connecting = FrameSocket.connect(self._address, self._credentials)
+                self._socket = connection = await connecting
                 self._reading = asyncio.create_task(self._read(connection))
                 # A done callback also runs if the task is cancelled before its first step.
                 self._reading.add_done_callback(lambda _: connection.close())
             try:
-                await self._socket.send(header, payload)
+                await self._socket.send({**header, "worker": self.worker}, payload)
             except BaseException:
                 # Part of a frame may have been sent, also if the run was cancelled.
                 self._disconnect()
                 raise
+
+    def worker_gone(self) -> None:
+        """The scheduler says that the worker has ended: its runs raise `WorkerGoneError`."""
+        self._gone.set()
+        self._disconnect()
+        self._wake(ConnectionLostError(f"{self.worker} has ended"))
 
     async def close(self) -> None:
         """End the connection."""
@@ -78,6 +116,14 @@ class WorkerLink:
         self._disconnect()
         if reading is not None:
             await asyncio.gather(reading, return_exceptions=True)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but no longer than until the worker is known to be gone."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._gone.wait()
+        except TimeoutError:
+            return
 
     def _disconnect(self) -> None:
         """End the connection; the reading task wakes all waiting runs and closes the socket."""
@@ -91,6 +137,9 @@ class WorkerLink:
         try:
             while True:
                 header, payload = await connection.receive()
+                if header.get("reply") == "refused":
+                    # The worker refuses all requests of a link for another worker.
+                    raise from_wire(header["error"])
                 future = self._waiting.get((header.get("operation", ""), header.get("token", -1)))
                 if future is not None and not future.done():
                     future.set_result((header, payload))
@@ -99,8 +148,17 @@ class WorkerLink:
         finally:
             if self._socket is connection:
                 self._socket = self._reading = None
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(lost)
-                    # Marks the error as retrieved: a cancelled run does not read it.
-                    future.exception()
+            self._wake(lost)
+
+    def _wake(self, error: PlexRLError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+                # Marks the error as retrieved: a cancelled run does not read it.
+                future.exception()
+
+
+def _parse(address: str) -> Address:
+    # A journal of an earlier version has paths. Their workers have ended, as the scheduler will
+    # say.
+    return UnixAddress(address) if address.startswith("/") else parse_address(address)

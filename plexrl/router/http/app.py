@@ -118,7 +118,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
     checkpoint_url = config.checkpoint_url or str(data_dir / "checkpoints")
     threads = ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls")
     blobs, metrics = _stores(config)
-    executor = Executor(blobs)
+    credentials = None if config.tls is None else Credentials(config.tls)
+    executor = Executor(blobs, credentials)
     keys = KeyCache()
     scheduler = SchedulerLink(
         config.scheduler,
@@ -127,10 +128,12 @@ def _make_services(config: RouterConfig) -> RouterServices:
             "run": executor.on_run,
             "abort": executor.on_abort,
             "discard": executor.on_discard,
+            "workers_gone": executor.on_workers_gone,
+            "live_workers": executor.on_live_workers,
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,
-        credentials=None if config.tls is None else Credentials(config.tls),
+        credentials=credentials,
     )
     specs = DeploymentSpecs(scheduler)
     quota = CheckpointQuota(

@@ -13,7 +13,7 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError, StorageError, UnavailableError
 from plexrl.ids import BlobRef
-from plexrl.router.execution.engines import engine_addresses
+from plexrl.router.execution.engines import engines_of
 from plexrl.router.http.authentication import Caller
 from plexrl.router.http.services import RouterServices
 from plexrl.router.streams.events import (
@@ -96,14 +96,14 @@ class TokenReader:
 
     async def _worker_events(self, deployment: str) -> AsyncIterator[Plain]:
         """Events from the worker, until it has no tokens for a while."""
-        addresses = engine_addresses(await self._services.deployment(self._caller, deployment))
-        if not addresses:
+        engines = engines_of(await self._services.deployment(self._caller, deployment))
+        if not engines:
             await asyncio.sleep(PAUSE_S)
             return
         while True:
             try:
                 found = await self._services.engines.request(
-                    addresses[0],
+                    engines[0],
                     "read_stream",
                     READ_TIMEOUT_S,
                     operation=self._operation,

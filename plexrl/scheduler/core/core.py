@@ -39,6 +39,8 @@ from plexrl.scheduler.core.queries.views import (
     ended_since,
     group_view,
     job_view,
+    list_jobs,
+    live_workers,
     node_view,
     operation_log,
     operation_view,
@@ -54,8 +56,8 @@ from plexrl.scheduler.jobs.controllers import (
     controller_seen,
     failure_acknowledged,
     job_finished,
+    job_submitted,
     seen,
-    take_over,
 )
 from plexrl.scheduler.jobs.cycles import profile_key
 from plexrl.scheduler.jobs.lifecycle import (
@@ -75,8 +77,6 @@ from plexrl.scheduler.jobs.tenants import (
     authenticate,
     check_budget,
     check_gpus,
-    check_live_jobs,
-    check_priority,
     tenant_configured,
     tenant_created,
 )
@@ -108,14 +108,14 @@ if TYPE_CHECKING:
 
 
 class SchedulerCore:
-    """All decisions of a cluster's scheduler."""
+    """All decisions of a cluster's scheduler. `settings`: those in force."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._begin(Context(config))
 
     def _begin(self, context: Context) -> None:
-        self._context, self._state = context, context.state
+        self._context, self._state, self.settings = context, context.state, context.settings
         self._cluster, self._effects = context.cluster, context.effects
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,
@@ -130,7 +130,7 @@ class SchedulerCore:
             ev.NodeDrainChanged: partial(node_drain_changed, context),
             ev.StateMigrated: partial(state_migrated, context),
             ev.StateReported: partial(state_reported, context.state, context.effects),
-            ev.JobSubmitted: self._job_submitted,
+            ev.JobSubmitted: partial(job_submitted, context.cluster, context.effects),
             ev.ControllerSeen: partial(controller_seen, context),
             ev.ControllerAttached: partial(controller_attached, context),
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
@@ -221,35 +221,6 @@ class SchedulerCore:
         del now
         tenant_configured(self._state, event)
         self._cluster.waiting.retry_all()
-
-    def _job_submitted(self, event: ev.JobSubmitted, now: float) -> None:
-        context = self._context
-        known = context.state.jobs.get(event.job)
-        if known is not None:
-            if (known.tenant, known.name) != (event.tenant, event.name):
-                raise ConflictError(f"job id {event.job!r} is taken: choose another")
-            if event.controller and not known.state.is_final:
-                take_over(context.state, context.effects, known, event.controller, now)
-            return
-        check_priority(context.state, event.tenant, event.priority)
-        check_budget(context.state, event.tenant)
-        check_live_jobs(context.cluster, event.tenant)
-        context.state.jobs[event.job] = Job(
-            job=event.job,
-            tenant=event.tenant,
-            name=event.name,
-            controller_timeout_s=event.controller_timeout_s,
-            reattach_timeout_s=event.reattach_timeout_s,
-            submitted_at=now,
-            seen_at=now,
-            priority=event.priority,
-            gang=event.gang,
-            expected_s=event.expected_s,
-            controller=event.controller,
-            halts_on_failure=event.halts_on_failure,
-        )
-        context.cluster.count_live_job(event.tenant, +1)
-        context.effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
     def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
         context = self._context
@@ -354,8 +325,8 @@ class SchedulerCore:
             await_deadline(context.effects, operation)
 
     def _operation_finished(self, event: ev.OperationFinished, now: float) -> None:
-        settings = self._cluster.settings
-        run_finished(self._state, settings, self._effects, within_limits(event), now)
+        settings, effects = self._cluster.settings, self._effects
+        run_finished(self._state, settings, effects, within_limits(event), now)
 
     def _operation_cancelled(self, event: ev.OperationCancelled, now: float) -> None:
         operation = self._operation(event.operation)
@@ -441,8 +412,7 @@ class SchedulerCore:
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        jobs = (job for job in self._state.jobs.values() if tenant in (None, job.tenant))
-        return [job_view(self._state, job) for job in jobs]
+        return list_jobs(self._state, tenant)
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""
@@ -466,6 +436,10 @@ class SchedulerCore:
     def status(self, now: float, tenant: TenantId | None = None) -> vt.ClusterView:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._cluster, tenant, now)
+
+    def live_workers(self) -> dict[DeploymentId, int]:
+        """The incarnation of each deployment whose workers are all ready."""
+        return live_workers(self._state)
 
     def held_deployments(self) -> list[HeldView]:
         """Deployments whose work waits for free memory or disk space, with the reason."""

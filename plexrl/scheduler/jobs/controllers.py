@@ -7,12 +7,14 @@ Calls without a token come from an operator, or from a controller that uses no f
 
 from typing import TYPE_CHECKING
 
-from plexrl.errors import ControllerReplacedError, InvalidRequestError
+from plexrl.errors import ConflictError, ControllerReplacedError, InvalidRequestError
 from plexrl.scheduler.admission.reclaim.preemption import resume
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job, find_operation
 from plexrl.scheduler.jobs.lifecycle import ENDINGS, detach_or_cancel, end_job
+from plexrl.scheduler.jobs.tenants import check_budget, check_live_jobs, check_priority
 from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_error, root_of
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import enqueue_zero_grad
@@ -22,6 +24,7 @@ from plexrl.scheduler.state.messages.events import (
     ControllerSeen,
     FailureAcknowledged,
     JobFinished,
+    JobSubmitted,
 )
 from plexrl.scheduler.state.records import Job, State
 
@@ -46,6 +49,41 @@ def check_controller(job: Job, controller: str) -> None:
             "more; end this process, or attach the job again to replace the other one",
             job=job.job,
         )
+
+
+def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: float) -> None:
+    """A controller submits a job, or submits it again.
+
+    Raises:
+        ConflictError: another job has its id.
+        PlexRLError: a limit of its tenant.
+    """
+    known = cluster.state.jobs.get(event.job)
+    if known is not None:
+        if (known.tenant, known.name) != (event.tenant, event.name):
+            raise ConflictError(f"job id {event.job!r} is taken: choose another")
+        if event.controller and not known.state.is_final:
+            take_over(cluster.state, effects, known, event.controller, now)
+        return
+    check_priority(cluster.state, event.tenant, event.priority)
+    check_budget(cluster.state, event.tenant)
+    check_live_jobs(cluster, event.tenant)
+    cluster.state.jobs[event.job] = Job(
+        job=event.job,
+        tenant=event.tenant,
+        name=event.name,
+        controller_timeout_s=event.controller_timeout_s,
+        reattach_timeout_s=event.reattach_timeout_s,
+        submitted_at=now,
+        seen_at=now,
+        priority=event.priority,
+        gang=event.gang,
+        expected_s=event.expected_s,
+        controller=event.controller,
+        halts_on_failure=event.halts_on_failure,
+    )
+    cluster.count_live_job(event.tenant, +1)
+    effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
 
 
 def seen(context: Context, job: Job, now: float) -> None:

@@ -421,7 +421,11 @@ class Shell:
                     self._set_timer(command.at)
                 case RunOperation() | AbortOperation() | DiscardBlobs():
                     await self.routers.send(command)
-                case LaunchWorkers() | StopWorkers() | ReleaseState() | PrefetchState():
+                case StopWorkers():
+                    self.agents.send(command)
+                    # Routers repeat requests to workers that do not answer until they know this.
+                    await self.routers.tell_workers_gone(command)
+                case LaunchWorkers() | ReleaseState() | PrefetchState():
                     self.agents.send(command)
                 case MigrateState():
                     for node in command.nodes:

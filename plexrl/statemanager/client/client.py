@@ -40,6 +40,7 @@ from plexrl.statemanager.protocol.messages import (
     StoredShard,
     Usage,
 )
+from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullMode
 from plexrl.statemanager.transfer.transport.choice import Transports
@@ -96,9 +97,10 @@ class StateManagerClient:
         world_size: int,
         ticket: bytes,
         timeout_s: float = 600.0,
+        network: Network = NO_NETWORK,
     ) -> None:
         """`ticket` authenticates the client. `timeout_s` bounds each call, including the wait for
-        a restarting daemon."""
+        a restarting daemon. `network` leads to StateManagers of other nodes, for pulls."""
         self.path = socket_path
         self.deployment = deployment
         self.rank = rank
@@ -110,7 +112,9 @@ class StateManagerClient:
         """Seq and stamp (ETag) of the stored version that the arena equals."""
         self._wants: tuple[Sequence[StateSlice], Layout] | None = None
         self._layouts = KnownLayouts()
-        self._transports = Transports(self._layouts.find, ticket=ticket, timeout_s=timeout_s)
+        self._transports = Transports(
+            network, self._layouts.find, ticket=ticket, timeout_s=timeout_s
+        )
         self._puller = Puller(self._transports.open, self._layouts, timeout_s)
 
     def register(
@@ -300,7 +304,7 @@ class StateManagerClient:
 
         Exactly the wanted bytes are transferred, each once; a slice wanted in another dtype is
         cast. `sources` are the StateManagers that hold shards of the version: socket paths on this
-        machine, `tcp://host:port` or `nixl://host:port` elsewhere. They hold the version during the
+        machine, and remote addresses elsewhere. They hold the version during the
         pull. A pull that fails midway leaves the wanted slices without a complete version: nothing
         can be saved or published until a pull or load succeeds.
 

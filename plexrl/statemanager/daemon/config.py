@@ -6,8 +6,10 @@ from pathlib import Path
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
+from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE
 from plexrl.storage.location import check_location
+from plexrl.wire.links.credentials import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +99,17 @@ class StateManagerConfig:
     fault_points: tuple[str, ...] = ()
     """For tests: points at which the daemon kills itself (`fault_points.POINTS`)."""
     serve_tcp: str = ""
-    """`host:port` on which other nodes read versions; port 0: any free port; empty: not served."""
+    """`host:port` on which other nodes read versions, by mutual TLS unless `fabric` is trusted.
+    Port 0: any free port. Empty: not served."""
+    tls: TlsFiles | None = None
+    """Certificate of this node, for links with other nodes' StateManagers; absent: no such links,
+    unless `fabric` is trusted."""
+    fabric: str = ""
+    """`trusted`: the network between nodes is the cluster's own, so these links are plain TCP,
+    which costs less CPU; the same on all nodes. Empty: it is not."""
     serve_nixl: bool = False
-    """Whether other nodes may read published versions by RDMA through NIXL; needs `serve_tcp`."""
+    """Whether other nodes read published versions by RDMA through NIXL, which neither encrypts nor
+    authenticates: needs `serve_tcp` and a trusted `fabric`."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_url:
@@ -111,9 +121,17 @@ class StateManagerConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
-        if self.serve_nixl and not self.serve_tcp:
+        if self.fabric not in ("", TRUSTED):
+            raise InvalidRequestError(f'fabric is "{TRUSTED}" or empty, not {self.fabric!r}')
+        if self.serve_tcp and self.tls is None and self.fabric != TRUSTED:
             raise InvalidRequestError(
-                "serve_nixl needs serve_tcp, which opens the versions: set serve_tcp"
+                "serve_tcp needs tls (ca, certificate, key), so that only nodes of this cluster "
+                f'can read: set it, or fabric = "{TRUSTED}" if the network is the cluster\'s own'
+            )
+        if self.serve_nixl and not (self.serve_tcp and self.fabric == TRUSTED):
+            raise InvalidRequestError(
+                "serve_nixl needs serve_tcp, which opens the versions, and a network that is the "
+                f'cluster\'s own: set serve_tcp and fabric = "{TRUSTED}"'
             )
         for name in ("checkpoint_bytes_per_s", "checkpoints_waiting_max"):
             if getattr(self, name) < 0:

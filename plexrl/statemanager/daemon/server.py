@@ -27,6 +27,7 @@ from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.channel import Channel, Kind, close_all
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.statemanager.store.background.drain import Drainer
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
@@ -58,16 +59,18 @@ class Server:
     def __init__(self, config: StateManagerConfig, store: Store, devices: DeviceBackend) -> None:
         self._config = config
         key = make_ticket_key(config.ticket_key_path)
+        network = Network.of(config.tls, config.fabric)
         self.services = Services(
             config=config,
             store=store,
             registry=Registry(),
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
-            relayouter=Relayouter(store, key),
+            relayouter=Relayouter(store, key, network),
             prefetcher=Prefetcher(store),
             checkpoints=CheckpointJobs(config),
             devices=devices,
             key=key,
+            network=network,
             incarnations=Incarnations(Path(config.host_dir) / "incarnations.json"),
             move_queue=FairQueue(config.moves_max, config.moves_waiting_max),
             counters=Counters(),

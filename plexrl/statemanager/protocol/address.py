@@ -1,8 +1,10 @@
 """Addresses of StateManagers, for clients on the same machine and on others.
 
     /run/plexrl/state.sock                        on this machine
-    tcp://10.0.0.3:7411                           from anywhere
-    tcp://10.0.0.3:7411#PLACE:/run/plexrl/state.sock
+    tls://gpu3@10.0.0.3:7411                      from anywhere, by mutual TLS with node `gpu3`
+    tcp://10.0.0.3:7411                           from anywhere, on a network declared trusted
+    nixl://10.0.0.3:7411                          likewise; published versions by RDMA
+    tls://gpu3@10.0.0.3:7411#PLACE:/run/plexrl/state.sock
                                                   both: the path wherever it names the same socket
 
 PLACE identifies the directory of the socket: the kernel's boot, and the directory's file system and
@@ -15,6 +17,8 @@ from functools import cache
 from pathlib import Path
 
 TCP_SCHEME = "tcp://"
+TLS_SCHEME = "tls://"
+NIXL_SCHEME = "nixl://"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -31,9 +35,9 @@ def nearest(address: str) -> str:
     return path if path and Path(path).is_socket() and place == _place(path) else remote
 
 
-def host_and_port(address: str) -> str | None:
-    """The `host:port` of an address from `nearest`; None for a path."""
-    return address.removeprefix(TCP_SCHEME) if address.startswith(TCP_SCHEME) else None
+def is_remote(address: str) -> bool:
+    """Whether an address from `nearest` leads over the network; otherwise it is a path."""
+    return "://" in address
 
 
 def _place(path: str) -> str:

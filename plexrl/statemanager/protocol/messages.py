@@ -81,7 +81,7 @@ class Load(Request, frozen=True, kw_only=True):
     `segment_bytes` and carries the segments' descriptors.
 
     A version that ranks of another layout saved is converted to this layout. `sources` are other
-    StateManagers that hold parts of it: socket paths, or `tcp://host:port`."""
+    StateManagers that hold parts of it: socket paths, or remote addresses."""
 
     seq: int
     token: int
@@ -171,7 +171,7 @@ class Fetch(Request, frozen=True, kw_only=True):
     """Fetch and store another node's version; resumes an earlier transfer that was cut."""
 
     source: str
-    """`tcp://host:port` of that node's daemon."""
+    """Remote address of that node's daemon."""
     deployment: str
     seq: int
     rank: int

@@ -22,9 +22,10 @@ import msgspec
 from plexrl.errors import StateLostError, UnavailableError
 from plexrl.statemanager.client.client import MoveReport, StateManagerClient
 from plexrl.statemanager.client.connection import connect, exchange, retry_connect
-from plexrl.statemanager.protocol.address import host_and_port, nearest
+from plexrl.statemanager.protocol.address import is_remote, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Answer, Fetch, OpenState, StoredShard
+from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
@@ -39,7 +40,7 @@ class _Held:
     """A rank's version at its present StateManager."""
 
     address: str
-    """Address of the StateManager: its socket path, or `tcp://host:port`."""
+    """Address of the StateManager: its socket path, or a remote address."""
     stamp: str
     tier: TierName | None
     """Absent: another node does not report it."""
@@ -53,14 +54,15 @@ def migrate(
     deployment: str,
     seq: int,
     ticket: bytes,
+    network: Network = NO_NETWORK,
     ranks: Collection[int] | None = None,
     timeout_s: float = 600.0,
 ) -> MoveReport:
     """Migrate version `seq` of a deployment from the StateManagers at `sources` to the one at
     `target`, which is on this machine.
 
-    `ticket` is an agent's, valid at all of them. `ranks` absent: all ranks. `timeout_s` bounds each
-    request, including a restart of the target.
+    `ticket` is an agent's, valid at all of them; `network` leads to those of other nodes. `ranks`
+    absent: all ranks. `timeout_s` bounds each request, including a restart of the target.
 
     Raises:
         StateLostError: a rank's version was not found.
@@ -70,7 +72,9 @@ def migrate(
     """
     started = time.perf_counter()
     at_target = _held(target, deployment, seq, timeout_s, ticket)
-    found, unreachable = _found(sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S), ticket)
+    found, unreachable = _found(
+        network, sources, deployment, seq, min(timeout_s, SOURCE_TIMEOUT_S), ticket
+    )
     by_rank = {**at_target, **found}
     wanted = set(ranks) if ranks is not None else _all_ranks(found or at_target)
     missing = sorted(wanted - set(by_rank))
@@ -90,7 +94,7 @@ def migrate(
             tiers.add(at_target[rank].tier)
             continue
         held = found[rank]
-        if host_and_port(held.address) is not None:
+        if is_remote(held.address):
             request = Fetch(
                 source=held.address, deployment=deployment, seq=seq, rank=rank, stamp=held.stamp
             )
@@ -138,14 +142,22 @@ def _open_state(
 
 
 def _found(
-    sources: Sequence[str], deployment: str, seq: int, timeout_s: float, ticket: bytes
+    network: Network,
+    sources: Sequence[str],
+    deployment: str,
+    seq: int,
+    timeout_s: float,
+    ticket: bytes,
 ) -> tuple[dict[int, _Held], UnavailableError | None]:
     """Every rank's version at the first source that has it, and the error of a skipped source."""
     found: dict[int, _Held] = {}
     unreachable = None
     for address in dict.fromkeys(nearest(source) for source in sources):
         try:
-            held = _held(address, deployment, seq, timeout_s, ticket)
+            if is_remote(address):
+                held = _held_elsewhere(network, address, deployment, seq, timeout_s, ticket)
+            else:
+                held = _held(address, deployment, seq, timeout_s, ticket)
         except UnavailableError as error:
             unreachable = error
             continue
@@ -156,10 +168,7 @@ def _found(
 def _held(
     path: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> dict[int, _Held]:
-    """The version at one StateManager, by rank; the later of two saves."""
-    remote = host_and_port(path)
-    if remote is not None:
-        return _held_on_other_machine(path, remote, deployment, seq, timeout_s, ticket)
+    """The version at a StateManager of this machine, by rank; the later of two saves."""
     with closing(_client(path, timeout_s, ticket)) as client:
         versions: list[Answer] = (
             client.usage()["deployments"].get(deployment, {}).get("versions", [])
@@ -176,11 +185,13 @@ def _held(
     }
 
 
-def _held_on_other_machine(
-    address: str, remote: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
+def _held_elsewhere(
+    network: Network, address: str, deployment: str, seq: int, timeout_s: float, ticket: bytes
 ) -> dict[int, _Held]:
+    """As `_held`, of a StateManager of another machine."""
+
     def ask() -> list[Manifest]:
-        with closing(TcpConnection(remote, ticket, timeout_s)) as connection:
+        with closing(TcpConnection(network, address, ticket, timeout_s)) as connection:
             return [reader.manifest for reader in open_states(connection, deployment, seq)]
 
     manifests = retry_connect(address, timeout_s, ask)

@@ -21,6 +21,7 @@ from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import Plan
 from plexrl.statemanager.layout.staging import StagingBlocks, covered
 from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import AGENT, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
@@ -54,8 +55,9 @@ class RelayoutLoad:
 class Relayouter:
     """Loads across layouts; caches plans. Thread-safe."""
 
-    def __init__(self, store: Store, key: TicketKey) -> None:
+    def __init__(self, store: Store, key: TicketKey, network: Network) -> None:
         self._store = store
+        self._network = network
         self._plane = store.plane
         self._key = key
         self._planning = threading.Lock()
@@ -89,7 +91,7 @@ class Relayouter:
             ticket = self._key.mint(AGENT)
             for address in dict.fromkeys(sources):
                 try:
-                    opened += open_elsewhere(held, address, ticket, deployment, seq)
+                    opened += open_elsewhere(held, self._network, address, ticket, deployment, seq)
                 except UnavailableError as error:
                     unreachable = error
             try:

@@ -71,20 +71,20 @@ async def connect(
     if isinstance(address, UnixAddress):
         async with asyncio.timeout(timeout_s):
             return Link(*await asyncio.open_unix_connection(address.path), LOCAL)
-    context = _client_context(credentials, address)
+    context = client_context(credentials, address)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
-            _detect_loss(writer.get_extra_info("socket"))
+            detect_loss(writer.get_extra_info("socket"))
             peer = identity_of(writer.get_extra_info("ssl_object").getpeercert())
-            _check_server(address, peer, role)
+            check_server(address, peer, role)
             answer, _ = await read_frame(reader, payload_bytes_max=0)
-            _check_accepted(address, answer)
+            check_accepted(address, answer)
     except BaseException as error:
         if writer is not None:
             writer.transport.abort()
-        _raise_refusal(address, error)
+        raise_refusal(address, error)
         raise
     return Link(reader, writer, peer)
 
@@ -122,7 +122,7 @@ async def serve(
         return Server(listening, address)
 
     async def remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _detect_loss(writer.get_extra_info("socket"))
+        detect_loss(writer.get_extra_info("socket"))
         peer, refusal = _greeted(writer.get_extra_info("ssl_object").getpeercert(), roles)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -164,19 +164,19 @@ def connect_blocking(
             near.close()
             raise
         return near, LOCAL
-    context = _client_context(credentials, address)
+    context = client_context(credentials, address)
     raw = socket.create_connection((address.host, address.port), timeout_s)
     try:
-        _detect_loss(raw)
+        detect_loss(raw)
         raw = context.wrap_socket(raw)
         peer = identity_of(raw.getpeercert())
-        _check_server(address, peer, role)
+        check_server(address, peer, role)
         far = TlsSocket(raw)
         answer, _ = recv_frame(far, payload_bytes_max=0)
-        _check_accepted(address, answer)
+        check_accepted(address, answer)
     except BaseException as error:
         raw.close()
-        _raise_refusal(address, error)
+        raise_refusal(address, error)
         raise
     return far, peer
 
@@ -223,7 +223,7 @@ class Listener:
             return accepted, LOCAL
         wrapped = accepted
         try:
-            _detect_loss(accepted)
+            detect_loss(accepted)
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
             wrapped = context.wrap_socket(accepted, server_side=True)
@@ -268,7 +268,13 @@ def _needed(credentials: Credentials | None, address: TlsAddress) -> Credentials
     return credentials
 
 
-def _client_context(credentials: Credentials | None, address: TlsAddress) -> ssl.SSLContext:
+def client_context(credentials: Credentials | None, address: TlsAddress) -> ssl.SSLContext:
+    """The TLS context for a connection to `address`.
+
+    Raises:
+        InvalidRequestError: this process has no certificate.
+        AuthenticationError: its certificate has expired.
+    """
     known = _needed(credentials, address)
     known.check_expiry()
     return known.client_context()
@@ -292,20 +298,22 @@ def _greeting(refusal: PlexRLError | None) -> dict[str, Any]:
     return {"accepted": True} if refusal is None else {"error": refusal.to_wire()}
 
 
-def _check_accepted(address: Address, answer: dict[str, Any]) -> None:
+def check_accepted(address: Address, answer: dict[str, Any]) -> None:
+    """Raises the server's refusal, if its first frame is one."""
     if "error" in answer:
         raise from_wire(answer["error"])
     if answer != {"accepted": True}:
         raise AuthenticationError(f"{address} does not speak PlexRL's protocol: check the port")
 
 
-def _check_server(address: TlsAddress, peer: Identity, role: Role) -> None:
+def check_server(address: TlsAddress, peer: Identity, role: Role) -> None:
+    """Raises `AuthenticationError` if `peer` is not the process that the address means."""
     if peer.role != role or (address.node and peer != Identity(Role.NODE, address.node)):
         wanted = Identity(role, address.node)
         raise AuthenticationError(f"{address} is {peer}, not {wanted}: check the address")
 
 
-def _raise_refusal(address: Address, error: BaseException) -> None:
+def raise_refusal(address: Address, error: BaseException) -> None:
     """Raise the typed error for a failed handshake; return if it is none."""
     cause = error.__cause__ if isinstance(error, ConnectionLostError) else error
     if isinstance(cause, ssl.SSLError):
@@ -321,7 +329,7 @@ def _raise_refusal(address: Address, error: BaseException) -> None:
         ) from error
 
 
-def _detect_loss(connected: socket.socket) -> None:
+def detect_loss(connected: socket.socket) -> None:
     """End the connection within seconds if the other machine vanishes without a word."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

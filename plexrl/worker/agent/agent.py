@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,20 @@ from plexrl.errors import (
     StorageFullError,
     from_wire,
 )
+from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
+from plexrl.statemanager.protocol.network import TRUSTED, Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
+from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
+from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
+from plexrl.worker.process.process_group import LOOPBACK, interface_of
 
 LOG = logging.getLogger(__name__)
 
@@ -54,7 +59,11 @@ class Agent:
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
         self._config = config
         self._launcher = launcher
-        self._state = NodeState(config.statemanager, Path(config.ticket_key_file))
+        spans = config.host and config.fabric == TRUSTED
+        self._interface = interface_of(config.host) if spans else LOOPBACK
+        self._ports = PortRange(config.host, config.worker_ports)
+        network = Network.of(config.tls, config.fabric)
+        self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
         self._workers: dict[Key, _Running] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
         self._rendezvous: dict[str, int] = {}
@@ -148,10 +157,10 @@ class Agent:
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,
             "block": config.block,
-            "statemanager": announced(
-                config.statemanager,
-                f"tcp://{config.statemanager_tcp}" if config.statemanager_tcp else "",
-            ),
+            "host": config.host,
+            "ports": config.meeting_ports,
+            "fabric": config.fabric,
+            "statemanager": announced(config.statemanager, config.statemanager_address),
             "workers": [
                 {
                     "deployment": worker.config.deployment,
@@ -237,7 +246,7 @@ class Agent:
             rank=rank,
             world_size=len(command["ranks"]),
             group=command["group"],
-            address=f"{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
+            address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
             ticket=self._state.ticket(
@@ -259,6 +268,10 @@ class Agent:
             gpu=int(placement["gpu"]),
             cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
             lease_file=str(self._lease.file) if self._lease.is_needed else "",
+            meeting_point=command.get("rendezvous", ""),
+            interface=self._interface if command.get("rendezvous") else LOOPBACK,
+            tls=config.tls if config.host else None,
+            fabric=config.fabric,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:
@@ -270,8 +283,12 @@ class Agent:
             if current is not None:
                 await self._stop_worker(key)
             try:
+                if self._config.host:
+                    address = TlsAddress(self._config.host, self._ports.take(), self._config.node)
+                    config = replace(config, address=str(address))
                 process = await asyncio.to_thread(self._launcher.start, config)
             except (OSError, EOFError) as error:
+                self._ports.give_back(config.address)
                 reason = f"the worker could not be started: {error}"
                 self._report_worker("worker_exited", config, reason=reason, code=_code_of(error))
                 return
@@ -313,7 +330,11 @@ class Agent:
         worker.ended.set()
         if self._workers.get(key) is worker:
             del self._workers[key]
-        Path(worker.config.address).unlink(missing_ok=True)
+        address = parse_address(worker.config.address)
+        if isinstance(address, UnixAddress):
+            remove_socket(address.path)
+        else:
+            self._ports.give_back(worker.config.address)
         if not worker.is_wanted:
             return
         reason = worker.process.exit_reason()

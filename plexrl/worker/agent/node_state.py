@@ -18,6 +18,7 @@ from typing import Any
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.statemanager.checkpoint.requests import CheckpointStatus
 from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims
 from plexrl.statemanager.transfer.migration import migrate
@@ -43,9 +44,12 @@ _Move = tuple[str, int, tuple[int, ...] | None]
 class NodeState:
     """Handles calls about state, for one node."""
 
-    def __init__(self, statemanager: str, ticket_key_file: Path) -> None:
-        """Paths of the StateManager's socket and of its key."""
+    def __init__(
+        self, statemanager: str, ticket_key_file: Path, network: Network = NO_NETWORK
+    ) -> None:
+        """Paths of the StateManager's socket and of its key, and the way to other nodes' ones."""
         self._path = statemanager
+        self._network = network
         self._key_file = ticket_key_file
         self._migrations: dict[_Move, asyncio.Task[MoveReport]] = {}
         self._may_migrate = asyncio.Semaphore(MIGRATIONS_MAX)
@@ -162,6 +166,7 @@ class NodeState:
             deployment=deployment,
             seq=seq,
             ticket=self.ticket(AGENT),
+            network=self._network,
             ranks=ranks,
         )
         async with self._may_migrate:

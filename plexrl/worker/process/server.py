@@ -1,25 +1,43 @@
-"""A worker's socket: one thread per connection reads frames into a queue for the main thread."""
+"""A worker's socket: one thread per connection reads frames into a queue for the main thread.
+
+Every request names the worker that it is for. An address may have belonged to another worker
+before, so a request for any other is refused, and its connection ends.
+"""
 
 import logging
 import queue
 import socket
 import threading
+import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from plexrl.errors import PlexRLError
-from plexrl.wire.framing import Buffer, recv_frame, send_frame
+from plexrl.errors import PlexRLError, WrongWorkerError
+from plexrl.wire.framing import Buffer, Header, recv_frame, send_frame
+from plexrl.wire.links.address import Address
+from plexrl.wire.links.credentials import Credentials, Role
+from plexrl.wire.links.dial import BlockingSocket, listen_blocking
 
 LOG = logging.getLogger(__name__)
 
 REQUESTS_MAX = 1024
+GREETINGS_MAX = 256
+"""Most connections that may be on their way to being accepted; more are closed at once."""
+ACCEPT_RETRY_S = 0.1
+
+
+class WorkerName(NamedTuple):
+    """One worker process of all times."""
+
+    deployment: str
+    rank: int
+    incarnation: int
 
 
 class Connection:
     """The connection of one router. A router that is gone is no error: another one retries."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: BlockingSocket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
 
@@ -50,28 +68,69 @@ class Request:
 
 
 class Server:
-    """Listens on a Unix socket until the process ends."""
+    """Listens until the process ends; over TLS for routers only."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self, address: Address, worker: WorkerName, credentials: Credentials | None = None
+    ) -> None:
+        """Raises:
+        OSError: the address cannot be listened on.
+        """
         self.requests: queue.Queue[Request] = queue.Queue(REQUESTS_MAX)
-        Path(address).unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(address)
-        self._socket.listen(16)
+        self._worker = worker
+        self._listener = listen_blocking(address, credentials, roles=(Role.ROUTER,))
+        self.address = self._listener.address
+        """The address with the port that the system chose."""
+        self._greetings = threading.BoundedSemaphore(GREETINGS_MAX)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
-            sock, _ = self._socket.accept()
-            threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+            try:
+                accepted = self._listener.accept()
+            except OSError as error:
+                # The client has left before, or this process has too many open files now.
+                LOG.warning("a connection could not be accepted: %s", error)
+                time.sleep(ACCEPT_RETRY_S)
+                continue
+            if not self._greetings.acquire(blocking=False):
+                LOG.warning("%d connections are not greeted yet: one is closed", GREETINGS_MAX)
+                accepted.close()
+                continue
+            threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
 
-    def _read(self, sock: socket.socket) -> None:
+    def _serve(self, accepted: socket.socket) -> None:
+        try:
+            sock, peer = self._listener.greet(accepted)
+        except (PlexRLError, OSError) as error:
+            LOG.warning("a connection was refused: %s", error)
+            return
+        finally:
+            self._greetings.release()
+        LOG.info("%s is connected", peer)
+        self._read(sock)
+
+    def _read(self, sock: BlockingSocket) -> None:
         connection = Connection(sock)
         try:
             while True:
                 header, payload = recv_frame(sock)
+                if not self._is_mine(header):
+                    connection.send({"reply": "refused", "error": self._refusal(header).to_wire()})
+                    return
                 self.requests.put(Request(connection, header, payload))
         except (PlexRLError, OSError) as error:
             LOG.info("a router's connection ended: %s", error)
         finally:
             sock.close()
+
+    def _is_mine(self, header: Header) -> bool:
+        return header.get("worker") == list(self._worker)
+
+    def _refusal(self, header: Header) -> WrongWorkerError:
+        error = WrongWorkerError(
+            f"the request is for worker {header.get('worker')}, and this address belongs to "
+            f"{list(self._worker)} now: ask the scheduler for the worker's address"
+        )
+        LOG.warning("%s", error)
+        return error

@@ -9,12 +9,16 @@ from pathlib import Path
 from plexrl.errors import StorageFullError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.disk_space import is_full
+from plexrl.wire.links.address import parse_address
+from plexrl.wire.links.credentials import Credentials
 from plexrl.worker.agent.node_lease import end_with_lease
 from plexrl.worker.config import WorkerConfig
 from plexrl.worker.process.backend_factory import make_or_refuse
 from plexrl.worker.process.leader_follower import make_worker
-from plexrl.worker.process.server import Server
+from plexrl.worker.process.process_group import join_process_group
+from plexrl.worker.process.server import Server, WorkerName
 from plexrl.worker.state.state_mover import StateMover
 
 LOG = logging.getLogger(__name__)
@@ -37,7 +41,8 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     _redirect_output(config.log_path)
     logging.basicConfig(
         level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
+        format=f"%(asctime)s %(levelname)s rank {config.rank} "
+        f"incarnation {config.incarnation}: %(message)s",
         force=True,
     )
     if config.lease_file:
@@ -51,7 +56,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
     if config.kind in ("train", "forward") or spec.layout.tp > 1:
-        _join_process_group(config)
+        join_process_group(config)
 
     backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url)
     client = StateManagerClient(
@@ -60,8 +65,13 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         rank=config.rank,
         world_size=config.world_size,
         ticket=config.ticket,
+        network=Network.of(config.tls, config.fabric),
     )
-    server = Server(config.address)
+    server = Server(
+        parse_address(config.address),
+        WorkerName(config.deployment, config.rank, config.incarnation),
+        None if config.tls is None else Credentials(config.tls),
+    )
     mover = StateMover(backend, client, config.group)
     worker = make_worker(backend, mover, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
@@ -75,11 +85,3 @@ def _redirect_output(log_path: str) -> None:
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-
-
-def _join_process_group(config: WorkerConfig) -> None:
-    import torch.distributed as dist
-
-    # The ranks of an incarnation rendezvous at one file, which is enough on one machine.
-    store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size)

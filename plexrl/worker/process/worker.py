@@ -8,7 +8,8 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -118,7 +119,8 @@ class Worker:
             if not self._replies.begin(command):
                 self._finish(name, BackendResult(), started)
                 return
-            result = self._execute(command, rank_params, payload, started)
+            with _logged(command):
+                result = self._execute(command, rank_params, payload, started)
             if result is None:
                 return
             if kind == OperationKind.LOAD or kind in MUTATING:
@@ -138,6 +140,10 @@ class Worker:
                 self._fail(name, full, state_intact=False)
                 return
             LOG.exception("%s failed", name[0])
+            if self._is_peer_loss(error):
+                # Without a reply the run is repeated, once the scheduler has restarted all ranks.
+                LOG.info("%s lost other ranks, so this one ends", name[0])
+                raise SystemExit(1) from None
             failure = ExecutionError(
                 f"{kind.value} failed on the worker: see `plexrl logs`; the workers are restarted "
                 "from their last complete state"
@@ -182,9 +188,10 @@ class Worker:
         self._controls.generation_began(call.operation)
 
     def _is_peer_loss(self, error: Exception) -> bool:
-        """Whether a step failed because another rank of the engine is gone."""
-        del error
-        return False
+        """Whether a run or a step failed because another rank is gone."""
+        from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
+
+        return is_lost_rank_error(error)
 
     def _step(self, generator: RolloutBackend) -> None:
         try:
@@ -230,6 +237,21 @@ class Worker:
         self._replies.end(name, reply)
         for connection in self._listeners.pop(name, []):
             connection.send(reply.header, reply.payload)
+
+
+@contextmanager
+def _logged(command: RunCommand) -> Iterator[None]:
+    """Log begin and end of a run that changes the state or moves it: a reader of all ranks' logs
+    sees who had a GPU, and that no two deployments had it at once."""
+    if command.kind not in MUTATING and command.kind not in MOVES:
+        yield
+        return
+    run = (command.kind.value, command.operation, command.token, command.seq)
+    LOG.info("begin %s %s token %d seq %d", *run)
+    try:
+        yield
+    finally:
+        LOG.info("end %s %s token %d seq %d", *run)
 
 
 def _runs_during_generation(command: RunCommand) -> bool:

@@ -17,13 +17,22 @@ from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.execution.worker_link import WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.messages.commands import CODEC, AbortOperation, RunOperation
+from plexrl.wire.links.address import TlsAddress
+from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.frame_socket import FrameSocket
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.rpc import Handler, Peer
+from plexrl.worker.process.server import Server, WorkerName
+from tests.certificates import TestAuthority
 from tests.small_disk import SmallDisk, small_disk
 
 Plain = dict[str, Any]
 LIMIT_S = 30.0
+INCARNATION = 3
+
+
+def worker(rank: int) -> WorkerName:
+    return WorkerName("j/a", rank, INCARNATION)
 
 
 async def in_time(work: Awaitable[Any]) -> Any:
@@ -45,7 +54,10 @@ async def nothing(peer: Peer, params: Plain) -> Plain:
 
 def abort_of(*addresses: str) -> Plain:
     command = AbortOperation(
-        operation=OperationId("o"), deployment=DeploymentId("j/a"), addresses=addresses
+        operation=OperationId("o"),
+        deployment=DeploymentId("j/a"),
+        addresses=tuple(f"unix:{path}" for path in addresses),
+        incarnation=INCARNATION,
     )
     return {"command": CODEC.to_plain(command)}
 
@@ -96,7 +108,7 @@ def test_an_abort_reaches_the_remaining_workers(tmp_path: Path) -> None:
 def test_a_repeated_run_keeps_its_reply_when_the_earlier_one_ends(tmp_path: Path) -> None:
     async def run() -> Plain:
         async with worker_at(tmp_path / "w") as (received, connections):
-            link = WorkerLink(str(tmp_path / "w"))
+            link = WorkerLink(worker(0), f"unix:{tmp_path}/w")
             former = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
             await in_time(received.get())
             anew = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
@@ -111,16 +123,95 @@ def test_a_repeated_run_keeps_its_reply_when_the_earlier_one_ends(tmp_path: Path
     assert asyncio.run(run())["reply"] == "finished"
 
 
-def test_the_link_of_a_dead_worker_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", ["gone", "live"])
+def test_a_request_to_an_unreachable_worker_ends_by_the_schedulers_word_only(
+    tmp_path: Path, said: str
+) -> None:
     async def run() -> None:
         executor = Executor(DirectoryBlobStore(tmp_path / "blobs"))
-        gone = str(tmp_path / "none")
-        link = executor.link(gone)
+        link = executor.link(worker(0), f"unix:{tmp_path}/none")
+        running = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
+        await asyncio.wait({running}, timeout=0.5)
+        older = {"deployment": "j/a", "incarnation": INCARNATION - 1}
+        await executor.on_workers_gone(None, older)  # type: ignore[arg-type]
+        live: dict[str, Any] = {"incarnations": {"j/a": INCARNATION}}
+        await executor.on_live_workers(None, live)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert not running.done(), "nobody has said that the worker is gone"
+        if said == "gone":
+            gone = {"deployment": "j/a", "incarnation": INCARNATION}
+            await executor.on_workers_gone(None, gone)  # type: ignore[arg-type]
+            with pytest.raises(WorkerGoneError):
+                executor.link(worker(0), "unix:/anywhere")
+        else:
+            await executor.on_live_workers(None, {"incarnations": {}})  # type: ignore[arg-type]
+        with pytest.raises(WorkerGoneError):
+            await in_time(running)
+        newer = WorkerName("j/a", 0, INCARNATION + 1)
+        executor.link(newer, f"unix:{tmp_path}/none")
+        await executor.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_is_answered_by_a_worker_that_comes_late(tmp_path: Path) -> None:
+    async def run() -> Plain:
+        link = WorkerLink(worker(0), f"unix:{tmp_path}/w")
+        running = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
+        await asyncio.sleep(0)
+        async with worker_at(tmp_path / "w") as (received, connections):
+            assert (await in_time(received.get()))["worker"] == list(worker(0))
+            await connections[0].send({"reply": "finished", "operation": "o", "token": 1})
+            header: Plain = (await in_time(running))[0]
+            await link.close()
+        return header
+
+    assert asyncio.run(run())["reply"] == "finished"
+
+
+def test_a_worker_at_a_reused_address_runs_nothing_for_the_former_one(tmp_path: Path) -> None:
+    """A real worker's socket over TLS, at the port that another worker had."""
+    authority = TestAuthority(tmp_path)
+    stranger = WorkerName("j/critic", 0, 9)
+    listening = TlsAddress("127.0.0.1", 0, "n")
+    server = Server(listening, stranger, authority.credentials(Role.NODE, "n"))
+    router = authority.credentials(Role.ROUTER, "r")
+
+    async def run() -> None:
+        link = WorkerLink(worker(0), str(server.address), router)
         with pytest.raises(WorkerGoneError):
             await in_time(link.run(("o", 1), {"request": "run"}, ()))
-        executor.forget_link(gone)
-        assert executor.link(gone) is not link
-        await executor.close()
+        mine = WorkerLink(stranger, str(server.address), router)
+        asked = asyncio.create_task(mine.run(("o", 1), {"request": "run"}, (bytes(5 << 20),)))
+        request = await asyncio.to_thread(server.requests.get, timeout=LIMIT_S)
+        assert len(request.payload) == 5 << 20
+        reply = {"reply": "finished", "operation": "o", "token": 1}
+        await asyncio.to_thread(request.connection.send, reply, bytes(7 << 20))
+        header, payload = await in_time(asked)
+        assert (header, len(payload)) == (reply, 7 << 20)
+        await link.close()
+        await mine.close()
+
+    asyncio.run(run())
+    assert server.requests.empty(), "the request for the former worker was taken"
+
+
+def test_the_end_of_its_workers_ends_a_run_without_a_report(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with (
+            executor_at(tmp_path, tmp_path / "blobs") as (executor, reports),
+            worker_at(tmp_path / "w") as (received, connections),
+        ):
+            command = run_of(OperationKind.BARRIER, str(tmp_path / "w"))
+            await executor.on_run(None, command)  # type: ignore[arg-type]
+            await in_time(received.get())
+            gone = {"deployment": "j/a", "incarnation": INCARNATION}
+            await executor.on_workers_gone(None, gone)  # type: ignore[arg-type]
+            async with asyncio.timeout(LIMIT_S):
+                while executor.runs_count:  # noqa: ASYNC110 (no event exists)
+                    await asyncio.sleep(0.01)
+            assert reports.empty()
+            connections[0].close()
 
     asyncio.run(run())
 
@@ -219,7 +310,8 @@ def run_of(kind: OperationKind, *addresses: str) -> Plain:
         False,
         "{}",
         None,
-        addresses,
+        tuple(f"unix:{path}" for path in addresses),
+        incarnation=INCARNATION,
     )
     return {"command": CODEC.to_plain(command)}
 

@@ -36,8 +36,9 @@ def test_slices_are_read_from_the_memory_of_another_node(trainers: list[Rank], d
     for version in (1, 2):
         for trainer in trainers:
             trainer.publish(version)
-        report = rollout.pull([node.tcp.replace("tcp://", "nixl://")], version)
-        assert report.bytes_moved == rollout.nbytes
+        report = rollout.pull([node.tcp], version)
+        assert report.bytes_by_source == {node.tcp: rollout.nbytes}
+        assert node.tcp.startswith("nixl://")
         assert rollout.holds(version)
     rollout.close()
 
@@ -54,7 +55,7 @@ def test_without_the_package_its_name_is_told(
 
 
 def test_rdma_needs_tcp_to_open_versions_over() -> None:
-    with pytest.raises(InvalidRequestError, match="serve_nixl needs serve_tcp"):
+    with pytest.raises(InvalidRequestError, match="set serve_tcp and fabric"):
         StateManagerConfig(
             node="n",
             listen="s",

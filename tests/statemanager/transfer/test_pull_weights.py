@@ -19,7 +19,14 @@ from plexrl.statemanager.daemon.handlers.caller import OPENED_MAX
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.channel import close_all
 from plexrl.statemanager.protocol.messages import Confirm, OpenPublished
-from tests.statemanager.conftest import DEADLINE_S, Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    NETWORK,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    wait_until,
+)
 
 ROWS, COLUMNS = 10, 24
 ELEMENTS = 1024
@@ -72,6 +79,7 @@ class Rank:
             world_size=2,
             ticket=daemon.worker_ticket(deployment, rank, 2),
             timeout_s=20.0,
+            network=NETWORK,
         )
         self.client.register(self.arena, self.slices, group=deployment, token=1)
 

@@ -14,7 +14,14 @@ from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
 from tests.statemanager import relayouts
-from tests.statemanager.conftest import ALL_PARTS, DEADLINE_S, MIB, Daemon, StartDaemon
+from tests.statemanager.conftest import (
+    ALL_PARTS,
+    DEADLINE_S,
+    MIB,
+    NETWORK,
+    Daemon,
+    StartDaemon,
+)
 from tests.statemanager.relayouts import LAYOUTS, slices_of, state
 from tests.statemanager.weight_sync import SERVING_TCP
 
@@ -248,10 +255,9 @@ def test_a_worker_reads_no_other_deployment_over_tcp(
 ) -> None:
     node = start_daemon(**SERVING_TCP)
     saved(make_ranks([node], "fsdp", 2))
-    address = node.tcp.removeprefix("tcp://")
-    own = TcpConnection(address, node.worker_ticket(NAME), DEADLINE_S)
-    other = TcpConnection(address, node.worker_ticket("job/critic"), DEADLINE_S)
-    agent = TcpConnection(address, node.ticket(role=Role.AGENT), DEADLINE_S)
+    own = TcpConnection(NETWORK, node.tcp, node.worker_ticket(NAME), DEADLINE_S)
+    other = TcpConnection(NETWORK, node.tcp, node.worker_ticket("job/critic"), DEADLINE_S)
+    agent = TcpConnection(NETWORK, node.tcp, node.ticket(role=Role.AGENT), DEADLINE_S)
     try:
         assert len(open_states(own, NAME, 1)) == len(open_states(agent, NAME, 1)) == 2
         with pytest.raises(PermissionDeniedError, match="own deployment"):

@@ -24,6 +24,7 @@ from plexrl.statemanager.layout.strided_copies import (
     StridedCopies,
     concatenated,
 )
+from plexrl.statemanager.protocol.network import NO_NETWORK
 from plexrl.statemanager.protocol.tickets import KEY_BYTES, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
@@ -132,7 +133,7 @@ def test_any_layout_is_loaded_from_any_other(
         for rank, held in enumerate(before):
             if held in kept:
                 put(store, slices_of(held, 0), rank, len(before))
-        relayouter = Relayouter(store, TicketKey(b"k" * KEY_BYTES))
+        relayouter = Relayouter(store, TicketKey(b"k" * KEY_BYTES), NO_NETWORK)
         whole = values()
         for held in after:
             slices = slices_of(held, 64)

@@ -19,7 +19,15 @@ from plexrl.statemanager.protocol.messages import Fetch
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES
 from plexrl.statemanager.transfer.migration import migrate
-from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, MakeShard, StartDaemon, wait_until
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    MIB,
+    NETWORK,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    wait_until,
+)
 from tests.statemanager.transfer.test_migration import (
     NAME,
     check_loads,
@@ -117,6 +125,7 @@ def move(address: str, target: Daemon, *, seq: int = 1) -> MoveReport:
         deployment=NAME,
         seq=seq,
         ticket=ticket,
+        network=NETWORK,
         timeout_s=DEADLINE_S,
     )
 
@@ -230,6 +239,7 @@ def test_blocks_of_a_killed_target_count_for_the_next_call(
             deployment=NAME,
             seq=1,
             ticket=ticket,
+            network=NETWORK,
             timeout_s=3.0,
         )
     target.wait()
@@ -255,6 +265,7 @@ def test_what_nobody_carries_on_with_gives_way_to_who_needs_the_room(
             deployment=NAME,
             seq=1,
             ticket=ticket,
+            network=NETWORK,
             timeout_s=3.0,
         )
     target.wait()
@@ -323,9 +334,10 @@ def test_workers_may_not_have_versions_fetched(make_shard: MakeShard, source: Da
 
 AGENT = """
 import sys
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.transfer.migration import migrate
 migrate([sys.argv[1]], sys.argv[2], deployment="job/actor", seq=1,
-        ticket=bytes.fromhex(sys.argv[3]), timeout_s=20.0)
+        ticket=bytes.fromhex(sys.argv[3]), timeout_s=20.0, network=Network(is_trusted=True))
 """
 
 

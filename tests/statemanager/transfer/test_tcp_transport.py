@@ -25,7 +25,7 @@ from plexrl.statemanager.transfer.transport.handshake import greet_server
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp
 from plexrl.statemanager.transfer.transport.tcp.requests import BASES_MAX
 from plexrl.wire.framing import recv_frame, send_frame
-from tests.statemanager.conftest import Daemon, StartDaemon, wait_until
+from tests.statemanager.conftest import NETWORK, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp
 
 Tamper = Callable[[bytes, int], bytes | None]
@@ -118,12 +118,12 @@ def test_a_ticket_of_another_key_is_told_nothing(node: Daemon) -> None:
 
 @pytest.mark.usefixtures("trainer")
 def test_a_worker_of_another_job_is_refused(node: Daemon) -> None:
-    tcp = Tcp(lambda _: None, 10.0, node.worker_ticket("other/rollout"))
+    tcp = Tcp(NETWORK, lambda _: None, 10.0, node.worker_ticket("other/rollout"))
     with (
         contextlib.ExitStack() as held,
         pytest.raises(PermissionDeniedError, match="deployments of job 'other'"),
     ):
-        tcp.open(held, node.tcp.removeprefix("tcp://"), "job/actor", 1, ())
+        tcp.open(held, node.tcp, "job/actor", 1, ())
 
 
 def test_a_server_of_another_key_is_not_believed() -> None:
@@ -169,7 +169,7 @@ def read_all(
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], list[StridedCopies]]:
     """The trainer's version, in small pieces that make several batches."""
     with contextlib.ExitStack() as held:
-        [source] = tcp.open(held, node_address.removeprefix("tcp://"), "job/actor", 1, ())
+        [source] = tcp.open(held, node_address, "job/actor", 1, ())
         nbytes = int(source.layout.byte_offsets.max()) + 4 * int(source.layout.shapes[-1].prod())
         starts = np.arange(0, nbytes, 64)
         ends = np.minimum(starts + 64, nbytes)
@@ -191,7 +191,7 @@ def read_all(
 
 
 def test_many_small_batches_bring_the_version(node: Daemon, trainer: Rank) -> None:
-    tcp = Tcp(lambda _: None, 10.0, node.worker_ticket(READER))
+    tcp = Tcp(NETWORK, lambda _: None, 10.0, node.worker_ticket(READER))
     target, arrived = read_all(tcp, node.tcp)
     assert concatenated(arrived).nbytes == len(target)
     assert bytes(target) == bytes(trainer.arena.buffer[: len(target)])

@@ -20,7 +20,7 @@ from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
 from plexrl.statemanager.transfer.transport.reader import VersionReader
-from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
+from tests.statemanager.conftest import DEADLINE_S, NETWORK, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel, whole
 
 ACTOR, ROLLOUT = "job/actor", "job/rollout"
@@ -132,7 +132,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
 
     layouts = KnownLayouts()
     ways = Transports(
-        layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S
+        NETWORK, layouts.find, ticket=nodes[0].worker_ticket("job/rollout"), timeout_s=DEADLINE_S
     )
 
     def opened(
@@ -225,7 +225,9 @@ def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) 
     trainer = Rank(node, ACTOR, 0, fsdp(0, 1))
     rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
     layouts = KnownLayouts()
-    ways = Transports(layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S)
+    ways = Transports(
+        NETWORK, layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S
+    )
     trainer.publish(1)
     with contextlib.ExitStack() as stack:
         [held] = ways.open(stack, node.tcp, ACTOR, 1, ())

@@ -2,14 +2,22 @@
 
 import socket
 import struct
+import threading
 from pathlib import Path
 
 import pytest
 
-from plexrl.wire.framing import send_frame
-from plexrl.worker.process.server import Server
+from plexrl.errors import PermissionDeniedError
+from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.wire.links.address import TlsAddress, UnixAddress
+from plexrl.wire.links.credentials import Role
+from plexrl.wire.links.dial import connect_blocking
+from plexrl.worker.process.server import Server, WorkerName
+from tests.certificates import TestAuthority
 
 LENGTHS = struct.Struct("<IQ")
+WORKER = WorkerName("job/actor", 1, 7)
+RUN = {"request": "run", "worker": list(WORKER)}
 
 
 @pytest.mark.parametrize(
@@ -24,13 +32,62 @@ LENGTHS = struct.Struct("<IQ")
 )
 def test_a_malformed_frame_ends_its_own_connection_only(tmp_path: Path, hostile: bytes) -> None:
     address = str(tmp_path / "w.sock")
-    server = Server(address)
+    server = Server(UnixAddress(address), WORKER)
     with socket.socket(socket.AF_UNIX) as bad, socket.socket(socket.AF_UNIX) as good:
         for sock in (bad, good):
             sock.settimeout(20.0)
             sock.connect(address)
         bad.sendall(hostile)
         assert bad.recv(1) == b""
-        send_frame(good, {"request": "run"}, b"payload")
+        send_frame(good, RUN, b"payload")
         request = server.requests.get(timeout=60.0)
-        assert (request.header, bytes(request.payload)) == ({"request": "run"}, b"payload")
+        assert (request.header, bytes(request.payload)) == (RUN, b"payload")
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [["job/critic", 1, 7], ["job/actor", 0, 7], ["job/actor", 1, 6], ["job/actor", 1, 8], None, 5],
+)
+def test_a_request_for_another_worker_is_refused_and_not_run(
+    tmp_path: Path, worker: object
+) -> None:
+    address = str(tmp_path / "w.sock")
+    server = Server(UnixAddress(address), WORKER)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20.0)
+        sock.connect(address)
+        send_frame(sock, {"request": "run", "worker": worker})
+        reply, _ = recv_frame(sock)
+        assert (reply["reply"], reply["error"]["code"]) == ("refused", "wrong_worker")
+        assert sock.recv(1) == b""
+    assert server.requests.empty()
+
+
+def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    listening = TlsAddress("127.0.0.1", 0, "n1")
+    server = Server(listening, WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    silent = socket.create_connection((server.address.host, server.address.port))
+    router = authority.credentials(Role.ROUTER, "r")
+    with silent:
+        sock, peer = connect_blocking(server.address, router, role=Role.NODE)
+        assert peer.name == "n1"
+        sent = threading.Thread(target=send_frame, args=(sock, RUN, bytes(8 << 20)))
+        sent.start()
+        request = server.requests.get(timeout=60.0)
+        sent.join()
+        assert len(request.payload) == 8 << 20
+        request.connection.send({"reply": "finished"}, b"x" * (3 << 20))
+        header, payload = recv_frame(sock)
+        assert (header, len(payload)) == ({"reply": "finished"}, 3 << 20)
+        sock.close()
+
+
+@pytest.mark.parametrize(("role", "name"), [(Role.NODE, "n1"), (Role.SCHEDULER, "s")])
+def test_over_tls_a_worker_refuses_all_but_routers(tmp_path: Path, role: Role, name: str) -> None:
+    authority = TestAuthority(tmp_path)
+    listening = TlsAddress("127.0.0.1", 0, "n1")
+    server = Server(listening, WORKER, authority.credentials(Role.NODE, "n1"))
+    with pytest.raises(PermissionDeniedError):
+        connect_blocking(server.address, authority.credentials(role, name), role=Role.NODE)

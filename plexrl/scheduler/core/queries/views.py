@@ -131,6 +131,17 @@ def job_view(state: State, job: Job) -> JobView:
     }
 
 
+def list_jobs(state: State, tenant: TenantId | None) -> list[JobView]:
+    """All jobs of a tenant, or of all tenants, oldest first."""
+    return [job_view(state, job) for job in state.jobs.values() if tenant in (None, job.tenant)]
+
+
+def live_workers(state: State) -> dict[DeploymentId, int]:
+    """The incarnation of each deployment whose workers are all ready."""
+    found = (each for each in state.deployments.values() if each.is_ready)
+    return {each.deployment: each.processes.incarnation for each in found}
+
+
 def group_view(cluster: Cluster, group: Group) -> GroupView:
     """One node group and the holder of its lock."""
     return {

@@ -161,6 +161,8 @@ class Connection:
     async def _hello_router(self, peer: Peer, router: RouterId) -> None:
         self._greeted = _Greeted("router", router=router)
         self._shell.routers.add(router, peer)
+        await self._shell.wait_until_consistent()
+        await peer.notify("live_workers", {"incarnations": self._shell.core.live_workers()})
         await self._report_greeting(ev.RouterJoined(router=router))
         await self._shell.routers.flush()
 

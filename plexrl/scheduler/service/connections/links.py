@@ -86,6 +86,14 @@ class RouterLinks:
             for peer in self._peers.values():
                 tasks.create_task(self._forget_callers(peer))
 
+    async def tell_workers_gone(self, command: StopWorkers) -> None:
+        """Tell all routers that a deployment's workers have ended, up to an incarnation. A router
+        that is not connected asks for the live ones when it connects."""
+        params = {"deployment": command.deployment, "incarnation": command.incarnation}
+        async with asyncio.TaskGroup() as tasks:
+            for peer in list(self._peers.values()):
+                tasks.create_task(self._notify_one(peer, "workers_gone", params))
+
     async def _forget_callers(self, peer: Peer) -> None:
         try:
             await peer.call("forget_callers", {}, timeout_s=self._send_timeout_s)
@@ -100,21 +108,25 @@ class RouterLinks:
         number."""
         peers = [self._peers[router] for router in sorted(self._peers)]
         first = place % len(peers) if peers else 0
+        params = {"command": CODEC.to_plain(command)}
         for peer in (*peers[first:], *peers[:first]):
-            try:
-                async with asyncio.timeout(self._send_timeout_s):
-                    await peer.notify(method, {"command": CODEC.to_plain(command)})
-            except TimeoutError:
-                LOG.error(
-                    "a router accepted no commands for %g s; disconnected", self._send_timeout_s
-                )
-                peer.abort()
-                continue
-            except ConnectionLostError:
-                # Its reader detects the same loss and reports the router lost.
-                continue
-            return True
+            if await self._notify_one(peer, method, params):
+                return True
         return False
+
+    async def _notify_one(self, peer: Peer, method: str, params: dict[str, Any]) -> bool:
+        """Whether a router has accepted the message."""
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await peer.notify(method, params)
+        except TimeoutError:
+            LOG.error("a router accepted no commands for %g s; disconnected", self._send_timeout_s)
+            peer.abort()
+            return False
+        except ConnectionLostError:
+            # Its reader detects the same loss and reports the router lost.
+            return False
+        return True
 
 
 class AgentLink:

@@ -15,6 +15,7 @@ from plexrl.statemanager.device.backend import DeviceBackend
 from plexrl.statemanager.device.frozen_weights import FrozenWeightsCache
 from plexrl.statemanager.observe.counters import Counters
 from plexrl.statemanager.protocol.messages import Answer, Request
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role, TicketKey
 from plexrl.statemanager.store.background.earlier_versions import EarlierVersions
 from plexrl.statemanager.store.background.prefetch import Prefetcher
@@ -44,6 +45,7 @@ class Services:
     checkpoints: CheckpointJobs
     devices: DeviceBackend
     key: TicketKey
+    network: Network
     incarnations: Incarnations
     move_queue: FairQueue
     counters: Counters

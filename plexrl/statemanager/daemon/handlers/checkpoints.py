@@ -52,7 +52,9 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
         elsewhere = [at for at in request.sources if nearest(at) != services.config.listen]
         ticket = services.key.mint(AGENT)
         for address in dict.fromkeys(elsewhere):
-            readers += open_elsewhere(held, address, ticket, request.deployment, request.seq)
+            readers += open_elsewhere(
+                *(held, services.network, address, ticket, request.deployment, request.seq)
+            )
         ranks = _one_reader_per_rank(request, readers)
         stamps = tuple(reader.stamp for reader in ranks)
         found = _find_same(caller, request, target, stamps)

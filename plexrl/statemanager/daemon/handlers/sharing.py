@@ -21,7 +21,7 @@ from plexrl.statemanager.daemon.handlers.caller import (
 )
 from plexrl.statemanager.daemon.registry import check_slices
 from plexrl.statemanager.layout.layout import check_layout
-from plexrl.statemanager.protocol.address import host_and_port
+from plexrl.statemanager.protocol.address import is_remote
 from plexrl.statemanager.protocol.messages import (
     Adopt,
     Confirm,
@@ -101,17 +101,16 @@ def _adopt(caller: Caller, request: Adopt, fds: Sequence[int]) -> Reply:
 
 def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
     started = time.perf_counter()
-    address = host_and_port(request.source)
-    if address is None:
+    if not is_remote(request.source):
         raise InvalidRequestError(
-            f"a version is fetched from tcp://host:port, not from {request.source}"
+            f"a version is fetched from another node's address, not from {request.source}"
         )
-    store = caller.services.store
+    network, store = caller.services.network, caller.services.store
     wanted = (request.deployment, request.seq, request.rank, request.stamp)
     for stored in store.find(lambda m: (m.deployment, m.seq, m.rank, m.stamp) == wanted):
         return Reply(move_report(0, time.perf_counter() - started, stored.tier))
     ticket = caller.services.key.mint(AGENT)
-    with closing(ReconnectingReader(address, ticket, *wanted)) as reader:
+    with closing(ReconnectingReader(network, request.source, ticket, wanted)) as reader:
         manifest = reader.manifest
         _check_adoptable(manifest)
         if (manifest.deployment, manifest.seq, manifest.rank) != wanted[:3]:

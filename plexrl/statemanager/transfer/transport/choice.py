@@ -4,7 +4,8 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 from plexrl.errors import ConnectionLostError, UnavailableError
-from plexrl.statemanager.protocol.address import TCP_SCHEME, host_and_port, nearest
+from plexrl.statemanager.protocol.address import NIXL_SCHEME, is_remote, nearest
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.transfer.copy.strided_copy import Copier
 from plexrl.statemanager.transfer.transport.nixl import Nixl
 from plexrl.statemanager.transfer.transport.reader import LayoutOf, StateReader, VersionReader
@@ -12,21 +13,21 @@ from plexrl.statemanager.transfer.transport.shared_memory import SharedMemory, o
 from plexrl.statemanager.transfer.transport.tcp.client import Tcp, TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
 
-NIXL_SCHEME = "nixl://"
 TIMEOUT_S = 30.0
 """Timeout of another StateManager's answer."""
 
 
 class Transports:
-    """Opens a socket path by shared memory, `tcp://host:port` over TCP, and `nixl://host:port` over
-    RDMA, where the port is the source's TCP port."""
+    """Opens a socket path by shared memory, and a remote address over TLS, TCP or RDMA."""
 
-    def __init__(self, layout_of: LayoutOf, *, ticket: bytes, timeout_s: float) -> None:
+    def __init__(
+        self, network: Network, layout_of: LayoutOf, *, ticket: bytes, timeout_s: float
+    ) -> None:
         """`ticket` authenticates the reader."""
         self._copier = Copier()
         self._timeout_s = timeout_s
         self._shared_memory = SharedMemory(self._copier, layout_of, ticket, timeout_s)
-        self._tcp = Tcp(layout_of, timeout_s, ticket)
+        self._tcp = Tcp(network, layout_of, timeout_s, ticket)
         self._nixl: Nixl | None = None
 
     def open(
@@ -38,12 +39,12 @@ class Transports:
             UnavailableError: the address needs NIXL, which is not installed.
         """
         address = nearest(address)
-        if address.startswith(TCP_SCHEME):
-            return self._tcp.open(held, address.removeprefix(TCP_SCHEME), deployment, seq, known)
         if address.startswith(NIXL_SCHEME):
             if self._nixl is None:
                 self._nixl = Nixl(self._tcp, self._timeout_s)
-            return self._nixl.open(held, address.removeprefix(NIXL_SCHEME), deployment, seq, known)
+            return self._nixl.open(held, address, deployment, seq, known)
+        if is_remote(address):
+            return self._tcp.open(held, address, deployment, seq, known)
         return self._shared_memory.open(held, address, deployment, seq, known)
 
     def close(self) -> None:
@@ -59,11 +60,11 @@ class Transports:
 
 
 def open_elsewhere(
-    held: ExitStack, address: str, ticket: bytes, deployment: str, seq: int
+    held: ExitStack, network: Network, address: str, ticket: bytes, deployment: str, seq: int
 ) -> Sequence[StateReader]:
     """Readers of the state versions at another StateManager, valid while `held` is open.
 
-    `address` is the path of its socket on this machine, or `tcp://host:port`. `ticket` is an
+    `address` is the path of its socket on this machine, or a remote address. `ticket` is an
     agent's; on this machine it is shown only to daemons of this process's user, since a worker may
     have named the address.
 
@@ -73,10 +74,9 @@ def open_elsewhere(
     """
     try:
         near = nearest(address)
-        remote = host_and_port(near)
-        if remote is None:
+        if not is_remote(near):
             return open_neighbour(held, near, ticket, deployment, seq, TIMEOUT_S)
-        connection = TcpConnection(remote, ticket, TIMEOUT_S)
+        connection = TcpConnection(network, near, ticket, TIMEOUT_S)
         held.callback(connection.close)
         return open_states(connection, deployment, seq)
     except (ConnectionLostError, OSError) as error:
@@ -87,6 +87,6 @@ def open_elsewhere(
 
 
 def transport_of(address: str) -> str:
-    """The name of an address's transport: `tcp`, `nixl` or `shared_memory`."""
+    """The name of an address's transport: `tls`, `tcp`, `nixl` or `shared_memory`."""
     scheme, has_scheme, _ = address.partition("://")
     return scheme if has_scheme else "shared_memory"

@@ -1,8 +1,8 @@
 """Strided copies over a socket, as a stream of their bytes without separators.
 
-Long copies are zero-copy: `sendfile` at the sender, and a receive into the destination. Strided,
-cast and short copies pass through a block that fits the CPU cache. Each end chooses by itself;
-the bytes on the wire are the same.
+Long copies are zero-copy: `sendfile` at the sender, and a receive into the destination; over TLS
+the sender encrypts from the version's memory. Strided, cast and short copies pass through a block
+that fits the CPU cache. Each end chooses by itself; the bytes on the wire are the same.
 """
 
 import os
@@ -20,6 +20,8 @@ from plexrl.statemanager.layout.strided_copies import BYTES_CAST, StridedCopies,
 from plexrl.statemanager.transfer.copy.mapped_memory import Region, parts_of
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes, copy_strided
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData
+from plexrl.wire.links.dial import BlockingSocket
+from plexrl.wire.links.tls_socket import TlsSocket
 
 DIRECT_BYTES_MIN = 64 << 10
 """A contiguous copy of this many bytes is sent without a block."""
@@ -66,7 +68,7 @@ def decode_copies(payload: bytes | bytearray) -> StridedCopies:
 
 
 def send_copies(
-    connection: socket.socket,
+    connection: BlockingSocket,
     regions: Sequence[Region],
     data: MappedData,
     copies: StridedCopies,
@@ -75,15 +77,19 @@ def send_copies(
     """Send the bytes of `copies`, which the caller has checked to lie within the data; `regions`
     and `data` are the same bytes in files and in memory, both in order.
 
-    The socket must be blocking.
+    A plain socket must be blocking.
     """
     in_a_row = (copies.counts == 1) & (copies.casts == BYTES_CAST)
     for part, is_direct in _grouped(copies, in_a_row & (copies.row_bytes() >= DIRECT_BYTES_MIN)):
         if is_direct:
             for place, nbytes in zip(part.src_offsets.tolist(), part.items.tolist(), strict=True):
                 for index, start, length in parts_of(regions, place, nbytes):
-                    digest.add(data.pieces[index][start : start + length])
-                    _send_file(connection, regions[index], start, length)
+                    piece = data.pieces[index][start : start + length]
+                    digest.add(piece)
+                    if isinstance(connection, TlsSocket):
+                        connection.sendall(piece.data)
+                    else:
+                        _send_file(connection, regions[index], start, length)
             continue
         for block in _gathered(data, part):
             digest.add(block)
@@ -116,7 +122,7 @@ def _gathered(data: MappedData, copies: StridedCopies) -> Iterator[Bytes]:
 
 
 def receive_copies(
-    connection: socket.socket, copies: StridedCopies, target: Bytes, digest: Digest
+    connection: BlockingSocket, copies: StridedCopies, target: Bytes, digest: Digest
 ) -> None:
     """Receive the bytes of `copies` into their offsets in `target`.
 
@@ -171,7 +177,7 @@ def _send_file(connection: socket.socket, region: Region, start: int, nbytes: in
         offset += sent
 
 
-def receive_bytes(connection: socket.socket, target: memoryview) -> None:
+def receive_bytes(connection: BlockingSocket, target: memoryview) -> None:
     """Fill `target`.
 
     Raises:
@@ -179,7 +185,10 @@ def receive_bytes(connection: socket.socket, target: memoryview) -> None:
     """
     filled = 0
     while filled < len(target):
-        count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+        if isinstance(connection, TlsSocket):
+            count = connection.recv_into(target[filled:])
+        else:
+            count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionLostError("the source closed the connection")
         filled += count

@@ -1,23 +1,23 @@
-"""Handshake over TCP: the client sends its claims, and both ends prove they know the signature.
+"""Handshake of tickets: the client sends its claims, and both ends prove they know the signature.
 
     server → client: nonce
     client → server: u16 length, claims, nonce, HMAC-SHA256(signature, both nonces, "client")
     server → client: HMAC-SHA256(signature, both nonces, "server")
 
 The server computes the signature from the claims with the cluster's key. So a ticket is never on
-the wire, and an eavesdropper cannot use it. Later traffic is neither encrypted nor signed: the
-network must be the cluster's own.
+the wire, and an eavesdropper cannot use it. Over plain TCP later traffic is neither encrypted nor
+signed, so that is for networks that are declared trusted.
 """
 
 import hashlib
 import hmac
 import secrets
-import socket
 import struct
 import time
 
 from plexrl.errors import AuthenticationError, ConnectionLostError
 from plexrl.statemanager.protocol.tickets import Claims, TicketKey, split
+from plexrl.wire.links.dial import BlockingSocket
 
 NONCE_BYTES = 32
 PART_S = 5.0
@@ -26,7 +26,7 @@ _MAC_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<H")
 
 
-def greet_server(connection: socket.socket, ticket: bytes) -> None:
+def greet_server(connection: BlockingSocket, ticket: bytes) -> None:
     """The client's side.
 
     Raises:
@@ -45,7 +45,7 @@ def greet_server(connection: socket.socket, ticket: bytes) -> None:
         )
 
 
-def greet_client(connection: socket.socket, key: TicketKey) -> Claims:
+def greet_client(connection: BlockingSocket, key: TicketKey) -> Claims:
     """The server's side; returns the client's claims.
 
     Raises:
@@ -68,7 +68,7 @@ def _mac(signature: bytes, nonces: bytes, end: bytes) -> bytes:
     return hmac.digest(signature, nonces + end, "sha256")
 
 
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+def _exactly(connection: BlockingSocket, nbytes: int) -> bytes:
     received = b""
     deadline = time.monotonic() + PART_S
     while len(received) < nbytes:

@@ -77,7 +77,7 @@ class NixlLender:
 
 
 class Nixl:
-    """Opens sources by the `host:port` of their TCP server."""
+    """Opens sources by the `nixl://host:port` of their TCP server."""
 
     def __init__(self, tcp: Tcp, timeout_s: float, backend: str = "UCX") -> None:
         """`timeout_s` bounds a transfer. Raises as `NixlLender`."""
@@ -96,7 +96,7 @@ class Nixl:
             return []
         lent = msgspec.convert(readers[0].connection.ask({"type": "lend"}), Lent)
         return [
-            NixlReader(f"nixl://{address}", tcp, self, lent.agent, regions)
+            NixlReader(address, tcp, self, lent.agent, regions)
             for tcp, regions in zip(readers, lent.shards, strict=True)
         ]
 
@@ -210,7 +210,7 @@ def _agent(backend: str) -> Any:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
         raise UnavailableError(
-            "RDMA needs the package nixl: pip install 'plexrl[nixl]', or use tcp:// addresses"
+            "RDMA needs the package nixl: pip install 'plexrl[nixl]', or do not set serve_nixl"
         ) from error
     # Its log handlers write to standard output, where the daemon reports that it is ready.
     logging.getLogger("nixl").handlers.clear()

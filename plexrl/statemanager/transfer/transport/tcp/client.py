@@ -1,6 +1,5 @@
-"""Transport to a StateManager on another node, over TCP."""
+"""Transport to a StateManager on another node, over TLS or TCP."""
 
-import socket
 import threading
 from collections import deque
 from collections.abc import Collection
@@ -9,10 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from plexrl.errors import ConnectionLostError, InvalidRequestError, from_wire
+from plexrl.errors import ConnectionLostError, from_wire
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.strided_copies import StridedCopies
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.stream import apply_delta
 from plexrl.statemanager.transfer.transport.copy_stream import (
@@ -31,7 +31,7 @@ from plexrl.statemanager.transfer.transport.reader import (
     offered_layout,
     while_there,
 )
-from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
+from plexrl.statemanager.transfer.transport.tcp.sockets import bound_waits
 from plexrl.wire.framing import recv_head, send_frame
 
 BYTES_PER_S = 3e9
@@ -62,26 +62,20 @@ class Opened(NamedTuple):
 class TcpConnection:
     """Blocking and authenticated; holds the versions that were opened over it. Thread-safe."""
 
-    def __init__(self, address: str, ticket: bytes, timeout_s: float) -> None:
-        """`address` is `host:port`. `timeout_s` bounds each wait.
+    def __init__(self, network: Network, address: str, ticket: bytes, timeout_s: float) -> None:
+        """`address` is `tls://…` or `tcp://…`. `timeout_s` bounds each wait.
 
         Raises:
             OSError: nothing listens there.
-            AuthenticationError: the server has another key than the ticket's.
+            AuthenticationError: another node answers, refuses this one, or has another key than the
+                ticket's.
+            InvalidRequestError: this process may not use such an address.
         """
-        host, _, port = address.rpartition(":")
-        if not port.isdecimal():
-            raise InvalidRequestError(
-                f"the address of a remote StateManager is tcp://host:port, not {address!r}"
-            )
-        self.address = f"tcp://{address}"
+        self.address = address
         self._lock = threading.Lock()
-        self._socket = socket.create_connection((host, int(port)), timeout=timeout_s)
+        self._socket = network.connect(address, timeout_s)
         try:
-            # The socket is blocking from here on; the kernel applies the timeouts.
-            self._socket.settimeout(None)
-            set_timeout(self._socket, timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            bound_waits(self._socket, timeout_s)
             greet_server(self._socket, ticket)
         except BaseException:
             self._socket.close()
@@ -176,10 +170,13 @@ class TcpConnection:
 
 
 class Tcp:
-    """Opens published versions by `host:port`."""
+    """Opens published versions by remote addresses."""
 
-    def __init__(self, layout_of: LayoutOf, timeout_s: float, ticket: bytes) -> None:
+    def __init__(
+        self, network: Network, layout_of: LayoutOf, timeout_s: float, ticket: bytes
+    ) -> None:
         """`timeout_s` bounds each wait on a socket."""
+        self._network = network
         self._layout_of = layout_of
         self._timeout_s = timeout_s
         self._ticket = ticket
@@ -188,7 +185,7 @@ class Tcp:
         self, held: ExitStack, address: str, deployment: str, seq: int, known: Collection[str]
     ) -> "list[TcpReader]":
         """As `Transport.open`."""
-        connection = TcpConnection(address, self._ticket, self._timeout_s)
+        connection = TcpConnection(self._network, address, self._ticket, self._timeout_s)
         held.callback(connection.close)
         request = {"type": "open", "source": deployment, "seq": seq, "known": list(known)}
         offered = msgspec.convert(connection.ask(request)["shards"], list[_Offered])

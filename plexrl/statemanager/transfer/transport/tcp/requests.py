@@ -13,7 +13,6 @@ With `digests` a shard includes the checksums of its blocks, by section, and the
 the digest over all of them.
 """
 
-import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -52,7 +51,8 @@ from plexrl.statemanager.transfer.transport.copy_stream import (
 )
 from plexrl.statemanager.transfer.transport.mapped_files import MappedData, MappedFiles
 from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.wire.framing import encode_head, recv_frame, send_frame
+from plexrl.wire.framing import encode_head, send_frame
+from plexrl.wire.links.dial import BlockingSocket
 
 REQUEST_BYTES_MAX = 16 << 20
 READ_BYTES_MAX = 64 << 20
@@ -122,13 +122,14 @@ class Requests:
         self._lent: list[MappedData] = []
         self._bases: dict[str, Lease | None] = {}
 
-    def answer(self, connection: socket.socket) -> None:
-        """Receive and answer one request.
+    def answer(
+        self, connection: BlockingSocket, header: dict[str, Any], payload: bytearray
+    ) -> None:
+        """Answer one request.
 
         Raises:
             PlexRLError: the connection cannot be used any more.
         """
-        header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
         try:
             request = msgspec.convert(
                 header, _Open | _Read | _Lend | _Confirm | _OpenState | _ReadState
@@ -193,7 +194,7 @@ class Requests:
     def _lend(self) -> dict[str, Any]:
         if self._lender is None:
             raise InvalidRequestError(
-                "this StateManager does not serve RDMA: use its tcp:// address"
+                "this StateManager does not serve RDMA: set serve_nixl there, or use tcp://"
             )
         # A mapping of its own, because memory is registered once for each connection.
         shards = [
@@ -206,7 +207,7 @@ class Requests:
         return {"agent": lent.agent, "shards": lent.shards}
 
     def _read(
-        self, connection: socket.socket, request: _Read | _ReadState, payload: bytearray
+        self, connection: BlockingSocket, request: _Read | _ReadState, payload: bytearray
     ) -> None:
         lease = self._held(request)
         copies = _checked_copies(payload, lease.manifest.nbytes)

@@ -1,8 +1,8 @@
-"""TCP server for other nodes: one blocking thread per connection, zero-copy where possible.
+"""Server for other nodes: one blocking thread per connection, zero-copy where possible.
 
-After the handshake a client sends frames (`tcp.requests`); each is answered by one frame.
-The answer to a failed request is `{error}`. A failure after a payload has begun ends the
-connection.
+After the handshakes of TLS and of tickets, a client sends frames (`tcp.requests`); each is answered
+by one frame. The answer to a failed request is `{error}`. A failure after a payload has begun ends
+the connection.
 """
 
 import logging
@@ -10,12 +10,15 @@ import socket
 import threading
 from contextlib import ExitStack, suppress
 
-from plexrl.errors import ConnectionLostError, InvalidRequestError, PlexRLError
+from plexrl.errors import ConnectionLostError, PlexRLError
 from plexrl.statemanager.daemon.handlers.caller import Services
+from plexrl.statemanager.protocol.address import NIXL_SCHEME, TCP_SCHEME
 from plexrl.statemanager.transfer.transport.handshake import greet_client
 from plexrl.statemanager.transfer.transport.nixl import NixlLender
-from plexrl.statemanager.transfer.transport.tcp.requests import Requests
-from plexrl.statemanager.transfer.transport.tcp.sockets import set_timeout
+from plexrl.statemanager.transfer.transport.tcp.requests import REQUEST_BYTES_MAX, Requests
+from plexrl.statemanager.transfer.transport.tcp.sockets import bound_waits
+from plexrl.wire.framing import recv_frame
+from plexrl.wire.links.dial import BlockingSocket
 
 LOG = logging.getLogger(__name__)
 
@@ -32,33 +35,31 @@ class TcpServer:
     def __init__(
         self,
         services: Services,
-        listen: str,
         lender: NixlLender | None = None,
     ) -> None:
-        """`listen` is `host:port`. A `lender` enables RDMA reads.
+        """Listens at the `serve_tcp` of the configuration. A `lender` enables RDMA reads.
 
         Raises:
-            InvalidRequestError: `listen` is malformed.
+            InvalidRequestError: the configuration is malformed.
+            OSError: it cannot be listened on.
         """
         self._services = services
-        self._connections_max = services.config.connections_max
+        config = services.config
+        self._connections_max = config.connections_max
         self._lender = lender
         self._lock = threading.Lock()
-        self._served: set[socket.socket] = set()
+        self._served: set[BlockingSocket] = set()
         self._closing = threading.Event()
-        host, _, port = listen.rpartition(":")
-        if not port.isdecimal():
-            raise InvalidRequestError(f"serve_tcp is host:port, not {listen!r}")
-        self._socket = socket.create_server((host, int(port)), backlog=128)
-        self.address = "{}:{}".format(*self._socket.getsockname()[:2])
+        self._listening = services.network.listen(config.node, config.serve_tcp)
+        address = str(self._listening.address)
+        self.address = address if lender is None else address.replace(TCP_SCHEME, NIXL_SCHEME)
         """Listening address, with the port that the system chose."""
         threading.Thread(target=self._accept, name="plexrl-tcp", daemon=True).start()
 
     def close(self) -> None:
         """Stop accepting and end every connection; readers go to another source."""
         self._closing.set()
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._listening.close()
         with self._lock:
             served = list(self._served)
         for connection in served:
@@ -68,7 +69,7 @@ class TcpServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, peer = self._socket.accept()
+                connection = self._listening.accept()
             except OSError as error:
                 # Either `close` shut the socket down, or the failure is temporary.
                 if self._closing.wait(ACCEPT_AGAIN_S):
@@ -80,29 +81,31 @@ class TcpServer:
                 if not is_full:
                     self._served.add(connection)
             if is_full:
-                LOG.warning("%s was refused: %d connections", peer, self._connections_max)
+                LOG.warning("a reader was refused: %d connections", self._connections_max)
                 connection.close()
                 continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except RuntimeError as error:
-                LOG.warning("%s was refused: %s", peer, error)
+                LOG.warning("a reader was refused: %s", error)
                 with self._lock:
                     self._served.discard(connection)
                 connection.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, accepted: socket.socket) -> None:
+        connection: BlockingSocket = accepted
         try:
-            set_timeout(connection, HANDSHAKE_TIMEOUT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = self._greeted(accepted)
+            bound_waits(connection, HANDSHAKE_TIMEOUT_S)
             claims = greet_client(connection, self._services.key)
-            # A client may hold a version without limit while it is alive.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            set_timeout(connection, 0, sending_s=TIMEOUT_S)
             with ExitStack() as leases:
                 requests = Requests(self._services, claims, leases, self._lender)
                 while True:
-                    requests.answer(connection)
+                    # A client may hold a version without limit while its machine is there.
+                    bound_waits(connection, 0)
+                    header, payload = recv_frame(connection, payload_bytes_max=REQUEST_BYTES_MAX)
+                    bound_waits(connection, TIMEOUT_S)
+                    requests.answer(connection, header, payload)
         except ConnectionLostError:
             LOG.debug("a remote reader left")
         except (OSError, PlexRLError) as error:
@@ -110,4 +113,19 @@ class TcpServer:
         finally:
             with self._lock:
                 self._served.discard(connection)
+                self._served.discard(accepted)
             connection.close()
+
+    def _greeted(self, accepted: socket.socket) -> BlockingSocket:
+        try:
+            connection, _ = self._listening.greet(accepted)
+        except PlexRLError as error:
+            self._services.counters.count_refusal(error.code)
+            raise
+        with self._lock:
+            self._served.discard(accepted)
+            self._served.add(connection)
+        if self._closing.is_set():
+            connection.close()
+            raise ConnectionLostError("this StateManager ends")
+        return connection

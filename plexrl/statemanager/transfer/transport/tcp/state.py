@@ -15,6 +15,7 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.statemanager.layout.strided_copies import StridedCopies, one_range
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.nvme import digests_bytes
 from plexrl.statemanager.store.versions.versions import Manifest, digest_of
@@ -105,18 +106,23 @@ class ReconnectingReader:
     """Reads one remote version, unverified; reconnects if necessary. Thread-safe."""
 
     def __init__(
-        self, address: str, ticket: bytes, deployment: str, seq: int, rank: int, stamp: str
+        self,
+        network: Network,
+        address: str,
+        ticket: bytes,
+        wanted: tuple[str, int, int, str],
     ) -> None:
-        """`address` is `host:port`.
+        """`wanted` is the version's deployment, seq, rank and stamp.
 
         Raises:
             UnavailableError: nothing listens there.
             StateLostError: it has no such version with that stamp.
             CorruptStateError: the version or its description is damaged.
         """
+        self._network = network
         self._address = address
         self._ticket = ticket
-        self._wanted = (deployment, seq, rank, stamp)
+        self._wanted = wanted
         self._lock = threading.Lock()
         self._held = ExitStack()
         self._reader: RemoteReader | None = None
@@ -155,13 +161,13 @@ class ReconnectingReader:
 
     def _opened(self, *, digests: bool) -> RemoteReader:
         deployment, seq, rank, stamp = self._wanted
-        connection = TcpConnection(self._address, self._ticket, PATIENCE_S)
+        connection = TcpConnection(self._network, self._address, self._ticket, PATIENCE_S)
         self._held.callback(connection.close)
         for reader in open_states(connection, deployment, seq, rank=rank, digests=digests):
             if reader.stamp == stamp:
                 return reader
         raise StateLostError(
-            f"version {seq} of {deployment!r} rank {rank} is no longer at tcp://{self._address}: "
+            f"version {seq} of {deployment!r} rank {rank} is no longer at {self._address}: "
             "migrate again",
             deployment=deployment,
             seq=seq,
@@ -171,9 +177,8 @@ class ReconnectingReader:
         self.close()
         if time.monotonic() - self._given_at > PATIENCE_S:
             raise UnavailableError(
-                f"the StateManager at tcp://{self._address} cannot be reached ({error}): see its "
-                "log",
-                statemanager=f"tcp://{self._address}",
+                f"the StateManager at {self._address} cannot be reached ({error}): see its log",
+                statemanager=self._address,
             ) from error
         time.sleep(RECONNECT_S)
 
@@ -183,6 +188,6 @@ class ReconnectingReader:
         if have != sizes or digest_of(self.blocks) != self.manifest.digest:
             self.close()
             raise CorruptStateError(
-                f"the checksums of {self.manifest.description} at tcp://{self._address} do not "
+                f"the checksums of {self.manifest.description} at {self._address} do not "
                 "match its sections: run one release of PlexRL on all nodes"
             )

@@ -1,0 +1,98 @@
+"""The NVIDIA GPUs of this machine.
+
+They are counted in a process of their own, because initialising the CUDA driver cannot be undone
+and its context would be inherited.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import CapacityError
+
+TIMEOUT_S = 60.0
+MIB = 1 << 20
+
+
+class Gpus(msgspec.Struct, frozen=True, kw_only=True):
+    """GPUs that processes of this user may use."""
+
+    count: int
+    memory_bytes: int
+    """Memory of the smallest."""
+
+
+NONE = Gpus(count=0, memory_bytes=0)
+
+
+def find_gpus() -> Gpus:
+    """The GPUs of this machine, by the CUDA driver or, without `cuda-bindings`, by `nvidia-smi`.
+    None of them is used."""
+    for command in (
+        [sys.executable, "-m", "plexrl.cluster.node.gpus"],
+        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+    ):
+        found = _counted(command)
+        if found.count:
+            return found
+    return NONE
+
+
+def required_gpus(given: int | None) -> Gpus:
+    """The number that the operator gave, or the machine's GPUs.
+
+    Raises:
+        CapacityError: the machine has none, and no number was given.
+    """
+    found = find_gpus()
+    if given is not None:
+        return Gpus(count=given, memory_bytes=found.memory_bytes if given <= found.count else 0)
+    if not found.count:
+        raise CapacityError(
+            "no NVIDIA GPU was found on this machine: install its driver and plexrl[cuda], or give "
+            "the number of workers that share the CPU with --gpus"
+        )
+    return found
+
+
+def _counted(command: list[str]) -> Gpus:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+        if command[0] == sys.executable:
+            return msgspec.json.decode(done.stdout, type=Gpus)
+        sizes = [int(line) * MIB for line in done.stdout.split()]
+    except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError):
+        return NONE
+    return Gpus(count=len(sizes), memory_bytes=min(sizes, default=0))
+
+
+def _by_driver() -> dict[str, int]:
+    """Count with the CUDA driver; nothing if there is none."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return {"count": 0, "memory_bytes": 0}
+    try:
+        _check(driver.cuInit(0))
+        count = _check(driver.cuDeviceGetCount())
+        devices = [_check(driver.cuDeviceGet(index)) for index in range(count)]
+        sizes = [int(_check(driver.cuDeviceTotalMem(device))) for device in devices]
+    except (RuntimeError, OSError):
+        return {"count": 0, "memory_bytes": 0}
+    return {"count": len(sizes), "memory_bytes": min(sizes, default=0)}
+
+
+def _check(answer: tuple[Any, ...]) -> Any:
+    code, *rest = answer
+    if int(code) != 0:
+        raise RuntimeError(f"CUDA driver: {code}")
+    return rest[0] if rest else None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_by_driver()))

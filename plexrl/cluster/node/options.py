@@ -1,0 +1,75 @@
+"""Options of a node that joins a cluster, as given to `plexrl node join`."""
+
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plexrl.cluster.config.network import NODE_PORTS, check_fabric, check_host, check_ports
+from plexrl.cluster.config.options import GIB, PartSettings
+from plexrl.errors import InvalidRequestError
+
+DATA_DIR = Path("~/.plexrl-node")
+"""Default data directory of a node. Not that of a cluster, since both may be on one machine."""
+RANGES = {
+    "gpus": (1, 65_536),
+    "gpu_memory_bytes": (1, 1 << 50),
+    "host_memory_bytes": (1, 1 << 50),
+    "nvme_bytes": (1, 1 << 50),
+}
+"""Least and greatest value of every number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Options of one node."""
+
+    data_dir: Path
+    """Persistent directory: certificate, logs, NVMe tier."""
+    name: str = ""
+    """The node's name in the cluster; empty: the machine's host name."""
+    gpus: int | None = None
+    """Number of GPUs, each of which takes one worker process of a deployment; absent: the machine's
+    NVIDIA GPUs. On a machine without GPUs workers compute on the CPU, and the number must be given.
+    """
+    gpu_memory_bytes: int | None = None
+    """Memory of each GPU; absent: that of the machine's GPUs, or 2 GiB without GPUs."""
+    host_memory_bytes: int = 2 * GIB
+    """Bound on the host tier, in `/dev/shm`."""
+    nvme_bytes: int = 64 * GIB
+    """Bound on the NVMe tier, in `data_dir`."""
+    node_type: str = ""
+    """The operator's name for this type of node, such as `h200`; deployments can request it."""
+    block: str = ""
+    """Location of the node, such as `row1/rack3`; nodes of one block are near each other."""
+    host: str = ""
+    """Address at which other machines reach this node; empty: the address from which this machine
+    reaches the head."""
+    ports: tuple[int, int] = NODE_PORTS
+    """First and last port of workers, rendezvous and StateManager. Firewalls must let other nodes
+    and the head through; the range lies below that of outgoing connections."""
+    fabric: str = ""
+    """`trusted` if nobody else can read or change the traffic between the machines: ranks of one
+    group may then span machines, because collectives (gloo, NCCL) are not encrypted."""
+    pin_workers: bool = False
+    """Bind the workers of each virtual GPU to cores of their own."""
+    settings: PartSettings = field(default_factory=PartSettings)
+    """Further settings of the StateManager and the agent, from the configuration file."""
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise InvalidRequestError(
+                    f"{name} is {value}: it must be at least {least} and at most {most}"
+                )
+        if self.host:
+            check_host("host", self.host)
+        check_ports("ports", self.ports)
+        check_fabric(self.fabric)
+
+
+def host_name() -> str:
+    """The machine's name, as a name for a node."""
+    name = socket.gethostname().partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("-._")[:63] or "node"
