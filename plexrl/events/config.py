@@ -169,3 +169,36 @@ def check_installed() -> None:
             "an event broker needs the package aiomqtt, which is not installed: "
             "pip install 'plexrl[mqtt]', or configure no event broker"
         )
+
+
+def broker_config(
+    url: str,
+    *,
+    password: str = "",
+    password_file: str = "",
+    ca: str = "",
+    certificate: str = "",
+    key: str = "",
+) -> BrokerConfig:
+    """A user's broker, with absolute paths. A password file goes before a password.
+
+    Raises:
+        InvalidRequestError: the client is not installed, or the URL or a file cannot be used.
+    """
+    check_installed()
+    broker = BrokerConfig(
+        url=url,
+        password="" if password_file else password,
+        password_file=_absolute(password_file),
+        ca=_absolute(ca),
+        certificate=_absolute(certificate),
+        key=_absolute(key),
+    )
+    broker.read_password()
+    broker.tls_context()
+    return broker
+
+
+def _absolute(path: str) -> str:
+    """The path as a process with another working directory needs it; empty stays empty."""
+    return str(Path(path).expanduser().resolve()) if path else ""

@@ -44,18 +44,21 @@ class Workers:
         self.agents: dict[str, Peer] = {}
         self._listen = ""
 
-    async def submit(self, job: str, *, tenant: str = "a") -> None:
+    async def submit(self, job: str, *, tenant: str = "a", state_bytes: int = 1000) -> None:
         """A job with one deployment `actor` of one worker."""
         await self.router.call("submit_job", job_of(tenant, job))
-        await self.router.call("create_deployment", deployment_of({"tenant": tenant}, job))
+        deployment = deployment_of({"tenant": tenant}, job, state_bytes=state_bytes)
+        await self.router.call("create_deployment", deployment)
 
-    async def barrier(self, job: str, operation: str, *, tenant: str = "a") -> Plain:
+    async def barrier(
+        self, job: str, operation: str, *, tenant: str = "a", kind: str = "barrier"
+    ) -> Plain:
         """Run an operation of the job's deployment to its end."""
         params = {
             "tenant": tenant,
             "operation": operation,
             "deployment": f"{job}/actor",
-            "kind": "barrier",
+            "kind": kind,
             "params_json": "{}",
         }
         await self.router.call("submit_operation", params)
@@ -73,7 +76,7 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(listen: str, *nodes: str) -> AsyncIterator[Workers]:
+async def workers(listen: str, *nodes: str, gpus: int = 2) -> AsyncIterator[Workers]:
     """Connect a router and the agents of `nodes`."""
     tasks: list[asyncio.Task[None]] = []
 
@@ -104,7 +107,9 @@ async def workers(listen: str, *nodes: str) -> AsyncIterator[Workers]:
     found = Workers(await connect({"role": "router", "router": "r"}, handlers))
     own = dict.fromkeys(("stop", "release_state", "prefetch_state"), _nothing)
     for node in nodes:
-        found.agents[node] = await connect(greeting(node), {**own, "launch": launch})
+        found.agents[node] = await connect(
+            greeting(node, gpus=gpus, nvme_bytes=8 << 30), {**own, "launch": launch}
+        )
     try:
         yield found
     finally:

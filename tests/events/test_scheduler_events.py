@@ -213,6 +213,31 @@ def test_the_broker_is_taken_over_with_the_lead(tmp_path: Path, broker: Mosquitt
             }
 
 
+def test_a_prefetch_is_announced(tmp_path: Path, broker: Mosquitto) -> None:
+    async def live(listen: str) -> None:
+        async with workers(listen, "n", gpus=1) as at_work:
+            for job in ("j", "k"):
+                # Both do not fit into the node's host memory.
+                await at_work.submit(job, state_bytes=700 << 20)
+
+            async def step(job: str, index: int) -> None:
+                await at_work.barrier(job, f"{job}-f{index}", kind="forward_backward")
+                await at_work.barrier(job, f"{job}-o{index}", kind="optim_step")
+
+            # They take turns; while one works, the other waits.
+            for index in range(4):
+                await asyncio.gather(step("j", index), step("k", index))
+            await events.until(lambda: "plexrl/prefetch/n" in events.topics())
+
+    with Subscriber(broker.port) as events, scheduler(tmp_path, broker.url) as running:
+        asyncio.run(live(running.listen))
+    topic, hint, was_retained = next(each for each in events.messages if "/prefetch/" in each[0])
+    assert (topic, was_retained) == ("plexrl/prefetch/n", False)
+    assert hint["node"] == "n"
+    assert hint["deployment"] in ("j/actor", "k/actor")
+    assert hint["seq"] > 0
+
+
 async def _events(at_work: Workers) -> dict[str, int]:
     status = await at_work.router.call("status", OPERATOR)
     found: dict[str, int] = status["events"]

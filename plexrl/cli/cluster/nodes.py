@@ -29,7 +29,7 @@ def status(access: Access, output: Output) -> None:
     if output.as_json:
         write_json(found)
         return
-    shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts")
+    shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts", "events")
     rows = [
         (name.replace("_", " "), value)
         for name, value in found.items()
@@ -37,6 +37,8 @@ def status(access: Access, output: Output) -> None:
     ]
     rows.append(("deployments held", len(found["held"])))
     rows.append(("parts restarted", _restarts(found)))
+    if found.get("events"):
+        rows.append(("event broker", _broker(found["events"])))
     rows.append(("conditions", len(found["conditions"]) or "none"))
     print_table("", ("what", "value"), rows)
     if found["conditions"]:
@@ -52,6 +54,13 @@ def status(access: Access, output: Output) -> None:
             for name, each in found["parts"].items()
         ]
         print_table("Parts that ended", ("part", "restarted", "down since"), parts)
+
+
+def _broker(events: dict[str, Any]) -> str:
+    counts = "{sent} sent, {queued} waiting, {dropped} dropped".format(**events)
+    if events["connected"]:
+        return f"connected: {counts}"
+    return f"not connected ({events['error'] or 'not tried yet'}): {counts}"
 
 
 def _restarts(of: dict[str, Any]) -> str:

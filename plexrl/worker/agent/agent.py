@@ -271,6 +271,7 @@ class Agent:
             meeting_point=command.get("rendezvous", ""),
             interface=self._interface if command.get("rendezvous") else LOOPBACK,
             tls=config.tls if config.host else None,
+            fabric=config.fabric,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:
