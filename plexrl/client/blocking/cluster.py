@@ -39,6 +39,7 @@ class Cluster:
         self._local = local
         self._former_jobs: list[Plain] | None = None
         self._has_warned = False
+        self._job_id = os.environ.get("PLEXRL_JOB_ID") or None
         if local is not None:
             transport.location = ClusterLocation(local.url, local.data_dir, local.is_embedded)
 
@@ -75,7 +76,8 @@ class Cluster:
     ) -> Job:
         """Submit a job. This process becomes its controller and sends heartbeats.
 
-        `name` is shown to people. `job_id` is the job's unique id; absent, it is the name and a few
+        `name` is shown to people. `job_id` is the job's unique id; absent, the first job of this
+        connection has the id in `PLEXRL_JOB_ID`, if that is set; any other id is the name and a few
         random characters. The id of a live job with the same name takes over that job, as
         `attach_job` does. `tenant` is the job's owner, if the operator submits for another tenant.
 
@@ -100,7 +102,7 @@ class Cluster:
             "expected_s": expected_s,
         }
         self._warn_of_former_jobs()
-        call = requests.create_job(name, job_id, options)
+        call = requests.create_job(name, job_id or self._take_job_id(), options)
         transport = self._transport.for_controller(Controller())
         view = transport.request(call).json()
         LOG.info("job: %s", view["job"])
@@ -264,6 +266,11 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _take_job_id(self) -> str | None:
+        """The id of the first job, if whoever started this script has chosen one."""
+        job_id, self._job_id = self._job_id, None
+        return job_id
 
     def _record_former_jobs(self) -> None:
         """Record the jobs of a cluster that was just started: none has a controller."""
