@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_a_refused_connection_is_logged_and_the_scheduler_serves(
     tmp_path: Path, guarded: Mosquitto, files: TlsFiles, changes: dict[str, str], why: str
 ) -> None:
     url = f"mqtts://plexrl@127.0.0.1:{guarded.port}/site"
-    given = {"password": "password of plexrl", "ca": files.ca, **changes}
+    given: dict[str, Any] = {"password": "password of plexrl", "ca": files.ca, **changes}
     with scheduler(tmp_path, url, **given) as running:
         asyncio.run(running.wait_log(why))
         asyncio.run(running.submit_job("j"))
@@ -76,6 +77,6 @@ def test_a_refused_connection_is_logged_and_the_scheduler_serves(
 
 def test_a_user_without_rights_is_told(tmp_path: Path, guarded: Mosquitto, files: TlsFiles) -> None:
     url = f"mqtts://reader@127.0.0.1:{guarded.port}/site"
-    given = {"password": "password of reader", "ca": files.ca, "timeout_s": 0.5}
+    given: dict[str, Any] = {"password": "password of reader", "ca": files.ca, "timeout_s": 0.5}
     with scheduler(tmp_path, url, **given) as running:
         asyncio.run(running.wait_log("allow its user to read and write there"))
