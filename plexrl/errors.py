@@ -73,8 +73,7 @@ from typing import ClassVar, Final
 
 
 class PlexRLError(Exception):
-    """Base of all errors. `details` holds plain JSON values: the names and numbers in the
-    message."""
+    """Base of all errors. `details` holds the message's names and numbers as JSON values."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
@@ -121,15 +120,13 @@ class NonFiniteInputError(InvalidRequestError):
 
 
 class LayoutError(InvalidRequestError):
-    """A parallel layout is invalid, or the backend does not support it: `details["field"]` names
-    the axis."""
+    """A parallel layout is invalid or unsupported: `details["field"]` names the axis."""
 
     code = "layout"
 
 
 class TraceError(InvalidRequestError):
-    """A trace cannot be read. `details["problems"]` lists the line, field and message of each
-    problem."""
+    """A trace cannot be read: `details["problems"]` has line, field and text of each."""
 
     code = "trace"
 
@@ -358,8 +355,7 @@ class LeaseHeldError(UnavailableError):
 
 
 class StoreUnavailableError(UnavailableError):
-    """The object store of payloads or checkpoints does not answer or refuses. Nothing is lost: the
-    same request succeeds when it answers. Retry after `details["retry_after_s"]` seconds."""
+    """The object store does not answer. Retry after `details["retry_after_s"]` seconds."""
 
     code = "store_unavailable"
 
@@ -380,8 +376,7 @@ class DeadlineExceededError(PlexRLError):
 
 
 class SchedulerFaultError(PlexRLError):
-    """The scheduler cannot process this request because of a bug. Nothing was changed. The log and
-    `plexrl status` show the fault."""
+    """A bug: nothing was changed. The scheduler's log and `plexrl status` show the fault."""
 
     code = "scheduler_fault"
 
@@ -393,8 +388,7 @@ class InvariantError(PlexRLError):
 
 
 class DeviceError(PlexRLError):
-    """A call of a device driver failed: `details["call"]` names it, `details["result"]` its
-    result."""
+    """The device driver's `details["call"]` failed with `details["result"]`."""
 
     code = "device"
 
@@ -445,8 +439,7 @@ class JournalFullError(StorageFullError):
 
 
 class JournalMissingError(StorageError):
-    """The journal is new, but state of an earlier journal exists. Nothing was changed:
-    `details["found"]` names some of that state."""
+    """The journal is new, but state of an earlier one exists, such as `details["found"]`."""
 
     code = "journal_missing"
     status = 500

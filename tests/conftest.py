@@ -37,7 +37,8 @@ ROOMS = ("scheduler", "statemanager", "router", "worker", "rollout", "sim", "tra
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the whole suite can be told."""
-    parser.addoption("--fault-seed", default="1", help="of the moments and victims of tests/faults")
+    parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
+    parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
 
 
 def pytest_configure(config: pytest.Config) -> None:

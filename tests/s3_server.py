@@ -62,14 +62,7 @@ class S3Server:
         command += ["--addr", f"127.0.0.1:{self.port}", "--log-level", "ERROR"]
         environment = {**os.environ, "RCLONE_AUTH_KEY": f'"{KEY},{secret}"'}
         self._process = subprocess.Popen([*command, str(self.folder)], env=environment)
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self._process.poll() is None, "the S3 server has ended"
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise AssertionError("the S3 server does not listen")
+        wait_for_port(self._process, self.port)
 
     def kill(self) -> None:
         """`kill -9`."""
@@ -98,3 +91,15 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
+
+
+def wait_for_port(process: "subprocess.Popen[bytes]", port: int) -> None:
+    """Wait until the process listens."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the S3 server has ended"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise AssertionError("the S3 server does not listen")

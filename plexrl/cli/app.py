@@ -8,10 +8,11 @@ import typer
 
 from plexrl.cli.cluster.config import config_app
 from plexrl.cli.cluster.events import events
+from plexrl.cli.cluster.node import node_app
 from plexrl.cli.cluster.nodes import groups, nodes_app, status
 from plexrl.cli.cluster.statemanager import statemanager, statemanager_status
 from plexrl.cli.cluster.tenants import tenants_app
-from plexrl.cli.cluster.up import up
+from plexrl.cli.cluster.up.command import up
 from plexrl.cli.cluster.usage import usage
 from plexrl.cli.demo.command import demo
 from plexrl.cli.jobs.cancel import cancel
@@ -61,6 +62,7 @@ app.command(cls=PanelCommand)(simulate)
 app.command(COMPARE)(compare)
 app.command()(fidelity)
 app.add_typer(nodes_app, name="nodes")
+app.add_typer(node_app, name="node")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(tenants_app, name="tenants")

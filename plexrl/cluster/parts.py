@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config.options import GIB, ClusterOptions
+from plexrl.cluster.join.head import SCHEDULER, Head, router_identity
 from plexrl.errors import InvalidRequestError
 from plexrl.process.children.part import Part
 from plexrl.process.folders.folders import SHARED_MEMORY, Folders
 from plexrl.process.folders.private_folder import (
     make_private_folder,
 )
-from plexrl.wire.links.address import UnixAddress
+from plexrl.statemanager.protocol.network import TRUSTED
+from plexrl.wire.links.address import TlsAddress, UnixAddress
+from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 
 LOG = logging.getLogger(__name__)
 
@@ -42,6 +45,21 @@ class NodeConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLinks:
+    """How a node that is part of a cluster of several machines and the other machines reach each
+    other."""
+
+    scheduler: tuple[str, ...]
+    """Addresses of the scheduler and its standbys."""
+    tls: TlsFiles
+    host: str
+    """Address at which other machines reach the node."""
+    ports: tuple[int, int]
+    """First and last port: the first is the StateManager's, the others are the agent's."""
+    fabric: str
+
+
 BOUNDS = (
     *("lease_s", "pending_operations_max", "tenant_operations_max"),
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max", "tenant_live_jobs_max"),
@@ -60,13 +78,19 @@ def scheduler_part(
     folders: Folders,
     key_digest: str,
     settings: Mapping[str, Any] | None = None,
+    head: Head | None = None,
 ) -> Part:
-    """The scheduler; `settings` override the options."""
+    """The scheduler; `settings` override the options. With a `head`, other machines reach it."""
+    listen, tls = [scheduler_address(folders)], None
+    if head is not None:
+        listen.append(head.scheduler_listen)
+        tls = asdict(head.files(SCHEDULER))
     return Part(
         "scheduler",
         "plexrl.scheduler",
         {
-            "listen": [_scheduler_address(folders)],
+            "listen": listen,
+            "tls": tls,
             "journal": _journal(options, folders),
             "journal_bytes_max": options.journal_bytes_max,
             "policy": options.policy,
@@ -75,35 +99,46 @@ def scheduler_part(
             **_given(options, BOUNDS),
             "state_dir": "" if options.new_journal else str(folders.data),
             "events": None if options.events is None else asdict(options.events),
+            **options.settings.scheduler,
             **(settings or {}),
         },
     )
 
 
-def router_parts(options: ClusterOptions, folders: Folders, ports: Sequence[int]) -> list[Part]:
-    """The routers, one for each port."""
+def router_parts(
+    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: Head | None = None
+) -> list[Part]:
+    """The routers, one for each port. With a `head` they serve HTTPS and reach other machines."""
     return [
         Part(
             "router" if index == 0 else f"router{index}",
             "plexrl.router",
             {
                 "router": f"router{index}",
-                "scheduler": [_scheduler_address(folders)],
+                "scheduler": [scheduler_address(folders)],
+                "tls": None if head is None else asdict(head.files(router_identity(index))),
+                "https": None if head is None else head.https(index),
                 "host": options.host,
                 "port": port,
                 "data_dir": str(folders.data),
+                "data_url": options.data_url or "",
+                "checkpoint_url": options.checkpoint_url or "",
                 "api_docs": options.api_docs,
                 "parts_file": str(folders.parts_file),
                 "otlp_endpoint": options.otlp_endpoint if index == 0 else None,
                 **_given(options, ROUTER_BOUNDS),
+                **options.settings.router,
             },
         )
         for index, port in enumerate(ports)
     ]
 
 
-def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) -> tuple[Part, Part]:
-    """A node's StateManager and its agent, which needs the StateManager."""
+def node_parts(
+    options: ClusterOptions, folders: Folders, config: NodeConfig, links: NodeLinks | None = None
+) -> tuple[Part, Part]:
+    """A node's StateManager and its agent, which needs the StateManager. With `links`, other
+    machines reach the node."""
     node = config.node
     run = folders.run / node
     make_private_folder(run)
@@ -122,6 +157,8 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
             "nvme_bytes": options.nvme_bytes,
             "checkpoint_dir": str(folders.data / "checkpoints"),
             "ticket_key_file": ticket_key,
+            **_statemanager_links(links),
+            **options.settings.statemanager,
         },
     )
     agent = Part(
@@ -129,7 +166,7 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
         "plexrl.worker",
         {
             "node": node,
-            "scheduler": [_scheduler_address(folders)],
+            "scheduler": [scheduler_address(folders)],
             "statemanager": socket,
             "ticket_key_file": ticket_key,
             "gpus": config.gpus,
@@ -142,9 +179,58 @@ def node_parts(options: ClusterOptions, folders: Folders, config: NodeConfig) ->
             "rendezvous_dir": str(folders.run),
             "data_dir": str(folders.data),
             "cores": list(config.cores),
+            **_agent_links(node, links),
+            **options.settings.agent,
         },
     )
     return statemanager, agent
+
+
+def head_node_links(options: ClusterOptions, folders: Folders, head: Head, index: int) -> NodeLinks:
+    """The links of the head's own node number `index`, which has a share of the ports."""
+    assert options.network is not None
+    first, last = options.network.node_ports
+    share = (last + 1 - first) // options.nodes
+    return NodeLinks(
+        scheduler=(scheduler_address(folders),),
+        tls=head.files(Identity(Role.NODE, f"node{index}")),
+        host=head.advertised,
+        ports=(first + index * share, first + (index + 1) * share - 1),
+        fabric=options.network.fabric,
+    )
+
+
+def _statemanager_links(links: NodeLinks | None) -> dict[str, Any]:
+    if links is None:
+        return {}
+    return {
+        "serve_tcp": host_port(links.host, links.ports[0]),
+        "tls": asdict(links.tls),
+        "fabric": links.fabric,
+    }
+
+
+def _agent_links(node: str, links: NodeLinks | None) -> dict[str, Any]:
+    if links is None:
+        return {}
+    first, last = links.ports
+    if links.fabric == TRUSTED:
+        statemanager = f"tcp://{host_port(links.host, first)}"
+    else:
+        statemanager = str(TlsAddress(links.host, first, node))
+    return {
+        "scheduler": list(links.scheduler),
+        "statemanager_address": statemanager,
+        "tls": asdict(links.tls),
+        "host": links.host,
+        "ports": [first + 1, last],
+        "fabric": links.fabric,
+    }
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets round an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:
@@ -178,7 +264,8 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
         )
 
 
-def _scheduler_address(folders: Folders) -> str:
+def scheduler_address(folders: Folders) -> str:
+    """Where the scheduler listens for processes of this machine."""
     return str(UnixAddress(str(folders.run / "scheduler.sock")))
 
 

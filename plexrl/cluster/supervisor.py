@@ -4,23 +4,22 @@ import asyncio
 import hashlib
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from logging.handlers import RotatingFileHandler
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.endpoint import NAME as ENDPOINT_FILE
 from plexrl.cluster.data_dir.endpoint import Endpoint, in_use
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
 from plexrl.cluster.data_dir.ports import choose_ports
+from plexrl.cluster.join.head import Head
 from plexrl.cluster.parts import (
     NodeConfig,
     check_shared_memory,
+    head_node_links,
     node_parts,
     router_parts,
     scheduler_part,
@@ -29,16 +28,16 @@ from plexrl.cluster.ray.options import RayOptions
 from plexrl.process.children.part import Part
 from plexrl.process.children.processes import PartProcesses
 from plexrl.process.children.restart_log import PartRecord
+from plexrl.process.children.supervision import logged_to, run_until_end
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.operator_key import operator_key, write_private
 from plexrl.process.plain_text import PlainFormatter
-from plexrl.process.startup import LOG_FORMAT
+
+if TYPE_CHECKING:
+    from plexrl.cluster.join.service import JoinService
 
 LOG = logging.getLogger(__name__)
 
-LOG_BYTES_MAX = 8 << 20
-LOGS_KEPT = 3
-"""Rotated log files that are kept, each as long as the bound."""
 EXPOSED = (
     "the API listens on %s without TLS: everybody who can read this network's traffic can read API "
     "keys, prompts, completions and results, and use these keys. Put a proxy with TLS in front of "
@@ -66,19 +65,33 @@ class Nodes(Protocol):
 class LocalNodes:
     """Virtual nodes, as processes of this machine."""
 
-    def __init__(self, options: ClusterOptions, folders: Folders, record: PartRecord) -> None:
+    def __init__(
+        self,
+        options: ClusterOptions,
+        folders: Folders,
+        record: PartRecord,
+        head: Callable[[], Head | None] = lambda: None,
+    ) -> None:
+        """`head` returns what lets other machines reach the nodes, once it is there."""
         self._options = options
         self._folders = folders
+        self._head = head
         self._processes = PartProcesses(folders, record)
         self._parts: list[Part] = []
 
     async def start(self) -> None:
+        if not self._options.nodes:
+            return
         check_shared_memory(self._options)
-        configs = [NodeConfig.virtual(self._options, at) for at in range(self._options.nodes)]
-        nodes = [node_parts(self._options, self._folders, config) for config in configs]
+        nodes = [self._node(index) for index in range(self._options.nodes)]
         self._parts += [part for node in nodes for part in node]
         await all_at_once(*(self._start_node(node) for node in nodes))
         self._processes.watch(self._parts)
+
+    def _node(self, index: int) -> tuple[Part, Part]:
+        options, folders, head = self._options, self._folders, self._head()
+        links = None if head is None else head_node_links(options, folders, head, index)
+        return node_parts(options, folders, NodeConfig.virtual(options, index), links)
 
     async def _start_node(self, parts: Iterable[Part]) -> None:
         for part in parts:
@@ -107,8 +120,11 @@ class Supervisor:
         self._folders = Folders.of(options.data_dir)
         self._record = PartRecord(self._folders.parts_file)
         self._lock = lock
+        self._head: Head | None = None
         if nodes is None:
-            self._nodes: Nodes = LocalNodes(options, self._folders, self._record)
+            self._nodes: Nodes = LocalNodes(
+                options, self._folders, self._record, lambda: self._head
+            )
         else:
             self._nodes = nodes(self._folders, self._record)
 
@@ -138,16 +154,17 @@ class Supervisor:
         processes = PartProcesses(self._folders, self._record)
         scheduler: Part | None = None
         routers: list[Part] = []
-        writing: asyncio.Task[None] | None = None
+        background: list[asyncio.Task[None]] = []
+        service: JoinService | None = None
         try:
             self._folders.make()
-            held.enter_context(_logged_to(self._folders.data / "logs" / "up.log"))
+            held.enter_context(logged_to(self._folders.data / "logs" / "up.log"))
             self._folders.sweep()
             key = operator_key(self._folders.data)
             ports = choose_ports(self._options, self._folders.data)
-            digest = hashlib.sha256(key.encode()).hexdigest()
-            scheduler = scheduler_part(self._options, self._folders, digest, self._settings)
-            routers = router_parts(self._options, self._folders, ports)
+            if self._options.network is not None:
+                self._head = Head(self._options, ports)
+            scheduler, *routers = self._control_plane(key, ports)
             # Nodes and routers wait for the scheduler. A node's agent loads torch meanwhile, which
             # takes longest.
             await all_at_once(
@@ -155,15 +172,16 @@ class Supervisor:
                 self._nodes.start(),
                 *(processes.start(router) for router in routers),
             )
-            url = self._options.url(ports)
-            endpoint = Endpoint(
-                url, key, os.getpid(), str(self._folders.data), self._lock is not None
-            )
-            writing = asyncio.create_task(_write_with_retries(endpoint_file, endpoint.to_file()))
+            if self._head is not None:
+                service = await self._head.serve(key)
+                background.append(asyncio.create_task(self._head.renew(service)))
+            endpoint = self._endpoint(key, ports)
+            writing = _write_with_retries(endpoint_file, endpoint.to_file())
+            background.append(asyncio.create_task(writing))
             await asyncio.sleep(0)
             processes.watch((scheduler, *routers))
-            LOG.info("the cluster is up: process %d, %s", endpoint.pid, url)
-            if self._options.is_exposed:
+            LOG.info("the cluster is up: process %d, %s", endpoint.pid, endpoint.url)
+            if self._options.is_exposed and self._head is None:
                 LOG.warning(EXPOSED, self._options.host)
             ready(endpoint)
             await stop.wait()
@@ -172,11 +190,13 @@ class Supervisor:
             LOG.info("the cluster is ending: %s", error)
             raise
         finally:
-            if writing is not None:
-                writing.cancel()
-                await asyncio.gather(writing, return_exceptions=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
             # First, so that no script joins a cluster that is ending.
             endpoint_file.unlink(missing_ok=True)
+            if service is not None:
+                await service.close()
             await processes.unwatch()
             for router in reversed(routers):
                 await processes.end(router)
@@ -185,6 +205,26 @@ class Supervisor:
                 await processes.end(scheduler)
             self._folders.remove()
             LOG.info("the cluster has ended")
+
+    def _control_plane(self, key: str, ports: Sequence[int]) -> list[Part]:
+        """The scheduler and the routers."""
+        options, folders = self._options, self._folders
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        scheduler = scheduler_part(options, folders, digest, self._settings, self._head)
+        return [scheduler, *router_parts(options, folders, ports, self._head)]
+
+    def _endpoint(self, key: str, ports: Sequence[int]) -> Endpoint:
+        head = self._head
+        return Endpoint(
+            self._options.url(ports),
+            key,
+            os.getpid(),
+            str(self._folders.data),
+            self._lock is not None,
+            ca="" if head is None else head.api_ca,
+            public_url="" if head is None else head.public_urls,
+            join_address="" if head is None else str(head.join_address),
+        )
 
 
 def run_cluster(
@@ -229,40 +269,7 @@ def run_supervisor(
     lifeline: Callable[[], None] | None,
 ) -> None:
     """Run it until a signal or until `lifeline` returns, also while the cluster is starting."""
-
-    async def run() -> None:
-        stop, up = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def on_ready(endpoint: Endpoint) -> None:
-            up.set()
-            ready(endpoint)
-
-        serving = asyncio.create_task(supervisor.run(stop, on_ready))
-
-        def end() -> None:
-            if not up.is_set() and not stop.is_set():
-                # A start has no deadline while it makes progress, so it must be cancelled.
-                serving.cancel()
-            stop.set()
-
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, end)
-        if lifeline is not None:
-
-            def watch() -> None:
-                lifeline()
-                with suppress(RuntimeError):  # the loop is closed: the cluster has ended otherwise
-                    loop.call_soon_threadsafe(end)
-
-            threading.Thread(target=watch, daemon=True).start()
-        try:
-            await serving
-        except asyncio.CancelledError:
-            if not stop.is_set():
-                raise
-
-    asyncio.run(run())
+    run_until_end(supervisor.run, ready, lifeline)
 
 
 async def all_at_once(*works: Coroutine[Any, Any, None]) -> None:
@@ -277,23 +284,6 @@ async def all_at_once(*works: Coroutine[Any, Any, None]) -> None:
             if not task.cancelling():
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def _logged_to(path: Path) -> Iterator[None]:
-    """Write the supervisor's log to a rotated file."""
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=LOGS_KEPT)
-    handler.setFormatter(PlainFormatter(LOG_FORMAT))
-    logger = logging.getLogger("plexrl")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()
 
 
 async def _write_with_retries(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
+from plexrl.storage.location import check_location
 from plexrl.wire.links.credentials import TlsFiles
 from plexrl.wire.links.standing_link import check_scheduler
 
@@ -20,7 +21,7 @@ class HttpsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Settings of one router. Several routers may share a scheduler and a data directory."""
+    """Settings of one router. Several routers may share a scheduler and its stores."""
 
     router: str
     """Name of this router, unique among the scheduler's routers."""
@@ -30,7 +31,15 @@ class RouterConfig:
     port: int
     """0 takes a free port."""
     data_dir: str
-    """Directory of blobs, metrics and checkpoints, shared by all routers."""
+    """Directory of this router's machine. Without the next two it holds blobs, metrics and
+    checkpoints, and all routers share it."""
+    data_url: str = ""
+    """Where all routers keep blobs and metrics: a directory, or an object store as
+    `s3://bucket/prefix`; empty: `data_dir`."""
+    checkpoint_url: str = ""
+    """Where StateManagers write checkpoints, likewise; empty: `data_dir`/checkpoints."""
+    blob_cache_bytes_max: int = 8 << 30
+    """Bound on copies of large blobs in `data_dir` if `data_url` is an object store."""
     otlp_endpoint: str | None = None
     """URL that receives finished operations as OpenTelemetry spans; absent: no spans are sent."""
     tls: TlsFiles | None = None
@@ -75,6 +84,7 @@ class RouterConfig:
             "body_bytes_max",
             "connections_max",
             "address_connections_max",
+            "blob_cache_bytes_max",
             "metrics_row_bytes_max",
             "metrics_job_bytes_max",
             "tenant_checkpoints_max",
@@ -83,6 +93,9 @@ class RouterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1")
+        for name in ("data_url", "checkpoint_url"):
+            if location := getattr(self, name):
+                check_location(name, location)
         for name in ("header_timeout_s", "body_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidRequestError(f"{name} must be a finite number of seconds above 0")

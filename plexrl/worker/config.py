@@ -131,6 +131,8 @@ class WorkerConfig:
     """Network interface of the ranks' collectives."""
     tls: TlsFiles | None = None
     """The node's certificate; absent for a Unix socket."""
+    fabric: str = ""
+    """As the agent's: `trusted`, or empty."""
 
 
 def cores_of_gpu(cores: tuple[int, ...], gpu: int, gpus: int) -> tuple[int, ...]:

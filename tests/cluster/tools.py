@@ -46,7 +46,7 @@ def kill_worker(
     rank: int,
 ) -> None:
     """`kill -9` the process of one rank: the one that listens on its socket."""
-    address = deployment.status()["ranks"][rank]["address"]
+    address = deployment.status()["ranks"][rank]["address"].removeprefix("unix:")
     for process in psutil.process_iter():
         try:
             if any(c.laddr == address for c in process.net_connections(kind="unix")):

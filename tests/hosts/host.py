@@ -118,6 +118,7 @@ class Host:
         self._init: subprocess.Popen[bytes] | None = None
         self._pid = 0
         self._started: list[HostProcess] = []
+        self._is_lost = False
 
     @property
     def pid(self) -> int:
@@ -134,6 +135,7 @@ class Host:
         """Start the host with its disk; its memory file systems are empty. A host that starts for
         the first time takes `names`, the addresses of all hosts by name."""
         assert self._init is None, f"{self.name} has power already"
+        assert not self._is_lost, f"{self.name} is lost"
         if names is not None:
             self._make_disk(names)
         config = self._folder / f"{self.name}.json"
@@ -179,10 +181,10 @@ class Host:
         self._started.clear()
 
     def lose(self) -> None:
-        """Cut the power and destroy the disk: the host never comes back."""
+        """Cut the power for good: the host never comes back, and no host reads its disk again."""
         if self.has_power:
             self.power_off()
-        shutil.rmtree(self._disk)
+        self._is_lost = True
 
     def command(self, *words: str, env: Mapping[str, str] | None = None) -> list[str]:
         """The command line that runs `words` on this host with its environment."""

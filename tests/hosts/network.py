@@ -59,9 +59,13 @@ class Network:
 
     def heal(self, a: Host, b: Host) -> None:
         """Both directions work again."""
-        for sender, receiver in ((a, b), (b, a)):
-            self._cuts.discard((sender.name, receiver.name))
-            self._set_neighbour(sender, receiver)
+        self.heal_one_way(a, b)
+        self.heal_one_way(b, a)
+
+    def heal_one_way(self, sender: Host, receiver: Host) -> None:
+        """Packets of `sender` reach `receiver` again."""
+        self._cuts.discard((sender.name, receiver.name))
+        self._set_neighbour(sender, receiver)
 
     def heal_all(self) -> None:
         """All links work again."""

@@ -12,7 +12,7 @@ import pytest
 from plexrl.errors import PermissionDeniedError, StorageError
 from plexrl.process.folders.folders import TEMPORARY, Folders
 from plexrl.process.folders.private_folder import make_private_folder, remove_private_folder
-from plexrl.router.blobs.store import BlobStore
+from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.tier import Tier
 
@@ -127,7 +127,7 @@ def test_tiers_and_blobs_do_not_use_folders_of_another_user(shared: Path) -> Non
     with pytest.raises(PermissionDeniedError):
         Tier(TierName.HOST, taken)
     with pytest.raises(PermissionDeniedError):
-        BlobStore(taken)
+        DirectoryBlobStore(taken)
 
 
 def test_sockets_lie_in_the_users_runtime_directory(

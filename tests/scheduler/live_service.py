@@ -13,8 +13,8 @@ from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.service import Service
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state.messages.events import TimerFired
-from plexrl.wire.links.address import parse_address
-from plexrl.wire.links.credentials import Role
+from plexrl.wire.links.address import TlsAddress, parse_address
+from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Handler, Peer
 
@@ -66,29 +66,46 @@ class Live:
         self._config = config
         self._running: list[tuple[Peer, asyncio.Task[None]]] = []
 
-    async def connect(self, handlers: Mapping[str, Handler] | None = None) -> Peer:
-        """A connection that has not said hello."""
-        address = parse_address(self._config.listen[0])
-        link = await connect(address, None, role=Role.SCHEDULER)
+    @property
+    def tls_address(self) -> TlsAddress:
+        """The address for other machines."""
+        found = map(parse_address, self.service.listeners.addresses)
+        return next(each for each in found if isinstance(each, TlsAddress))
+
+    async def connect(
+        self,
+        handlers: Mapping[str, Handler] | None = None,
+        credentials: Credentials | None = None,
+    ) -> Peer:
+        """A connection that has not said hello; with credentials, from another machine."""
+        address = self.tls_address if credentials else parse_address(self._config.listen[0])
+        link = await connect(address, credentials, role=Role.SCHEDULER)
         peer = Peer(link.reader, link.writer, handlers or {})
         self._running.append((peer, asyncio.create_task(peer.run())))
         return peer
 
     async def router(
-        self, name: str = "router", handlers: Mapping[str, Handler] | None = None
+        self,
+        name: str = "router",
+        handlers: Mapping[str, Handler] | None = None,
+        credentials: Credentials | None = None,
     ) -> Peer:
         """A connection that said hello as a router."""
         quiet = dict.fromkeys(("run", "abort", "discard", "forget_callers"), _nothing)
-        peer = await self.connect({**quiet, **(handlers or {})})
+        peer = await self.connect({**quiet, **(handlers or {})}, credentials)
         await peer.call("hello", {"role": "router", "router": name})
         return peer
 
     async def agent(
-        self, node: str, handlers: Mapping[str, Handler] | None = None, **changes: Any
+        self,
+        node: str,
+        handlers: Mapping[str, Handler] | None = None,
+        credentials: Credentials | None = None,
+        **changes: Any,
     ) -> Peer:
         """A connection that said hello as a node's agent."""
         quiet = dict.fromkeys(("launch", "stop", "release_state"), _nothing)
-        peer = await self.connect({**quiet, "read_log": _no_logs, **(handlers or {})})
+        peer = await self.connect({**quiet, "read_log": _no_logs, **(handlers or {})}, credentials)
         await peer.call("hello", greeting(node, **changes))
         return peer
 

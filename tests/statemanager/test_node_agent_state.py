@@ -79,6 +79,7 @@ async def scheduler_of_agent(
         scheduler=(f"unix:{path}",),
         statemanager=daemon.config.listen,
         statemanager_address=daemon.tcp,
+        fabric="trusted",
         ticket_key_file=str(daemon.config.ticket_key_path),
         gpus=1,
         gpu_memory_bytes=MIB,

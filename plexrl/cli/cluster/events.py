@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.cluster import up_options
+from plexrl.cli.cluster.up import options
 from plexrl.cli.terminal.context import Json, local_time, write_text
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
@@ -20,7 +20,7 @@ Below = Annotated[
 
 
 @with_option_groups
-def events(broker: up_options.Events, below: Below = "", as_json: Json = False) -> None:
+def events(broker: options.Events, below: Below = "", as_json: Json = False) -> None:
     """Follow a cluster's events at its MQTT broker: the present states, then each change."""
     if broker.mqtt is None:
         raise InvalidRequestError("name the broker: --mqtt mqtt://HOST[:PORT][/PREFIX]")

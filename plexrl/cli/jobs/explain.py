@@ -129,6 +129,7 @@ def _deployments(deployments: list[Plain]) -> None:
         "state": "state",
         "group": lambda each: each["group"] or "none",
         "nodes": lambda each: ", ".join(each["nodes"]),
+        "topology": "topology",
         "mode": lambda each: each.get("way"),
         "shift": lambda each: seconds(each.get("shift_s")),
         "overlap": lambda each: seconds(each.get("overlap_s")),

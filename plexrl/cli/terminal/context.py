@@ -46,6 +46,10 @@ class Access:
     api_key: Annotated[
         str | None, typer.Option(help="The API key.", envvar="PLEXRL_API_KEY", show_envvar=True)
     ] = None
+    ca: Annotated[
+        str | None,
+        typer.Option(help="PEM file of the authority of an https URL.", envvar="PLEXRL_CA"),
+    ] = None
     data_dir: DataDir = DATA_DIR
 
     def open(self) -> "Cluster":
@@ -57,7 +61,7 @@ class Access:
         from plexrl.client.blocking.cluster import connect
         from plexrl.cluster.data_dir.endpoint import read_endpoint
 
-        url, api_key = self.url, self.api_key
+        url, api_key, ca = self.url, self.api_key, self.ca
         if url is None:
             folder = data_dir_at(self.data_dir)
             endpoint = read_endpoint(folder)
@@ -66,7 +70,8 @@ class Access:
                     f"no cluster runs on {folder}: start one with `plexrl up`, or set PLEXRL_URL"
                 )
             url, api_key = endpoint.url, api_key or endpoint.api_key
-        return connect(url, api_key, timeout_s=TIMEOUT_S)
+            ca = endpoint.ca
+        return connect(url, api_key, timeout_s=TIMEOUT_S, ca=ca)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

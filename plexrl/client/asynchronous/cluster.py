@@ -72,8 +72,11 @@ async def connect_async(
     *,
     data_dir: str | os.PathLike[str] | None = None,
     timeout_s: float = SILENCE_S_MAX,
+    ca: str | os.PathLike[str] | None = None,
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
-    cluster = await asyncio.to_thread(connect, url, api_key, data_dir=data_dir, timeout_s=timeout_s)
-    transport = AsyncTransport(cluster.url, cluster.api_key, timeout_s)
+    cluster = await asyncio.to_thread(
+        connect, url, api_key, data_dir=data_dir, timeout_s=timeout_s, ca=ca
+    )
+    transport = AsyncTransport(cluster.url, cluster.api_key, timeout_s, cluster.ca)
     return AsyncCluster(cluster, transport)

@@ -52,6 +52,11 @@ class Cluster:
         return self._transport.url
 
     @property
+    def ca(self) -> str:
+        """PEM file of the authority that signs the API's certificate; empty: the system knows."""
+        return self._transport.ca
+
+    @property
     def api_key(self) -> str:
         """The API key in use."""
         return self._transport.api_key
@@ -287,6 +292,7 @@ def connect(
     *,
     data_dir: str | os.PathLike[str] | None = None,
     timeout_s: float = SILENCE_S_MAX,
+    ca: str | os.PathLike[str] | None = None,
 ) -> Cluster:
     """Connect to the cluster at `url`, or to this machine's cluster on `data_dir`.
 
@@ -299,6 +305,9 @@ def connect(
     after a router fails, the next one is used.
 
     The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
+
+    `ca`, else `PLEXRL_CA`, is the PEM file of the authority that signs the certificate of an
+    `https` URL; without either, the system's authorities are trusted.
 
     A request fails with `ConnectionLostError` after `timeout_s` seconds (120) without a response.
 
@@ -319,7 +328,8 @@ def connect(
     if url is not None:
         if not api_key:
             raise AuthenticationError(f"no API key for {url} was given: set PLEXRL_API_KEY")
-        transport = Transport(url, api_key, timeout_s)
+        authority = str(ca or environment.get("PLEXRL_CA") or "")
+        transport = Transport(url, api_key, timeout_s, authority)
         LOG.info("cluster: %s", transport.location.url)
         return Cluster(transport)
     from plexrl.cluster.data_dir.folder import DATA_DIR
@@ -328,7 +338,7 @@ def connect(
     if data_dir is None:
         data_dir = environment.get("PLEXRL_DATA_DIR") or DATA_DIR
     local = join_or_start(data_dir, timeout_s)
-    cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s), local)
+    cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s, local.ca), local)
     if local.is_started:
         cluster._record_former_jobs()
     return cluster

@@ -36,6 +36,8 @@ from plexrl.errors import (
 )
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
     from plexrl.client.calls.controller import Controller
@@ -277,14 +279,40 @@ class _Connections(Generic[ClientT]):
         )
 
 
+def tls_verification(ca: str) -> "ssl.SSLContext | bool":
+    """What httpx needs to verify certificates of the authority in the PEM file `ca`, or of the
+    system's authorities if it is empty.
+
+    Raises:
+        InvalidRequestError: the file has no certificates.
+    """
+    if not ca:
+        return True
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the authority's certificate {ca!r} cannot be read ({error}): set PLEXRL_CA, or `ca`, "
+            "to the PEM file that `plexrl up` names"
+        ) from error
+
+
 class Transport(_Connections["httpx.Client"]):
     """Blocking requests to one cluster. Thread-safe."""
 
-    def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
+    def __init__(
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str = ""
+    ) -> None:
+        """`ca` is the PEM file of the authority that signs the API's certificate; empty: the
+        system's authorities are trusted."""
         import httpx
 
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-        super().__init__(httpx.Client(limits=limits), url, api_key, timeout_s)
+        client = httpx.Client(limits=limits, verify=tls_verification(ca))
+        super().__init__(client, url, api_key, timeout_s)
+        self.ca = ca
         self.location = ClusterLocation(without_credentials(self.url))
         """How another process finds the cluster."""
         self.api_key = api_key
@@ -367,11 +395,14 @@ class Transport(_Connections["httpx.Client"]):
 class AsyncTransport(_Connections["httpx.AsyncClient"]):
     """Like `Transport`, for one event loop."""
 
-    def __init__(self, url: str | Sequence[str], api_key: str, timeout_s: float) -> None:
+    def __init__(
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str = ""
+    ) -> None:
         import httpx
 
         limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
-        super().__init__(httpx.AsyncClient(limits=limits), url, api_key, timeout_s)
+        client = httpx.AsyncClient(limits=limits, verify=tls_verification(ca))
+        super().__init__(client, url, api_key, timeout_s)
 
     async def request(self, call: Call) -> "httpx.Response":
         """As `Transport.request`."""

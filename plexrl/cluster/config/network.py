@@ -88,6 +88,27 @@ def check_ports(name: str, ports: tuple[int, int]) -> None:
         )
 
 
+def parse_ports(name: str, text: str) -> tuple[int, int]:
+    """The range in a text such as `20000-20999`.
+
+    Raises:
+        InvalidRequestError: the text is no range.
+    """
+    first, dash, last = text.partition("-")
+    if not (dash and first.strip().isdigit() and last.strip().isdigit()):
+        raise InvalidRequestError(
+            f"{name} is {text!r}: give the first and the last port, such as 20000-20999"
+        )
+    ports = (int(first), int(last))
+    check_ports(name, ports)
+    return ports
+
+
+def ports_text(ports: tuple[int, int]) -> str:
+    """A range of ports as text."""
+    return f"{ports[0]}-{ports[1]}"
+
+
 def check_host(name: str, host: str) -> None:
     """Refuse what is neither an address of one machine nor a host name.
 

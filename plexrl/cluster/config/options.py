@@ -11,6 +11,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
+from plexrl.storage.location import check_location
 
 GIB = 1 << 30
 JOURNAL_VARIABLE = "PLEXRL_JOURNAL"
@@ -92,6 +93,11 @@ class ClusterOptions:
 
     data_dir: Path
     """Persistent directory: journal, blobs, checkpoints, logs, NVMe tiers, the operator's key."""
+    data_url: str | None = None
+    """Where all routers keep payloads, results and metrics: a directory, or an object store as
+    `s3://bucket/prefix`; absent: `data_dir`. Credentials come from the environment."""
+    checkpoint_url: str | None = None
+    """Where checkpoints are, likewise; absent: `data_dir`/checkpoints."""
     nodes: int = 1
     """Number of virtual nodes, each with a StateManager and an agent. 0: only nodes that join."""
     gpus_per_node: int = 4
@@ -200,6 +206,10 @@ class ClusterOptions:
                 raise InvalidRequestError(
                     f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(known)}"
                 )
+        for name in ("data_url", "checkpoint_url"):
+            location = getattr(self, name)
+            if location is not None:
+                check_location(name, location)
         for name in ("node_types", "blocks"):
             count = len(getattr(self, name))
             if count not in (0, 1, self.nodes):

@@ -26,6 +26,13 @@ class Endpoint:
     data_dir: str
     is_embedded: bool = False
     """Whether the cluster ends with the last script that uses it."""
+    ca: str = ""
+    """PEM file with the authority of the API's certificate; empty: every machine trusts it, or the
+    API is plain HTTP."""
+    public_url: str = ""
+    """URLs for clients on other machines; empty: there are none."""
+    join_address: str = ""
+    """Where other machines join as nodes; empty: none can."""
 
     def to_json(self) -> str:
         """The output of `plexrl up --json`, with the key."""
@@ -35,12 +42,17 @@ class Endpoint:
                 "api_key": self.api_key,
                 "pid": self.pid,
                 "data_dir": self.data_dir,
+                **(self._network() if self.join_address else {}),
             }
         )
 
     def to_file(self) -> str:
         """The content of `cluster.json`, without the key."""
-        return json.dumps({"url": self.url, "pid": self.pid, "embedded": self.is_embedded})
+        body = {"url": self.url, "pid": self.pid, "embedded": self.is_embedded}
+        return json.dumps({**body, **self._network()})
+
+    def _network(self) -> dict[str, str]:
+        return {"ca": self.ca, "public_url": self.public_url, "join_address": self.join_address}
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
@@ -53,7 +65,9 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
         if not is_locked(data_dir):
             return None
         key = operator_key(data_dir)
-        return Endpoint(body["url"], key, pid, str(data_dir), bool(body.get("embedded")))
+        network = {name: str(body.get(name, "")) for name in ("ca", "public_url", "join_address")}
+        embedded = bool(body.get("embedded"))
+        return Endpoint(body["url"], key, pid, str(data_dir), embedded, **network)
     except (OSError, ValueError, KeyError):
         return None
 

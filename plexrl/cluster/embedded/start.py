@@ -45,6 +45,8 @@ class EmbeddedCluster:
         self.url = endpoint.url
         self.api_key = endpoint.api_key
         """The operator's key."""
+        self.ca = endpoint.ca
+        """PEM file of the authority of the API's certificate; empty: none is needed."""
         self.data_dir = Path(endpoint.data_dir)
         atexit.register(self.leave)
 

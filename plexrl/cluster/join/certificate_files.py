@@ -8,8 +8,10 @@ A crash leaves the former or the new files, never a certificate with the wrong k
 is repeated after a crash has the same key, so that the head recognises it.
 """
 
+import hashlib
 import os
 import shutil
+import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -49,6 +51,14 @@ class CertificateFiles:
     def exist(self) -> bool:
         """Whether this machine has a certificate."""
         return (self._folder / CURRENT / "node.pem").exists()
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the authority, as in join tokens; empty if this machine has no certificate."""
+        try:
+            body = ssl.PEM_cert_to_DER_cert(Path(self.tls.ca).read_text())
+        except (OSError, ValueError):
+            return ""
+        return hashlib.sha256(body).hexdigest()
 
     def request(self) -> bytes:
         """A signing request (PEM) for the pending key, which is made if there is none.

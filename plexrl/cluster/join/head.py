@@ -24,7 +24,6 @@ from plexrl.cluster.join.authority import CERTIFICATE, Authority
 from plexrl.cluster.join.certificate_files import renewal_time
 from plexrl.cluster.join.ledger import Ledger
 from plexrl.cluster.join.service import JoinService
-from plexrl.cluster.join.tokens import create_token
 from plexrl.errors import InvalidRequestError, NotFoundError, UnavailableError, from_wire
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.wire.links.address import TlsAddress
@@ -110,11 +109,6 @@ class Head:
             files = self.files(router_identity(router))
             certificate, key = files.certificate, files.key
         return {"certificate": certificate, "key": key}
-
-    def join_line(self) -> str:
-        """The command that makes another machine a node, with a new token."""
-        token, _ = create_token(self.ledger, self.authority.fingerprint)
-        return f"plexrl node join {self.join_address} --token {token}"
 
     def membership(self) -> messages.Membership:
         """What every node is told."""

@@ -30,6 +30,8 @@ LOOK_S = 0.25
 STOP_SLEEP_S_MAX = 20.0
 """As `START_SLEEP_S_MAX`, for a part that stops: a StateManager writes its host tier to disk
 first."""
+ENDED = "it ended"
+"""Failure of a part that ended before it reported; otherwise it was idle for too long."""
 RESTART_S = 0.2
 RESTART_S_MAX = 5.0
 STABLE_S = 10.0
@@ -97,7 +99,9 @@ class PartProcesses:
             self._close_output(part)
             if line.startswith(b'{"error"'):
                 raise from_wire(json.loads(line)["error"])
-            raise UnavailableError(f"{part.name} did not start ({failure}): see {log_path}")
+            raise UnavailableError(
+                f"{part.name} did not start ({failure}): see {log_path}", failure=failure
+            )
         LOG.info("%s runs as process %d", part.name, process.pid)
 
     def watch(self, parts: Sequence[Part]) -> None:
@@ -148,11 +152,11 @@ class PartProcesses:
                     {line, ended}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 if line in done:
-                    return line.result(), "it ended"
+                    return line.result(), ENDED
                 if ended in done:
                     # Its last output may still be in the pipe.
                     await asyncio.wait({line}, timeout=LOOK_S)
-                    return line.result() if line.done() else b"", "it ended"
+                    return line.result() if line.done() else b"", ENDED
                 if not await asyncio.to_thread(is_at_work, process.pid, with_children=True):
                     slept_s += LOOK_S
             return b"", f"it did nothing for {slept_s:g} s"

@@ -8,6 +8,7 @@ router queries the scheduler about payloads old enough that their submission end
 
 import asyncio
 import logging
+import random
 from typing import Any, Protocol
 
 from plexrl.errors import PlexRLError
@@ -20,7 +21,6 @@ RESULT_KEPT_S = 3600.0
 """How long a result is kept."""
 ORPHAN_AGE_S = 3600.0
 """Far longer than any submission takes."""
-RESULT_PERIOD_S = 60.0
 ORPHAN_PERIOD_S = 600.0
 QUERY_MAX = 5000
 """Payloads in one query to the scheduler."""
@@ -39,9 +39,10 @@ async def collect_results(blobs: BlobStore) -> None:
     while True:
         try:
             await asyncio.to_thread(blobs.discard_results, older_than_s=RESULT_KEPT_S)
-        except OSError as error:
+        except (PlexRLError, OSError) as error:
             LOG.error("old results were not deleted: %s", error)
-        await asyncio.sleep(RESULT_PERIOD_S)
+        # Several routers delete from one store: not all of them at once.
+        await asyncio.sleep(blobs.result_period_s * random.uniform(0.75, 1.25))
 
 
 async def collect_orphans(

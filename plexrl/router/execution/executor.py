@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import ExecutionError, PlexRLError, StorageFullError
+from plexrl.errors import ExecutionError, PlexRLError, StorageFullError, StoreUnavailableError
 from plexrl.ids import BlobRef
 from plexrl.router.blobs.store import RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
@@ -40,7 +40,7 @@ OTHER_RANKS_TIMEOUT_S = 5.0
 """How long the router waits for the other ranks once one has failed: a collective may hang."""
 
 STORE_RETRY_S = 1.0
-"""Delay before the next try to store a result on a full disk."""
+"""Delay before the next try to store a result."""
 
 UNCHANGING = frozenset({OperationKind.PUBLISH, OperationKind.SNAPSHOT})
 """Kinds that do not change a rank's state and may be repeated on ranks that have finished them."""
@@ -344,17 +344,18 @@ class Executor:
         return gather_moves(results), (payloads[0],) if payloads[0] else ()
 
     async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:
-        """Store a result; while the disk is full, retry. The operation has run, and the only other
-        copies of its result are in the memory of this router and of the workers."""
+        """Store a result; while the disk is full or the object store does not answer, retry. The
+        operation has run, and the only other copies of its result are in the memory of this router
+        and of the workers."""
         try:
             while True:
                 try:
                     await self._blobs.write(ref, *body)
                     return
-                except StorageFullError as error:
+                except (StorageFullError, StoreUnavailableError) as error:
                     if command.operation not in self._unstored:
                         LOG.warning(
-                            "the result of %s waits for free space: %s", command.operation, error
+                            "the result of %s waits for its store: %s", command.operation, error
                         )
                     self._unstored[command.operation] = error.message
                 await asyncio.sleep(STORE_RETRY_S)

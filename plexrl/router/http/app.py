@@ -3,15 +3,20 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import InvalidRequestError, PlexRLError
+from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.blobs.garbage_collection import collect_orphans, collect_results
+from plexrl.router.blobs.local_cache import LocalCache
+from plexrl.router.blobs.objects import ObjectBlobStore
 from plexrl.router.blobs.store import BlobStore
 from plexrl.router.blobs.upload_admission import UploadAdmission
 from plexrl.router.config import RouterConfig
@@ -28,13 +33,19 @@ from plexrl.router.http.server.shutdown import RetryOnShutdown
 from plexrl.router.http.services import RouterServices
 from plexrl.router.job_files.checkpoint_access import CheckpointAccess
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
-from plexrl.router.job_files.metrics_log import MetricsLog
+from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
+from plexrl.router.job_files.metrics_objects import MetricsObjects
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.storage.location import directory, is_url
+from plexrl.storage.object_store import ObjectStore
 from plexrl.wire.links.credentials import Credentials
 
 LOG = logging.getLogger(__name__)
+
+STORE_CALLS_MAX = 32
+"""Requests that wait for an object store at a time, beside those for blobs."""
 
 DESCRIPTION = """Model execution for RL as a shared service. Clients submit operations; the
 scheduler admits them in its own order; a poll returns the result or the reason to wait. Errors are
@@ -97,13 +108,16 @@ async def _background_tasks(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await services.executor.close()
+        # Waits for requests to the object store.
+        await asyncio.to_thread(_close_stores, services)
 
 
 def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
     checkpoint_dir = data_dir / "checkpoints"
-    blobs = BlobStore(data_dir / "blobs")
-    executor = Executor(blobs)
+    blobs, metrics = _stores(config)
+    credentials = None if config.tls is None else Credentials(config.tls)
+    executor = Executor(blobs, credentials)
     keys = KeyCache()
     scheduler = SchedulerLink(
         config.scheduler,
@@ -117,7 +131,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
             "forget_callers": keys.on_forget,
         },
         on_lost=keys.clear,
-        credentials=None if config.tls is None else Credentials(config.tls),
+        credentials=credentials,
     )
     specs = DeploymentSpecs(scheduler)
     quota = CheckpointQuota(
@@ -135,11 +149,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         scheduler=scheduler,
         executor=executor,
         blobs=blobs,
-        metrics=MetricsLog(
-            data_dir / "metrics",
-            row_bytes_max=config.metrics_row_bytes_max,
-            job_bytes_max=config.metrics_job_bytes_max,
-        ),
+        metrics=metrics,
         specs=specs,
         uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
         checkpoint_access=CheckpointAccess(scheduler, checkpoint_dir),
@@ -149,8 +159,32 @@ def _make_services(config: RouterConfig) -> RouterServices:
         disconnects=CancelOnDisconnect(scheduler),
         health=ClusterHealth(scheduler, data_dir, parts_file),
         data_dir=data_dir,
+        threads=ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls"),
         body_bytes_max=config.body_bytes_max,
     )
+
+
+def _stores(config: RouterConfig) -> tuple[BlobStore, MetricsLog]:
+    bounds = {
+        "row_bytes_max": config.metrics_row_bytes_max,
+        "job_bytes_max": config.metrics_job_bytes_max,
+    }
+    shared = config.data_url or config.data_dir
+    if not is_url(shared):
+        folder = directory(shared)
+        return DirectoryBlobStore(folder / "blobs"), MetricsFiles(folder / "metrics", **bounds)
+    cache = LocalCache(
+        Path(config.data_dir) / "blob-cache" / quote(config.router, safe=""),
+        config.blob_cache_bytes_max,
+    )
+    blobs = ObjectBlobStore(ObjectStore(shared), cache)
+    return blobs, MetricsObjects(ObjectStore(shared), config.router, **bounds)
+
+
+def _close_stores(services: RouterServices) -> None:
+    services.metrics.close()
+    services.blobs.close()
+    services.threads.shutdown(cancel_futures=True)
 
 
 async def _plexrl_error(request: Request, error: Exception) -> JSONResponse:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,6 +58,8 @@ class RouterServices:
     disconnects: CancelOnDisconnect
     health: ClusterHealth
     data_dir: Path
+    threads: ThreadPoolExecutor
+    """Runs calls that may wait for an object store."""
     body_bytes_max: int
     """Largest payload of an operation, in bytes."""
     shutdown: Shutdown = field(default_factory=Shutdown)

@@ -4,25 +4,20 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 from plexrl.client.data.metric_rows import json_number
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.process.folders.private_folder import make_private_folder
-from plexrl.router.blobs.store import write_all, write_error
+from plexrl.router.blobs.upload import write_all, write_error
 
 PAGE_BYTES = 1 << 20
 """Approximate size of a page of rows."""
 
 
-class MetricsLog:
-    """Metrics of all jobs, in files under one directory."""
-
-    def __init__(self, directory: Path, *, row_bytes_max: int, job_bytes_max: int) -> None:
-        self._directory = directory
-        self._row_bytes_max = row_bytes_max
-        self._job_bytes_max = job_bytes_max
-        make_private_folder(directory)
+class MetricsLog(Protocol):
+    """Metrics of all jobs. Rows of a job are numbered from 1, without gaps. The methods block."""
 
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
         """Add a row. NaN and infinite numbers, which JSON cannot express, become the strings
@@ -32,27 +27,36 @@ class MetricsLog:
             PayloadTooLargeError: the row is too large.
             QuotaExceededError: the job has reached its bound on bytes of metrics.
             StorageError: the file cannot be written; it is unchanged.
+            StoreUnavailableError: the object store does not answer.
         """
-        written = {name: json_number(value) for name, value in values.items()}
-        row = {"step": step, "time": time.time(), "values": written}
-        line = json.dumps(row).encode() + b"\n"
-        if len(line) > self._row_bytes_max:
-            raise PayloadTooLargeError(
-                f"a row of metrics has {len(line)} bytes; the bound is {self._row_bytes_max}: "
-                "report fewer values, or split them into several rows",
-                metrics_row_bytes_max=self._row_bytes_max,
-            )
+        ...
+
+    def page(self, job: str, after: int) -> bytes:
+        """JSON `{"rows": […]}`: rows after number `after`, each with its number as `index`. At most
+        about `PAGE_BYTES`; an empty page means that there are no more. Raises
+        `StoreUnavailableError`."""
+        ...
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        ...
+
+
+class MetricsFiles:
+    """Metrics of all jobs, in files under one directory."""
+
+    def __init__(self, directory: Path, *, row_bytes_max: int, job_bytes_max: int) -> None:
+        self._directory = directory
+        self._row_bytes_max = row_bytes_max
+        self._job_bytes_max = job_bytes_max
+        make_private_folder(directory)
+
+    def append(self, job: str, step: int, values: dict[str, float]) -> None:
+        line = encode_row(step, values, self._row_bytes_max)
         try:
             with self._path(job).open("ab", buffering=0) as file:
                 size = file.seek(0, os.SEEK_END)
-                if size + len(line) > self._job_bytes_max:
-                    raise QuotaExceededError(
-                        f"job {job!r} has {size} bytes of metrics; the bound is "
-                        f"{self._job_bytes_max}: report less often, or have the operator raise "
-                        "metrics_job_bytes_max",
-                        used=size,
-                        quota=self._job_bytes_max,
-                    )
+                check_quota(job, size, len(line), self._job_bytes_max)
                 try:
                     write_all(file.fileno(), [line])
                 except OSError:
@@ -63,8 +67,6 @@ class MetricsLog:
             raise write_error(self._directory, error) from error
 
     def page(self, job: str, after: int) -> bytes:
-        """JSON `{"rows": […]}`: rows after number `after`, counted from 1, each with its `index`.
-        At most about `PAGE_BYTES`; an empty page means that there are no more."""
         path = self._path(job)
         rows: list[bytes] = []
         size = 0
@@ -74,11 +76,49 @@ class MetricsLog:
                     # A last line without its newline is still being written.
                     if index <= after or not line.endswith(b"\n"):
                         continue
-                    rows.append(b'{"index": %d, %s' % (index, line[1:-1]))
+                    rows.append(numbered(index, line))
                     size += len(line)
                     if size >= PAGE_BYTES:
                         break
-        return b'{"rows": [' + b", ".join(rows) + b"]}"
+        return encode_page(rows)
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
 
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.jsonl"
+
+
+def encode_row(step: int, values: dict[str, float], bytes_max: int) -> bytes:
+    """A row as a line of JSON. Raises `PayloadTooLargeError`."""
+    written = {name: json_number(value) for name, value in values.items()}
+    row = {"step": step, "time": time.time(), "values": written}
+    line = json.dumps(row).encode() + b"\n"
+    if len(line) > bytes_max:
+        raise PayloadTooLargeError(
+            f"a row of metrics has {len(line)} bytes; the bound is {bytes_max}: "
+            "report fewer values, or split them into several rows",
+            metrics_row_bytes_max=bytes_max,
+        )
+    return line
+
+
+def check_quota(job: str, used_bytes: int, row_bytes: int, bytes_max: int) -> None:
+    """Check that a job may add a row. Raises `QuotaExceededError`."""
+    if used_bytes + row_bytes > bytes_max:
+        raise QuotaExceededError(
+            f"job {job!r} has {used_bytes} bytes of metrics; the bound is {bytes_max}: report less "
+            "often, or have the operator raise metrics_job_bytes_max",
+            used=used_bytes,
+            quota=bytes_max,
+        )
+
+
+def numbered(index: int, line: bytes) -> bytes:
+    """A row with its number, as JSON."""
+    return b'{"index": %d, %s' % (index, line[1:-1])
+
+
+def encode_page(rows: list[bytes]) -> bytes:
+    """Numbered rows as the JSON of a page."""
+    return b'{"rows": [' + b", ".join(rows) + b"]}"

@@ -108,14 +108,14 @@ if TYPE_CHECKING:
 
 
 class SchedulerCore:
-    """All decisions of a cluster's scheduler."""
+    """All decisions of a cluster's scheduler. `settings`: those in force."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._begin(Context(config))
 
     def _begin(self, context: Context) -> None:
-        self._context, self._state = context, context.state
+        self._context, self._state, self.settings = context, context.state, context.settings
         self._cluster, self._effects = context.cluster, context.effects
         self._handlers: dict[type[ev.Event], Callable[[Any, float], None]] = {
             ev.SchedulerStarted: self._scheduler_started,

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -37,15 +36,15 @@ class Service:
         config: SchedulerConfig,
         shell: Shell,
         listeners: Listeners | None = None,
-        lead_confirmed_at: Callable[[], float] = time.monotonic,
+        lead_confirmed_at: Callable[[], float] | None = None,
     ) -> None:
         """`lead_confirmed_at`: when the journal confirmed last that this scheduler leads, by the
-        event loop's clock."""
+        event loop's clock; None: there is no other scheduler."""
         self._config = config
         self.shell = shell
-        self._listeners = listeners or Listeners(config)
-        self._lead_confirmed_at = lead_confirmed_at
-        self._former_lease_s = max(config.node_lease_s, shell.core.config.node_lease_s)
+        self.listeners = listeners or Listeners(config)
+        self._lead_confirmed_at = lead_confirmed_at or asyncio.get_running_loop().time
+        self._former_lease_s = max(config.node_lease_s, shell.core.settings.config.node_lease_s)
         self._leases = NodeLeases(config.node_lease_s, config.lease_s)
         self._connections: dict[Connection, Peer] = {}
         """Those of other machines' processes."""
@@ -73,7 +72,7 @@ class Service:
                 return
             if holding is not None:
                 await holding.close()
-            await self._listeners.open(self._connected)
+            await self.listeners.open(self._connected)
             self._expect_nodes()
             self.keep(self._end_silent_links())
             ready()
@@ -83,7 +82,7 @@ class Service:
             if runner.done():
                 # A lost lease, after which no peer may receive anything, or a bug.
                 runner.result()
-            self._listeners.close()
+            self.listeners.close()
             for task in list(self._background):
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)

@@ -112,7 +112,7 @@ class _PlainListener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         port = self._socket.getsockname()[1]
-        self.address = f"{TCP_SCHEME}{f'[{host}]' if ':' in host else host}:{port}"
+        self.address = f"{TCP_SCHEME}{_bracketed(host)}:{port}"
 
     def accept(self) -> socket.socket:
         return self._socket.accept()[0]
@@ -125,6 +125,20 @@ class _PlainListener:
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def remote_address(
+    node: str, host: str, port: int, *, fabric: str = "", serves_nixl: bool = False
+) -> str:
+    """The address at which other nodes reach the StateManager of `node`, for its agent."""
+    if fabric != TRUSTED:
+        return str(TlsAddress(host, port, node))
+    scheme = NIXL_SCHEME if serves_nixl else TCP_SCHEME
+    return f"{scheme}{_bracketed(host)}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

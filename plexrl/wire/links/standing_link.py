@@ -107,7 +107,8 @@ class StandingLink:
         try:
             link = await connect(address, self._credentials, role=Role.SCHEDULER)
         except (OSError, PlexRLError) as error:
-            if isinstance(error, PlexRLError) and self._refusals.get(address) != str(error):
+            is_refusal = isinstance(error, PlexRLError | ConnectionResetError)
+            if is_refusal and self._refusals.get(address) != str(error):
                 LOG.error("no connection to the scheduler at %s: %s", address, error)
             self._refusals[address] = str(error)
             return None

@@ -20,7 +20,7 @@ from plexrl.errors import (
 )
 from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
-from plexrl.statemanager.protocol.network import Network
+from plexrl.statemanager.protocol.network import TRUSTED, Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
@@ -30,7 +30,7 @@ from plexrl.worker.agent.launcher import Launcher, WorkerProcess
 from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
-from plexrl.worker.config import TRUSTED, AgentConfig, WorkerConfig, cores_of_gpu
+from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
 from plexrl.worker.process.process_group import LOOPBACK, interface_of
 
 LOG = logging.getLogger(__name__)
@@ -271,6 +271,7 @@ class Agent:
             meeting_point=command.get("rendezvous", ""),
             interface=self._interface if command.get("rendezvous") else LOOPBACK,
             tls=config.tls if config.host else None,
+            fabric=config.fabric,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:

@@ -43,8 +43,8 @@ class NodeLease:
         leases."""
         if lease_s is None:
             return
-        ends_at = max(self._ends_at or 0.0, sent_at + lease_s)
-        if ends_at != self._ends_at:
+        ends_at = sent_at + lease_s
+        if self._ends_at is None or ends_at > self._ends_at:
             self._ends_at = ends_at
             _write(self.file, ends_at)
 

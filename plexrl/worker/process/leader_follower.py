@@ -24,7 +24,6 @@ from plexrl.worker.rollout.engine.tensor_parallel import (
     EngineCall,
     EngineCalls,
     RankGroup,
-    is_lost_rank_error,
 )
 from plexrl.worker.state.state_mover import StateMover
 
@@ -61,9 +60,6 @@ class LeadingWorker(Worker):
     def _will_begin(self, command: RunCommand) -> None:
         if command.kind != OperationKind.GENERATE:
             self._calls.send(RUN, command.name)
-
-    def _is_peer_loss(self, error: Exception) -> bool:
-        return is_lost_rank_error(error)
 
 
 class FollowingWorker(Worker):

@@ -9,6 +9,7 @@ from pathlib import Path
 from plexrl.errors import StorageFullError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials
@@ -64,6 +65,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         rank=config.rank,
         world_size=config.world_size,
         ticket=config.ticket,
+        network=Network.of(config.tls, config.fabric),
     )
     server = Server(
         parse_address(config.address),

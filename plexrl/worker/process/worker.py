@@ -140,6 +140,10 @@ class Worker:
                 self._fail(name, full, state_intact=False)
                 return
             LOG.exception("%s failed", name[0])
+            if self._is_peer_loss(error):
+                # Without a reply the run is repeated, once the scheduler has restarted all ranks.
+                LOG.info("%s lost other ranks, so this one ends", name[0])
+                raise SystemExit(1) from None
             failure = ExecutionError(
                 f"{kind.value} failed on the worker: see `plexrl logs`; the workers are restarted "
                 "from their last complete state"
@@ -184,9 +188,10 @@ class Worker:
         self._controls.generation_began(call.operation)
 
     def _is_peer_loss(self, error: Exception) -> bool:
-        """Whether a step failed because another rank of the engine is gone."""
-        del error
-        return False
+        """Whether a run or a step failed because another rank is gone."""
+        from plexrl.worker.rollout.engine.tensor_parallel import is_lost_rank_error
+
+        return is_lost_rank_error(error)
 
     def _step(self, generator: RolloutBackend) -> None:
         try:

@@ -8,8 +8,8 @@ from typing import Any
 
 from plexrl.errors import UnavailableError
 from plexrl.ids import BlobRef
+from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.blobs.garbage_collection import collect_orphans
-from plexrl.router.blobs.store import BlobStore
 
 LIMIT_S = 60.0
 
@@ -32,7 +32,7 @@ class Knowing:
 
 
 def test_old_unreferenced_payloads_are_deleted_after_the_schedulers_reply(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     names = ("j:1/a.0.in", "j:2.0.in", "new.0.in", "result.out", f"{'a:' * 99}.0.in")
     long_ago = time.time() - 7200
 

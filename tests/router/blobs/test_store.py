@@ -15,14 +15,15 @@ from plexrl.errors import (
     UnknownOperationError,
 )
 from plexrl.ids import BlobRef
-from plexrl.router.blobs.store import INLINE_BYTES_MAX, RECENT_BYTES_MAX, BlobStore, Upload
-from plexrl.router.job_files.metrics_log import MetricsLog
+from plexrl.router.blobs.directory import DirectoryBlobStore
+from plexrl.router.blobs.store import INLINE_BYTES_MAX, RECENT_BYTES_MAX, Upload
+from plexrl.router.job_files.metrics_log import MetricsFiles
 from tests.small_disk import small_disk
 
 
 @pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX + 1])
 def test_a_blob_is_unchanged_until_it_is_discarded(tmp_path: Path, size: int) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     ref = BlobRef("job:1/../x.out")
     body = os.urandom(size)
     asyncio.run(store.write(ref, body))
@@ -36,7 +37,7 @@ def test_a_blob_is_unchanged_until_it_is_discarded(tmp_path: Path, size: int) ->
 
 @pytest.mark.parametrize("suffix", [".in", ".out"])
 def test_the_longest_ids_are_valid_blob_names(tmp_path: Path, suffix: str) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     refs = [BlobRef(f"a{':' * 198}{last}{suffix}") for last in "bc"]
     for ref in refs:
         asyncio.run(store.write(ref, ref.encode()))
@@ -53,7 +54,7 @@ def spoil(folder: Path) -> None:
 
 
 def test_small_payloads_are_kept_in_memory_within_a_bound(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     refs = [BlobRef(f"{number}.in") for number in range(RECENT_BYTES_MAX // (1 << 20) + 2)]
 
     async def run() -> None:
@@ -76,7 +77,7 @@ def test_small_payloads_are_kept_in_memory_within_a_bound(tmp_path: Path) -> Non
 
 
 def test_only_old_results_are_deleted(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     for name in ("old.out", "old.in", "new.out", "killed.1.part"):
         asyncio.run(store.write(BlobRef(name), b"x"))
     long_ago = time.time() - 7200
@@ -87,7 +88,7 @@ def test_only_old_results_are_deleted(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_store_raises_and_keeps_no_partial_file(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobStore(tmp_path / "blobs")
     (tmp_path / "blobs").rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
         asyncio.run(store.write(BlobRef("a"), b"x"))
@@ -105,7 +106,7 @@ def named(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("size", [0, 10, INLINE_BYTES_MAX, 3 * INLINE_BYTES_MAX + 17])
 def test_an_upload_has_no_name_until_it_is_published(tmp_path: Path, size: int) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     body = os.urandom(size)
 
     async def run() -> Upload:
@@ -129,7 +130,7 @@ def test_an_upload_has_no_name_until_it_is_published(tmp_path: Path, size: int) 
 
 @pytest.mark.parametrize("size", [11, 2 * INLINE_BYTES_MAX + 11])
 def test_a_body_over_the_limit_leaves_no_file(tmp_path: Path, size: int) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     with pytest.raises(PayloadTooLargeError, match=f"over {size - 1} bytes"):
         asyncio.run(store.receive(arriving(bytes(size)), size - 1))
     assert not list(tmp_path.iterdir())
@@ -140,14 +141,14 @@ def test_a_body_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
         yield bytes(INLINE_BYTES_MAX + 1)
         raise ConnectionError("the client is gone")
 
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobStore(tmp_path)
     with pytest.raises(ConnectionError):
         asyncio.run(store.receive(broken(), 1 << 30))
     assert not list(tmp_path.iterdir())
 
 
 def test_an_upload_that_cannot_be_written_raises(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobStore(tmp_path / "blobs")
     (tmp_path / "blobs").rmdir()
     with pytest.raises(StorageError, match="cannot be written"):
         asyncio.run(store.receive(arriving(bytes(2 * INLINE_BYTES_MAX)), 1 << 30))
@@ -155,8 +156,8 @@ def test_an_upload_that_cannot_be_written_raises(tmp_path: Path) -> None:
 
 def test_a_full_disk_has_its_own_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "8m") as disk:
-        store = BlobStore(disk.path / "blobs")
-        metrics = MetricsLog(disk.path / "metrics", row_bytes_max=1 << 20, job_bytes_max=1 << 30)
+        store = DirectoryBlobStore(disk.path / "blobs")
+        metrics = MetricsFiles(disk.path / "metrics", row_bytes_max=1 << 20, job_bytes_max=1 << 30)
         metrics.append("j", 1, {"loss": 1.0})
         disk.fill()
 

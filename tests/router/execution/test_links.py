@@ -11,7 +11,7 @@ import pytest
 
 from plexrl.errors import ConflictError, StorageFullError, UnavailableError
 from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, JobId, OperationId
-from plexrl.router.blobs.store import BlobStore
+from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.scheduler_link import SchedulerLink
@@ -92,7 +92,7 @@ async def worker_at(
 
 def test_an_abort_reaches_the_remaining_workers(tmp_path: Path) -> None:
     async def run() -> Plain:
-        executor = Executor(BlobStore(tmp_path / "blobs"))
+        executor = Executor(DirectoryBlobStore(tmp_path / "blobs"))
         # The first address never had a worker; the worker of the second has ended.
         (tmp_path / "w0").touch()
         abort = abort_of(*(str(tmp_path / name) for name in ("none", "w0", "w1")))
@@ -128,7 +128,7 @@ def test_a_request_to_an_unreachable_worker_ends_by_the_schedulers_word_only(
     tmp_path: Path, said: str
 ) -> None:
     async def run() -> None:
-        executor = Executor(BlobStore(tmp_path / "blobs"))
+        executor = Executor(DirectoryBlobStore(tmp_path / "blobs"))
         link = executor.link(worker(0), f"unix:{tmp_path}/none")
         running = asyncio.create_task(link.run(("o", 1), {"request": "run"}, ()))
         await asyncio.wait({running}, timeout=0.5)
@@ -335,7 +335,7 @@ async def executor_at(
     server = await scheduler_at(
         folder / "s", {"hello": nothing, **{name: note(name) for name in methods}}
     )
-    executor = Executor(BlobStore(blobs))
+    executor = Executor(DirectoryBlobStore(blobs))
     executor.scheduler = SchedulerLink([f"unix:{folder}/s"], "r", {})
     executor.specs = DeploymentSpecs(executor.scheduler)
     running = asyncio.create_task(executor.scheduler.run())
@@ -370,7 +370,7 @@ def test_a_result_waits_for_disk_space_and_is_not_computed_again(tmp_path: Path)
             assert method == "operation_finished"
             assert executor.unstored_reason("o") is None
             assert received.empty(), "the workers got a second request"
-            stored = await BlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
+            stored = await DirectoryBlobStore(disk.path / "blobs").read(BlobRef(report["result"]))
             assert bytes(stored) == b"x" * 5000
 
     with small_disk(tmp_path / "disk", "4m") as disk:

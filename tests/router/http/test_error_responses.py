@@ -43,5 +43,5 @@ def test_only_the_operator_sees_which_disk_is_full() -> None:
     held = f"the disk of {SECRET} is full"
     assert SECRET in held_reason(held, Caller("operator", is_operator=True))
     shown = held_reason(held, Caller("t", is_operator=False))
-    assert "waits for free space" in shown
+    assert "waits for the cluster's storage" in shown
     assert SECRET not in shown

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from plexrl.errors import PayloadTooLargeError, QuotaExceededError
 from plexrl.router.job_files import metrics_log
-from plexrl.router.job_files.metrics_log import MetricsLog
+from plexrl.router.job_files.metrics_log import MetricsFiles
 
 ROW_BYTES_MAX, JOB_BYTES_MAX = 200, 1000
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> MetricsLog:
-    return MetricsLog(tmp_path / "m", row_bytes_max=ROW_BYTES_MAX, job_bytes_max=JOB_BYTES_MAX)
+def log(tmp_path: Path) -> MetricsFiles:
+    return MetricsFiles(tmp_path / "m", row_bytes_max=ROW_BYTES_MAX, job_bytes_max=JOB_BYTES_MAX)
 
 
-def rows(log: MetricsLog, after: int = 0) -> list[tuple[int, int, dict[str, float]]]:
+def rows(log: MetricsFiles, after: int = 0) -> list[tuple[int, int, dict[str, float]]]:
     found = json.loads(log.page("j/ob", after))["rows"]
     return [(row["index"], row["step"], row["values"]) for row in found]
 
 
-def test_rows_are_read_after_the_given_index(log: MetricsLog) -> None:
+def test_rows_are_read_after_the_given_index(log: MetricsFiles) -> None:
     assert rows(log) == []
     log.append("j/ob", 7, {"loss": 1.5})
     log.append("j/ob", 8, {})
@@ -39,18 +39,20 @@ def test_any_names_and_numbers_survive_a_round_trip(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, float]
 ) -> None:
     folder = tmp_path_factory.mktemp("metrics")
-    log = MetricsLog(folder, row_bytes_max=10_000, job_bytes_max=10_000)
+    log = MetricsFiles(folder, row_bytes_max=10_000, job_bytes_max=10_000)
     log.append("j/ob", -1, values)
     assert rows(log) == [(1, -1, values)]
 
 
-def test_a_row_that_is_too_large_is_refused_and_not_kept(log: MetricsLog) -> None:
+def test_a_row_that_is_too_large_is_refused_and_not_kept(log: MetricsFiles) -> None:
     with pytest.raises(PayloadTooLargeError, match="fewer values"):
         log.append("j/ob", 1, {f"value{index}": 1.0 for index in range(50)})
     assert rows(log) == []
 
 
-def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(log: MetricsLog, tmp_path: Path) -> None:
+def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(
+    log: MetricsFiles, tmp_path: Path
+) -> None:
     def flood() -> None:
         for step in range(1000):
             log.append("j/ob", step, {"loss": 1.0})
@@ -66,14 +68,14 @@ def test_a_jobs_metrics_are_bounded_and_earlier_rows_stay(log: MetricsLog, tmp_p
     assert rows(log) == kept
 
 
-def test_non_finite_numbers_are_stored_as_texts(log: MetricsLog) -> None:
+def test_non_finite_numbers_are_stored_as_texts(log: MetricsFiles) -> None:
     log.append("j/ob", 1, {"loss": math.nan, "up": math.inf, "down": -math.inf, "reward": 0.5})
     kept = {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "reward": 0.5}
     assert json.loads(log.page("j/ob", 0), parse_constant=pytest.fail)["rows"][0]["values"] == kept
 
 
 def test_many_rows_come_in_pages(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, row_bytes_max=1 << 20, job_bytes_max=1 << 30)
+    log = MetricsFiles(tmp_path, row_bytes_max=1 << 20, job_bytes_max=1 << 30)
     padding = {"x" * 300_000: 1.0}
     for step in range(10):
         log.append("j/ob", step, padding)

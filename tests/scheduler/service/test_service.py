@@ -258,7 +258,7 @@ def test_a_tenant_sees_the_machines_and_nothing_of_other_tenants(tmp_path: Path)
             assert (everybody["tenants"], everybody["jobs_total"]) == (3, 2)
             assert everybody["operations_pending"] == 1
             of_a, of_b = [await router.call("status", claim) for claim in (A, B)]
-            faults = {"steps_set_aside", "newest_set_aside", "snapshot_error"}
+            faults = {"steps_set_aside", "newest_set_aside", "snapshot_error", "events"}
             assert everybody.keys() - of_a.keys() == {"tenants", "context_switches", *faults}
             assert (of_a["jobs_total"], of_a["jobs_live"], of_a["operations_pending"]) == (1, 1, 1)
             assert (of_b["jobs_total"], of_b["jobs_live"], of_b["operations_pending"]) == (1, 1, 0)

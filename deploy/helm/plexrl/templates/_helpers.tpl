@@ -129,9 +129,6 @@ The certificate of a pod's process, renewed while the pod runs (a sidecar), and 
     - --issuer=https://{{ include "plexrl.name" .root }}-issuer.{{ .root.Release.Namespace }}.svc:7443
     - --identity=/run/identity
     - --folder=/run/plexrl/tls
-  env:
-    - name: POD_IPS
-      valueFrom: {fieldRef: {fieldPath: status.podIPs}}
   startupProbe:
     exec: {command: [test, -s, /run/plexrl/tls/certificate.pem]}
     periodSeconds: 1

@@ -81,7 +81,10 @@ async def attach(
 async def add_metrics(request: Request, services: Services, job: str, body: MetricsRequest) -> None:
     """Rows are only added; a second row with the same step replaces nothing."""
     await services.ask(request, "get_job", job=job)
-    services.metrics.append(job, body.step, body.values)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(
+        services.threads, services.metrics.append, job, body.step, body.values
+    )
 
 
 @ROUTES.get(
@@ -92,7 +95,8 @@ async def add_metrics(request: Request, services: Services, job: str, body: Metr
 async def metrics(request: Request, services: Services, job: str, after: int = 0) -> Response:
     """About a megabyte of rows. Repeat with the last row's `index` until no rows come."""
     await services.ask(request, "get_job", job=job)
-    found = await asyncio.to_thread(services.metrics.page, job, after)
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(services.threads, services.metrics.page, job, after)
     return Response(found, media_type="application/json")
 
 

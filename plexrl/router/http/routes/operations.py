@@ -181,8 +181,8 @@ async def log(
 
 def held_reason(unstored: str, caller: Caller) -> str:
     """Why a result is not available yet. Only the operator sees where it is stored."""
-    reason = "the operation has run; its result waits for free space"
-    return f"{reason}: {unstored}" if caller.is_operator else f"{reason} on the cluster's disk"
+    reason = "the operation has run; its result waits for the cluster's storage"
+    return f"{reason}: {unstored}" if caller.is_operator else reason
 
 
 def _in_slices(parts: Sequence[Body]) -> Response:

@@ -14,9 +14,12 @@ from plexrl.scheduler.core.queries.view_types import (
 )
 from plexrl.scheduler.jobs.profiler import waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.placement.capacity.topology import common_part, natural_order
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job
 
+BLOCKS_MAX = 4
+"""Maximum number of named blocks for each deployment."""
 OPERATIONS_MAX = 20
 """Maximum number of explained operations for each deployment, next ones first."""
 
@@ -74,6 +77,7 @@ def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedD
         "state": deployment.state.value,
         "group": deployment.group,
         "nodes": list(deployment.nodes),
+        "topology": _topology(cluster, deployment),
         "placement": None if record is None else msgspec.to_builtins(record),
         "moves": deployment.moves.count,
         "moved_because": deployment.moves.last_reason,
@@ -96,6 +100,20 @@ def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedD
     if deployment.shares and trace is not None and deployment.state != WpgState.STOPPED:
         view["near"] = near_groups(cluster, deployment, now)
     return view
+
+
+def _topology(cluster: Cluster, deployment: Deployment) -> str:
+    if not deployment.nodes:
+        return ""
+    nodes = [cluster.state.nodes[name] for name in deployment.nodes]
+    blocks = sorted({node.block for node in nodes}, key=natural_order)
+    count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    if len(blocks) == 1:
+        return f"{count} in {blocks[0]}" if blocks[0] else f"{count}, without a block"
+    names = ", ".join(each or "no block" for each in blocks[:BLOCKS_MAX])
+    names += ", ..." if len(blocks) > BLOCKS_MAX else ""
+    part = common_part(blocks)
+    return f"{count} in {len(blocks)} blocks of {part or 'several parts'} ({names})"
 
 
 def _operations(

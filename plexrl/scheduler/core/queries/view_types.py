@@ -397,6 +397,8 @@ class PlacedDeploymentView(TypedDict):
     state: str
     group: GroupId | None
     nodes: list[NodeId]
+    topology: str
+    """How its nodes lie to each other, such as `2 nodes in row1/rack3`; empty: no GPUs."""
     placement: PlacementView | None
     moves: int
     moved_because: str

@@ -2,7 +2,8 @@
 
 The GPUs of a group are as close together as possible: on one node if one has enough free GPUs (best
 fit, so that larger requests still find a node), else on neighbouring nodes of one block of the
-topology (a rack, a rail), else on the fewest adjacent blocks that hold it.
+topology (a rack, a rail), else on the fewest adjacent blocks of the narrowest part of the topology
+(a row, a hall) that holds it. A group spans only nodes whose network may carry its collectives.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from sortedcontainers import SortedDict, SortedList
 
 from plexrl.ids import NodeId
+from plexrl.scheduler.placement.capacity.topology import nearest_blocks
 from plexrl.scheduler.state.messages.commands import RankPlacement
 
 if TYPE_CHECKING:
@@ -222,8 +224,10 @@ class NodePool:
         return nodes[best[1] : best[2] + 1]
 
     def _over_blocks(self, kind: _Kind, count: int) -> list[NodeId]:
-        """The nodes of the fewest adjacent blocks with `count` free GPUs, most free GPUs first."""
-        blocks = list(kind.blocks.values())
+        """The nodes of the fewest adjacent blocks with `count` free GPUs, in the narrowest part of
+        the topology that has them; most free GPUs first."""
+        names = nearest_blocks({name: each.free_gpus for name, each in kind.blocks.items()}, count)
+        blocks = [kind.blocks[name] for name in names]
         sizes = [block.free_gpus for block in blocks]
         for span in range(2, len(blocks) + 1):
             for low in range(len(blocks) - span + 1):

@@ -1,5 +1,6 @@
 """Free GPUs are chosen close together, of one kind, and never on a closed node."""
 
+import re
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -95,6 +96,37 @@ def test_gpus_that_a_node_no_longer_has_are_not_freed() -> None:
     assert pool.snapshot() == {"n1": (True, (0, 1))}
 
 
+def natural(block: str) -> list[list[str]]:
+    """Equal to `natural_order` for the labels of these tests: numbers of less than five digits."""
+    return [
+        ["".join(c if not c.isdigit() else "" for c in part), re.sub(r"\D", "", part).zfill(5)]
+        for part in block.split("/")
+    ]
+
+
+def test_blocks_of_one_row_come_before_blocks_of_two_rows() -> None:
+    pool = pool_of(
+        *(("n1", "row1/rack9", 2), ("n2", "row2/rack1", 3), ("n3", "row2/rack2", 1)),
+        *(("n4", "row2/rack3", 2), ("n5", "row1/rack10", 1), ("n6", "row3/rack1", 2)),
+    )
+    assert nodes_of(pool.find(4, "", 0)) == ["n2", "n3"], "not n1 and n2, which are adjacent"
+    assert nodes_of(pool.find(6, "", 0)) == ["n2", "n3", "n4"]
+    assert nodes_of(pool.find(7, "", 0)) == ["n1", "n2", "n3", "n5"], "no row suffices"
+
+
+def test_the_row_with_the_best_fit_is_used() -> None:
+    pool = pool_of(
+        *(("n1", "row1/rack1", 2), ("n2", "row1/rack2", 2), ("n3", "row1/rack3", 2)),
+        *(("n4", "row2/rack1", 2), ("n5", "row2/rack2", 2)),
+    )
+    assert nodes_of(pool.find(4, "", 0)) == ["n4", "n5"]
+
+
+def test_a_number_in_a_label_counts_as_a_number() -> None:
+    pool = pool_of(("n1", "rack1", 2), ("n2", "rack10", 2), ("n3", "rack2", 2))
+    assert nodes_of(pool.find(4, "", 0)) == ["n1", "n3"]
+
+
 class Oracle:
     """An exhaustive search with the same rules over plain lists."""
 
@@ -126,13 +158,27 @@ class Oracle:
         enough = [each for each in rooms if each[0] >= count]
         if enough:
             return self._shortest(blocks[min(enough)[1]], count)
-        order = list(blocks)
+        order = self._narrowest_part(blocks, count)
         spans = [
             (high - low, low, [n for block in order[low : high + 1] for n in blocks[block]])
             for low in range(len(order))
             for high in range(low, len(order))
         ]
         return min(span for span in spans if self._room(span[2]) >= count)[2]
+
+    def _narrowest_part(self, blocks: dict[str, list[str]], count: int) -> list[str]:
+        """The blocks of the part with the longest label that has enough room, in natural order."""
+        paths = {block: block.split("/") for block in blocks}
+        parts = {tuple(path[:depth]) for path in paths.values() for depth in range(len(path) + 1)}
+        found = []
+        for part in parts:
+            inside = [block for block, path in paths.items() if tuple(path[: len(part)]) == part]
+            room = self._room([name for block in inside for name in blocks[block]])
+            if room >= count:
+                inside.sort(key=natural)
+                # The root holds all: its room decides nothing.
+                found.append((-len(part), room if part else 0, natural(inside[0]), inside))
+        return min(found)[3]
 
     def _shortest(self, names: list[str], count: int) -> list[str]:
         runs = [
@@ -145,6 +191,8 @@ class Oracle:
     def _room(self, names: list[str]) -> int:
         return sum(len(self.free[name]) for name in names)
 
+
+BLOCKS = ("", "x", "y", "r1/a2", "r1/a10", "r2/a1", "r2/b/c1", "r2/b/c2")
 
 steps = st.lists(
     st.one_of(
@@ -160,13 +208,13 @@ steps = st.lists(
     max_size=30,
 )
 nodes = st.lists(
-    st.tuples(st.sampled_from((SMALL, LARGE, OTHER)), st.sampled_from("xyz"), st.integers(1, 4)),
+    st.tuples(st.sampled_from((SMALL, LARGE, OTHER)), st.sampled_from(BLOCKS), st.integers(1, 4)),
     min_size=1,
     max_size=6,
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(nodes, steps)
 def test_any_history_finds_what_an_exhaustive_search_finds(
     members: list[tuple[NodeKind, str, int]], history: list[tuple[object, ...]]

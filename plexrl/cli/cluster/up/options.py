@@ -1,11 +1,13 @@
 """The options of `plexrl up`, grouped; the help lists them in this order."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from plexrl.cli.terminal.context import DATA_DIR, DataDir
+from plexrl.cluster.config.network import JOIN_PORT, NODE_PORTS, SCHEDULER_PORT, ports_text
 from plexrl.cluster.config.options import JOURNAL_VARIABLE
 from plexrl.events.config import PASSWORD_VARIABLE
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
@@ -17,7 +19,14 @@ class LocalCluster:
     """Data directory and virtual nodes of a local cluster."""
 
     data_dir: DataDir = DATA_DIR
-    nodes: Annotated[int | None, typer.Option(help="Virtual nodes; default: 1.")] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with settings of all parts (`plexrl config reference`)."),
+    ] = None
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Virtual nodes; default: 1. With --tls 0: only nodes that join."),
+    ] = None
     gpus_per_node: Annotated[
         int | None,
         typer.Option(help="Worker slots on each node; default: 4, or with --ray its GPUs."),
@@ -28,7 +37,7 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """The scheduler's rules and its journal."""
+    """The scheduler's rules, its journal, and the stores of payloads and checkpoints."""
 
     policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack"
     ordering: Annotated[
@@ -48,6 +57,13 @@ class Scheduling:
             help="Begin an empty journal although the data directory has state of earlier jobs.",
         ),
     ] = False
+    data_url: Annotated[
+        str | None,
+        typer.Option(help="Payloads, results, metrics: a folder or s3://bucket/prefix."),
+    ] = None
+    checkpoint_url: Annotated[
+        str | None, typer.Option(help="Checkpoints: a folder or s3://bucket/prefix.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +81,52 @@ class Api:
     """The address of the API."""
 
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all. There is no TLS.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all. Without --tls, plain HTTP.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port of the API; 0: a free one.")] = 0
     api_docs: Annotated[
         bool,
         typer.Option("--api-docs", help="Serve the HTTP API's documentation at /docs, no key."),
     ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Several machines."""
+
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Let other machines join, by mutual TLS; HTTPS for the API."),
+    ] = False
+    advertise: Annotated[
+        str, typer.Option(help="Name or address by which other machines reach this one.")
+    ] = ""
+    public_url: Annotated[
+        str, typer.Option(help="URL of the API for clients, as behind a proxy.")
+    ] = ""
+    join_port: Annotated[int, typer.Option(help="Port at which nodes join; 0: a free one.")] = (
+        JOIN_PORT
+    )
+    scheduler_port: Annotated[
+        int, typer.Option(help="The scheduler's port for nodes; 0: a free one.")
+    ] = SCHEDULER_PORT
+    node_ports: Annotated[
+        str, typer.Option(metavar="A-B", help="Ports of this machine's own nodes.")
+    ] = ports_text(NODE_PORTS)
+    fabric: Annotated[
+        str,
+        typer.Option(
+            help="`trusted`: nobody else is on the network between the nodes, so groups may span "
+            "machines."
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        str, typer.Option(help="PEM file of the API's own certificate, not of the cluster's CA.")
+    ] = ""
+    tls_key: Annotated[str, typer.Option(help="PEM file of its key.")] = ""
+    tls_ca: Annotated[
+        str, typer.Option(help="PEM file of its authority, if clients do not trust it already.")
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""`plexrl up`: its options, the settings that they and a file give, and the command."""

@@ -1,0 +1,180 @@
+"""What `plexrl up` runs: its configuration file, overridden by its options."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from plexrl.cli.cluster.up import options
+from plexrl.cli.terminal.context import GIB
+from plexrl.cluster.config.network import NetworkOptions, parse_ports
+from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.data_dir.folder import data_dir_at
+from plexrl.errors import InvalidRequestError
+from plexrl.events.config import BrokerConfig, broker_config, check_installed
+
+if TYPE_CHECKING:
+    from plexrl.cluster.config.file import ClusterFile
+    from plexrl.cluster.ray.options import RayOptions
+
+GPUS_PER_NODE = 4
+"""Default GPUs of a virtual node."""
+OPTION_OF = {"gpu_memory_bytes": "gpu_memory", "host_memory_bytes": "host_memory"}
+"""Fields whose option has another name."""
+GIVEN = ("COMMANDLINE", "ENVIRONMENT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """All options of `plexrl up`, by group."""
+
+    local: options.LocalCluster
+    scheduling: options.Scheduling
+    topology: options.Topology
+    api: options.Api
+    network: options.Network
+    durability: options.Durability
+    on_ray: options.OnRay
+    routers: options.Routers
+    events: options.Events
+    limits: options.Limits
+
+
+def chosen_options(
+    context: typer.Context, given: UpOptions, mqtt_password: str
+) -> "tuple[ClusterOptions, RayOptions | None]":
+    """The options of the cluster, and those for Ray if its nodes are Ray's.
+
+    Raises:
+        ConfigError: the configuration file has problems.
+        InvalidRequestError: an option is invalid, or options contradict each other.
+    """
+    from plexrl.cluster.config.file import ClusterFile, read_cluster_file
+
+    path = given.local.config
+    file = ClusterFile() if path is None else read_cluster_file(path)
+    fields = _overridden(context, _fields(given), file.options)
+    cluster = ClusterOptions(
+        **{**fields, "data_dir": data_dir_at(fields["data_dir"])},
+        network=_network(context, given.network, file.network),
+        events=_broker(given.events, file.events, mqtt_password),
+        settings=file.settings,
+    )
+    ray = _ray(context, given, file)
+    is_virtual = cluster.node_types or cluster.blocks or "nodes" in file.options
+    if ray is not None and (is_virtual or given.local.nodes is not None):
+        raise InvalidRequestError(
+            "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
+        )
+    return cluster, ray
+
+
+def _fields(given: UpOptions) -> dict[str, Any]:
+    """The fields of `ClusterOptions` as the command line has them, defaults included."""
+    local, topology = given.local, given.topology
+    return {
+        "data_dir": local.data_dir,
+        "nodes": 1 if local.nodes is None else local.nodes,
+        "gpus_per_node": GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
+        "gpu_memory_bytes": int(local.gpu_memory * GIB),
+        "host_memory_bytes": int(local.host_memory * GIB),
+        "node_types": _names(topology.node_types),
+        "blocks": _names(topology.blocks),
+        **asdict(given.scheduling),
+        **asdict(given.api),
+        **asdict(given.durability),
+        **asdict(given.routers),
+        **asdict(given.limits),
+    }
+
+
+def _overridden(
+    context: typer.Context, values: Mapping[str, Any], file: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The file's values, overridden by the options that were given; then the defaults."""
+    return {
+        **file,
+        **{
+            name: value
+            for name, value in values.items()
+            if name not in file or is_given(context, OPTION_OF.get(name, name))
+        },
+    }
+
+
+def is_given(context: typer.Context, option: str) -> bool:
+    """Whether the user set the option, on the command line or by its variable."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name in GIVEN
+
+
+def _network(
+    context: typer.Context, given: options.Network, file: NetworkOptions | None
+) -> NetworkOptions | None:
+    values = asdict(given)
+    is_on = values.pop("tls") or file is not None
+    if not is_on:
+        for name in values:
+            if is_given(context, name):
+                option = name.replace("_", "-")
+                raise InvalidRequestError(f"--{option} is for several machines: add --tls")
+        return None
+    values["node_ports"] = parse_ports("--node-ports", given.node_ports)
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        values[name] = _absolute(values[name])
+    return NetworkOptions(**_overridden(context, values, {} if file is None else asdict(file)))
+
+
+def _broker(given: options.Events, file: BrokerConfig | None, password: str) -> BrokerConfig | None:
+    """Raises `InvalidRequestError`: the client is not installed, or a file cannot be used."""
+    if given.mqtt is not None:
+        return broker_config(
+            given.mqtt,
+            password=password,
+            password_file=given.mqtt_password_file,
+            ca=given.mqtt_ca,
+            certificate=given.mqtt_certificate,
+            key=given.mqtt_key,
+        )
+    if file is None:
+        return None
+    check_installed()
+    broker = replace(file, password="" if file.password_file else password)
+    broker.read_password()
+    broker.tls_context()
+    return broker
+
+
+def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayOptions | None":
+    from plexrl.cluster.ray.options import RayOptions
+
+    on_ray, former = given.on_ray, file.ray
+    if on_ray.ray is None and former is None:
+        return None
+    values = {
+        "address": on_ray.ray,
+        "places_per_node": given.local.gpus_per_node,
+        "node_replace_s": on_ray.node_replace_s,
+        "rebuild_operations": on_ray.rebuild_operations,
+    }
+    known = {} if former is None else asdict(former)
+    chosen = {
+        name: value
+        for name, value in values.items()
+        if name not in known or is_given(context, _RAY_OPTION.get(name, name))
+    }
+    return RayOptions(**{**known, **chosen})
+
+
+_RAY_OPTION = {"address": "ray", "places_per_node": "gpus_per_node"}
+
+
+def _absolute(path: str) -> str:
+    """The path as other processes need it; empty stays empty."""
+    return str(Path(path).expanduser().resolve()) if path else ""
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text else ()

@@ -1,0 +1,48 @@
+"""Access to the Kubernetes API with the official client."""
+
+import os
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from plexrl.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+TIMEOUT_S = 30.0
+"""Time limit of one request, as `_request_timeout`; watches have their own."""
+Plain = dict[str, Any]
+
+
+def connect() -> "ApiClient":
+    """A client of the cluster that this pod runs in, or else of the current kubeconfig.
+
+    Raises:
+        UnavailableError: there is neither.
+    """
+    from kubernetes import config
+    from kubernetes.client import ApiClient
+    from kubernetes.config import ConfigException
+
+    try:
+        if "KUBECONFIG" in os.environ:
+            config.load_kube_config()
+        else:
+            config.load_config()
+    except ConfigException as error:
+        raise UnavailableError(
+            f"no Kubernetes API server is configured ({error}): run this in a pod with a "
+            "ServiceAccount token, or set KUBECONFIG"
+        ) from error
+    return ApiClient()
+
+
+def has_status(error: Exception, *statuses: HTTPStatus) -> bool:
+    """Whether an `ApiException` has one of these statuses."""
+    return getattr(error, "status", None) in statuses
+
+
+def plain(api: "ApiClient", model: Any) -> Plain:
+    """An object of the client as it is on the wire."""
+    found: Plain = api.sanitize_for_serialization(model)
+    return found

@@ -1,0 +1,1 @@
+"""The operator: runs RLJobs, and drains the nodes that are cordoned."""

@@ -1,0 +1,146 @@
+"""A blob store in a directory of this machine or on a mount that all routers share."""
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote
+
+from plexrl.errors import UnknownOperationError
+from plexrl.ids import BlobRef
+from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.router.blobs.store import (
+    PAYLOAD_SUFFIX,
+    RECENT_BYTES_MAX,
+    RESULT_SUFFIX,
+    blob_name,
+)
+from plexrl.router.blobs.upload import (
+    INLINE_BYTES_MAX,
+    Upload,
+    map_file,
+    receive,
+    write_all,
+    write_error,
+)
+from plexrl.wire.tensors import Body
+
+LOG = logging.getLogger(__name__)
+
+_NUMBERS = itertools.count()
+_PROCESS = uuid.uuid4().hex[:12]
+"""Distinguishes routers that share a store, since process ids repeat across machines."""
+
+
+class DirectoryBlobStore:
+    """Blobs under one directory; each is published by a rename."""
+
+    result_period_s = 60.0
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        make_private_folder(directory)
+        self._recent: OrderedDict[BlobRef, Body] = OrderedDict()
+        self._recent_bytes = 0
+
+    async def write(self, ref: BlobRef, *parts: Body) -> None:
+        if sum(memoryview(part).nbytes for part in parts) <= INLINE_BYTES_MAX:
+            self._write(ref, parts)
+        else:
+            await asyncio.to_thread(self._write, ref, parts)
+
+    async def read(self, ref: BlobRef) -> Body:
+        if (recent := self._take_recent(ref)) is not None:
+            return recent
+        path = self._path(ref)
+        try:
+            if path.stat().st_size <= INLINE_BYTES_MAX:
+                return path.read_bytes()
+            return map_file(path)
+        except FileNotFoundError as error:
+            raise UnknownOperationError(f"the result {ref!r} is no longer kept") from error
+
+    async def receive(self, chunks: AsyncIterator[bytes], bytes_max: int) -> Upload:
+        return await receive(chunks, bytes_max, lambda: self._part_path("upload"))
+
+    async def publish(self, upload: Upload, ref: BlobRef) -> None:
+        if upload.path is None:
+            await self.write(ref, upload.body)
+            self._keep_recent(ref, upload.body)
+            return
+        try:
+            upload.path.rename(self._path(ref))
+        except OSError as error:
+            raise write_error(self._directory, error) from error
+
+    def discard(self, ref: BlobRef) -> None:
+        self._take_recent(ref)
+        self._path(ref).unlink(missing_ok=True)
+
+    def discard_all(self, refs: Iterable[BlobRef]) -> None:
+        for ref in refs:
+            try:
+                self.discard(ref)
+            except OSError as error:
+                LOG.error("the blob %s was not deleted: %s", ref, error)
+
+    def payloads(self, *, older_than_s: float) -> list[BlobRef]:
+        limit = time.time() - older_than_s
+        found = []
+        for path in sorted(self._directory.glob(f"*{PAYLOAD_SUFFIX}")):
+            with suppress(FileNotFoundError):
+                if "~" not in path.name and path.stat().st_mtime < limit:
+                    found.append(BlobRef(unquote(path.name)))
+        return found
+
+    def discard_results(self, *, older_than_s: float) -> None:
+        """Delete results older than `older_than_s` seconds, and partial files that a killed router
+        left. Payloads are deleted by the scheduler's order."""
+        limit = time.time() - older_than_s
+        for pattern in (f"*{RESULT_SUFFIX}", "*.part"):
+            for path in self._directory.glob(pattern):
+                try:
+                    if path.stat().st_mtime < limit:
+                        path.unlink()
+                except FileNotFoundError:
+                    # Another router deleted it first.
+                    continue
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
+    def _keep_recent(self, ref: BlobRef, body: Body) -> None:
+        self._take_recent(ref)
+        self._recent[ref] = body
+        self._recent_bytes += len(body)
+        while self._recent_bytes > RECENT_BYTES_MAX:
+            self._take_recent(next(iter(self._recent)))
+
+    def _take_recent(self, ref: BlobRef) -> Body | None:
+        body = self._recent.pop(ref, None)
+        if body is not None:
+            self._recent_bytes -= len(body)
+        return body
+
+    def _write(self, ref: BlobRef, parts: Sequence[Body]) -> None:
+        path = self._path(ref)
+        part = self._part_path(path.name)
+        try:
+            with part.open("wb", buffering=0) as file:
+                for each in parts:
+                    write_all(file.fileno(), [each])
+            part.rename(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise write_error(self._directory, error) from error
+
+    def _part_path(self, name: str) -> Path:
+        return self._directory / f"{name[:150]}.{_PROCESS}.{next(_NUMBERS)}.part"
+
+    def _path(self, ref: BlobRef) -> Path:
+        return self._directory / blob_name(ref)

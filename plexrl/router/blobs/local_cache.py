@@ -1,0 +1,106 @@
+"""Copies of blobs on this router's machine, within a bound: the least recently used go first.
+
+The blob store has every blob, so a copy may go at any time. A memory map of a deleted file stays
+valid.
+"""
+
+import itertools
+import shutil
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from plexrl.ids import BlobRef
+from plexrl.process.folders.private_folder import make_private_folder
+from plexrl.router.blobs.store import RECENT_BYTES_MAX
+from plexrl.router.blobs.upload import map_file
+from plexrl.wire.tensors import Body
+
+Value = TypeVar("Value")
+
+
+class LocalCache:
+    """Small blobs in memory, large ones as files in one folder. Thread-safe."""
+
+    def __init__(self, folder: Path, bytes_max: int) -> None:
+        """Empties the folder. `bytes_max` bounds the files."""
+        shutil.rmtree(folder, ignore_errors=True)
+        make_private_folder(folder)
+        self.folder = folder
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._bodies = _Bounded[bytes](RECENT_BYTES_MAX)
+        self._files = _Bounded[Path](bytes_max)
+
+    def new_path(self) -> Path:
+        """Path of a new file, for `keep_file`."""
+        return self.folder / str(next(self._numbers))
+
+    def keep(self, ref: BlobRef, body: bytes) -> None:
+        """Keep a small blob."""
+        with self._lock:
+            self._bodies.put(ref, body, len(body))
+
+    def keep_file(self, ref: BlobRef, path: Path) -> Body:
+        """Keep a large blob, whose file the cache then owns; returns its bytes. Raises
+        `OSError`."""
+        body = map_file(path)
+        with self._lock:
+            gone = self._files.put(ref, path, body.nbytes)
+        for each in gone:
+            each.unlink(missing_ok=True)
+        return body
+
+    def read(self, ref: BlobRef) -> Body | None:
+        """A blob's bytes, if they are here."""
+        with self._lock:
+            body = self._bodies.get(ref)
+            path = self._files.get(ref)
+        if path is None:
+            return body
+        try:
+            return map_file(path)
+        except FileNotFoundError:
+            return None
+
+    def discard(self, ref: BlobRef) -> None:
+        """Delete the copy, if it exists."""
+        with self._lock:
+            self._bodies.pop(ref)
+            path = self._files.pop(ref)
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+class _Bounded(Generic[Value]):
+    """Values by name, whose sizes in bytes have a bound together."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._nbytes = 0
+        self._values: OrderedDict[BlobRef, tuple[int, Value]] = OrderedDict()
+
+    def put(self, ref: BlobRef, value: Value, nbytes: int) -> list[Value]:
+        """Add a value; returns those that were removed for it, perhaps this one."""
+        gone = [old for old in [self.pop(ref)] if old is not None]
+        self._values[ref] = nbytes, value
+        self._nbytes += nbytes
+        while self._nbytes > self._bytes_max:
+            _, (size, oldest) = self._values.popitem(last=False)
+            self._nbytes -= size
+            gone.append(oldest)
+        return gone
+
+    def get(self, ref: BlobRef) -> Value | None:
+        if ref not in self._values:
+            return None
+        self._values.move_to_end(ref)
+        return self._values[ref][1]
+
+    def pop(self, ref: BlobRef) -> Value | None:
+        if ref not in self._values:
+            return None
+        nbytes, value = self._values.pop(ref)
+        self._nbytes -= nbytes
+        return value

@@ -1,0 +1,112 @@
+"""Renders the Helm chart for tests, with the real `helm`."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Plain = dict[str, Any]
+CHART = Path(__file__).parents[3] / "deploy" / "helm" / "plexrl"
+RELEASE = "demo"
+NAMESPACE = "plexrl"
+
+FULL: Plain = {
+    "nodePools": [
+        {
+            "name": "h200",
+            "gpus": 8,
+            "gpuMemory": "141Gi",
+            "gpuResource": "nvidia.com/gpu",
+            "runtimeClassName": "nvidia",
+            "hostMemory": "512Gi",
+            "nvme": {"size": "4Ti", "storageClassName": "local-nvme"},
+            "fabric": "trusted",
+            "capabilities": ["IPC_LOCK"],
+            "nodeSelector": {"node.kubernetes.io/instance-type": "p5en.48xlarge"},
+        },
+        {
+            "name": "cpu",
+            "workers": "pods",
+            "podGroups": True,
+            "hostMemoryPath": "/dev/shm/plexrl",
+            "hostNetwork": True,
+            "nvme": {"hostPath": "/mnt/nvme/plexrl"},
+            "typeLabel": "node.kubernetes.io/instance-type",
+        },
+    ],
+    "scheduler": {"replicas": 2, "settings": {"starvation_bound_s": 300}},
+    "journal": {"type": "postgresql", "postgresql": {"secretName": "journal"}},
+    "router": {
+        "replicas": 3,
+        "service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
+        "ingress": {"enabled": True, "className": "nginx", "hosts": ["plexrl.example.com"]},
+    },
+    "data": {"url": "s3://bucket/plexrl", "credentialsSecret": "s3"},
+    "operator": {"replicas": 2, "namespaces": ["team-a", "team-b"]},
+    "images": {"prefix": "registry.example.com/ml/", "pullSecrets": [{"name": "registry"}]},
+    "networkPolicy": {"enabled": True, "egressTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+}
+SHARED_VOLUME: Plain = {
+    "router": {"replicas": 2},
+    "data": {"volume": {"accessMode": "ReadWriteMany"}},
+    "keys": {"existingSecret": "own-keys", "existingAuthority": "own-authority"},
+    "operator": {"enabled": False},
+    "crd": {"install": False},
+    "nodePools": [{"name": "small", "gpus": 2}],
+}
+VALUES: dict[str, Plain] = {"defaults": {}, "full": FULL, "shared-volume": SHARED_VOLUME}
+
+
+def needs_helm() -> None:
+    """Skips where `helm` is not installed."""
+    if shutil.which("helm") is None:
+        pytest.skip("no helm on PATH: the chart cannot be rendered")
+
+
+def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run helm."""
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, check=False)
+
+
+def render(values: Plain, folder: Path, *, namespace: str = NAMESPACE) -> list[Plain]:
+    """The chart's objects.
+
+    Raises:
+        AssertionError: helm refuses.
+    """
+    path = folder / "values.json"
+    path.write_text(json.dumps(values))
+    shown = helm("template", RELEASE, str(CHART), "--namespace", namespace, "-f", str(path))
+    assert shown.returncode == 0, shown.stderr
+    return [each for each in yaml.safe_load_all(shown.stdout) if each]
+
+
+def refused(values: Plain, folder: Path) -> str:
+    """Why helm refuses these values."""
+    path = folder / "values.json"
+    path.write_text(json.dumps(values))
+    shown = helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, "-f", str(path))
+    assert shown.returncode != 0, "helm accepts the values"
+    return shown.stderr
+
+
+def of_kind(objects: list[Plain], kind: str) -> dict[str, Plain]:
+    """Objects of a kind by name."""
+    return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
+
+
+def pod_specs(objects: list[Plain]) -> dict[str, Plain]:
+    """The pod of each workload, as `Kind/name`."""
+    found = {}
+    for each in objects:
+        spec = each.get("spec") or {}
+        if each["kind"] == "Pod":
+            found[f"Pod/{each['metadata']['name']}"] = spec
+        elif "template" in spec and "spec" in spec["template"]:
+            found[f"{each['kind']}/{each['metadata']['name']}"] = spec["template"]["spec"]
+    return found

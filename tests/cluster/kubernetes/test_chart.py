@@ -1,0 +1,222 @@
+"""The Helm chart: valid for each version of Kubernetes, secure by default, with checked values."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from plexrl.cluster.kubernetes.settings import fill
+from plexrl.process.startup import parse_config
+from plexrl.router.config import RouterConfig
+from plexrl.scheduler.context.config import SchedulerConfig
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.worker.config import AgentConfig
+from tests.cluster.kubernetes.chart import (
+    CHART,
+    FULL,
+    SHARED_VOLUME,
+    VALUES,
+    helm,
+    needs_helm,
+    of_kind,
+    pod_specs,
+    refused,
+    render,
+)
+
+Plain = dict[str, Any]
+VERSIONS = ("1.34", "1.35", "1.36", "1.37")
+FOREIGN = {"ServiceMonitor"}
+"""Kinds of other operators, whose schemas Kubernetes does not have."""
+ENVIRONMENT = {
+    "POD": "pod-0",
+    "POD_IP": "10.0.0.7",
+    "POD_HOST": "10.0.0.7",
+    "POD_UID": "1-2-3",
+    "NAMESPACE": "plexrl",
+    "NODE": "node-1",
+    "OPERATOR_KEY": "plx-secret",
+    "JOURNAL": "postgresql://user:password@host/name",
+}
+LABELS = {"topology.kubernetes.io/rack": "row1/rack3"}
+
+
+@pytest.fixture(autouse=True)
+def _helm() -> None:
+    needs_helm()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", VALUES)
+def test_every_object_is_valid_for_each_version(name: str, version: str, tmp_path: Path) -> None:
+    for each in render(VALUES[name], tmp_path):
+        if each["kind"] not in FOREIGN:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_the_validation_finds_a_misspelt_field(tmp_path: Path) -> None:
+    deployment = of_kind(render({}, tmp_path), "Deployment")["demo-plexrl-router"]
+    deployment["spec"]["replica"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, VERSIONS[-1], strict=True)
+
+
+def test_helm_finds_no_fault_in_the_chart() -> None:
+    shown = helm("lint", "--strict", str(CHART))
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"schedulr": {}}, "schedulr"),
+        ({"scheduler": {"replicas": 0}}, "/scheduler/replicas"),
+        ({"scheduler": {"replicas": 2}}, "/journal/type"),
+        ({"journal": {"type": "postgresql"}}, "/journal/postgresql/secretName"),
+        ({"router": {"replicas": 2}}, "/data"),
+        ({"router": {"ingress": {"enabled": True}}}, "/router/ingress/hosts"),
+        ({"nodePools": [{"gpus": 1}]}, "name"),
+        ({"nodePools": [{"name": "a", "gpu": 1}]}, "gpu"),
+        ({"nodePools": [{"name": "A_b"}]}, "/nodePools/0/name"),
+        ({"nodePools": [{"name": "a", "hostMemory": "2 GiB"}]}, "/nodePools/0/hostMemory"),
+        ({"nodePools": [{"name": "a", "fabric": "open"}]}, "/nodePools/0/fabric"),
+        ({"nodePools": [{"name": "a", "ports": [7000]}]}, "/nodePools/0/ports"),
+        ({"nodePools": [{"name": "a", "workers": "pods"}]}, "hostMemoryPath"),
+        ({"images": {"control": {"digest": "latest"}}}, "/images/control/digest"),
+        ({"data": {"url": "bucket"}}, "/data/url"),
+        ({"user": 0}, "/user"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: Plain, place: str, tmp_path: Path) -> None:
+    assert place in refused(values, tmp_path)
+
+
+def test_every_value_is_in_the_schema_and_every_default_is_valid() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert set(schema["properties"]) - {"global"} == set(values)
+    pool = schema["properties"]["nodePools"]["items"]["properties"]
+    assert set(pool) == {*values["nodeDefaults"], "name"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_settings_are_those_that_the_processes_read(name: str, tmp_path: Path) -> None:
+    maps = of_kind(render(VALUES[name], tmp_path), "ConfigMap")
+
+    def settings(config_map: str, file: str) -> Plain:
+        found: Plain = fill(json.loads(maps[config_map]["data"][file]), ENVIRONMENT, LABELS)
+        return found
+
+    scheduler = settings("demo-plexrl-scheduler", "scheduler.json")
+    router = settings("demo-plexrl-router", "router.json")
+    parse_config(json.dumps(scheduler), SchedulerConfig, name)
+    parse_config(json.dumps(router), RouterConfig, name)
+    for pool in VALUES[name].get("nodePools", ()):
+        node = settings(f"demo-plexrl-node-{pool['name']}", "node.json")
+        parse_config(json.dumps(node["statemanager"]), StateManagerConfig, name)
+        agent = parse_config(json.dumps(node["agent"]), AgentConfig, name)
+        assert agent.node == "node-1"
+        assert agent.block == "row1/rack3"
+        assert agent.host == "10.0.0.7"
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_pods_meet_the_restricted_standard_unless_they_need_folders_of_the_node(
+    name: str, tmp_path: Path
+) -> None:
+    for where, spec in pod_specs(render(VALUES[name], tmp_path)).items():
+        if where == "DaemonSet/demo-plexrl-node-cpu":
+            # Workers as pods need hostPath: the privileged standard.
+            continue
+        allowed = {"IPC_LOCK"} if where == "DaemonSet/demo-plexrl-node-h200" else set()
+        assert not spec.get("hostNetwork"), where
+        assert spec["securityContext"]["runAsNonRoot"] is True, where
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault", where
+        assert not any("hostPath" in volume for volume in spec.get("volumes", ())), where
+        for container in [*spec["containers"], *spec.get("initContainers", ())]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False, where
+            assert security["readOnlyRootFilesystem"] is True, where
+            assert security["capabilities"]["drop"] == ["ALL"], where
+            assert set(security["capabilities"].get("add", ())) <= allowed, where
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_token_of_the_api_server_is_mounted_only_where_it_is_used(
+    name: str, tmp_path: Path
+) -> None:
+    objects = render(VALUES[name], tmp_path)
+    roles = {
+        subject["name"]
+        for kind in ("RoleBinding", "ClusterRoleBinding")
+        for binding in of_kind(objects, kind).values()
+        for subject in binding["subjects"]
+    }
+    for where, spec in pod_specs(objects).items():
+        has_token = spec.get("automountServiceAccountToken") is not False or any(
+            volume["name"] == "api-token" for volume in spec.get("volumes", ())
+        )
+        account = spec.get("serviceAccountName", "default")
+        assert has_token == (account in roles), where
+
+
+def test_no_role_reads_secrets_but_those_of_the_hook(tmp_path: Path) -> None:
+    objects = render(FULL, tmp_path)
+    for kind in ("Role", "ClusterRole"):
+        for name, role in of_kind(objects, kind).items():
+            for rule in role["rules"]:
+                assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
+                if "secrets" in rule["resources"]:
+                    assert name == "demo-plexrl-keys"
+                    assert rule["verbs"] == ["create"] or rule["resourceNames"]
+
+
+def test_secrets_are_in_no_configuration_of_the_release(tmp_path: Path) -> None:
+    objects = render(FULL, tmp_path)
+    assert not of_kind(objects, "Secret")
+    text = json.dumps(
+        [each["data"] for each in of_kind(objects, "ConfigMap").values() if "data" in each]
+    )
+    assert "${JOURNAL}" in text
+    assert "${sha256:OPERATOR_KEY}" in text
+    assert "password" not in text
+
+
+def test_one_scheduler_is_replaced_and_several_are_rolled(tmp_path: Path) -> None:
+    one = of_kind(render({}, tmp_path), "Deployment")["demo-plexrl-scheduler"]["spec"]
+    assert one["strategy"] == {"type": "Recreate"}
+    objects = render(FULL, tmp_path)
+    several = of_kind(objects, "Deployment")["demo-plexrl-scheduler"]["spec"]
+    assert several["strategy"]["type"] == "RollingUpdate"
+    selector = of_kind(objects, "Service")["demo-plexrl-scheduler"]["spec"]["selector"]
+    assert selector["plexrl.dev/leader"] == "true"
+    assert {"demo-plexrl-scheduler", "demo-plexrl-router"} <= set(
+        of_kind(objects, "PodDisruptionBudget")
+    )
+
+
+def test_the_node_takes_all_its_gpus_in_one_container(tmp_path: Path) -> None:
+    spec = pod_specs(render(FULL, tmp_path))["DaemonSet/demo-plexrl-node-h200"]
+    with_gpus = [
+        container["name"]
+        for container in [*spec["containers"], *spec["initContainers"]]
+        if "nvidia.com/gpu" in container.get("resources", {}).get("limits", {})
+    ]
+    assert with_gpus == ["node"]
+    assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
+    memory = next(volume for volume in spec["volumes"] if volume["name"] == "memory")
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Gi"}
+
+
+def test_an_installation_with_own_keys_gets_none_of_the_chart(tmp_path: Path) -> None:
+    specs = pod_specs(render(SHARED_VOLUME, tmp_path))
+    secrets = {
+        volume["secret"]["secretName"]
+        for spec in specs.values()
+        for volume in spec.get("volumes", ())
+        if "secret" in volume
+    }
+    assert secrets == {"own-keys", "own-authority"}

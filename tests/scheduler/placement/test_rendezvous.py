@@ -1,0 +1,197 @@
+"""Ranks of several machines meet at a port of rank 0's node that no other ranks use."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plexrl.errors import CapacityError, InvalidRequestError
+from plexrl.scheduler.state.messages import commands as cmd
+from plexrl.scheduler.state.messages import events as ev
+from tests.scheduler.fake_cluster import FakeCluster
+
+PORTS = (7000, 7003)
+
+
+def networked(nodes: int = 2, *, fabric: str = "trusted", **fields: object) -> FakeCluster:
+    """A cluster whose nodes are machines of 4 GPUs each."""
+    cluster = FakeCluster()
+    join(cluster, nodes, fabric=fabric, **fields)
+    cluster.join_router()
+    return cluster
+
+
+def join(cluster: FakeCluster, nodes: int, **fields: object) -> None:
+    for index in range(nodes):
+        machine = {"host": f"10.0.0.{index}", "ports": PORTS, **fields}
+        cluster.join_node(node=f"n{index}", **machine)
+
+
+def start(cluster: FakeCluster, job: str, workers: int, **fields: object) -> None:
+    cluster.job(job)
+    cluster.deploy(f"{job}/a", workers=workers, **fields)
+
+
+def test_ranks_of_two_machines_meet_at_a_port_and_at_another_one_next_time() -> None:
+    cluster = networked()
+    start(cluster, "j", 8)
+    (first,) = cluster.launches
+    assert first.rendezvous == "10.0.0.0:7000"
+    cluster.settle()
+    cluster.kill("j/a")
+    (second,) = cluster.launches
+    assert (second.incarnation, second.rendezvous) == (first.incarnation + 1, "10.0.0.0:7001")
+
+
+def test_an_ipv6_host_is_written_in_brackets() -> None:
+    cluster = networked(2, host="fd00::1")
+    start(cluster, "j", 8)
+    assert cluster.launches[0].rendezvous == "[fd00::1]:7000"
+
+
+@pytest.mark.parametrize("fabric", ["", "trusted"])
+def test_ranks_of_one_machine_meet_at_a_file(fabric: str) -> None:
+    cluster = networked(fabric=fabric)
+    start(cluster, "j", 4)
+    assert cluster.launches[0].rendezvous == ""
+
+
+def test_nodes_of_the_schedulers_machine_need_no_port() -> None:
+    cluster = FakeCluster()
+    cluster.join_node(node="n0")
+    cluster.join_node(node="n1")
+    start(cluster, "j", 8)
+    assert len({rank.node for rank in cluster.launches[0].ranks}) == 2
+    assert cluster.launches[0].rendezvous == ""
+
+
+def test_a_group_over_nodes_that_do_not_trust_their_network_is_refused_with_the_reason() -> None:
+    cluster = networked(fabric="")
+    cluster.job("j")
+    with pytest.raises(CapacityError, match="fabric = 'trusted'"):
+        cluster.deploy("j/a", workers=8)
+
+
+def test_trusted_nodes_do_not_share_a_group_with_others() -> None:
+    cluster = FakeCluster()
+    cluster.join_node(node="local")
+    join(cluster, 1, fabric="trusted")
+    cluster.join_node(node="alone", host="10.0.0.9", ports=PORTS)
+    cluster.job("j")
+    with pytest.raises(CapacityError):
+        cluster.deploy("j/a", workers=5)
+    cluster.join_node(node="n1", host="10.0.0.1", ports=PORTS, fabric="trusted")
+    cluster.deploy("j/a", workers=5)
+    assert {rank.node for rank in cluster.launches[0].ranks} == {"n0", "n1"}
+
+
+def test_a_waiting_group_is_explained_by_the_networks_that_are_not_trusted() -> None:
+    cluster = networked(2)
+    cluster.join_node(node="alone", host="10.0.0.9", ports=PORTS)
+    start(cluster, "j", 8)
+    cluster.settle()
+    start(cluster, "k", 5, exclusive=True)
+    (view,) = cluster.core.explain_job("k", cluster.now)["deployments"]
+    assert view["attempts"]
+    cluster.send(ev.NodeDrainChanged(node="n1", is_draining=True))
+    summary = cluster.core.explain_job("k", cluster.now)["summary"]
+    assert "groups do not span alone" in summary
+
+
+def test_a_node_without_a_free_port_delays_the_launch_until_there_is_one() -> None:
+    cluster = networked(2, ports=(7000, 7000))
+    start(cluster, "j", 8)
+    start(cluster, "k", 8)
+    (launch,) = cluster.launches
+    cluster.launch(launch)
+    cluster.pass_time(10.0)
+    assert cluster.launches == []
+    assert cluster.core.deployment_view("k/a", cluster.now)["state"] == "launching"
+    cluster.submit("o", "k/a", "forward")
+    (condition,) = cluster.core.held_deployments()
+    assert "7000 to 7000 of node 'n0'" in condition["message"]
+    cluster.send(ev.JobFinished(job="j", outcome="completed"))
+    cluster.settle()
+    assert cluster.state_of("o") == "finished"
+
+
+@pytest.mark.parametrize("ports", [(0, 5), (9, 8), (70_000, 70_001), (-1, 4)])
+def test_an_impossible_range_of_ports_is_refused(ports: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequestError, match="ports of node"):
+        networked(1, ports=ports)
+
+
+@dataclass
+class Meetings:
+    """A slow account of who meets where, from the commands alone."""
+
+    live: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Incarnation and rendezvous of each WPG whose processes were not stopped."""
+    launched: int = 0
+
+    def take(self, commands: list[cmd.Command]) -> None:
+        for command in commands:
+            if isinstance(command, cmd.StopWorkers):
+                found = self.live.get(command.deployment)
+                if found is not None and found[0] <= command.incarnation:
+                    del self.live[command.deployment]
+            elif isinstance(command, cmd.LaunchWorkers):
+                nodes = {rank.node for rank in command.ranks}
+                assert bool(command.rendezvous) == (len(nodes) > 1)
+                self.live[command.deployment] = command.incarnation, command.rendezvous
+                if not command.rendezvous:
+                    continue
+                self.launched += 1
+                host, port = command.rendezvous.split(":")
+                assert host == "10.0.0." + command.ranks[0].node.removeprefix("n")
+                assert PORTS[0] <= int(port) <= PORTS[1]
+                others = [
+                    rendezvous
+                    for name, (_, rendezvous) in self.live.items()
+                    if name != command.deployment
+                ]
+                assert command.rendezvous not in others, f"{command} meets at another WPG's port"
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["start", "start", "kill", "end", "settle", "lose", "join", "restart"]),
+        st.integers(0, 5),
+        st.sampled_from([2, 5, 6, 8]),
+    ),
+    min_size=5,
+    max_size=40,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(STEPS)
+def test_no_two_live_wpgs_of_a_node_share_a_port(steps: list[tuple[str, int, int]]) -> None:
+    cluster, meetings = networked(4), Meetings()
+    taking = cluster.take
+
+    def take(commands: list[cmd.Command]) -> None:
+        meetings.take(commands)
+        taking(commands)
+
+    cluster.take = take  # type: ignore[method-assign]
+    jobs = 0
+    for what, which, workers in steps:
+        names = sorted(meetings.live)
+        if what == "start":
+            jobs += 1
+            start(cluster, f"j{jobs}", workers)
+        elif what == "kill" and names:
+            cluster.kill(names[which % len(names)])
+        elif what == "end" and names:
+            job = names[which % len(names)].split("/")[0]
+            cluster.send(ev.JobFinished(job=job, outcome="completed"))
+        elif what == "settle":
+            cluster.settle()
+        elif what == "lose":
+            cluster.lose_node(f"n{which % 4}")
+        elif what == "join":
+            cluster.join_node(node=f"n{which % 4}")
+        elif what == "restart":
+            cluster.restart_scheduler(restored=which % 2 == 0)
