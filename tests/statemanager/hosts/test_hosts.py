@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ def publish(nodes: list[Node]) -> None:
         node.rank(deployment="job/actor", **LARGE).do("publish", seq=1)
 
 
-def pull_from(*sources: Node) -> dict[str, object]:
+def pull_from(*sources: Node) -> dict[str, Any]:
     return {"seq": 1, "sources": [node.address for node in sources], "source": "job/actor"}
 
 
@@ -183,11 +184,11 @@ def test_a_migration_whose_link_is_cut_keeps_what_has_arrived(
     network: Network, tmp_path: Path, fabric: str
 ) -> None:
     a, _, c = start_nodes(network.hosts, tmp_path / "authority", fabric=fabric)
-    state = {"deployment": "job/actor", "optimizer": True, **LARGE}
+    state: dict[str, Any] = {"deployment": "job/actor", "optimizer": True, **LARGE}
     a.rank(**state).do("save", seq=3)
     a.limit_sending(SLOW_LINK)
     worker = c.rank(**state)
-    order = {"seq": 3, "sources": [a.address], "ranks": [0]}
+    order: dict[str, Any] = {"seq": 3, "sources": [a.address], "ranks": [0]}
     before = c.received_bytes()
     moving = worker.ask("migrate", **order)
     under_way(c, before, LARGE_BYTES // 2)
