@@ -2,16 +2,20 @@
 
 import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plexrl.errors import AuthenticationError, InvalidRequestError
 
+if TYPE_CHECKING:
+    import os
+
 HINT = (
-    "give the PEM file that `plexrl up` names on the head: plexrl.connect(ca='ca.pem'), --ca or "
-    "PLEXRL_CA"
+    "give the file with the certificate of the cluster's authority, plexrl.connect(ca='ca.pem'), "
+    "--ca-file or PLEXRL_CA_FILE; `plexrl up` says on the head where it is"
 )
 
 
-def trusted_by(ca: str) -> ssl.SSLContext | bool:
+def trusted_by(ca: "str | os.PathLike[str] | None") -> ssl.SSLContext | bool:
     """What `httpx` verifies servers with: the authorities in the file `ca` and no others, or
     without a file the public ones.
 
@@ -24,12 +28,14 @@ def trusted_by(ca: str) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=str(Path(ca).expanduser()))
     except OSError as error:
         raise InvalidRequestError(
-            f"the CA file {ca!r} cannot be used: {error}: give a PEM file with the "
+            f"the CA file {str(ca)!r} cannot be used: {error}: give a PEM file with the "
             "certificate of the cluster's authority"
         ) from error
 
 
-def refused_certificate(url: str, ca: str, error: BaseException) -> AuthenticationError | None:
+def refused_certificate(
+    url: str, ca: "str | os.PathLike[str] | None", error: BaseException
+) -> AuthenticationError | None:
     """The error for a server whose certificate was refused; None: `error` has another cause."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
@@ -41,7 +47,7 @@ def refused_certificate(url: str, ca: str, error: BaseException) -> Authenticati
     elif cause.verify_code == EXPIRED:
         mend = "it has expired, or this machine's clock is wrong: have the certificate renewed"
     elif ca:
-        mend = f"it is not of an authority in {ca!r}: {HINT}"
+        mend = f"it is not of an authority in {str(ca)!r}: {HINT}"
     else:
         mend = HINT
     return AuthenticationError(

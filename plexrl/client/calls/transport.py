@@ -15,6 +15,7 @@ Three kinds of failure are retried:
 import asyncio
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -195,6 +196,8 @@ def is_unavailable(error: PlexRLError) -> bool:
     return error.status in UNAVAILABLE and "retry_after_s" in error.details
 
 
+CaFile = str | os.PathLike[str] | None
+"""A PEM file of authorities to trust; None: the public ones."""
 ClientT = TypeVar("ClientT", bound="httpx.Client | httpx.AsyncClient")
 ResultT = TypeVar("ResultT")
 
@@ -208,11 +211,15 @@ class _Connections(Generic[ClientT]):
     """The state of either transport."""
 
     def __init__(
-        self, client: ClientT, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str
+        self,
+        client: ClientT,
+        url: str | Sequence[str],
+        api_key: str,
+        timeout_s: float,
+        ca: CaFile,
     ) -> None:
         self._client = client
         self.ca = ca
-        """PEM file of the authority that signs the API's certificate; empty: a public one."""
         self._client.headers["Authorization"] = f"Bearer {api_key}"
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
@@ -288,10 +295,8 @@ class Transport(_Connections["httpx.Client"]):
     """Blocking requests to one cluster. Thread-safe."""
 
     def __init__(
-        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str = ""
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
     ) -> None:
-        """`ca` is the PEM file of the authority that signs the API's certificate; empty: the
-        system's authorities are trusted."""
         import httpx
 
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
@@ -380,7 +385,7 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
     """Like `Transport`, for one event loop."""
 
     def __init__(
-        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str = ""
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
     ) -> None:
         import httpx
 

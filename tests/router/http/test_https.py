@@ -48,9 +48,9 @@ def test_sdk_and_cli_accept_the_authority_that_they_are_given(
 
         assert asyncio.run(ask()) == 1
         access = ["status", "--url", router.url, "--api-key", OPERATOR_KEY]
-        shown = CliRunner().invoke(app, [*access, "--ca", files.ca])
+        shown = CliRunner().invoke(app, [*access, "--ca-file", files.ca])
         assert shown.exit_code == 0, shown.output
-        monkeypatch.setenv("PLEXRL_CA", files.ca)
+        monkeypatch.setenv("PLEXRL_CA_FILE", files.ca)
         with plexrl.connect(router.url, OPERATOR_KEY) as cluster:
             assert cluster.status()["routers"] == 1
 
@@ -60,7 +60,7 @@ def test_a_certificate_that_is_not_accepted_is_an_error_that_says_how_to_mend_it
 ) -> None:
     theirs = TestAuthority(tmp_path / "theirs")
     with live_router(https_files=files_of(ours)) as router:
-        for ca, told in ((None, "PLEXRL_CA"), (files_of(theirs).ca, "not of an authority in")):
+        for ca, told in ((None, "PLEXRL_CA_FILE"), (files_of(theirs).ca, "not of an authority in")):
             with (
                 plexrl.connect(router.url, OPERATOR_KEY, ca=ca) as cluster,
                 pytest.raises(errors.AuthenticationError, match=told),
