@@ -10,7 +10,6 @@ turns, because the machine may be busy.
 import asyncio
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -122,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
