@@ -72,7 +72,12 @@ _ROUTER = Section(
     "router",
     RouterConfig,
     "The HTTP API: limits of requests, connections and stored data.",
-    frozenset({"router", "scheduler", "host", "port", "data_dir", "parts_file", "tls", "https"}),
+    frozenset(
+        {
+            *("router", "scheduler", "host", "port", "data_dir", "data_url", "checkpoint_url"),
+            *("parts_file", "tls", "https"),
+        }
+    ),
     {"router": "router0", "scheduler": _UNIX, "host": "127.0.0.1", "port": 0, "data_dir": "/"},
 )
 _STATEMANAGER = Section(
