@@ -9,7 +9,13 @@ import pytest
 from plexrl.cluster.config.file import read_cluster_file, read_node_file
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.config.reference import effective, reference
-from plexrl.cluster.config.schema import CLUSTER_FILE, MOVED, NODE_FILE, field_docs
+from plexrl.cluster.config.schema import (
+    CLUSTER_FILE,
+    MOVED,
+    NODE_FILE,
+    Section,
+    field_docs,
+)
 from plexrl.errors import ConfigError
 from tests.docs.pages import ROOT
 
@@ -144,6 +150,12 @@ def test_a_nodes_file(tmp_path: Path) -> None:
         read_node_file(path)
     for name in ("gpus", "ports", "fabric", "host"):
         assert f"node.{name}:" in caught.value.message
+
+
+@pytest.mark.parametrize("section", [*CLUSTER_FILE, *NODE_FILE], ids=lambda each: each.name)
+def test_the_defaults_of_each_table_are_valid(section: Section) -> None:
+    """Otherwise every file with that table would have a problem of ours."""
+    section.kind(**section.stand_ins)
 
 
 def test_effective_values_are_valid_toml_without_secrets() -> None:
