@@ -77,6 +77,11 @@ def _typed(
             problems.append(Problem(path, f"{value!r} does not fit: {error}".replace("`", "")))
         except InvalidRequestError as error:
             problems.append(Problem(path, error.message))
+    problems += [
+        Problem(f"{section.name}.{name}", "this setting is required: add it, or remove the table")
+        for name in section.required()
+        if name not in table
+    ]
     return values, problems
 
 
