@@ -98,7 +98,7 @@ _STATEMANAGER = Section(
     frozenset(
         {
             *("node", "listen", "host_dir", "host_bytes", "nvme_dir", "nvme_bytes", "fault_points"),
-            *("checkpoint_dir", "ticket_key_file", "serve_tcp", "tls", "fabric"),
+            *("checkpoint_url", "ticket_key_file", "serve_tcp", "tls", "fabric"),
         }
     ),
     {
