@@ -53,8 +53,8 @@ class Cluster:
         return self._transport.url
 
     @property
-    def ca(self) -> str:
-        """PEM file of the authority that signs the API's certificate; empty: the system knows."""
+    def ca(self) -> str | os.PathLike[str] | None:
+        """File of the authorities that the cluster's certificate must be of; None: public ones."""
         return self._transport.ca
 
     @property
@@ -298,8 +298,8 @@ def connect(
     api_key: str | None = None,
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    timeout_s: float = SILENCE_S_MAX,
     ca: str | os.PathLike[str] | None = None,
+    timeout_s: float = SILENCE_S_MAX,
 ) -> Cluster:
     """Connect to the cluster at `url`, or to this machine's cluster on `data_dir`.
 
@@ -311,16 +311,16 @@ def connect(
     If several routers serve the cluster, `url` names them all, as a list or separated by commas;
     after a router fails, the next one is used.
 
-    The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
+    The certificate at an `https://` URL must be of an authority in the PEM file `ca`, else
+    `PLEXRL_CA_FILE`, else of a public one.
 
-    `ca`, else `PLEXRL_CA`, is the PEM file of the authority that signs the certificate of an
-    `https` URL; without either, the system's authorities are trusted.
+    The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
 
     A request fails with `ConnectionLostError` after `timeout_s` seconds (120) without a response.
 
     Raises:
         AuthenticationError: a URL without a key.
-        InvalidRequestError: both `url` and `data_dir` are given.
+        InvalidRequestError: both `url` and `data_dir` are given, or `ca` cannot be used.
         PermissionDeniedError, StorageError: the data directory cannot be used.
         UnavailableError: the embedded cluster did not start.
     """
@@ -335,8 +335,7 @@ def connect(
     if url is not None:
         if not api_key:
             raise AuthenticationError(f"no API key for {url} was given: set PLEXRL_API_KEY")
-        authority = str(ca or environment.get("PLEXRL_CA") or "")
-        transport = Transport(url, api_key, timeout_s, authority)
+        transport = Transport(url, api_key, timeout_s, ca or environment.get("PLEXRL_CA_FILE"))
         LOG.info("cluster: %s", transport.location.url)
         return Cluster(transport)
     from plexrl.cluster.data_dir.folder import DATA_DIR
@@ -345,7 +344,8 @@ def connect(
     if data_dir is None:
         data_dir = environment.get("PLEXRL_DATA_DIR") or DATA_DIR
     local = join_or_start(data_dir, timeout_s)
-    cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s, local.ca), local)
+    transport = Transport(local.url, api_key or local.api_key, timeout_s, ca or local.ca)
+    cluster = Cluster(transport, local)
     if local.is_started:
         cluster._record_former_jobs()
     return cluster
