@@ -101,14 +101,15 @@ class HostCluster(SoloCluster):
         self.environment = {
             "PLEXRL_URL": str(endpoint["url"]),
             "PLEXRL_API_KEY": str(endpoint["api_key"]),
-            **({"PLEXRL_CA": str(endpoint["ca"])} if endpoint.get("ca") else {}),
+            **({"PLEXRL_CA_FILE": str(endpoint["ca"])} if endpoint.get("ca") else {}),
         }
 
     def start_node(self, node: Host, token: str = "") -> None:
         """Let a host join with a token, or start its supervisor again without one."""
         command = ["plexrl", "node", "join", f"tls://{self.head.name}:{JOIN_PORT}", "--json"]
         command += ["--gpus", str(self._gpus), "--fabric", "trusted"]
-        command += ["--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB]
+        command += ["--gpu-memory", f"{GPU_MEMORY_GIB}GiB"]
+        command += ["--host-memory", f"{HOST_MEMORY_GIB}GiB"]
         if token:
             command += ["--token", token]
         process = node.start(*command, env=store_environment(self.head))

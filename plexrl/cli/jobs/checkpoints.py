@@ -61,9 +61,8 @@ def list_checkpoints(
     output.table(cells, found)
     if not output.as_json:
         for each in found:
-            for text in ((each["error"] or {}).get("message"), each["upload_error"]):
-                if text:
-                    print_line(f"{each['job']} {each['name']}: {text}")
+            if text := (each["error"] or {}).get("message"):
+                print_line(f"{each['job']} {each['name']}: {text}")
 
 
 @checkpoints_app.command("delete")
@@ -74,7 +73,7 @@ def delete_checkpoints(
     access: Access,
     output: Output,
 ) -> None:
-    """Delete checkpoints of a job from the disk; if one does not exist, none is deleted."""
+    """Delete checkpoints of a job ; if one does not exist, none is deleted."""
     with access.open() as cluster:
         found = find_job(cluster, job)
         known = {each["name"]: each for each in found.checkpoints()}

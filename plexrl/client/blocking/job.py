@@ -291,7 +291,8 @@ class Job:
         return self._transport.ask("GET", f"{self._path}/logs", query=query)
 
     def checkpoints(self) -> list[Plain]:
-        """The job's checkpoints by name, with `state`, `step`, bytes written and `upload`."""
+        """The job's checkpoints by name, with `state`, `step`, bytes written and `path`, which may
+        be a URL."""
         return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def delete_checkpoint(self, name: str) -> None:

@@ -72,7 +72,12 @@ _ROUTER = Section(
     "router",
     RouterConfig,
     "The HTTP API: limits of requests, connections and stored data.",
-    frozenset({"router", "scheduler", "host", "port", "data_dir", "parts_file", "tls", "https"}),
+    frozenset(
+        {
+            *("router", "scheduler", "host", "port", "data_dir", "parts_file", "tls", "https"),
+            *("data_url", "checkpoint_url"),
+        }
+    ),
     {"router": "router0", "scheduler": _UNIX, "host": "127.0.0.1", "port": 0, "data_dir": "/"},
 )
 _STATEMANAGER = Section(
@@ -82,7 +87,7 @@ _STATEMANAGER = Section(
     frozenset(
         {
             *("node", "listen", "host_dir", "host_bytes", "nvme_dir", "nvme_bytes", "fault_points"),
-            *("checkpoint_dir", "ticket_key_file", "serve_tcp", "tls"),
+            *("checkpoint_url", "ticket_key_file", "serve_tcp", "tls"),
         }
     ),
     {

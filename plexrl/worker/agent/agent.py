@@ -261,7 +261,7 @@ class Agent:
                     incarnation=incarnation,
                 )
             ),
-            checkpoint_dir=f"{config.data_dir}/checkpoints",
+            checkpoint_url=config.checkpoint_url or f"{config.data_dir}/checkpoints",
             spec_json=command["spec_json"],
             log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",
             threads=config.threads,

@@ -1,16 +1,18 @@
 """Creates the backend that a deployment's specification names."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.worker.process.backend import Backend, BackendCall
 
 
-def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path) -> Backend:
+def make_backend(
+    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
+) -> Backend:
     """The backend of one rank. Heavy libraries are imported here.
 
     Raises:
@@ -26,32 +28,32 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
         )
     match spec.kind, spec.backend:
         case "train", _:
-            return _training_backend(spec, rank, checkpoint_dir)
+            return _training_backend(spec, rank, checkpoint_url)
         case "rollout", "torch":
             from plexrl.worker.rollout.engine import TorchRolloutBackend
             from plexrl.worker.rollout.engine.tensor_parallel import rank_group
 
-            return TorchRolloutBackend(spec, checkpoint_dir, rank_group(spec.layout, rank))
+            return TorchRolloutBackend(spec, checkpoint_url, rank_group(spec.layout, rank))
         case "rollout", "vllm":
             from plexrl.worker.rollout.vllm.installation import require_vllm
 
             require_vllm()
             from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
-            return VllmRolloutBackend(spec, checkpoint_dir)
+            return VllmRolloutBackend(spec, checkpoint_url)
         case "forward", "torch":
             from plexrl.worker.forward.backend import ForwardBackend
 
-            return ForwardBackend(spec, rank, world_size, checkpoint_dir)
+            return ForwardBackend(spec, rank, world_size, checkpoint_url)
     raise _unknown_backend(spec)
 
 
 def make_or_refuse(
-    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
+    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
 ) -> Backend:
     """As `make_backend`, but an error of that function is raised by the backend's `build`."""
     try:
-        return make_backend(spec, rank, world_size, checkpoint_dir)
+        return make_backend(spec, rank, world_size, checkpoint_url)
     except InvalidRequestError as error:
         return RefusedBackend(error)
 
@@ -82,7 +84,7 @@ class RefusedBackend(Backend):
         raise self._reason
 
 
-def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
+def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_url: Location) -> Backend:
     from plexrl.worker.training.backend import TrainingBackend
     from plexrl.worker.training.model import TrainingModel, TrainingRank
 
@@ -108,7 +110,7 @@ def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> 
             model = MegatronModel(own)
         case _:
             raise _unknown_backend(spec)
-    return TrainingBackend(own, model, checkpoint_dir)
+    return TrainingBackend(own, model, checkpoint_url)
 
 
 def _unknown_backend(spec: DeploymentSpec) -> InvalidRequestError:

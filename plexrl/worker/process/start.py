@@ -58,7 +58,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     if config.kind in ("train", "forward") or spec.layout.tp > 1:
         join_process_group(config)
 
-    backend = make_or_refuse(spec, config.rank, config.world_size, Path(config.checkpoint_dir))
+    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url)
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,

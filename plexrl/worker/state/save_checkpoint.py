@@ -69,7 +69,6 @@ def save_checkpoint(
         trainer_step=backend.trainer_step,
         keep=params.keep,
         retention=_retention(params),
-        upload=params.upload,
     )
     answers = on_all_ranks(
         backend.gather, lambda: _request_write(backend, client, request, params.dtype)

@@ -188,7 +188,7 @@ def worker_config(tmp_path: Path, spec_json: str) -> WorkerConfig:
         rendezvous=str(tmp_path / "r"),
         statemanager=str(tmp_path / "sm.sock"),
         ticket=b"",
-        checkpoint_dir=str(tmp_path),
+        checkpoint_url=str(tmp_path),
         spec_json=spec_json,
         log_path=str(tmp_path / "0.log"),
         threads=1,

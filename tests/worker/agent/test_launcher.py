@@ -70,7 +70,7 @@ def test_a_worker_that_finds_no_room_to_start_says_so(tmp_path: Path) -> None:
             rendezvous=str(disk.path / "r"),
             statemanager=str(tmp_path / "sm.sock"),
             ticket=b"",
-            checkpoint_dir=str(tmp_path),
+            checkpoint_url=str(tmp_path),
             spec_json=spec.to_json(),
             log_path=str(tmp_path / "0.log"),
             threads=1,

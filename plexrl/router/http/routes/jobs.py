@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
-from plexrl.errors import InvalidRequestError, PermissionDeniedError
+from plexrl.errors import CheckpointNotFoundError, InvalidRequestError, PermissionDeniedError
 from plexrl.router.http.schemas import FinishRequest, JobRequest, MetricsRequest
 from plexrl.router.http.services import Services
 from plexrl.wire.parameter_checks import check_identifier
@@ -118,9 +118,38 @@ async def checkpoints(request: Request, services: Services, job: str) -> Plain:
     return await services.ask(request, "list_checkpoints", job=job)
 
 
-@ROUTES.delete(
-    "/{job}/checkpoints/{name}", status_code=204, summary="Delete a checkpoint from the disk"
+@ROUTES.get("/{job}/checkpoints/{name}/files", summary="The files of a complete checkpoint")
+async def checkpoint_files(request: Request, services: Services, job: str, name: str) -> Plain:
+    """Each with its `path` and `bytes`."""
+    caller = await services.caller(request)
+    await services.checkpoint_access.check_job(job, caller.claim)
+    found = await services.checkpoint_quota.files(job, name)
+    return {"files": [{"path": file.path, "bytes": file.nbytes} for file in found]}
+
+
+@ROUTES.get(
+    "/{job}/checkpoints/{name}/files/{path:path}",
+    summary="The bytes of one file of a checkpoint",
+    response_class=StreamingResponse,
 )
+async def checkpoint_file(
+    request: Request, services: Services, job: str, name: str, path: str
+) -> StreamingResponse:
+    """404 `unknown_checkpoint` if the checkpoint has no such file."""
+    caller = await services.caller(request)
+    await services.checkpoint_access.check_job(job, caller.claim)
+    found = {file.path: file for file in await services.checkpoint_quota.files(job, name)}
+    if path not in found:
+        raise CheckpointNotFoundError(f"checkpoint {name!r} of job {job!r} has no file {path!r}")
+    file = found[path]
+    return StreamingResponse(
+        services.checkpoint_quota.read(job, name, file),
+        headers={"content-length": str(file.nbytes)},
+        media_type="application/octet-stream",
+    )
+
+
+@ROUTES.delete("/{job}/checkpoints/{name}", status_code=204, summary="Delete a checkpoint")
 async def delete_checkpoint(request: Request, services: Services, job: str, name: str) -> None:
     """404 `unknown_checkpoint` if the job has no such checkpoint."""
     caller = await services.caller(request)
