@@ -73,9 +73,11 @@ class HostCluster(SoloCluster):
         self.start_store()
         self.environment: dict[str, str] = {}
         self.start_head()
+        token = self.ask("node", "token", "--uses", str(len(self.nodes)))["token"]
         for node in self.nodes:
-            token = self.ask("node", "token")["token"]
             self.start_node(node, token)
+        for node in self.nodes:
+            self.supervisor(node).wait_for('"node"', START_S)
 
     def start_store(self) -> None:
         """Start the S3 server."""
@@ -106,10 +108,7 @@ class HostCluster(SoloCluster):
         command += ["--host-memory", f"{HOST_MEMORY_GIB}GiB"]
         if token:
             command += ["--token", token]
-        process = node.start(*command, env=store_environment(self.head))
-        self._supervisors[node.name] = process
-        if token:
-            process.wait_for('"node"', START_S)
+        self._supervisors[node.name] = node.start(*command, env=store_environment(self.head))
 
     def supervisor(self, host: Host) -> HostProcess:
         """The process that an operator started on a host."""
