@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import logging
 import socket
-import sys
 from pathlib import Path
 
 from plexrl.process.garbage_collection import rare_collections
@@ -12,8 +11,7 @@ from plexrl.process.garbage_collection import rare_collections
 with rare_collections():
     import uvicorn
 
-    from plexrl.errors import PlexRLError
-    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
+    from plexrl.process.startup import load_config, print_ready, run_until_signal
     from plexrl.router.config import RouterConfig
     from plexrl.router.http.app import make_app
     from plexrl.router.http.server.connection_limits import (
@@ -22,7 +20,7 @@ with rare_collections():
         make_connections,
     )
     from plexrl.router.http.server.guarded_protocol import guarded
-    from plexrl.router.http.server.https import check_files, follow_files
+    from plexrl.router.http.server.https import guarded_https
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is
@@ -33,13 +31,7 @@ def main() -> None:
     """Serve until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.router", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
-    try:
-        config = load_config(parser.parse_args().config, RouterConfig)
-        if config.https is not None:
-            check_files(config.https)
-    except PlexRLError as error:
-        print_refused(error)
-        sys.exit(1)
+    config = load_config(parser.parse_args().config, RouterConfig)
     app, services = make_app(config)
     # asyncio disables Nagle's algorithm on accepted connections only if the protocol is given.
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -50,25 +42,25 @@ def main() -> None:
     connections = make_connections(config)
     logging.getLogger("uvicorn.error").addFilter(RateLimitedWarnings())
 
+    protocol: type[asyncio.Protocol]
+    if config.https is None:
+        protocol = guarded(connections, config.header_timeout_s)
+    else:
+        protocol = guarded_https(connections, config.header_timeout_s, config.https)
+
     async def serve(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler(connections))
-        https = config.https
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=DRAIN_S,
-            timeout_keep_alive=75,
-            http=guarded(connections, config.header_timeout_s),
-            ws="none",
-            ssl_certfile=None if https is None else https.certificate,
-            ssl_keyfile=None if https is None else https.key,
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=DRAIN_S,
+                timeout_keep_alive=75,
+                http=protocol,
+                ws="none",
+            )
         )
-        settings.load()
-        following: asyncio.Task[None] | None = None
-        if https is not None and settings.ssl is not None:
-            following = asyncio.create_task(follow_files(https, settings.ssl))
-        server = uvicorn.Server(settings)
         # `_serve`, since `serve` would install uvicorn's own signal handlers.
         serving = asyncio.create_task(server._serve(sockets=[sock]))
         connected = asyncio.create_task(services.scheduler.connected.wait())
@@ -79,8 +71,6 @@ def main() -> None:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         services.shutdown.begin()
         server.should_exit = True
-        if following is not None:
-            following.cancel()
         connected.cancel()
         stopping.cancel()
         await serving

@@ -97,7 +97,7 @@ class HostCluster(SoloCluster):
         self.environment = {
             "PLEXRL_URL": str(endpoint["url"]),
             "PLEXRL_API_KEY": str(endpoint["api_key"]),
-            **({"PLEXRL_CA": str(endpoint["ca"])} if endpoint.get("ca") else {}),
+            **({"PLEXRL_CA_FILE": str(endpoint["ca"])} if endpoint.get("ca") else {}),
         }
 
     def start_node(self, node: Host, token: str = "") -> None:
