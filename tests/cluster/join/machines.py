@@ -22,7 +22,7 @@ DEADLINE_S = 120.0
 COMMAND = (sys.executable, "-m", "plexrl.cli.app")
 
 
-def run(*arguments: str, fails: bool = False) -> dict[str, Any]:
+def run(*arguments: str, fails: bool = False) -> Any:
     """The JSON that a command prints; with `fails`, the error that it must report."""
     done = subprocess.run(
         [*COMMAND, *arguments, "--json"],
