@@ -27,7 +27,7 @@ from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_addre
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
-from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
+from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
@@ -175,6 +175,7 @@ class Agent:
             ],
             "states": await self._state.deployments(),
             "was_fenced": self._was_fenced,
+            "machine": machine(),
         }
 
     # Commands of the scheduler
