@@ -31,7 +31,7 @@ class AsyncCluster:
         return self._sync.url
 
     @property
-    def ca(self) -> str:
+    def ca(self) -> str | os.PathLike[str] | None:
         """As `Cluster.ca`."""
         return self._sync.ca
 

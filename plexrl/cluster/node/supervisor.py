@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plexrl.cluster.config.options import GIB, ClusterOptions
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
@@ -261,6 +261,7 @@ class NodeSupervisor:
     def _parts(self, cluster: ClusterOptions, kept: Kept) -> tuple[Part, Part]:
         options = self._options
         cores = tuple(sorted(os.sched_getaffinity(0))) if options.pin_workers else ()
+        cluster = replace(cluster, checkpoint_url=kept.checkpoint_url or None)
         config = NodeConfig(
             node=kept.node,
             gpus=cluster.gpus_per_node,

@@ -199,7 +199,7 @@ def test_a_changed_spec_and_a_taken_name_are_shown(rljobs: RLJobs) -> None:
     wait_for(
         lambda: rljobs.condition("changes", "UpToDate") == ("False", "SpecChanged"), "the change"
     )
-    body = {
+    body: dict[str, Any] = {
         "metadata": {"name": "taken"},
         "spec": {
             "suspend": True,
@@ -212,7 +212,7 @@ def test_a_changed_spec_and_a_taken_name_are_shown(rljobs: RLJobs) -> None:
             },
         },
     }
-    body["metadata"]["labels"] = {"plexrl.dev/rljob": "other"}  # type: ignore[assignment]
+    body["metadata"]["labels"] = {"plexrl.dev/rljob": "other"}
     rljobs.batch.create_namespaced_job(rljobs.namespace, body)
     rljobs.create("taken")
     wait_for(
