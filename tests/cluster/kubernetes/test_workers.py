@@ -164,6 +164,10 @@ def test_a_group_of_pods_trains_and_recovers_from_a_killed_rank(
         wait_for(lambda: not set(pods) & set(live(pod_cluster)), "the end of both ranks")
         assert (before, step(actor, 1)) == (1, 2)
     wait_for(lambda: not live(pod_cluster), "the end of the workers")
+    used = kubernetes.calls_of(namespace, ACCOUNT)
+    pods_only = {("create", "", "pods"), ("get", "", "pods"), ("delete", "", "pods")}
+    groups = {(verb, "scheduling.k8s.io", "podgroups") for verb in ("create", "delete")}
+    assert used == (pods_only | groups if used & groups else pods_only)
 
 
 def step(actor: plexrl.TrainDeployment, number: int) -> int:
