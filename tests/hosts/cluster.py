@@ -76,6 +76,10 @@ class HostCluster(SoloCluster):
         self.start_store()
         self.environment: dict[str, str] = {}
         self.start_head()
+        self.start_nodes()
+
+    def start_nodes(self) -> None:
+        """Let all other hosts join."""
         token = self.ask("node", "token", "--uses", str(len(self.nodes)))["token"]
         for node in self.nodes:
             self.start_node(node, token)
@@ -96,7 +100,9 @@ class HostCluster(SoloCluster):
         command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]
         process = self.head.start(*command, env=store_environment(self.head))
         self._supervisors[self.head.name] = process
-        endpoint = json.loads(process.wait_for('"url"', START_S))
+        self._take_endpoint(json.loads(process.wait_for('"url"', START_S)))
+
+    def _take_endpoint(self, endpoint: Mapping[str, Any]) -> None:
         self.environment = {
             "PLEXRL_URL": str(endpoint["url"]),
             "PLEXRL_API_KEY": str(endpoint["api_key"]),
