@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plexrl.cluster.config.options import GIB, ClusterOptions
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
@@ -275,6 +275,7 @@ class NodeSupervisor:
             ports=options.ports,
             fabric=options.fabric,
         )
+        cluster = replace(cluster, checkpoint_url=kept.checkpoint_url or None)
         return node_parts(cluster, self._folders, config, links)
 
     def _cluster_options(self, gpus: Gpus) -> ClusterOptions:

@@ -66,6 +66,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         world_size=config.world_size,
         ticket=config.ticket,
         network=Network.of(config.tls, config.fabric),
+        address=config.statemanager_address,
     )
     server = Server(
         parse_address(config.address),
