@@ -276,7 +276,6 @@ class Agent:
             interface=self._interface if command.get("rendezvous") else LOOPBACK,
             tls=config.tls if config.host else None,
             fabric=config.fabric,
-            statemanager_address=config.statemanager_address,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:
