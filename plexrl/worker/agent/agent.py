@@ -252,7 +252,7 @@ class Agent:
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
-            statemanager_address=announced(config.statemanager, config.statemanager_address),
+            statemanager_address=config.statemanager_address,
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,
