@@ -122,8 +122,6 @@ class WorkerConfig:
     spec_json: str
     log_path: str
     threads: int
-    statemanager_address: str = ""
-    """Address of the StateManager for other nodes, as the agent announces it; empty: none."""
     gpu: int = 0
     """Index of the worker's GPU on the node."""
     cores: tuple[int, ...] = ()

@@ -252,7 +252,7 @@ class Agent:
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
-            statemanager_address=announced(config.statemanager, config.statemanager_address),
+            statemanager_address=config.statemanager_address,
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,
@@ -276,7 +276,6 @@ class Agent:
             interface=self._interface if command.get("rendezvous") else LOOPBACK,
             tls=config.tls if config.host else None,
             fabric=config.fabric,
-            statemanager_address=config.statemanager_address,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:
