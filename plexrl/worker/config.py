@@ -122,8 +122,6 @@ class WorkerConfig:
     spec_json: str
     log_path: str
     threads: int
-    statemanager_address: str = ""
-    """Address of the StateManager for other nodes, as the agent announces it; empty: none."""
     gpu: int = 0
     """Index of the worker's GPU on the node."""
     cores: tuple[int, ...] = ()
@@ -137,6 +135,8 @@ class WorkerConfig:
     """Network interface of the ranks' collectives."""
     tls: TlsFiles | None = None
     """The node's certificate; absent for a Unix socket."""
+    statemanager_address: str = ""
+    """Address at which other nodes reach the StateManager; empty: they do not."""
     fabric: str = ""
     """As the agent's: `trusted`, or empty."""
 

@@ -102,7 +102,7 @@ class StateManagerClient:
     ) -> None:
         """`ticket` authenticates the client. `timeout_s` bounds each call, including the wait for
         a restarting daemon. `network` leads to StateManagers of other nodes, for pulls. `address`
-        is what other nodes reach this node's StateManager by; absent: all are on one machine."""
+        is where the daemon is reached from other nodes too; empty: at the socket only."""
         self.path = socket_path
         self.address = address or socket_path
         self.deployment = deployment

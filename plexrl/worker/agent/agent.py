@@ -20,14 +20,14 @@ from plexrl.errors import (
 )
 from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
-from plexrl.statemanager.protocol.network import TRUSTED, Network
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
-from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
+from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
@@ -57,10 +57,12 @@ class Agent:
     """The agent of one node."""
 
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
+        """Raises:
+        InvalidRequestError: `host` is no address of this machine.
+        """
         self._config = config
         self._launcher = launcher
-        spans = config.host and config.fabric == TRUSTED
-        self._interface = interface_of(config.host) if spans else LOOPBACK
+        self._interface = interface_of(config.host) if config.host else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
         self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
@@ -173,6 +175,7 @@ class Agent:
             ],
             "states": await self._state.deployments(),
             "was_fenced": self._was_fenced,
+            "machine": machine(),
         }
 
     # Commands of the scheduler
@@ -249,7 +252,6 @@ class Agent:
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
-            statemanager_address=announced(config.statemanager, config.statemanager_address),
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,
@@ -273,6 +275,7 @@ class Agent:
             interface=self._interface if command.get("rendezvous") else LOOPBACK,
             tls=config.tls if config.host else None,
             fabric=config.fabric,
+            statemanager_address=config.statemanager_address,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:

@@ -2,7 +2,7 @@
 
 Each rank has its StateManager store the state on the device, unless that is stored already. Then
 the first rank's StateManager pins all ranks' state and writes it while the ranks continue (PlexRL
-§4.5.3). It reads the state of ranks on other machines over the network.
+§4.5.3). It reads the state of ranks on other machines from their StateManagers.
 """
 
 import os

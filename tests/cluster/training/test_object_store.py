@@ -196,7 +196,7 @@ def test_an_outage_of_the_store_delays_and_loses_nothing(
     job, actor = train(cluster, "stormy")
     breaking = threading.Thread(target=break_it)
     breaking.start()
-    names = []
+    names: list[str] = []
     while not outages.is_set():
         # The client repeats what the routers refuse meanwhile.
         actor.forward(some_batch(1, rows=30_000)).result(LIMIT_S)
