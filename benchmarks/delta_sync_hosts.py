@@ -88,8 +88,12 @@ def _measure(
 ) -> None:
     model = {"tensors": 8, "rows": len(versions[0]) // (8 * WIDTH), "columns": WIDTH}
     with tempfile.TemporaryDirectory() as folder:
-        options = {"fabric": fabric, "host_bytes": 8 * versions[0].nbytes + 64 * MIB}
-        source, target = start_nodes(both, Path(folder) / "authority", **options)
+        source, target = start_nodes(
+            both,
+            Path(folder) / "authority",
+            fabric=fabric,
+            host_bytes=8 * versions[0].nbytes + 64 * MIB,
+        )
     trainer = source.rank(deployment="job/actor", **model)
     fields = {"dtype": "BF16", "digests": True, **model}
     full, delta = (target.rank(deployment=f"job/{name}", **fields) for name in ("full", "delta"))
