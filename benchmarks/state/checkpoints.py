@@ -40,7 +40,7 @@ POLL_S = 0.005
 def measure() -> tuple[Rows, Figures]:
     """Stalls, writing and reading."""
     with daemon() as served:
-        folder = Path(served.config.checkpoint_dir)
+        folder = Path(served.config.checkpoint_url)
         trainer = _Trainer(Rank(served, _slices()))
         first_s = timed(trainer.snapshot)
         stalls = trainer.stalls_ms()

@@ -46,8 +46,8 @@ def folders(**changes: Any) -> Iterator[StateManagerConfig]:
             "host_bytes": 4096 * MIB,
             "nvme_dir": str(folder / "nvme"),
             "nvme_bytes": 8192 * MIB,
+            "checkpoint_url": str(folder / "checkpoints"),
             "fabric": "trusted",
-            "checkpoint_dir": str(folder / "checkpoints"),
             "persist_on_exit": False,
         }
         yield StateManagerConfig(**{**fields, **changes})

@@ -140,6 +140,10 @@ class Broker:
         try:
             await self._send(client, [self._state_of_scheduler()])
             retained = await self._retained(client)
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with its result.
+                raise asyncio.CancelledError
             sending = asyncio.create_task(self._send_all(client, retained))
             listening = asyncio.create_task(_until_lost(client))
             tasks = {sending, listening}

@@ -69,6 +69,7 @@ class Publisher:
         self._clock = clock
         self._may_look = may_look
         self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._outbox = Outbox(config.queue_max)
         online = SchedulerRecord(state="online", since=clock(), holder=holder, version=_version())
         self.broker = Broker(config, self._outbox, self._all_states, may_publish, online)
@@ -80,16 +81,24 @@ class Publisher:
         self._changed.set()
 
     async def run(self) -> None:
-        """Publish until cancelled, or until another scheduler leads."""
+        """Publish until `close`, or until another scheduler leads."""
         await self._may_look()
         # Sent as a whole with the first connection.
         self._records.look(self._clock())
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._look())
-                tasks.create_task(self.broker.run())
-        except* LeaseLostError:
-            LOG.info("another scheduler leads, and publishes the events")
+        self._tasks = {
+            asyncio.create_task(self._look()),
+            asyncio.create_task(self.broker.run()),
+        }
+        done, others = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in others:
+            task.cancel()
+        for task in done:
+            if not task.cancelled():
+                task.result()
+
+    async def close(self) -> None:
+        """Say goodbye to the broker, and end."""
+        await _end(self._tasks)
 
     async def _look(self) -> None:
         while True:
@@ -128,24 +137,38 @@ async def publishing(publisher: Publisher | None) -> AsyncIterator[None]:
         yield
         return
     running = asyncio.create_task(_run(publisher))
+    leads = True
     try:
         yield
+    except LeaseLostError:
+        # Nothing may be sent any more. The process ends now, and the broker publishes its will.
+        leads = False
+        raise
     finally:
-        running.cancel()
-        await asyncio.wait({running}, timeout=STOP_S)
-        # A second cancellation ends the wait for a broker that does not answer.
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        if leads:
+            await publisher.close()
+            await _end({running})
 
 
 async def _run(publisher: Publisher) -> None:
     try:
         await publisher.run()
-    except* Exception as errors:
+    except LeaseLostError:
+        LOG.info("another scheduler leads, and publishes the events")
+    except Exception:
         # Events are advisory: the scheduler goes on without them.
         LOG.critical(
-            "a bug in PlexRL: no events are published any more, please report it", exc_info=errors
+            "a bug in PlexRL: no events are published any more, please report it", exc_info=True
         )
+
+
+async def _end(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended. A second cancellation ends the wait for a broker that
+    does not answer, and one that a library has lost is repeated."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=STOP_S)
 
 
 def _version() -> str:

@@ -22,7 +22,7 @@ with rare_collections():
         make_connections,
     )
     from plexrl.router.http.server.guarded_protocol import guarded
-    from plexrl.router.http.server.https import check_files, follow_files
+    from plexrl.router.http.server.https import ServerCertificate, guarded_https
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is
@@ -35,8 +35,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     try:
         config = load_config(parser.parse_args().config, RouterConfig)
-        if config.https is not None:
-            check_files(config.https)
+        certificate = None if config.https is None else ServerCertificate(config.https)
     except PlexRLError as error:
         print_refused(error)
         sys.exit(1)
@@ -50,25 +49,23 @@ def main() -> None:
     connections = make_connections(config)
     logging.getLogger("uvicorn.error").addFilter(RateLimitedWarnings())
 
+    protocol: type[asyncio.Protocol] = guarded(connections, config.header_timeout_s)
+    if certificate is not None:
+        protocol = guarded_https(connections, config.header_timeout_s, certificate)
+
     async def serve(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler(connections))
-        https = config.https
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=DRAIN_S,
-            timeout_keep_alive=75,
-            http=guarded(connections, config.header_timeout_s),
-            ws="none",
-            ssl_certfile=None if https is None else https.certificate,
-            ssl_keyfile=None if https is None else https.key,
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=DRAIN_S,
+                timeout_keep_alive=75,
+                http=protocol,
+                ws="none",
+            )
         )
-        settings.load()
-        following: asyncio.Task[None] | None = None
-        if https is not None and settings.ssl is not None:
-            following = asyncio.create_task(follow_files(https, settings.ssl))
-        server = uvicorn.Server(settings)
         # `_serve`, since `serve` would install uvicorn's own signal handlers.
         serving = asyncio.create_task(server._serve(sockets=[sock]))
         connected = asyncio.create_task(services.scheduler.connected.wait())
@@ -79,8 +76,6 @@ def main() -> None:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         services.shutdown.begin()
         server.should_exit = True
-        if following is not None:
-            following.cancel()
         connected.cancel()
         stopping.cancel()
         await serving

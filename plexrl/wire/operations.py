@@ -253,8 +253,6 @@ class CheckpointParams:
     `keep_last`. Without this and `keep_every`, none is deleted."""
     keep_every: int | None = None
     """For a save: as `keep_last`, but keep the checkpoints whose step is a multiple of this."""
-    upload: bool = False
-    """For a save: upload the checkpoint to the target that the cluster's operator configured."""
     job: str | None = None
     """For a load: the job that saved the checkpoint, of the same tenant. Absent: this job."""
     optimizer: bool = True

@@ -35,7 +35,10 @@ class AgentConfig:
     """Folder with the rendezvous files of the ranks of a WPG; the same for all nodes of the
     scheduler's machine, and of this node only if it has a `host`."""
     data_dir: str
-    """Folder for logs and checkpoints."""
+    """Folder for logs."""
+    checkpoint_url: str = ""
+    """Directory or URL of all jobs' checkpoints, as in the StateManager's configuration; empty:
+    `data_dir`/checkpoints."""
     nvme_bytes: int = 0
     """Capacity of the StateManager's NVMe tier."""
     node_type: str = ""
@@ -114,7 +117,8 @@ class WorkerConfig:
     statemanager: str
     ticket: bytes = field(repr=False)
     """Identifies this worker to the StateManager."""
-    checkpoint_dir: str
+    checkpoint_url: str
+    """Directory or URL of all jobs' checkpoints."""
     spec_json: str
     log_path: str
     threads: int
@@ -131,6 +135,8 @@ class WorkerConfig:
     """Network interface of the ranks' collectives."""
     tls: TlsFiles | None = None
     """The node's certificate; absent for a Unix socket."""
+    statemanager_address: str = ""
+    """Address at which other nodes reach the StateManager; empty: they do not."""
     fabric: str = ""
     """As the agent's: `trusted`, or empty."""
 

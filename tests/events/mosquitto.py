@@ -110,6 +110,11 @@ class Subscriber:
         found = [payload for name, payload, _ in self.messages if name == topic]
         return found[-1] if found else None
 
+    def present(self) -> dict[str, Any]:
+        """The newest object of every topic that has one."""
+        newest = {topic: payload for topic, payload, _ in list(self.messages)}
+        return {topic: payload for topic, payload in newest.items() if payload is not None}
+
     def topics(self) -> set[str]:
         """All topics of messages so far."""
         return {topic for topic, *_ in self.messages}

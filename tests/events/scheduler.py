@@ -16,14 +16,20 @@ A: Plain = {"tenant": "a"}
 
 @contextmanager
 def scheduler(
-    folder: Path, url: str, name: str = "s", *, waits: bool = True, **events: object
+    folder: Path,
+    url: str,
+    name: str = "s",
+    *,
+    waits: bool = True,
+    lease_s: float = 1.0,
+    **events: object,
 ) -> Iterator[SchedulerProcess]:
     """A scheduler that publishes at `url`; `events` are more fields of the broker's config."""
     started = SchedulerProcess(
         folder,
         name,
         str(folder / "journal.sqlite"),
-        lease_s=1.0,
+        lease_s=lease_s,
         node_grace_s=0.2,
         tenants=[["a", "digest-a"], ["b", "digest-b"]],
         events={"url": url, **events},

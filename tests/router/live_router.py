@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from plexrl.wire.links.credentials import TlsFiles
+
 OPERATOR_KEY = "plx-operator"
 END_S = 30.0
 
@@ -24,10 +26,12 @@ class LiveRouter:
     port: int
     log: Path
     pid: int
+    ca: str | None = None
+    """Authority of the certificate; None: plain HTTP."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.ca is None else 'https'}://127.0.0.1:{self.port}"
 
     @contextmanager
     def client(self, key: str = OPERATOR_KEY, **options: Any) -> Iterator[httpx.Client]:
@@ -37,8 +41,11 @@ class LiveRouter:
 
 
 @contextmanager
-def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[LiveRouter]:
-    """A router with this configuration; `descriptors` is its hard limit on descriptors."""
+def live_router(
+    *, descriptors: int | None = None, https_files: TlsFiles | None = None, **config: Any
+) -> Iterator[LiveRouter]:
+    """A router with this configuration; `descriptors` is its hard limit on descriptors. With
+    `https_files` it serves HTTPS."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         scheduler = f"unix:{folder}/s.sock"
@@ -64,8 +71,12 @@ def live_router(*, descriptors: int | None = None, **config: Any) -> Iterator[Li
             "data_dir": str(folder / "data"),
             **config,
         }
+        if https_files is not None:
+            names = {"certificate": https_files.certificate, "key": https_files.key}
+            router_config["https"] = names
         router, ready = stack.enter_context(_process(folder, "router", router_config, wrapper))
-        yield LiveRouter(ready["port"], folder / "router.log", router.pid)
+        ca = None if https_files is None else https_files.ca
+        yield LiveRouter(ready["port"], folder / "router.log", router.pid, ca)
 
 
 @contextmanager

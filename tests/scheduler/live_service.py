@@ -91,7 +91,8 @@ class Live:
         credentials: Credentials | None = None,
     ) -> Peer:
         """A connection that said hello as a router."""
-        quiet = dict.fromkeys(("run", "abort", "discard", "forget_callers"), _nothing)
+        methods = ("run", "abort", "discard", "forget_callers", "workers_gone", "live_workers")
+        quiet = dict.fromkeys(methods, _nothing)
         peer = await self.connect({**quiet, **(handlers or {})}, credentials)
         await peer.call("hello", {"role": "router", "router": name})
         return peer

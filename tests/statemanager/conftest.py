@@ -316,7 +316,7 @@ def daemon_in(folder: Path, nbytes: int) -> Daemon:
             host_bytes=nbytes,
             nvme_dir=str(folder / "nvme"),
             nvme_bytes=nbytes,
-            checkpoint_dir=str(folder),
+            checkpoint_url=str(folder),
         )
     )
     made.start()

@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors.numpy import load_file
 
 from plexrl.errors import PlexRLError
-from plexrl.statemanager.checkpoint.folder import complete_checkpoints
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
+from plexrl.statemanager.checkpoint.places.directory import DirectoryRoot
 from plexrl.statemanager.checkpoint.requests import WriteCheckpoint
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.protocol.tickets import Role
@@ -271,12 +271,12 @@ class Soak:
 
     def _check_checkpoints(self) -> None:
         """What is published as whole is whole."""
-        for path, record in complete_checkpoints(self._checkpoints / "red"):
+        for place, record in DirectoryRoot(self._checkpoints).complete("red"):
             self.counts["checkpoints read"] += 1
-            [file] = path.glob("*.safetensors")
+            [file] = place.path.glob("*.safetensors")
             weights = load_file(file)["w"].tobytes()
             expected = version("red/actor", record.step)[:PARAMETER_BYTES].tobytes()
-            assert weights == expected, path
+            assert weights == expected, place
 
 
 def _raise_first(futures: Sequence["Future[None]"]) -> None:

@@ -242,6 +242,9 @@ def join(
             if name not in ("head", "token", "config", "systemd", "as_json"):
                 arguments += [option_name(name), str(value)]
         joining.systemd.write_text(unit_text(options.data_dir, arguments))
+        if as_json:
+            write_json({"node": kept.node, "unit": str(joining.systemd)})
+            return
         print_line(
             f"{kept.node} has joined. {joining.systemd} starts it: run `systemctl daemon-reload`, "
             f"then `systemctl enable --now {joining.systemd.stem}`."

@@ -46,9 +46,12 @@ class Access:
     api_key: Annotated[
         str | None, typer.Option(help="The API key.", envvar="PLEXRL_API_KEY", show_envvar=True)
     ] = None
-    ca: Annotated[
+    ca_file: Annotated[
         str | None,
-        typer.Option(help="PEM file of the authority of an https URL.", envvar="PLEXRL_CA"),
+        typer.Option(
+            help="PEM file of the authority of an https:// URL's certificate.",
+            envvar="PLEXRL_CA_FILE",
+        ),
     ] = None
     data_dir: DataDir = DATA_DIR
 
@@ -61,7 +64,7 @@ class Access:
         from plexrl.client.blocking.cluster import connect
         from plexrl.cluster.data_dir.endpoint import read_endpoint
 
-        url, api_key, ca = self.url, self.api_key, self.ca
+        url, api_key, ca = self.url, self.api_key, self.ca_file
         if url is None:
             folder = data_dir_at(self.data_dir)
             endpoint = read_endpoint(folder)
@@ -69,9 +72,8 @@ class Access:
                 raise ConnectionLostError(
                     f"no cluster runs on {folder}: start one with `plexrl up`, or set PLEXRL_URL"
                 )
-            url, api_key = endpoint.url, api_key or endpoint.api_key
-            ca = endpoint.ca
-        return connect(url, api_key, timeout_s=TIMEOUT_S, ca=ca)
+            url, api_key, ca = endpoint.url, api_key or endpoint.api_key, ca or endpoint.ca
+        return connect(url, api_key, ca=ca, timeout_s=TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,11 @@ class AsyncCluster:
         return self._sync.url
 
     @property
+    def ca(self) -> str | os.PathLike[str] | None:
+        """As `Cluster.ca`."""
+        return self._sync.ca
+
+    @property
     def api_key(self) -> str:
         """As `Cluster.api_key`."""
         return self._sync.api_key
@@ -71,12 +76,12 @@ async def connect_async(
     api_key: str | None = None,
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    timeout_s: float = SILENCE_S_MAX,
     ca: str | os.PathLike[str] | None = None,
+    timeout_s: float = SILENCE_S_MAX,
 ) -> AsyncCluster:
     """As `connect`, for `async` controllers."""
     cluster = await asyncio.to_thread(
-        connect, url, api_key, data_dir=data_dir, timeout_s=timeout_s, ca=ca
+        connect, url, api_key, data_dir=data_dir, ca=ca, timeout_s=timeout_s
     )
     transport = AsyncTransport(cluster.url, cluster.api_key, timeout_s, cluster.ca)
     return AsyncCluster(cluster, transport)

@@ -39,6 +39,7 @@ class Cluster:
         self._local = local
         self._former_jobs: list[Plain] | None = None
         self._has_warned = False
+        self._job_id = os.environ.get("PLEXRL_JOB_ID") or None
         if local is not None:
             transport.location = ClusterLocation(local.url, local.data_dir, local.is_embedded)
 
@@ -52,8 +53,8 @@ class Cluster:
         return self._transport.url
 
     @property
-    def ca(self) -> str:
-        """PEM file of the authority that signs the API's certificate; empty: the system knows."""
+    def ca(self) -> str | os.PathLike[str] | None:
+        """File of the authorities that the cluster's certificate must be of; None: public ones."""
         return self._transport.ca
 
     @property
@@ -75,7 +76,8 @@ class Cluster:
     ) -> Job:
         """Submit a job. This process becomes its controller and sends heartbeats.
 
-        `name` is shown to people. `job_id` is the job's unique id; absent, it is the name and a few
+        `name` is shown to people. `job_id` is the job's unique id; absent, the first job of this
+        connection has the id in `PLEXRL_JOB_ID`, if that is set; any other id is the name and a few
         random characters. The id of a live job with the same name takes over that job, as
         `attach_job` does. `tenant` is the job's owner, if the operator submits for another tenant.
 
@@ -100,7 +102,7 @@ class Cluster:
             "expected_s": expected_s,
         }
         self._warn_of_former_jobs()
-        call = requests.create_job(name, job_id, options)
+        call = requests.create_job(name, job_id or self._take_job_id(), options)
         transport = self._transport.for_controller(Controller())
         view = transport.request(call).json()
         LOG.info("job: %s", view["job"])
@@ -265,6 +267,11 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _take_job_id(self) -> str | None:
+        """The id of the first job, if whoever started this script has chosen one."""
+        job_id, self._job_id = self._job_id, None
+        return job_id
+
     def _record_former_jobs(self) -> None:
         """Record the jobs of a cluster that was just started: none has a controller."""
         self._former_jobs = self.jobs()
@@ -291,8 +298,8 @@ def connect(
     api_key: str | None = None,
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    timeout_s: float = SILENCE_S_MAX,
     ca: str | os.PathLike[str] | None = None,
+    timeout_s: float = SILENCE_S_MAX,
 ) -> Cluster:
     """Connect to the cluster at `url`, or to this machine's cluster on `data_dir`.
 
@@ -304,16 +311,16 @@ def connect(
     If several routers serve the cluster, `url` names them all, as a list or separated by commas;
     after a router fails, the next one is used.
 
-    The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
+    The certificate at an `https://` URL must be of an authority in the PEM file `ca`, else
+    `PLEXRL_CA_FILE`, else of a public one.
 
-    `ca`, else `PLEXRL_CA`, is the PEM file of the authority that signs the certificate of an
-    `https` URL; without either, the system's authorities are trusted.
+    The key is `api_key`, else `PLEXRL_API_KEY`, else, with a data directory, the operator's.
 
     A request fails with `ConnectionLostError` after `timeout_s` seconds (120) without a response.
 
     Raises:
         AuthenticationError: a URL without a key.
-        InvalidRequestError: both `url` and `data_dir` are given.
+        InvalidRequestError: both `url` and `data_dir` are given, or `ca` cannot be used.
         PermissionDeniedError, StorageError: the data directory cannot be used.
         UnavailableError: the embedded cluster did not start.
     """
@@ -328,8 +335,7 @@ def connect(
     if url is not None:
         if not api_key:
             raise AuthenticationError(f"no API key for {url} was given: set PLEXRL_API_KEY")
-        authority = str(ca or environment.get("PLEXRL_CA") or "")
-        transport = Transport(url, api_key, timeout_s, authority)
+        transport = Transport(url, api_key, timeout_s, ca or environment.get("PLEXRL_CA_FILE"))
         LOG.info("cluster: %s", transport.location.url)
         return Cluster(transport)
     from plexrl.cluster.data_dir.folder import DATA_DIR
@@ -338,7 +344,8 @@ def connect(
     if data_dir is None:
         data_dir = environment.get("PLEXRL_DATA_DIR") or DATA_DIR
     local = join_or_start(data_dir, timeout_s)
-    cluster = Cluster(Transport(local.url, api_key or local.api_key, timeout_s, local.ca), local)
+    transport = Transport(local.url, api_key or local.api_key, timeout_s, ca or local.ca)
+    cluster = Cluster(transport, local)
     if local.is_started:
         cluster._record_former_jobs()
     return cluster

@@ -119,7 +119,6 @@ class TrainDeployment(Deployment):
         keep: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        upload: bool = False,
     ) -> CheckpointFuture:
         """Write parameters and optimizer state; `transformers` can load the directory.
 
@@ -134,8 +133,7 @@ class TrainDeployment(Deployment):
         `step` orders checkpoints (absent: the count of operations that changed the state). Once
         this checkpoint is whole, `keep_last` deletes the job's others except the newest so many,
         and `keep_every` those except at a multiple of so many steps; without both, none is deleted.
-        `keep` protects this checkpoint from later deletions of this kind. `upload` uploads it to
-        the location that the operator has configured.
+        `keep` protects this checkpoint from later deletions of this kind.
 
         Raises, from the future:
             CheckpointExistsError: the name exists, and `overwrite` is not set.
@@ -151,7 +149,6 @@ class TrainDeployment(Deployment):
             keep=keep,
             keep_last=keep_last,
             keep_every=keep_every,
-            upload=upload,
         )
         submission = requests.save_checkpoint(self.deployment, params)
         return self._submit_for(submission, CheckpointFuture)

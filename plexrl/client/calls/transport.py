@@ -15,6 +15,7 @@ Three kinds of failure are retried:
 import asyncio
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -25,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
+from plexrl.client.calls.server_certificate import refused_certificate, trusted_by
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.handle_repr import without_credentials
 from plexrl.errors import (
@@ -36,8 +38,6 @@ from plexrl.errors import (
 )
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx
 
     from plexrl.client.calls.controller import Controller
@@ -196,6 +196,8 @@ def is_unavailable(error: PlexRLError) -> bool:
     return error.status in UNAVAILABLE and "retry_after_s" in error.details
 
 
+CaFile = str | os.PathLike[str] | None
+"""A PEM file of authorities to trust; None: the public ones."""
 ClientT = TypeVar("ClientT", bound="httpx.Client | httpx.AsyncClient")
 ResultT = TypeVar("ResultT")
 
@@ -209,9 +211,15 @@ class _Connections(Generic[ClientT]):
     """The state of either transport."""
 
     def __init__(
-        self, client: ClientT, url: str | Sequence[str], api_key: str, timeout_s: float
+        self,
+        client: ClientT,
+        url: str | Sequence[str],
+        api_key: str,
+        timeout_s: float,
+        ca: CaFile,
     ) -> None:
         self._client = client
+        self.ca = ca
         self._client.headers["Authorization"] = f"Bearer {api_key}"
         self._endpoints = Endpoints(url)
         self.url = str(self._endpoints)
@@ -272,47 +280,28 @@ class _Connections(Generic[ClientT]):
         return found
 
     def _lost(self, url: str, error: Exception) -> ConnectionLostError:
+        """Raises `AuthenticationError` if the server's certificate was refused."""
+        refused = refused_certificate(url, self.ca, error)
+        if refused is not None:
+            raise refused from error
         self._endpoints.failed(url)
         return ConnectionLostError(
             f"no response from {url} ({type(error).__name__}: {error}): check that the cluster is "
-            "up and the URL is right"
+            "up and the URL is right, with its http:// or https://"
         )
-
-
-def tls_verification(ca: str) -> "ssl.SSLContext | bool":
-    """What httpx needs to verify certificates of the authority in the PEM file `ca`, or of the
-    system's authorities if it is empty.
-
-    Raises:
-        InvalidRequestError: the file has no certificates.
-    """
-    if not ca:
-        return True
-    import ssl
-
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        raise InvalidRequestError(
-            f"the authority's certificate {ca!r} cannot be read ({error}): set PLEXRL_CA, or `ca`, "
-            "to the PEM file that `plexrl up` names"
-        ) from error
 
 
 class Transport(_Connections["httpx.Client"]):
     """Blocking requests to one cluster. Thread-safe."""
 
     def __init__(
-        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str = ""
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
     ) -> None:
-        """`ca` is the PEM file of the authority that signs the API's certificate; empty: the
-        system's authorities are trusted."""
         import httpx
 
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-        client = httpx.Client(limits=limits, verify=tls_verification(ca))
-        super().__init__(client, url, api_key, timeout_s)
-        self.ca = ca
+        client = httpx.Client(limits=limits, verify=trusted_by(ca))
+        super().__init__(client, url, api_key, timeout_s, ca)
         self.location = ClusterLocation(without_credentials(self.url))
         """How another process finds the cluster."""
         self.api_key = api_key
@@ -396,13 +385,13 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
     """Like `Transport`, for one event loop."""
 
     def __init__(
-        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: str = ""
+        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
     ) -> None:
         import httpx
 
         limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
-        client = httpx.AsyncClient(limits=limits, verify=tls_verification(ca))
-        super().__init__(client, url, api_key, timeout_s)
+        client = httpx.AsyncClient(limits=limits, verify=trusted_by(ca))
+        super().__init__(client, url, api_key, timeout_s, ca)
 
     async def request(self, call: Call) -> "httpx.Response":
         """As `Transport.request`."""

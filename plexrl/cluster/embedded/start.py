@@ -44,6 +44,7 @@ class EmbeddedCluster:
         self._process = process
         self.url = endpoint.url
         self.api_key = endpoint.api_key
+        self.ca = endpoint.ca
         """The operator's key."""
         self.ca = endpoint.ca
         """PEM file of the authority of the API's certificate; empty: none is needed."""

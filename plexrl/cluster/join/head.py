@@ -118,6 +118,8 @@ class Head:
             schedulers=[str(TlsAddress(self.advertised, self.scheduler_port))],
             routers=self.public_urls.split(","),
             ticket_key=base64.b64encode((self._data / TICKET_KEY).read_bytes()).decode(),
+            data_url=self._options.data_url or "",
+            checkpoint_url=self._options.checkpoint_url or "",
         )
 
     async def serve(self, api_key: str) -> JoinService:

@@ -34,6 +34,7 @@ from plexrl.errors import (
     ConflictError,
     ConnectionLostError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     PermissionDeniedError,
     PlexRLError,
@@ -205,7 +206,17 @@ class JoinService:
                 "try again in a few seconds",
                 retry_after_s=2.0,
             ) from error
-        return await asyncio.to_thread(self._admit, request, client, request.node in live)
+        is_known = request.node in (await asyncio.to_thread(self._ledger.read)).nodes
+        told = await asyncio.to_thread(self._admit, request, client, request.node in live)
+        if not is_known:
+            # A former node of this name was drained when it left.
+            try:
+                await self._cluster.drain(request.node, is_draining=False)
+            except NotFoundError:
+                pass
+            except PlexRLError as error:
+                LOG.warning("a drain of %s may still be in force: %s", request.node, error)
+        return told
 
     def _admit(self, request: messages.Join, client: _Client, is_live: bool) -> messages.Membership:
         node, key = request.node, _request_key(request.request)

@@ -34,8 +34,9 @@ def main() -> None:
         add_arguments(commands.add_parser(name))
     options = parser.parse_args()
     set_up_process()
-    # Every renewal and every probe would be a line.
-    logging.getLogger("kubernetes").setLevel(logging.WARNING)
+    # Every request would be a line.
+    for noisy in ("httpx", "kubernetes"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         status = COMMANDS[options.command][1](options)
     except PlexRLError as error:

@@ -39,6 +39,11 @@ class Lease:
         self._held_until = 0.0
 
     @property
+    def renew_s(self) -> float:
+        """Interval at which its holder renews the lease, and others try to take it."""
+        return self._duration_s / 5
+
+    @property
     def is_held(self) -> bool:
         """Whether this process holds the lease, by its own clock: false after a time without
         renewal that is shorter than the one after which others take it."""

@@ -26,6 +26,8 @@ START_TIMEOUT_S = 600.0
 """For the StateManager to recover its tiers, and for the agent to reach the scheduler."""
 STOP_TIMEOUT_S = 240.0
 PARTS = (("statemanager", "plexrl.statemanager"), ("agent", "plexrl.worker"))
+WORKERS = "plexrl.cluster.kubernetes.workers"
+"""The agent whose workers are pods."""
 Plain = dict[str, Any]
 
 
@@ -48,14 +50,12 @@ async def run_node(settings: Plain, stop: asyncio.Event) -> int:
     stopping = asyncio.create_task(stop.wait())
     try:
         for name, module in PARTS:
-            options: tuple[str, ...] = ()
+            content = settings[name]
             if name == "agent" and "pods" in settings:
-                pods = run_dir / "pods.json"
-                write_private(pods, json.dumps(settings["pods"]))
-                options = ("--pods", str(pods))
+                module, content = WORKERS, {"agent": content, "pods": settings["pods"]}
             config = run_dir / f"{name}.json"
-            write_private(config, json.dumps(settings[name]))
-            process = await _spawn(module, config, options)
+            write_private(config, json.dumps(content))
+            process = await _spawn(module, config)
             running.append(process)
             if not await _is_ready(process, stopping):
                 if stop.is_set():
@@ -76,10 +76,9 @@ async def run_node(settings: Plain, stop: asyncio.Event) -> int:
             await _end(process)
 
 
-async def _spawn(module: str, config: Path, options: tuple[str, ...]) -> asyncio.subprocess.Process:
+async def _spawn(module: str, config: Path) -> asyncio.subprocess.Process:
     environment = tuned({**os.environ, PARENT: str(os.getpid())})
-    if module == "plexrl.statemanager":
-        options = (*options, "--end-with-parent")
+    options = ("--end-with-parent",) if module == "plexrl.statemanager" else ()
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -38,6 +38,7 @@ from plexrl.router.job_files.metrics_objects import MetricsObjects
 from plexrl.router.observe.health import ClusterHealth
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.statemanager.checkpoint.places.choice import root_at
 from plexrl.storage.location import directory, is_url
 from plexrl.storage.object_store import ObjectStore
 from plexrl.wire.links.credentials import Credentials
@@ -114,7 +115,8 @@ async def _background_tasks(
 
 def _make_services(config: RouterConfig) -> RouterServices:
     data_dir = Path(config.data_dir)
-    checkpoint_dir = data_dir / "checkpoints"
+    checkpoint_url = config.checkpoint_url or str(data_dir / "checkpoints")
+    threads = ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls")
     blobs, metrics = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
@@ -136,10 +138,11 @@ def _make_services(config: RouterConfig) -> RouterServices:
     specs = DeploymentSpecs(scheduler)
     quota = CheckpointQuota(
         scheduler,
-        checkpoint_dir,
+        root_at(checkpoint_url),
         config.router,
         checkpoints_max=config.tenant_checkpoints_max,
         bytes_max=config.tenant_checkpoint_bytes_max,
+        threads=threads,
     )
     keys.scheduler = executor.scheduler = scheduler
     executor.specs = specs
@@ -152,14 +155,14 @@ def _make_services(config: RouterConfig) -> RouterServices:
         metrics=metrics,
         specs=specs,
         uploads=UploadAdmission(config.arriving_bytes_max, config.tenant_arriving_bytes_max),
-        checkpoint_access=CheckpointAccess(scheduler, checkpoint_dir),
+        checkpoint_access=CheckpointAccess(scheduler, checkpoint_url),
         checkpoint_quota=quota,
         keys=keys,
         engines=Engines(executor),
         disconnects=CancelOnDisconnect(scheduler),
         health=ClusterHealth(scheduler, data_dir, parts_file),
         data_dir=data_dir,
-        threads=ThreadPoolExecutor(STORE_CALLS_MAX, thread_name_prefix="store-calls"),
+        threads=threads,
         body_bytes_max=config.body_bytes_max,
     )
 

@@ -1,12 +1,9 @@
-"""Quota on each tenant's checkpoints on the shared disk, and deletion of a checkpoint."""
+"""Quota on each tenant's checkpoints, and deletion and download of a checkpoint."""
 
 import asyncio
-import os
-import re
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
 
 from plexrl.errors import (
     CheckpointNotFoundError,
@@ -16,41 +13,38 @@ from plexrl.errors import (
     UnknownJobError,
 )
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.statemanager.checkpoint.folder import is_name
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot, StoredFile
 
 RETRY_S = 0.5
 DISK_SHARE = 0.5
-"""Share of the disk for one tenant if no bound is configured."""
+"""Share of the disk for one tenant if no bound is configured. An object store has no such bound."""
+CHUNK_BYTES = 8 << 20
+"""Bytes of a download that are read at a time."""
+
+Result = TypeVar("Result")
 
 Plain = dict[str, Any]
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""Valid name of a job's folder and of a checkpoint, as in the StateManager."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointUse:
-    """What a tenant has on the disk, including checkpoints that are being written."""
-
-    checkpoints: int = 0
-    nbytes: int = 0
-
 
 class CheckpointQuota:
-    """Quotas of all tenants over one folder that holds a folder for each job."""
+    """Quotas of all tenants over the checkpoints of all jobs."""
 
     def __init__(
         self,
         scheduler: SchedulerLink,
-        folder: Path,
+        root: CheckpointRoot,
         router: str,
         *,
         checkpoints_max: int,
         bytes_max: int | None,
+        threads: Executor | None = None,
     ) -> None:
         """The bounds apply to tenants without bounds of their own."""
         self._scheduler = scheduler
-        self._folder = folder
+        self._root = root
         self._router = router
+        self._threads = threads
         self._checkpoints_max = checkpoints_max
         self._bytes_max = bytes_max
 
@@ -77,33 +71,36 @@ class CheckpointQuota:
         if owner["is_operator"]:
             return
         try:
-            use = await asyncio.to_thread(self._use, owner["jobs"], (job, name))
-            checkpoints_max, bytes_max = await asyncio.to_thread(self._bounds, owner)
+            count, nbytes = await self._in_thread(
+                lambda: self._root.use(owner["jobs"], (job, name))
+            )
+            checkpoints_max, bytes_max = await self._in_thread(lambda: self._bounds(owner))
         except OSError as error:
             raise StorageError(
-                f"{self._folder} cannot be read: {error}: check its disk and its owner"
+                f"the folder of checkpoints cannot be read: {error}: check its disk and its owner"
             ) from error
-        if use.checkpoints < checkpoints_max and use.nbytes < bytes_max:
+        if count < checkpoints_max and (bytes_max is None or nbytes < bytes_max):
             return
+        bound = "any number of" if bytes_max is None else bytes_max
         raise QuotaExceededError(
-            f"tenant {owner['tenant']!r} has {use.checkpoints} checkpoints of {use.nbytes} bytes; "
-            f"its bounds are {checkpoints_max} checkpoints and {bytes_max} bytes: delete some "
+            f"tenant {owner['tenant']!r} has {count} checkpoints of {nbytes} bytes; "
+            f"its bounds are {checkpoints_max} checkpoints and {bound} bytes: delete some "
             "(`job.delete_checkpoint`), save with `keep_last`, or ask an operator for more",
-            checkpoints=use.checkpoints,
+            checkpoints=count,
             checkpoints_max=checkpoints_max,
-            checkpoint_bytes=use.nbytes,
+            checkpoint_bytes=nbytes,
             checkpoint_bytes_max=bytes_max,
         )
 
     async def describe(self, tenant: Plain) -> Plain:
-        """The scheduler's view of a tenant, with its checkpoints on the disk and its bounds."""
+        """The scheduler's view of a tenant, with its checkpoints and its bounds."""
         owner = await self._scheduler.call("checkpoint_owner", {"tenant": tenant["tenant"]})
-        use = await asyncio.to_thread(self._use, owner["jobs"], None)
-        checkpoints_max, bytes_max = await asyncio.to_thread(self._bounds, owner)
+        count, nbytes = await self._in_thread(lambda: self._root.use(owner["jobs"], None))
+        checkpoints_max, bytes_max = await self._in_thread(lambda: self._bounds(owner))
         return {
             **tenant,
-            "checkpoints": use.checkpoints,
-            "checkpoint_bytes": use.nbytes,
+            "checkpoints": count,
+            "checkpoint_bytes": nbytes,
             "checkpoints_bound": None if owner["is_operator"] else checkpoints_max,
             "checkpoint_bytes_bound": None if owner["is_operator"] else bytes_max,
         }
@@ -115,66 +112,69 @@ class CheckpointQuota:
             CheckpointNotFoundError: the job has no checkpoint of that name.
             StorageError: the file system refuses.
         """
-        if not (_NAME.fullmatch(job) and _NAME.fullmatch(name)):
+        place = self._place(job, name)
+
+        def delete() -> None:
+            try:
+                place.delete(self._router)
+                self._root.collect_garbage(job)
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(f"job {job!r} has no checkpoint {name!r}") from error
+            except OSError as error:
+                raise StorageError(f"checkpoint {place} was not deleted: {error}") from error
+
+        await self._in_thread(delete)
+
+    async def files(self, job: str, name: str) -> tuple[str, list[StoredFile]]:
+        """A version and the files of a complete checkpoint of a job that the caller may see.
+
+        Raises:
+            CheckpointNotFoundError: the job has no such checkpoint.
+            CorruptStateError: the checkpoint is damaged.
+            StoreUnavailableError: the object store does not answer.
+        """
+        place = self._place(job, name)
+
+        def read() -> tuple[str, list[StoredFile]]:
+            record = place.read_record()
+            return f"{record.seq}-{record.stamps[0]}-{record.attempt}", place.files()
+
+        return await self._in_thread(read)
+
+    async def read(
+        self, job: str, name: str, file: StoredFile, start: int, stop: int
+    ) -> AsyncIterator[bytes]:
+        """Bytes of one of `files`. Raises as `files`."""
+        place = self._place(job, name)
+        for first in range(start, stop, CHUNK_BYTES):
+            last = min(first + CHUNK_BYTES, stop)
+
+            def read(first: int = first, last: int = last) -> bytes:
+                return place.read_range(file, first, last)
+
+            try:
+                yield await self._in_thread(read)
+            except OSError as error:
+                raise CheckpointNotFoundError(
+                    f"checkpoint {name!r} of job {job!r} was deleted or replaced: {error}"
+                ) from error
+
+    def _place(self, job: str, name: str) -> CheckpointPlace:
+        if not (is_name(job) and is_name(name)):
             # A path outside the job's folder is never touched.
             raise CheckpointNotFoundError(f"job {job!r} has no checkpoint {name!r}")
-        await asyncio.to_thread(self._delete, self._folder / job, name)
+        return self._root.place(job, name)
 
-    def _bounds(self, owner: Plain) -> tuple[int, int]:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _bounds(self, owner: Plain) -> tuple[int, int | None]:
         checkpoints_max = owner["checkpoints_max"]
         bytes_max = owner["checkpoint_bytes_max"]
         if checkpoints_max is None:
             checkpoints_max = self._checkpoints_max
         if bytes_max is None:
             bytes_max = self._bytes_max
-        if bytes_max is None:
-            above = self._folder if self._folder.exists() else self._folder.parent
-            disk = os.statvfs(above)
-            bytes_max = int(DISK_SHARE * disk.f_frsize * disk.f_blocks)
+        if bytes_max is None and (capacity := self._root.capacity_bytes()) is not None:
+            bytes_max = int(DISK_SHARE * capacity)
         return checkpoints_max, bytes_max
-
-    def _use(self, jobs: list[str], but: tuple[str, str] | None) -> CheckpointUse:
-        if not self._folder.exists():
-            return CheckpointUse()
-        count = nbytes = 0
-        for job in {entry.name for entry in self._folder.iterdir()}.intersection(jobs):
-            for path in (self._folder / job).glob("*"):
-                name = path.name
-                if but is not None and job == but[0] and _is_of(name, but[1]):
-                    continue
-                nbytes += _size(path)
-                count += not name.endswith((".gone", ".old"))
-        return CheckpointUse(count, nbytes)
-
-    def _delete(self, folder: Path, name: str) -> None:
-        suffix = f".{self._router}.gone"
-        # Renamed first, so that no reader finds half of it.
-        gone = folder / f".{name}{suffix}"
-        try:
-            for left in folder.glob(f".*{suffix}"):
-                shutil.rmtree(left)
-            (folder / name).rename(gone)
-            shutil.rmtree(gone)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"job {folder.name!r} has no checkpoint {name!r}"
-            ) from error
-        except OSError as error:
-            raise StorageError(f"checkpoint {folder / name} was not deleted: {error}") from error
-
-
-def _is_of(entry: str, name: str) -> bool:
-    """Whether a folder is the checkpoint `name`, or a partial write of it."""
-    return entry == name or (entry.startswith(f".{name}.") and entry.endswith(".part"))
-
-
-def _size(path: Path) -> int:
-    nbytes = 0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            try:
-                nbytes += os.lstat(Path(folder) / file).st_size
-            except FileNotFoundError:
-                # It was deleted or renamed meanwhile.
-                continue
-    return nbytes

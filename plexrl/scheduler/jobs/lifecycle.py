@@ -18,6 +18,7 @@ from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
 from plexrl.scheduler.placement.rendezvous import (
+    may_span,
     meets_at_port,
     no_port_reason,
     rendezvous,
@@ -190,6 +191,8 @@ def send_launch(state: State, effects: Effects, deployment: Deployment) -> None:
     if deployment.processes.launch_at is not None:
         return
     if not all(has_gpu(state, rank) for rank in deployment.ranks):
+        return
+    if not may_span(state, deployment):
         return
     assert deployment.group is not None, f"{deployment.deployment} launches without GPUs"
     effects.emit(

@@ -21,6 +21,7 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle
 from plexrl.scheduler.placement.placement import vacate
 from plexrl.scheduler.placement.rebuilding import rebuild
 from plexrl.scheduler.placement.relocation import drain
+from plexrl.scheduler.placement.rendezvous import may_span
 from plexrl.scheduler.state.deployment import wpg
 from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
@@ -47,13 +48,17 @@ def reconcile_node(context: Context, name: NodeId, now: float) -> None:
 
 
 def replace_shrunk(context: Context, name: NodeId, now: float) -> None:
-    """Move the WPGs on GPUs that the node no longer has; their workers there are gone."""
+    """Move the WPGs on GPUs that the node no longer has, whose workers there are gone, and those
+    that may not span it any more."""
     gpus = context.state.nodes[name].gpus
     for deployment in placed_on(context.cluster, name):
-        if all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name):
+        has_gpus = all(rank.gpu < gpus for rank in deployment.ranks if rank.node == name)
+        if has_gpus and may_span(context.state, deployment):
             continue
         if deployment.state not in (WpgState.RECOVERING, WpgState.MIGRATING):
             reason = f"node {name!r} came back with {gpus} GPUs"
+            if has_gpus:
+                reason = f"node {name!r} came back with another fabric, so groups do not span it"
             if not stop(context, deployment, reason, now):
                 continue
             # Workers that still run there must not be adopted.

@@ -9,6 +9,8 @@ Invariants:
 
 from typing import TYPE_CHECKING
 
+from plexrl.scheduler.placement.capacity.node_pool import kind_of
+
 if TYPE_CHECKING:
     from plexrl.ids import NodeId
     from plexrl.scheduler.state.records import Deployment, Node, State
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
 def meets_at_port(state: "State", deployment: "Deployment") -> bool:
     """Whether the ranks are on several machines."""
     return len(deployment.nodes) > 1 and bool(_meeting_node(state, deployment).host)
+
+
+def may_span(state: "State", deployment: "Deployment") -> bool:
+    """Whether the ranks' network is still allowed to carry their collectives, as far as the nodes
+    that are connected say: a node may have come back with another configuration."""
+    if len(deployment.nodes) < 2:
+        return True
+    alive = [node for name in deployment.nodes if (node := state.nodes[name]).alive]
+    return len({kind_of(node).fabric for node in alive}) < 2
 
 
 def rendezvous(state: "State", deployment: "Deployment") -> str:

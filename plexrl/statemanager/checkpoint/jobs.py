@@ -4,7 +4,8 @@ Invariants:
 
 - An accepted checkpoint pins its versions until it is written, failed or cancelled.
 - Checkpoints of one name are written in the order of their acceptance.
-- A full file system delays a checkpoint and later ones of its name; it fails none.
+- A full file system, or an object store that does not answer, delays a checkpoint and later ones of
+  its name; it fails none.
 - A clean exit finishes accepted checkpoints until a timeout; then it cancels the rest, and their
   callers request them again.
 """
@@ -17,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from plexrl.errors import (
     NotFoundError,
@@ -25,13 +25,14 @@ from plexrl.errors import (
     OverloadedError,
     PlexRLError,
     StorageFullError,
+    StoreUnavailableError,
 )
-from plexrl.statemanager.checkpoint.folder import clean_up, retain, to_upload
+from plexrl.statemanager.checkpoint.folder import retain
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
-from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState, UploadState
-from plexrl.statemanager.checkpoint.upload import Uploads
+from plexrl.statemanager.checkpoint.places.choice import root_at
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot
+from plexrl.statemanager.checkpoint.requests import CheckpointReport, CheckpointState
 from plexrl.statemanager.checkpoint.write.progress import Progress
-from plexrl.statemanager.checkpoint.write.publish import announce, announce_end
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.transfer.transport.reader import StateReader
@@ -42,7 +43,9 @@ ENTRIES_MAX = 256
 """Number of finished checkpoints kept in memory; complete ones are also found on disk."""
 RETRY_AFTER_S = 5.0
 ROOM_RETRY_S = 1.0
-"""Delay between attempts to write a checkpoint that does not fit the file system."""
+"""Delay between attempts to write a checkpoint that cannot be stored yet."""
+HELD = (StorageFullError, StoreUnavailableError)
+"""Errors of conditions that pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +76,16 @@ class CheckpointJobs:
     """A thread that writes checkpoints until `close`. Thread-safe."""
 
     def __init__(self, config: StateManagerConfig) -> None:
-        """Removes unfinished checkpoints of an earlier daemon, and resumes its uploads."""
+        """Removes unfinished checkpoints of an earlier daemon."""
         self._config = config
-        self._uploads = Uploads(config.checkpoint_upload_url)
+        self.root: CheckpointRoot | None = None
+        if config.checkpoint_url:
+            self.root = root_at(config.checkpoint_url)
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Path, _Entry] = OrderedDict()
+        self._entries: OrderedDict[CheckpointPlace, _Entry] = OrderedDict()
         self._queue: queue.Queue[_Entry | None] = queue.Queue()
         self._active = 0
-        clean_up(config.checkpoint_dir, config.node)
-        # This reads every manifest, so it is skipped if there are no uploads.
-        if self._uploads.is_enabled:
-            for path in to_upload(config.checkpoint_dir, config.node):
-                self._uploads.add(path)
+        self._clean_up()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -95,35 +96,36 @@ class CheckpointJobs:
             OverloadedError: too many wait already; the caller keeps the task's resources.
             StorageFullError: likewise, because the disk is full.
             StorageError: the job's folder cannot be written; the caller keeps the resources.
+            StoreUnavailableError: the object store does not answer; likewise.
         """
         bytes_per_s = self._config.checkpoint_bytes_per_s or None
         entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
         with self._lock:
             if self._active > self._config.checkpoints_waiting_max:
                 for one in self._entries.values():
-                    if isinstance(one.error, StorageFullError):
-                        # The queue does not move before there is free space.
+                    if isinstance(one.error, HELD):
+                        # The queue does not move before there is space, or an answer.
                         raise one.error
                 raise OverloadedError(
                     f"{self._active - 1} checkpoints wait on {self._config.node!r} already: try "
                     "again when one is written, or raise checkpoints_waiting_max",
                     retry_after_s=RETRY_AFTER_S,
                 )
+            task.wanted.target.announce(task.wanted.node)
             self._active += 1
-            announce(task.wanted.target, task.wanted.node)
             self._entries.pop(task.wanted.target, None)
             self._entries[task.wanted.target] = entry
             self._forget_oldest()
             self._queue.put(entry)
         return self._report(entry)
 
-    def find(self, target: Path) -> CheckpointReport | None:
+    def find(self, target: CheckpointPlace) -> CheckpointReport | None:
         """The report of a checkpoint accepted since the start, if any."""
         with self._lock:
             entry = self._entries.get(target)
         return None if entry is None else self._report(entry)
 
-    def is_active(self, target: Path, stamps: Sequence[str], asked_by: str) -> bool:
+    def is_active(self, target: CheckpointPlace, stamps: Sequence[str], asked_by: str) -> bool:
         """Whether the checkpoint of this request waits or is being written."""
         with self._lock:
             entry = self._entries.get(target)
@@ -140,11 +142,7 @@ class CheckpointJobs:
             entries = list(self._entries.values())
         return [self._report(entry) for entry in entries]
 
-    def upload_state(self, target: Path) -> tuple[UploadState, str | None]:
-        """State of a checkpoint's upload, and the error if it failed."""
-        return self._uploads.state(target)
-
-    def cancel(self, target: Path) -> CheckpointReport:
+    def cancel(self, target: CheckpointPlace) -> CheckpointReport:
         """Cancel a checkpoint; returns when its writing has ended.
 
         Raises:
@@ -169,10 +167,9 @@ class CheckpointJobs:
         for entry in entries:
             entry.progress.cancel()
         self._thread.join()
-        self._uploads.close()
 
     def _run(self) -> None:
-        # Checkpoints that did not fit the disk, the oldest first. They are retried.
+        # Checkpoints that could not be stored yet, the oldest first. They are retried.
         held: list[_Entry] = []
         is_closing = False
         while held or not is_closing:
@@ -189,7 +186,7 @@ class CheckpointJobs:
                     held.append(entry)
 
     def _write(self, entry: _Entry) -> bool:
-        """Write a checkpoint. False: the disk is full; its versions stay pinned."""
+        """Write a checkpoint. False: it cannot be stored yet; its versions stay pinned."""
         task, wanted = entry.task, entry.task.wanted
         error: PlexRLError | None = None
         with self._lock:
@@ -198,10 +195,10 @@ class CheckpointJobs:
         try:
             entry.progress.add(0)
             write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
-        except StorageFullError as full:
+        except HELD as held:
             if entry.error is None:
-                LOG.warning("checkpoint %s waits for free space: %s", wanted.target, full)
-            entry.error = full
+                LOG.warning("checkpoint %s waits: %s", wanted.target, held)
+            entry.error = held
             return False
         except PlexRLError as failure:
             LOG.warning("checkpoint %s failed: %s", wanted.target, failure)
@@ -210,7 +207,7 @@ class CheckpointJobs:
             LOG.exception("a checkpoint failed")
             error = PlexRLError("the checkpoint failed: see the StateManager's log")
         task.held.close()
-        announce_end(wanted.target, wanted.node)
+        wanted.target.announce_end(wanted.node)
         self._end(entry, error)
         with self._lock:
             self._active -= 1
@@ -225,29 +222,36 @@ class CheckpointJobs:
             is_cancelled = isinstance(error, OperationCancelledError)
             entry.state = CheckpointState.CANCELLED if is_cancelled else CheckpointState.FAILED
             return
-        if wanted.upload:
-            self._uploads.add(wanted.target)
         entry.state = CheckpointState.DURABLE
         LOG.info(
             "checkpoint %s: %d bytes in %.3f s",
             *(wanted.target, entry.progress.bytes_done, entry.progress.seconds),
         )
         if task.retention is not None:
-            folder = wanted.target.parent
-            in_use = self._uploads.pending(folder)
+            assert self.root is not None
+            job, in_use = wanted.target.job, frozenset({wanted.target.name})
             try:
-                gone = retain(folder, task.retention, wanted.node, in_use | {wanted.target.name})
-            except OSError as failure:
-                LOG.warning("old checkpoints in %s were not deleted: %s", folder, failure)
+                gone = retain(self.root, job, task.retention, wanted.node, in_use)
+            except (OSError, PlexRLError) as failure:
+                LOG.warning("old checkpoints of %s were not deleted: %s", job, failure)
                 return
             for name in gone:
-                LOG.info("checkpoint %s was deleted by its job's retention policy", folder / name)
+                LOG.info("checkpoint %s/%s was deleted by its job's retention policy", job, name)
+
+    def _clean_up(self) -> None:
+        if self.root is None:
+            return
+        try:
+            for left in self.root.sweep(self._config.node):
+                LOG.warning("%s was unfinished; removed", left)
+        except StoreUnavailableError as error:
+            # The next attempt to write these checkpoints, or the collection of garbage, does it.
+            LOG.warning("unfinished checkpoints stay for now: %s", error)
 
     def _report(self, entry: _Entry) -> CheckpointReport:
         wanted, progress = entry.task.wanted, entry.progress
-        upload, upload_error = self._uploads.state(wanted.target)
         return CheckpointReport(
-            job=wanted.target.parent.name,
+            job=wanted.target.job,
             name=wanted.target.name,
             path=str(wanted.target),
             state=entry.state,
@@ -257,9 +261,7 @@ class CheckpointJobs:
             bytes_total=progress.bytes_total,
             seconds=progress.seconds,
             as_of=entry.as_of,
-            upload=upload,
             error=None if entry.error is None else entry.error.to_wire(),
-            upload_error=upload_error,
         )
 
     def _forget_oldest(self) -> None:

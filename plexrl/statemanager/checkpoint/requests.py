@@ -15,7 +15,7 @@ class CheckpointState(StrEnum):
     """Its version is pinned; another checkpoint is being written."""
     WRITING = "writing"
     DURABLE = "durable"
-    """It is complete and on the disk."""
+    """It is complete."""
     FAILED = "failed"
     """Nothing of it remains; request it again."""
     CANCELLED = "cancelled"
@@ -23,17 +23,6 @@ class CheckpointState(StrEnum):
     @property
     def is_final(self) -> bool:
         return self not in (self.WAITING, self.WRITING)
-
-
-class UploadState(StrEnum):
-    """Progress of a checkpoint's upload."""
-
-    NONE = "none"
-    """It was not requested."""
-    WAITING = "waiting"
-    DONE = "done"
-    FAILED = "failed"
-    """Several attempts failed; the daemon retries when it starts."""
 
 
 class WriteCheckpoint(Request, frozen=True, kw_only=True):
@@ -63,7 +52,6 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     keep: bool = False
     retention: RetentionPolicy | None = None
     """Applied to the job's other checkpoints when this one is complete."""
-    upload: bool = False
 
 
 class PinVersions(Request, frozen=True, kw_only=True):
@@ -74,7 +62,7 @@ class PinVersions(Request, frozen=True, kw_only=True):
 
 
 class CheckpointStatus(Request, frozen=True, kw_only=True):
-    """Report the checkpoints of a deployment's job, including those on the disk."""
+    """Report the checkpoints of a deployment's job, including complete ones."""
 
     deployment: str
     name: str | None = None
@@ -103,9 +91,7 @@ class CheckpointReport:
     seconds: float
     """Duration of writing."""
     as_of: float
-    """Time of the request, or of the file on disk, in seconds since the epoch. Among several nodes'
+    """Time of the request, or of the manifest, in seconds since the epoch. Among several nodes'
     reports of one name, the newest is valid."""
-    upload: UploadState = UploadState.NONE
     error: dict[str, object] | None = None
     """The error, as in `PlexRLError.to_wire`."""
-    upload_error: str | None = None

@@ -4,23 +4,19 @@ Every block that a slice touches is read completely and its checksum verified, s
 slice by less than a block at either end.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
-from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StorageError
-from plexrl.statemanager.checkpoint.format.record import (
-    RECORD,
-    CheckpointRecord,
-    TensorRecord,
-    decode_record,
-)
+from plexrl.errors import CheckpointNotFoundError, CorruptStateError
+from plexrl.statemanager.checkpoint.format.record import CheckpointRecord, TensorRecord
 from plexrl.statemanager.checkpoint.format.safetensors import decode_head, head_bytes
 from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, range_in_slice
+from plexrl.statemanager.checkpoint.places.choice import Location, place_at
+from plexrl.statemanager.checkpoint.places.directory import unreadable
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace
 from plexrl.statemanager.checkpoint.write.assembly import copy_common
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart, StateSlice
@@ -32,26 +28,26 @@ Fill = Callable[[StateSlice], memoryview]
 class Checkpoint:
     """A published checkpoint, open for reading."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, location: Location | CheckpointPlace) -> None:
         """Reads the manifest and the headers of the files.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
             CorruptStateError: a file is missing, truncated, or does not match the manifest.
             StorageError: a file cannot be opened.
+            StoreUnavailableError: the object store does not answer.
         """
-        self.path = path
+        self.place = place_at(location) if isinstance(location, str | Path) else location
         self.bytes_read = 0
-        self.record = read_record(path)
-        self._open_files = ExitStack()
-        self._fds: dict[str, int] = {}
+        self.record = self.place.read_record()
+        self._files = self.place.open_files(self.record)
         self._buffer = memoryview(bytearray(self.record.block_bytes))
         try:
             for file in self.record.files:
-                self._fds[file.path] = self._open(file.path, file.nbytes)
+                self._check_size(file.path, file.nbytes)
             self._check_heads()
         except BaseException:
-            self._open_files.close()
+            self._files.close()
             raise
         # A parameter may be stored in two dtypes: a slice is read from the tensor of its own dtype.
         self._tensors = {(r.key, r.dtype): r for r in self.record.tensors}
@@ -63,12 +59,14 @@ class Checkpoint:
             CorruptStateError: a block is damaged or missing.
             CheckpointNotFoundError: a wanted tensor is missing, or has another dtype or shape.
         """
+        self._prefetch(wants)
         for want in wants:
             for _ in self._blocks(want):
                 pass
 
     def fill(self, wants: Sequence[StateSlice], memory: Fill) -> None:
         """Write every wanted slice to its memory. Raises as `verify`; some may then be written."""
+        self._prefetch(wants)
         for want in wants:
             target = memory(want)
             for block, data in self._blocks(want):
@@ -92,7 +90,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files."""
-        self._open_files.close()
+        self._files.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -105,23 +103,40 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _prefetch(self, wants: Sequence[StateSlice]) -> None:
+        ranges = []
+        for want in wants:
+            record = self._record_of(want)
+            itemsize = DTYPE_BYTES[record.dtype]
+            for _, block in self._touched(want, record):
+                start = record.start + block_start(block, record.shape) * itemsize
+                ranges.append((record.file, start, block.size * itemsize))
+        try:
+            self._files.prefetch(ranges)
+        except FileNotFoundError as error:
+            raise self._corrupt(str(error), "it is missing", None) from error
+
     def _blocks(self, want: StateSlice) -> Iterator[tuple[Box, memoryview]]:
         """The verified blocks that a slice touches; each is valid until the next one."""
         record = self._record_of(want)
+        for index, block in self._touched(want, record):
+            yield block, self._read(record, index, block)
+
+    def _touched(self, want: StateSlice, record: TensorRecord) -> Iterator[tuple[int, Box]]:
         itemsize = DTYPE_BYTES[record.dtype]
         held = Box(offset=want.offset, shape=want.shape)
         if 0 in want.shape:
             return
         for index, block in enumerate(blocks(record.shape, itemsize, self.record.block_bytes)):
             if range_in_slice(block, held, itemsize) is not None:
-                yield block, self._read(record, index, block)
+                yield index, block
 
     def _record_of(self, want: StateSlice) -> TensorRecord:
         record = self._tensors.get((want.key, want.dtype))
         if record is None or record.shape != want.global_shape:
             there = [f"{r.dtype}{list(r.shape)}" for r in self.record.tensors if r.key == want.key]
             raise CheckpointNotFoundError(
-                f"checkpoint {self.path.name!r} has {want.key.name} as {there or 'nothing'}, and "
+                f"checkpoint {self.place.name!r} has {want.key.name} as {there or 'nothing'}, and "
                 f"{want.dtype}{list(want.global_shape)} is wanted: load it into the model that it "
                 "was saved from, in a format that training can resume from",
                 key=want.key.name,
@@ -133,43 +148,37 @@ class Checkpoint:
         data = self._buffer[: block.size * itemsize]
         start = record.start + block_start(block, record.shape) * itemsize
         name, file = record.key.name, record.file
-        filled = 0
-        while filled < len(data):
-            try:
-                got = os.preadv(self._fds[file], [data[filled:]], start + filled)
-            except OSError as error:
-                raise self._corrupt(file, f"{name} cannot be read: {error}", name) from error
-            if got == 0:
-                raise self._corrupt(file, f"it ends inside {name}", name)
-            filled += got
+        try:
+            filled = self._files.read_into(file, data, start)
+        except OSError as error:
+            raise self._corrupt(file, f"{name} cannot be read: {error}", name) from error
+        if filled < len(data):
+            raise self._corrupt(file, f"it ends inside {name}", name)
         self.bytes_read += filled
         if xxhash.xxh3_128_hexdigest(data) != record.digests[index]:
             raise self._corrupt(file, f"block {index} of {name} does not match its checksum", name)
         return data
 
-    def _open(self, file: str, nbytes: int) -> int:
-        path = self.path / file
+    def _check_size(self, file: str, nbytes: int) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            size = self._files.size(file)
         except FileNotFoundError as error:
             raise self._corrupt(file, "it is missing", None) from error
         except OSError as error:
-            raise _unreadable(path, error) from error
-        self._open_files.callback(os.close, fd)
-        size = os.fstat(fd).st_size
+            raise unreadable(f"{self.place}/{file}", error) from error
         if size != nbytes:
             raise self._corrupt(file, f"it has {size} bytes, {nbytes} were written", None)
-        return fd
 
     def _check_heads(self) -> None:
         """Check that the files' headers match the manifest, so that other tools read the same."""
         found: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
-        for file, fd in self._fds.items():
+        for file in (each.path for each in self.record.files):
             try:
-                head = os.pread(fd, head_bytes(os.pread(fd, 8, 0)), 0)
-                tensors = decode_head(head)
+                tensors = decode_head(self._head(file))
             except CorruptStateError as error:
                 raise self._corrupt(file, error.message, None) from error
+            except OSError as error:
+                raise unreadable(f"{self.place}/{file}", error) from error
             found |= {(file, t.name): (t.dtype, t.shape, t.start) for t in tensors}
         for record in self.record.tensors:
             there = found.get((record.file, record.key.name))
@@ -177,39 +186,21 @@ class Checkpoint:
                 name = record.key.name
                 raise self._corrupt(record.file, f"its header describes {name} as {there}", name)
 
+    def _head(self, file: str) -> bytes:
+        start = bytearray(8)
+        self._files.read_into(file, memoryview(start), 0)
+        head = bytearray(head_bytes(bytes(start)))
+        read = self._files.read_into(file, memoryview(head), 0)
+        return bytes(head[:read])
+
     def _corrupt(self, file: str, why: str, key: str | None) -> CorruptStateError:
         details = {"file": file} if key is None else {"file": file, "key": key}
         return CorruptStateError(
-            f"{file} of checkpoint {self.path} is damaged ({why}): load another checkpoint",
+            f"{file} of checkpoint {self.place} is damaged ({why}): load another checkpoint",
             **details,
         )
 
 
-def read_record(path: Path) -> CheckpointRecord:
-    """The manifest of the checkpoint at `path`.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CorruptStateError: the manifest is damaged.
-        StorageError: it cannot be opened.
-    """
-    file = path / RECORD
-    try:
-        return decode_record(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {path.name!r} in {path.parent.name!r}"
-        ) from error
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    except CorruptStateError as error:
-        raise CorruptStateError(
-            f"checkpoint {path} is damaged ({error.message}): load another checkpoint", file=RECORD
-        ) from error
-
-
-def _unreadable(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{path} cannot be opened ({error}): repair its permissions or the file system",
-        file=str(path),
-    )
+def read_record(location: Location) -> CheckpointRecord:
+    """The manifest of the checkpoint at a path or URL. Raises as `CheckpointPlace.read_record`."""
+    return place_at(location).read_record()

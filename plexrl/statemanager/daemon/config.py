@@ -8,6 +8,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind
 from plexrl.statemanager.protocol.network import TRUSTED
 from plexrl.statemanager.protocol.ticket_key import KEY_FILE
+from plexrl.storage.location import check_location
 from plexrl.wire.links.credentials import TlsFiles
 
 
@@ -66,17 +67,13 @@ class StateManagerConfig:
     """Move complete versions to the NVMe tier on a clean exit; a restart then finds them."""
     connections_max: int = 1024
     """Concurrent connections, one thread each; every worker opens a few."""
-    checkpoint_dir: str = ""
-    """Checkpoints go to `<checkpoint_dir>/<job>/<name>`, on a file system that all nodes share;
-    empty: no checkpoints."""
+    checkpoint_url: str = ""
+    """Checkpoints go to `<checkpoint_url>/<job>/<name>`: a directory that all nodes share, or an
+    object store as `s3://bucket/prefix`. Empty: no checkpoints."""
     checkpoint_bytes_per_s: int = 0
     """Rate limit of checkpoint writes, for disks with other users; 0: no limit."""
     checkpoints_waiting_max: int = 4
     """Queued checkpoints behind the one being written; each pins a version in the tiers."""
-    checkpoint_upload_url: str = ""
-    """`fsspec` URL below which checkpoints are uploaded, as `s3://bucket/checkpoints`; empty: no
-    uploads. Only the operator sets it, because the daemon uploads with the operator's
-    credentials."""
     moves_max: int = 16
     """Concurrent moves: a few more than saturate the memory bandwidth."""
     moves_waiting_max: int = 256
@@ -115,6 +112,8 @@ class StateManagerConfig:
     authenticates: needs `serve_tcp` and a trusted `fabric`."""
 
     def __post_init__(self) -> None:
+        if self.checkpoint_url:
+            check_location("checkpoint_url", self.checkpoint_url)
         for name in (
             *("host_bytes", "nvme_bytes", "published_versions", "connections_max"),
             *("moves_max", "moves_waiting_max"),

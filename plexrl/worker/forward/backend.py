@@ -7,7 +7,6 @@ does not store unchanged weights again, so an offload of such a model copies not
 Shapes: B rows of a micro-batch, L its longest row, V vocabulary, H hidden size.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
@@ -31,12 +31,12 @@ class ForwardBackend(Backend):
     """One rank. With several ranks, the default process group must exist before `gather`."""
 
     def __init__(
-        self, spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
+        self, spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
     ) -> None:
         self._spec = spec
         self._rank = rank
         self._world_size = world_size
-        self._checkpoint_dir = checkpoint_dir
+        self._checkpoint_url = checkpoint_url
 
     def build(self) -> None:
         """Make the model with its weights in the arena."""
@@ -75,7 +75,7 @@ class ForwardBackend(Backend):
             case OperationKind.FORWARD:
                 return self._forward(call)
             case OperationKind.LOAD_CHECKPOINT:
-                return self._load(call.checkpoint_path(self._checkpoint_dir))
+                return self._load(call.checkpoint_path(self._checkpoint_url))
             case _:
                 raise InvalidRequestError(f"{call.kind.value} is no operation of a forward backend")
 
@@ -105,7 +105,7 @@ class ForwardBackend(Backend):
         rows_B = torch.arange(batch.rows, device=last_B.device)
         return model.score(hidden_BLH[rows_B, last_B]).squeeze(-1).float()  # type: ignore[no-any-return]
 
-    def _load(self, path: Path) -> BackendResult:
+    def _load(self, path: Location) -> BackendResult:
         read: dict[str, torch.Tensor] = {}
 
         def read_all() -> str:

@@ -8,12 +8,13 @@ between calls. The backend itself has no connections (PlexRL §5.1: a Worker is 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
+from plexrl.storage.location import join
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Arrays
 
@@ -48,10 +49,11 @@ class BackendCall:
     trainer_step: int = 0
     """Optimizer steps in the weights before this call."""
 
-    def checkpoint_path(self, folder: Path) -> Path:
-        """The checkpoint that a `load_checkpoint` names; `folder` holds all jobs' checkpoints."""
+    def checkpoint_path(self, root: Location) -> str:
+        """The path or URL of the checkpoint that a `load_checkpoint` names; `root` holds all jobs'
+        checkpoints."""
         job, name = self.params.job or self.rank_params["job"], self.params.name
-        return folder / str(job) / str(name)
+        return join(str(root), str(job), str(name))
 
 
 class SharedWeights(Protocol):

@@ -1,21 +1,27 @@
 """Creates the backend that a deployment's specification names."""
 
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.storage.location import is_url
+from plexrl.storage.model_folder import model_folder
 from plexrl.worker.process.backend import Backend, BackendCall
 
 
-def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path) -> Backend:
+def make_backend(
+    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
+) -> Backend:
     """The backend of one rank. Heavy libraries are imported here.
 
     Raises:
         InvalidRequestError: this kind of deployment has no such backend, or the backend's library
             is not installed.
+        StoreUnavailableError: the model's URL cannot be read.
         LayoutError: the number of started workers differs from the layout's number of ranks.
     """
     if spec.layout.world_size != world_size:
@@ -24,34 +30,38 @@ def make_backend(spec: DeploymentSpec, rank: int, world_size: int, checkpoint_di
             f"needs {spec.layout.world_size}: create the deployment again",
             field="workers",
         )
+    if spec.model.path is not None and is_url(spec.model.path):
+        # The libraries read models from directories.
+        folder = model_folder(spec.model.path, weights=True)
+        spec = replace(spec, model=replace(spec.model, path=str(folder)))
     match spec.kind, spec.backend:
         case "train", _:
-            return _training_backend(spec, rank, checkpoint_dir)
+            return _training_backend(spec, rank, checkpoint_url)
         case "rollout", "torch":
             from plexrl.worker.rollout.engine import TorchRolloutBackend
             from plexrl.worker.rollout.engine.tensor_parallel import rank_group
 
-            return TorchRolloutBackend(spec, checkpoint_dir, rank_group(spec.layout, rank))
+            return TorchRolloutBackend(spec, checkpoint_url, rank_group(spec.layout, rank))
         case "rollout", "vllm":
             from plexrl.worker.rollout.vllm.installation import require_vllm
 
             require_vllm()
             from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
-            return VllmRolloutBackend(spec, checkpoint_dir)
+            return VllmRolloutBackend(spec, checkpoint_url)
         case "forward", "torch":
             from plexrl.worker.forward.backend import ForwardBackend
 
-            return ForwardBackend(spec, rank, world_size, checkpoint_dir)
+            return ForwardBackend(spec, rank, world_size, checkpoint_url)
     raise _unknown_backend(spec)
 
 
 def make_or_refuse(
-    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_dir: Path
+    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
 ) -> Backend:
     """As `make_backend`, but an error of that function is raised by the backend's `build`."""
     try:
-        return make_backend(spec, rank, world_size, checkpoint_dir)
+        return make_backend(spec, rank, world_size, checkpoint_url)
     except InvalidRequestError as error:
         return RefusedBackend(error)
 
@@ -82,7 +92,7 @@ class RefusedBackend(Backend):
         raise self._reason
 
 
-def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> Backend:
+def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_url: Location) -> Backend:
     from plexrl.worker.training.backend import TrainingBackend
     from plexrl.worker.training.model import TrainingModel, TrainingRank
 
@@ -108,7 +118,7 @@ def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_dir: Path) -> 
             model = MegatronModel(own)
         case _:
             raise _unknown_backend(spec)
-    return TrainingBackend(own, model, checkpoint_dir)
+    return TrainingBackend(own, model, checkpoint_url)
 
 
 def _unknown_backend(spec: DeploymentSpec) -> InvalidRequestError:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,12 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.model.spec import ModelSpec
-from plexrl.statemanager.checkpoint.format.record import RECORD, decode_record
+from plexrl.statemanager.checkpoint.format.record import RECORD
+from plexrl.statemanager.checkpoint.places.choice import Location, place_at
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace
 from plexrl.statemanager.checkpoint.restore import Checkpoint
-from plexrl.statemanager.checkpoint.write.publish import is_coming
 from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.storage.location import directory, is_url
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
 if TYPE_CHECKING:
@@ -35,10 +38,11 @@ if TYPE_CHECKING:
 COMING_TIMEOUT_S = 600.0
 """Longest wait of a load for a checkpoint that is being written."""
 POLL_S = 0.02
+POLL_S_MAX = 1.0
 
 
 def fill_from_checkpoint(
-    path: Path,
+    path: Location,
     wants: Sequence[StateSlice],
     memory: Callable[[StateSlice], memoryview],
     gather: Callable[[str], list[str]],
@@ -48,6 +52,7 @@ def fill_from_checkpoint(
     Raises:
         CheckpointNotFoundError: on every rank.
         CorruptStateError: some rank found damage; on every rank.
+        StoreUnavailableError: the object store does not answer some rank; on every rank.
         RuntimeError: the files were damaged after the check; slices may be partly written.
     """
     with ExitStack() as held:
@@ -65,56 +70,38 @@ def fill_from_checkpoint(
             raise RuntimeError(f"{path} was damaged while it was read: {error}") from error
 
 
-def load_for(path: Path, slices: Sequence[StateSlice]) -> "dict[str, torch.Tensor]":
-    """The whole parameters that `slices` are parts of, by name, and perhaps others.
+def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.Tensor]":
+    """The parts of parameters that `slices` name, by the parameter's name, in the dtype of the
+    checkpoint. Only these parts are read of a checkpoint of this cluster.
 
     Raises:
-        BatchShapeError: one is missing, or has another shape.
-        PlexRLError: as `load_hf_parameters`.
-    """
-    found = load_hf_parameters(path)
-    for piece in slices:
-        name, shape = piece.key.name, piece.global_shape
-        if name not in found or tuple(found[name].shape) != shape:
-            raise BatchShapeError(
-                f"checkpoint {path.name!r} has no parameter {name!r} of shape {list(shape)}: load "
-                "a checkpoint of this deployment's model"
-            )
-    return found
-
-
-def load_hf_parameters(path: Path) -> "dict[str, torch.Tensor]":
-    """All parameters of a checkpoint or another Hugging Face directory, by name.
-
-    Raises:
-        CheckpointNotFoundError: the directory has no safetensors file.
+        BatchShapeError: a parameter is missing, or has another shape.
+        CheckpointNotFoundError: there is no safetensors file.
         CorruptStateError: a file cannot be read.
+        StoreUnavailableError: the object store does not answer.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    _wait_until_written(path)
-    if (path / RECORD).exists():
-        return _recorded_parameters(path)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {path.name!r} in {path.parent.name!r}"
-        )
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            found |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CorruptStateError(f"{file} cannot be read: {error}") from error
-    return found
+    place = place_at(path)
+    _wait_until_written(place)
+    if is_url(str(path)) or (directory(str(path)) / RECORD).exists():
+        return _recorded_parts(place, slices)
+    found = _hf_parameters(directory(str(path)))
+    parts = {}
+    for piece in slices:
+        whole = found.get(piece.key.name)
+        if whole is None or tuple(whole.shape) != piece.global_shape:
+            raise _other_model(place, piece)
+        for dimension, (start, extent) in enumerate(zip(piece.offset, piece.shape, strict=True)):
+            whole = whole.narrow(dimension, start, extent)
+        parts[piece.key.name] = whole
+    return parts
 
 
-def recorded_trainer_step(path: Path) -> int:
+def recorded_trainer_step(path: Location) -> int:
     """Optimizer steps in the parameters of a checkpoint; 0 if the checkpoint does not record it."""
-    if not (path / RECORD).exists():
+    try:
+        return place_at(path).read_record().trainer_step
+    except CheckpointNotFoundError:
         return 0
-    return decode_record((path / RECORD).read_bytes()).trainer_step
 
 
 def model_files(spec: ModelSpec, config: Any, generation_config: Any) -> dict[str, bytes]:
@@ -168,10 +155,11 @@ def pack_files(files: Mapping[str, bytes]) -> int:
     return fd
 
 
-def _opened(path: Path, wants: Sequence[StateSlice]) -> Checkpoint:
+def _opened(path: Location, wants: Sequence[StateSlice]) -> Checkpoint:
     """The checkpoint, after a check of everything that `wants` needs."""
-    _wait_until_written(path)
-    checkpoint = Checkpoint(path)
+    place = place_at(path)
+    _wait_until_written(place)
+    checkpoint = Checkpoint(place)
     try:
         checkpoint.verify(wants)
     except BaseException:
@@ -180,27 +168,68 @@ def _opened(path: Path, wants: Sequence[StateSlice]) -> Checkpoint:
     return checkpoint
 
 
-def _wait_until_written(path: Path) -> None:
+def _wait_until_written(place: CheckpointPlace) -> None:
     pause = threading.Event()
     deadline = time.monotonic() + COMING_TIMEOUT_S
-    while is_coming(path):
+    pause_s = POLL_S
+    while place.is_coming():
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
-                f"checkpoint {path.name!r} is still being written after {COMING_TIMEOUT_S:g} s: "
+                f"checkpoint {place.name!r} is still being written after {COMING_TIMEOUT_S:g} s: "
                 "load it later"
             )
-        pause.wait(POLL_S)
+        pause.wait(pause_s)
+        # A request to an object store costs more than a look at a directory.
+        pause_s = min(POLL_S_MAX, 1.5 * pause_s)
 
 
-def _recorded_parameters(path: Path) -> "dict[str, torch.Tensor]":
+def _recorded_parts(
+    place: CheckpointPlace, slices: Sequence[StateSlice]
+) -> "dict[str, torch.Tensor]":
     import torch
 
     from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 
-    with Checkpoint(path) as checkpoint:
-        found: dict[str, torch.Tensor] = {}
-        for name, piece in checkpoint.whole_parameters().items():
-            data = bytearray(piece.nbytes)
-            checkpoint.fill([piece], lambda _, data=data: memoryview(data))  # type: ignore[misc]
-            found[name] = torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.shape)
-        return found
+    with Checkpoint(place) as checkpoint:
+        stored = checkpoint.whole_parameters()
+        wants: list[StateSlice] = []
+        for piece in slices:
+            whole = stored.get(piece.key.name)
+            if whole is None or whole.global_shape != piece.global_shape:
+                raise _other_model(place, piece)
+            wants.append(replace(whole, offset=piece.offset, shape=piece.shape))
+        memory = {want.key.name: bytearray(want.nbytes) for want in wants}
+        checkpoint.fill(wants, lambda want: memoryview(memory[want.key.name]))
+        return {
+            want.key.name: torch.frombuffer(
+                memory[want.key.name], dtype=TORCH_DTYPES[want.dtype]
+            ).view(want.shape)
+            if want.nbytes
+            else torch.empty(want.shape, dtype=TORCH_DTYPES[want.dtype])
+            for want in wants
+        }
+
+
+def _hf_parameters(path: Path) -> "dict[str, torch.Tensor]":
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {path.name!r} in {path.parent.name!r}"
+        )
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            found |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CorruptStateError(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def _other_model(place: CheckpointPlace, piece: StateSlice) -> BatchShapeError:
+    return BatchShapeError(
+        f"checkpoint {place.name!r} has no parameter {piece.key.name!r} of shape "
+        f"{list(piece.global_shape)}: load a checkpoint of this deployment's model"
+    )

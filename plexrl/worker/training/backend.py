@@ -5,7 +5,6 @@ A framework's own part is its `TrainingModel`.
 
 import copy
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from plexrl.errors import InvalidRequestError, NoGradientsError, NonFiniteGradientError
 from plexrl.model.lora import adapter_config
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams, OperationKind
@@ -33,10 +33,10 @@ LOSS_ARRAYS = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
 class TrainingBackend(Backend):
     """One rank of a train deployment. The default process group must exist before `build`."""
 
-    def __init__(self, rank: TrainingRank, model: TrainingModel, checkpoint_dir: Path) -> None:
+    def __init__(self, rank: TrainingRank, model: TrainingModel, checkpoint_url: Location) -> None:
         self._rank = rank
         self.model = model
-        self._checkpoint_dir = checkpoint_dir
+        self._checkpoint_url = checkpoint_url
         self._gradients_pending = False
         self._weights_are_finite = False
         """The last check found all weights finite, and no operation has changed them since."""
@@ -186,7 +186,7 @@ class TrainingBackend(Backend):
         )
 
     def _load(self, call: BackendCall) -> BackendResult:
-        path = call.checkpoint_path(self._checkpoint_dir)
+        path = call.checkpoint_path(self._checkpoint_url)
         fill_state(self.model, path, optimizer=call.params.optimizer, gather=self.gather)
         self._weights_are_finite = False
         self._gradients_pending = False

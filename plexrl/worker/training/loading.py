@@ -1,10 +1,10 @@
 """Loads a checkpoint, written under any layout, into a training model's arenas."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
@@ -15,7 +15,7 @@ from plexrl.worker.training.model import TrainingModel
 
 
 def fill_state(
-    model: TrainingModel, path: Path, *, optimizer: bool, gather: Callable[[str], list[str]]
+    model: TrainingModel, path: Location, *, optimizer: bool, gather: Callable[[str], list[str]]
 ) -> None:
     """Replace the parameters. Replace the optimizer state too if `optimizer`, else set it to zero.
 
@@ -40,7 +40,7 @@ def fill_state(
 def _fill_with_host(
     host: HostArena,
     start: int,
-    path: Path,
+    path: Location,
     wants: list[StateSlice],
     in_arena: Callable[[StateSlice], memoryview],
     gather: Callable[[str], list[str]],

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Plain = dict[str, Any]
 ADMIN = "admin-token"
+ASSETS = "/usr/local/kubebuilder/bin"
+"""Where Kubernetes' own tests look for these programs."""
 START_S = 120.0
 POLICY = """
 apiVersion: audit.k8s.io/v1
@@ -43,8 +45,8 @@ rules: [{level: Metadata}]
 
 def find_tool(name: str) -> str | None:
     """Path of a program of Kubernetes."""
-    assets = os.environ.get("KUBEBUILDER_ASSETS")
-    return shutil.which(name, path=assets) if assets else shutil.which(name)
+    assets = os.environ.get("KUBEBUILDER_ASSETS", ASSETS)
+    return shutil.which(name, path=assets) or shutil.which(name)
 
 
 def missing_tools() -> list[str]:
@@ -216,7 +218,7 @@ def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
     url = f"https://127.0.0.1:{api}"
     _wait(lambda: _is_ready(url), "the API server", folder / "kube-apiserver.log")
     path = folder / "kubeconfig"
-    path.write_text(kubeconfig_text(url, ADMIN, None))
+    path.write_text(kubeconfig_text(url, ADMIN, str(folder / "certificates" / "apiserver.crt")))
     return Kubernetes(path, url, log)
 
 

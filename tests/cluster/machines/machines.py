@@ -131,7 +131,7 @@ def _start_node(
             "host_bytes": GIB // 2,
             "nvme_dir": str(data / "nvme"),
             "nvme_bytes": GIB,
-            "checkpoint_dir": str(data / "checkpoints"),
+            "checkpoint_url": str(data / "checkpoints"),
             "ticket_key_file": str(key),
             "serve_tcp": f"{machine.host}:{first}",
             "tls": tls,

@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,6 +10,8 @@ from http.client import HTTPResponse
 
 import pytest
 
+from plexrl.wire.links.credentials import Role
+from tests.certificates import TestAuthority
 from tests.router.live_router import OPERATOR_KEY, LiveRouter, live_router
 
 PATIENCE_S = 30.0
@@ -16,16 +19,30 @@ KEY = f"Authorization: Bearer {OPERATOR_KEY}\r\n".encode()
 FLOOD = 1200
 
 
-@pytest.fixture(scope="module")
-def quick() -> Iterator[LiveRouter]:
+@pytest.fixture(scope="module", params=["http", "https"])
+def quick(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveRouter]:
     """A router with short deadlines."""
-    with live_router(header_timeout_s=1.0, body_timeout_s=1.0, json_bytes_max=1 << 20) as router:
+    https = None
+    if request.param == "https":
+        https = TestAuthority(tmp_path_factory.mktemp("tls")).files(Role.ROUTER, "r")
+    with live_router(
+        https_files=https, header_timeout_s=1.0, body_timeout_s=1.0, json_bytes_max=1 << 20
+    ) as router:
         yield router
 
 
-def connect(router: LiveRouter, source: str = "127.0.0.1") -> socket.socket:
+def connect(
+    router: LiveRouter, source: str = "127.0.0.1", *, shakes_hands: bool = True
+) -> socket.socket:
     address = ("127.0.0.1", router.port)
-    return socket.create_connection(address, PATIENCE_S, source_address=(source, 0))
+    raw = socket.create_connection(address, PATIENCE_S, source_address=(source, 0))
+    if router.ca is None or not shakes_hands:
+        return raw
+    context = ssl.create_default_context(cafile=router.ca)
+    context.check_hostname = False
+    return context.wrap_socket(raw)
 
 
 def status_of_answer(sock: socket.socket) -> int:
@@ -105,6 +122,12 @@ def test_a_connection_without_a_request_is_closed(quick: LiveRouter, beginning: 
     with connect(quick) as sock:
         sock.sendall(beginning)
         assert read_to_end(sock) == b""
+
+
+def test_a_handshake_that_does_not_end_is_closed(quick: LiveRouter) -> None:
+    with connect(quick, shakes_hands=False) as sock:
+        sock.sendall(b"\x16\x03\x01")
+        assert not read_to_end(sock).startswith(b"HTTP/1.1 2")
 
 
 def test_a_request_that_arrives_byte_by_byte_is_closed(quick: LiveRouter) -> None:

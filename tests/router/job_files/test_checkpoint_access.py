@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path, path: str) -> None:
-    access = CheckpointAccess(OwnJobOnly(), folder)  # type: ignore[arg-type]
+    access = CheckpointAccess(OwnJobOnly(), str(folder))  # type: ignore[arg-type]
     asyncio.run(access.check_path(path, CLAIM))
 
 
@@ -50,3 +50,33 @@ def test_another_tenants_checkpoint_is_answered_like_an_unknown_job(folder: Path
 def test_a_path_that_cannot_be_resolved_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"model\.path"):
         check(folder, "a\0b")
+
+
+URL = "s3://bucket/checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        (f"{URL}/own/c", None),
+        (f"{URL}/own/c/", None),
+        (f"{URL}/secret/c", UnknownJobError),
+        (f"{URL}/own/../secret/c", InvalidRequestError),
+        (f"{URL}/own", InvalidRequestError),
+        (f"{URL}/.coming/node0", InvalidRequestError),
+        (f"{URL}-of-others/own/c", InvalidRequestError),
+        ("s3://another-bucket/own/c", InvalidRequestError),
+        ("https://example.org/own/c", InvalidRequestError),
+    ],
+)
+def test_nodes_read_own_checkpoints_by_url_and_no_other_urls(
+    folder: Path, url: str, error: type[Exception] | None
+) -> None:
+    access = CheckpointAccess(OwnJobOnly(), URL)  # type: ignore[arg-type]
+    if error is None:
+        asyncio.run(access.check_path(url, CLAIM))
+        return
+    with pytest.raises(error):
+        asyncio.run(access.check_path(url, CLAIM))
+    with pytest.raises(InvalidRequestError):
+        check(folder, url)

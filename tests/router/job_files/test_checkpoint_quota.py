@@ -8,6 +8,7 @@ import pytest
 
 from plexrl.errors import QuotaExceededError, StorageError
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
+from plexrl.statemanager.checkpoint.places.choice import root_at
 
 BYTES = 100
 """Size of each checkpoint."""
@@ -34,7 +35,7 @@ def make(folder: Path, *names: str) -> None:
 def is_refused(folder: Path, owner: Owner, name: str = "new", **bounds: int | None) -> bool:
     """Whether job `j` may not save checkpoint `name`."""
     given: dict[str, Any] = {"checkpoints_max": 3, "bytes_max": None, **bounds}
-    quota = CheckpointQuota(owner, folder, "r", **given)  # type: ignore[arg-type]
+    quota = CheckpointQuota(owner, root_at(folder), "r", **given)  # type: ignore[arg-type]
     try:
         asyncio.run(quota.check("j", name))
     except QuotaExceededError:
@@ -66,7 +67,7 @@ def test_an_unreadable_disk_refuses_a_checkpoint_with_a_typed_error(
 ) -> None:
     folder = tmp_path / "checkpoints"
     folder.write_text("no folder")
-    quota = CheckpointQuota(Owner(), folder, "r", checkpoints_max=1, bytes_max=None)  # type: ignore[arg-type]
+    quota = CheckpointQuota(Owner(), root_at(folder), "r", checkpoints_max=1, bytes_max=None)  # type: ignore[arg-type]
     # A typed error: after any other error the executor assumes that the workers' state changed.
     with pytest.raises(StorageError, match="cannot be read"):
         asyncio.run(quota.check("j", '{"name": "c"}'))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from plexrl.errors import CapacityError, InvalidRequestError
 from plexrl.scheduler.state.messages import commands as cmd
@@ -84,6 +85,53 @@ def test_trusted_nodes_do_not_share_a_group_with_others() -> None:
     cluster.join_node(node="n1", host="10.0.0.1", ports=PORTS, fabric="trusted")
     cluster.deploy("j/a", workers=5)
     assert {rank.node for rank in cluster.launches[0].ranks} == {"n0", "n1"}
+
+
+def test_explain_says_how_the_nodes_of_a_group_lie_to_each_other() -> None:
+    def topology(*blocks: str) -> str:
+        cluster = FakeCluster()
+        for index, block in enumerate(blocks):
+            cluster.join_node(node=f"n{index}", block=block)
+        start(cluster, "j", 4 * len(blocks))
+        (view,) = cluster.core.explain_job("j", cluster.now)["deployments"]
+        return str(view["topology"])
+
+    assert topology("") == "1 node, without a block"
+    assert topology("row1/rack3", "row1/rack3") == "2 nodes in row1/rack3"
+    found = topology("row1/rack10", "row1/rack9", "row1/rack9")
+    assert found == "3 nodes in 2 blocks of row1 (row1/rack9, row1/rack10)"
+    assert topology("row1/a", "row2/a") == "2 nodes in 2 blocks of several parts (row1/a, row2/a)"
+
+
+def test_a_group_leaves_a_node_whose_network_is_not_trusted_any_more() -> None:
+    cluster = networked(3)
+    start(cluster, "j", 8)
+    cluster.submit("o1", "j/a", "optim_step")
+    cluster.settle()
+    cluster.nodes["n1"] = replace(cluster.nodes["n1"], fabric="")
+    cluster.join_node(node="n1")
+    cluster.submit("o2", "j/a", "optim_step")
+    cluster.settle()
+    assert cluster.state_of("o2") == "finished"
+    view = cluster.core.deployment_view("j/a", cluster.now)
+    assert {rank["node"] for rank in view["ranks"]} == {"n0", "n2"}
+
+
+def test_a_group_with_no_other_nodes_waits_until_its_network_is_trusted_again() -> None:
+    cluster = networked(2)
+    start(cluster, "j", 8)
+    cluster.settle()
+    trusted = cluster.nodes["n1"]
+    cluster.nodes["n1"] = replace(trusted, fabric="")
+    cluster.join_node(node="n1")
+    cluster.submit("o", "j/a", "optim_step")
+    cluster.settle()
+    assert cluster.launches == []
+    assert cluster.state_of("o") == "pending"
+    cluster.nodes["n1"] = trusted
+    cluster.join_node(node="n1")
+    cluster.settle()
+    assert cluster.state_of("o") == "finished"
 
 
 def test_a_waiting_group_is_explained_by_the_networks_that_are_not_trusted() -> None:

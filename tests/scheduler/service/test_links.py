@@ -7,7 +7,7 @@ import pytest
 
 from plexrl import errors
 from plexrl.scheduler.service.connections.router_calls import QUERY_NODE_TIMEOUT_S
-from plexrl.wire.rpc import Peer
+from plexrl.wire.rpc import Handler, Peer
 from tests.scheduler.live_service import (
     GRACE_S,
     OPERATOR,
@@ -191,5 +191,39 @@ def test_one_node_without_an_answer_does_not_hide_the_others_logs(tmp_path: Path
             assert failed["refusing"] == "the disk is gone"
             nothing = {**A, "job": "j", "deployment": "critic"}
             assert await router.call("read_log", nothing) == {"logs": [], "failed": []}
+
+    run_live(talk)
+
+
+def test_routers_are_told_which_workers_have_ended_and_which_live(tmp_path: Path) -> None:
+    told: asyncio.Queue[tuple[str, Plain]] = asyncio.Queue()
+
+    def note(method: str) -> Handler:
+        async def taken(_: Peer, params: Plain) -> Plain:
+            told.put_nowait((method, params))
+            return {}
+
+        return taken
+
+    handlers = {method: note(method) for method in ("workers_gone", "live_workers")}
+
+    async def talk() -> None:
+        async with live(tmp_path) as cluster:
+            router = await cluster.router("r1", handlers)
+            assert await told.get() == ("live_workers", {"incarnations": {}})
+            agent = await cluster.agent("n")
+            await router.call("submit_job", job_of("a", "j"))
+            await router.call("create_deployment", deployment_of(A, "j"))
+            worker = {"deployment": "j/actor", "rank": 0, "incarnation": 1}
+            await agent.call("worker_ready", {**worker, "address": "unix:/w"})
+            await agent.call("worker_exited", {**worker, "reason": "killed"})
+            gone = {"deployment": "j/actor", "incarnation": 1}
+            assert await told.get() == ("workers_gone", gone)
+            await agent.call("worker_ready", {**worker, "incarnation": 2, "address": "unix:/w"})
+            await cluster.router("r2", handlers)
+            assert await told.get() == ("live_workers", {"incarnations": {"j/actor": 2}})
+            await router.call("finish_job", {**A, "job": "j", "outcome": "completed"})
+            ended = [await told.get(), await told.get()]
+            assert ended == 2 * [("workers_gone", {**gone, "incarnation": 2})]
 
     run_live(talk)

@@ -91,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(start_daemon: StartDaemon, folder: Path) -> StartDaemon:
     def start(**changes: Any) -> Daemon:
-        return start_daemon(**{"checkpoint_dir": str(folder), **changes})
+        return start_daemon(**{"checkpoint_url": str(folder), **changes})
 
     return start
 
@@ -317,8 +317,6 @@ def test_a_job_writes_no_other_jobs_checkpoints(
     for name in ("../up", ".hidden", "a/b", ""):
         with pytest.raises(InvalidRequestError):
             write(shard.client, name, 1)
-    with pytest.raises(InvalidRequestError, match="upload"):
-        write(shard.client, "one", 1, upload=True)
     assert not folder.exists()
 
 
@@ -337,29 +335,6 @@ def test_old_checkpoints_go_and_kept_ones_stay(
     wait_until(lambda: sorted(p.name for p in (folder / "job").iterdir()) == expected)
     listed = shard.client.request(CheckpointStatus(deployment=DEPLOYMENT))["checkpoints"]
     assert [entry["name"] for entry in listed] == expected
-
-
-def test_uploads_follow_and_go_on_after_a_kill(
-    start: StartDaemon, make_shard: MakeShard, folder: Path, tmp_path: Path
-) -> None:
-    remote = tmp_path / "remote"
-    daemon = start(checkpoint_upload_url=f"file://{remote}")
-    (shard,) = ranks(make_shard, daemon, 1)
-    snapshot([shard], 1)
-    write(shard.client, "one", 1, upload=True)
-    wait_until(lambda: (remote / "job" / "one" / "upload.json").exists())
-    assert (remote / "job" / "one" / "model.safetensors").read_bytes() == (
-        folder / "job" / "one" / "model.safetensors"
-    ).read_bytes()
-    wait_until(lambda: (folder / "job" / "one" / "upload.json").exists())
-    daemon.kill()
-    # As if the daemon had died before it was done.
-    (folder / "job" / "one" / "upload.json").unlink()
-    for path in (remote / "job" / "one").iterdir():
-        if path.is_file():
-            path.unlink()
-    daemon.start()
-    wait_until(lambda: (remote / "job" / "one" / "upload.json").exists())
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -24,6 +24,7 @@ from plexrl.errors import (
     StorageError,
 )
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
+from plexrl.statemanager.checkpoint.places.choice import Location, place_at
 from plexrl.statemanager.checkpoint.restore import Checkpoint, read_record
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
@@ -43,7 +44,7 @@ TENSORS: v.Tensors = {
 }
 
 
-def write(target: Path, readers: list[v.MemoryReader], **changes: Any) -> Progress:
+def write(target: Location, readers: list[v.MemoryReader], **changes: Any) -> Progress:
     """Write a checkpoint of everything, but for what is changed."""
     extras_fd = changes.pop("extras_fd", None)
     progress: Progress = changes.pop("progress", Progress())
@@ -55,12 +56,12 @@ def write(target: Path, readers: list[v.MemoryReader], **changes: Any) -> Progre
         "overwrite": False,
         "keep": False,
     }
-    wanted = CheckpointSpec(target=target, **{**fields, **changes})
+    wanted = CheckpointSpec(target=place_at(target), **{**fields, **changes})
     write_checkpoint(wanted, readers, extras_fd, progress)
     return progress
 
 
-def restored(path: Path, tensors: v.Tensors, cut: v.Cut) -> tuple[bytes, bytes, int]:
+def restored(path: Location, tensors: v.Tensors, cut: v.Cut) -> tuple[bytes, bytes, int]:
     """What a rank with this cut gets, what it should get, and the bytes that were read."""
     slices = v.wanted(tensors, cut)
     end = max((piece.arena_offset + piece.nbytes for piece in slices), default=0)

@@ -25,7 +25,7 @@ def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> N
             host_bytes=int(3.5 * STATE_BYTES),
             nvme_bytes=64 * MIB,
             segment_bytes_max=STATE_BYTES,
-            checkpoint_dir=str(folder),
+            checkpoint_url=str(folder),
             # The same port after a restart, because readers have the address.
             serve_tcp=f"127.0.0.1:{free_port()}",
         )

@@ -1,6 +1,7 @@
 """What a worker does about checkpoints without a model: agreeing, waiting, reading."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,21 +9,29 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from plexrl.errors import CheckpointNotFoundError, CorruptStateError, StateLostError
+from plexrl.errors import (
+    BatchShapeError,
+    CheckpointNotFoundError,
+    CorruptStateError,
+    StateLostError,
+)
 from plexrl.statemanager.checkpoint.format.plan import SHARD_BYTES_MAX, CheckpointFormat
+from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.write.progress import Progress
 from plexrl.statemanager.checkpoint.write.publish import announce
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec, write_checkpoint
-from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_hf_parameters
+from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, load_for
 from plexrl.worker.state.rank_agreement import on_all_ranks
 from tests.statemanager.checkpoint import versions as v
 
 TENSORS: v.Tensors = {v.key("w"): v.random_tensor(np.random.default_rng(1), "F32", (9, 5))}
+SLICES = v.wanted(TENSORS, v.rows(TENSORS, 1)[0])
 
 
 def write(target: Path, checkpoint_format: CheckpointFormat) -> None:
     wanted = CheckpointSpec(
-        target=target,
+        target=place_at(target),
         node="n",
         format=checkpoint_format,
         model_dtype=None,
@@ -41,12 +50,19 @@ def test_parameters_come_from_a_checkpoint_of_any_format(
     tmp_path: Path, checkpoint_format: CheckpointFormat
 ) -> None:
     write(tmp_path / "c", checkpoint_format)
-    assert bits(load_hf_parameters(tmp_path / "c")["w"]) == TENSORS[v.key("w")][1].tobytes()
+    assert bits(load_for(tmp_path / "c", SLICES)["w"]) == TENSORS[v.key("w")][1].tobytes()
 
 
 def test_parameters_come_from_any_hugging_face_directory(tmp_path: Path) -> None:
     save_file({"w": torch.arange(6.0)}, tmp_path / "model.safetensors")
-    assert torch.equal(load_hf_parameters(tmp_path)["w"], torch.arange(6.0))
+    whole = StateSlice(
+        key=v.key("w"), dtype="F32", global_shape=(6,), offset=(0,), shape=(6,), arena_offset=0
+    )
+    part = replace(whole, offset=(2,), shape=(3,))
+    assert torch.equal(load_for(tmp_path, [whole])["w"], torch.arange(6.0))
+    assert torch.equal(load_for(tmp_path, [part])["w"], torch.arange(2.0, 5.0))
+    with pytest.raises(BatchShapeError, match="'w' of shape"):
+        load_for(tmp_path, [replace(whole, global_shape=(7,))])
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
@@ -56,17 +72,17 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptStateError, match="checksum"):
-        load_hf_parameters(tmp_path / "c")
+        load_for(tmp_path / "c", SLICES)
 
 
 def test_a_load_waits_for_the_checkpoint_that_is_coming(tmp_path: Path) -> None:
     announce(tmp_path / "c", "n")
     writer = threading.Timer(0.2, write, (tmp_path / "c", CheckpointFormat.BOTH))
     writer.start()
-    assert list(load_hf_parameters(tmp_path / "c")) == ["w"]
+    assert list(load_for(tmp_path / "c", SLICES)) == ["w"]
     writer.join()
     with pytest.raises(CheckpointNotFoundError):
-        load_hf_parameters(tmp_path / "never")
+        load_for(tmp_path / "never", SLICES)
 
 
 def test_nothing_is_filled_unless_every_rank_can(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def _print_endpoint(endpoint: "Endpoint", *, as_json: bool, has_docs: bool) -> N
         sys.stdout.flush()
         return
     docs = f"  API documentation: {endpoint.url.partition(',')[0]}/docs\n"
-    ca = f"  export PLEXRL_CA={endpoint.ca}\n" if endpoint.ca else ""
+    ca = f"  export PLEXRL_CA_FILE={endpoint.ca}\n" if endpoint.ca else ""
     write_text(
         f"PlexRL is up. Ctrl-C ends it.\n\n"
         f"  export PLEXRL_URL={endpoint.public_url or endpoint.url}\n"

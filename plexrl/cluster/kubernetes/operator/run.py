@@ -11,7 +11,6 @@ from plexrl.cluster.kubernetes.lease import Lease
 
 LOG = logging.getLogger(__name__)
 
-RENEW_S = 3.0
 EXIT_LEASE_LOST = 75
 
 
@@ -66,7 +65,7 @@ def lead(
             if any(not thread.is_alive() for thread in threads):
                 LOG.error("a thread ended")
                 return True
-            stop.wait(RENEW_S)
+            stop.wait(lease.renew_s)
     finally:
         ended.set()
     for thread in threads:

@@ -104,7 +104,8 @@ def _phase(rljob: Plain, seen: Seen) -> Phase:
         return Phase.FAILED
     if job["spec"].get("suspend"):
         return Phase.SUSPENDED
-    if not (job.get("status") or {}).get("active"):
+    # `active` counts pods that have not started too.
+    if not (job.get("status") or {}).get("ready"):
         return Phase.PENDING
     if seen.view is not None and seen.view.state == QUEUED:
         return Phase.WAITING

@@ -8,7 +8,7 @@ no deadline here: long polls take as long as they need, and `request_limits` lim
 """
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 from uvicorn.config import Config
@@ -16,6 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from plexrl.router.http.server.connections import Connections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STATE_KEY = "connection"
 """Key of a request's connection in `scope["state"]`."""
@@ -38,10 +41,16 @@ class GuardedProtocol(H11Protocol):
         self._header_timeout_s = header_timeout_s
         self._is_anonymous = True
         self._deadline: asyncio.TimerHandle | None = None
+        self.on_made: Callable[[], None] | None = None
+        """Called when the connection is made, before it is registered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register the connection; close it if it is over the limit."""
         super().connection_made(transport)
+        if self.on_made is not None:
+            self.on_made()
+            # Break the cycle with the TLS layer.
+            self.on_made = None
         if not self._connections.admit(self, self.client[0] if self.client else ""):
             self.drop()
             return

@@ -1,55 +1,132 @@
-"""The API's certificate: new connections use the newest files."""
+"""HTTPS for the router's API, under the same limits as HTTP.
+
+A connection counts from its first byte, not from the end of its TLS handshake, and the handshake
+has the deadline of a request's head. So clients that never finish a handshake cannot hold more
+connections than others.
+"""
 
 import asyncio
 import logging
+import math
 import ssl
+from asyncio.sslproto import SSLProtocol
 from pathlib import Path
+from typing import Any, cast
 
 from plexrl.errors import InvalidRequestError
 from plexrl.router.config import HttpsFiles
+from plexrl.router.http.server.connections import Connections
+from plexrl.router.http.server.guarded_protocol import GuardedProtocol
 
 LOG = logging.getLogger(__name__)
 
-CHECK_S = 10.0
+_Stamp = tuple[tuple[int, int, int], ...]
 
 
-def check_files(files: HttpsFiles) -> None:
-    """Refuse files that are no certificate with its key.
+class ServerCertificate:
+    """The API's certificate. Each handshake uses the newest files."""
 
-    Raises:
-        InvalidRequestError: as said.
-    """
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.certificate, files.key)
-    except OSError as error:
-        raise InvalidRequestError(
-            f"{files.certificate} and {files.key} cannot be used for HTTPS: {error}: give PEM "
-            "files of a certificate and of its key"
-        ) from error
+    def __init__(self, files: HttpsFiles) -> None:
+        """Raises:
+        InvalidRequestError: the files cannot be used.
+        """
+        self._files = files
+        self._stamp = self._stamp_now()
+        self.context = self._load()
 
-
-async def follow_files(files: HttpsFiles, context: ssl.SSLContext) -> None:
-    """Load the files into the server's context whenever they have changed, until cancelled."""
-    used = _stamp(files)
-    while True:
-        await asyncio.sleep(CHECK_S)
-        found = _stamp(files)
-        if found in (used, None):
-            continue
+    def refresh(self) -> None:
+        """Load the files again if they have changed. If they cannot be used, the former stay."""
         try:
-            context.load_cert_chain(files.certificate, files.key)
+            stamp = self._stamp_now()
+            if stamp == self._stamp:
+                return
+            self.context, self._stamp = self._load(), stamp
+        except InvalidRequestError as error:
+            LOG.warning("the API's former certificate is used for now: %s", error)
+            return
+        LOG.info("the API uses %s from now on", self._files.certificate)
+
+    def _stamp_now(self) -> _Stamp:
+        try:
+            found = [Path(path).stat() for path in (self._files.certificate, self._files.key)]
         except OSError as error:
-            # The files may be in the middle of being replaced.
-            LOG.warning("the former certificate of the API is used for now: %s", error)
-            continue
-        used = found
-        LOG.info("%s is used from now on", files.certificate)
+            raise self._unusable(error) from error
+        return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self._files.certificate, self._files.key)
+        except OSError as error:
+            raise self._unusable(error) from error
+        return context
+
+    def _unusable(self, error: OSError) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"https: {self._files.certificate} and {self._files.key} cannot be used: {error}: give "
+            "PEM files of a certificate and of its key"
+        )
 
 
-def _stamp(files: HttpsFiles) -> tuple[tuple[int, int, int], ...] | None:
-    """What changes when the files do; None if one is missing."""
-    try:
-        stats = [Path(path).stat() for path in (files.certificate, files.key)]
-    except OSError:
-        return None
-    return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in stats)
+class GuardedTls(SSLProtocol):
+    """The TLS layer of one connection, which counts as a connection until the handshake ends."""
+
+    def __init__(
+        self, connections: Connections, timeout_s: float, context: ssl.SSLContext, app: Any
+    ) -> None:
+        super().__init__(
+            asyncio.get_running_loop(),
+            app,
+            context,
+            None,  # type: ignore[arg-type]  # nothing waits for the handshake
+            server_side=True,
+            ssl_handshake_timeout=math.ceil(timeout_s),
+            ssl_shutdown_timeout=math.ceil(timeout_s),
+        )
+        self._connections = connections
+        self._raw: asyncio.BaseTransport | None = None
+        self._has_begun = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Register the connection; close it if it is over the limit."""
+        assert isinstance(transport, asyncio.Transport)
+        self._raw = transport
+        peer = transport.get_extra_info("peername")
+        if self._connections.admit(self, peer[0] if peer else ""):
+            self._has_begun = True
+            super().connection_made(transport)
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Unregister a connection whose handshake failed."""
+        self._connections.lost(self)
+        if self._has_begun:
+            super().connection_lost(exc)
+
+    def handshake_ended(self) -> None:
+        """The HTTP connection registers itself instead."""
+        self._connections.lost(self)
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        assert isinstance(self._raw, asyncio.Transport), "it was admitted"
+        self._raw.abort()
+
+
+def guarded_https(
+    connections: Connections, header_timeout_s: float, certificate: ServerCertificate
+) -> type[asyncio.Protocol]:
+    """What uvicorn makes connections with."""
+
+    def make(**arguments: Any) -> GuardedTls:
+        certificate.refresh()
+        app = GuardedProtocol(connections, header_timeout_s, **arguments)
+        tls = GuardedTls(connections, header_timeout_s, certificate.context, app)
+        app.on_made = tls.handshake_ended
+        return tls
+
+    # uvicorn calls it like a class, and TLS layers are protocols of the same methods.
+    return cast("type[asyncio.Protocol]", make)

@@ -64,10 +64,12 @@ class CheckpointRecord:
     """Id of the request; a repeated request returns this checkpoint."""
     node: str
     """Node whose StateManager wrote it."""
-    upload: bool
-    """Whether that StateManager uploads it."""
+    upload: bool = False
+    """Not used any more."""
     trainer_step: int = 0
     """Optimizer steps in the parameters; 0 also if unknown."""
+    attempt: str = ""
+    """In an object store: folder of the files, named after the attempt that wrote them."""
 
 
 class _Sealed(msgspec.Struct):

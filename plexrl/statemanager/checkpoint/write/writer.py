@@ -1,18 +1,21 @@
 """Writes a checkpoint from the versions of all ranks, in bounded memory, atomically."""
 
 import os
-import shutil
 import tarfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 import numpy as np
 import xxhash
 
-from plexrl.errors import InvalidRequestError, StorageFullError
+from plexrl.errors import (
+    InvalidRequestError,
+    PlexRLError,
+    StorageFullError,
+    StoreUnavailableError,
+)
 from plexrl.statemanager.checkpoint.format.plan import (
     CheckpointFormat,
     Plan,
@@ -21,18 +24,15 @@ from plexrl.statemanager.checkpoint.format.plan import (
     plan_checkpoint,
 )
 from plexrl.statemanager.checkpoint.format.record import (
-    RECORD,
     VERSION,
     CheckpointRecord,
     FileRecord,
     TensorRecord,
-    encode_record,
 )
 from plexrl.statemanager.checkpoint.format.tensors import TENSOR_BLOCK_BYTES, blocks, merge
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, Draft, FileStream
 from plexrl.statemanager.checkpoint.write.assembly import Assembler
 from plexrl.statemanager.checkpoint.write.progress import Progress
-from plexrl.statemanager.checkpoint.write.publish import begin, part_of, publish
-from plexrl.statemanager.checkpoint.write.stream import StreamFile
 from plexrl.statemanager.layout.casts import NUMPY_DTYPES, cast
 from plexrl.statemanager.layout.keys import DTYPE_BYTES
 from plexrl.statemanager.store.disk_space import checkpoint_write_error
@@ -46,10 +46,10 @@ EXTRAS_BYTES_MAX = 256 << 20
 class CheckpointSpec:
     """What to write."""
 
-    target: Path
-    """The checkpoint's directory."""
+    target: CheckpointPlace
+    """The checkpoint's place."""
     node: str
-    """This node's name, part of its temporary directories' names."""
+    """This node's name, by which its unfinished checkpoints are found."""
     format: CheckpointFormat
     model_dtype: str | None
     """Absent: as stored."""
@@ -63,8 +63,6 @@ class CheckpointSpec:
     """Whether retention policies keep it."""
     asked_by: str = ""
     """Id of the request; a repeated request returns this checkpoint."""
-    upload: bool = False
-    """Whether to upload it when it is complete."""
 
 
 def write_checkpoint(
@@ -83,11 +81,12 @@ def write_checkpoint(
         InvalidRequestError: a tensor cannot be cast to the wanted dtype.
         StorageFullError: the file system is full.
         StorageError: a file cannot be written.
+        StoreUnavailableError: the object store does not answer.
         CorruptStateError: a version cannot be read, or two replicas differ.
         OperationCancelledError: it was cancelled.
         CheckpointExistsError: the name exists.
     """
-    part = part_of(wanted.target, wanted.node)
+    draft = wanted.target.draft(wanted.node)
     try:
         try:
             plan = plan_checkpoint(
@@ -97,26 +96,28 @@ def write_checkpoint(
                 shard_bytes_max=wanted.shard_bytes_max,
             )
             progress.start(plan.nbytes)
-            begin(part)
+            draft.begin()
             if extras_fd is not None:
-                _take_extras(extras_fd, part)
+                _take_extras(extras_fd, draft)
             for name, text in plan.texts:
-                (part / name).write_text(text)
-            record = _write_files(wanted, plan, readers, part, progress)
+                draft.add(name, text.encode())
+            record = _write_files(wanted, plan, readers, draft, progress)
             for reader in readers:
                 reader.confirm()
-            (part / RECORD).write_bytes(encode_record(record))
-            publish(part, wanted.target, wanted.node, overwrite=wanted.overwrite)
+            draft.publish(record, overwrite=wanted.overwrite)
         except OSError as error:
             file = str(error.filename or wanted.target)
             raise checkpoint_write_error(f"the checkpoint {wanted.target}", error, file) from error
     except StorageFullError:
-        # The write is retried, so the directory that announces it stays.
-        with suppress(OSError):
-            begin(part)
+        # The write is retried, so the checkpoint stays announced.
+        with suppress(OSError, PlexRLError):
+            draft.begin()
+        raise
+    except StoreUnavailableError:
+        # It is retried too, and the next attempt deletes this one's files.
         raise
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        draft.drop()
         raise
     finally:
         progress.end()
@@ -148,7 +149,6 @@ def describe(
         keep=wanted.keep,
         asked_by=wanted.asked_by,
         node=wanted.node,
-        upload=wanted.upload,
     )
 
 
@@ -156,24 +156,22 @@ def _write_files(
     wanted: CheckpointSpec,
     plan: Plan,
     readers: Sequence[StateReader],
-    part: Path,
+    draft: Draft,
     progress: Progress,
 ) -> CheckpointRecord:
     assembler = Assembler(readers, _block_bytes_max(plan))
     tensors: list[TensorRecord] = []
     for file in plan.files:
-        path = part / file.path
-        path.parent.mkdir(exist_ok=True)
-        tensors += _write_file(file, path, assembler, _block_bytes_max(plan), progress)
+        tensors += _write_file(file, draft, assembler, _block_bytes_max(plan), progress)
     return describe(wanted, readers, tensors, plan)
 
 
 def _write_file(
-    file: PlannedFile, path: Path, assembler: Assembler, block_bytes: int, progress: Progress
+    file: PlannedFile, draft: Draft, assembler: Assembler, block_bytes: int, progress: Progress
 ) -> list[TensorRecord]:
     at = file.path
     try:
-        with StreamFile(path, file.nbytes, space_bytes_max=block_bytes) as stream:
+        with draft.stream(file.path, file.nbytes, space_bytes_max=block_bytes) as stream:
             head = file.head
             stream.append(head)
             progress.add(len(head))
@@ -196,13 +194,13 @@ def _write_file(
             stream.finish()
             return records
     except OSError as error:
-        what = f"{at} of the checkpoint {path.parent}"
+        what = f"{at} of the checkpoint"
         raise checkpoint_write_error(what, error, file.path) from error
 
 
 def _write_tensor(
     tensor: PlannedTensor,
-    stream: StreamFile,
+    stream: FileStream,
     assembler: Assembler,
     block_bytes: int,
     progress: Progress,
@@ -243,7 +241,7 @@ def _block_bytes_max(plan: Plan) -> int:
     return int(TENSOR_BLOCK_BYTES * max(1, widest))
 
 
-def _take_extras(fd: int, folder: Path) -> None:
+def _take_extras(fd: int, draft: Draft) -> None:
     """Unpack a worker's small files: only regular files with plain names, within a size limit."""
     size = 0
     os.lseek(fd, 0, os.SEEK_SET)
@@ -260,8 +258,7 @@ def _take_extras(fd: int, folder: Path) -> None:
                 raise InvalidRequestError(
                     f"the extra files have more than {EXTRAS_BYTES_MAX} bytes: send fewer"
                 )
-            with (folder / member.name).open("xb") as out:
-                shutil.copyfileobj(content, out)
+            draft.add(member.name, content.read())
 
 
 def _open_tar(file: IO[bytes]) -> tarfile.TarFile:

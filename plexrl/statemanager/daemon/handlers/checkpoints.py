@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 
@@ -14,10 +13,12 @@ from plexrl.errors import (
     PermissionDeniedError,
     PlexRLError,
     StateLostError,
+    StoreUnavailableError,
 )
-from plexrl.statemanager.checkpoint.folder import checked_name, complete_checkpoints, job_folder
-from plexrl.statemanager.checkpoint.format.record import RECORD, CheckpointRecord
+from plexrl.statemanager.checkpoint.folder import checked_name, job_name
+from plexrl.statemanager.checkpoint.format.record import CheckpointRecord
 from plexrl.statemanager.checkpoint.jobs import Task
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, CheckpointRoot
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
     CheckpointReport,
@@ -25,7 +26,6 @@ from plexrl.statemanager.checkpoint.requests import (
     CheckpointStatus,
     WriteCheckpoint,
 )
-from plexrl.statemanager.checkpoint.restore import read_record
 from plexrl.statemanager.checkpoint.write.writer import CheckpointSpec
 from plexrl.statemanager.daemon.handlers.caller import TICKETS, Caller, Reply, handles
 from plexrl.statemanager.protocol.address import nearest
@@ -42,10 +42,6 @@ def _write(caller: Caller, request: WriteCheckpoint, fds: Sequence[int]) -> Repl
         raise PermissionDeniedError(
             f"{claims.holder} may not checkpoint {request.deployment!r}: its ticket is for "
             f"{claims.deployment!r}"
-        )
-    if request.upload and not services.config.checkpoint_upload_url:
-        raise InvalidRequestError(
-            "this cluster uploads no checkpoints: have its operator set checkpoint_upload_url"
         )
     # The leases end with this block, unless the writer has taken them over.
     with ExitStack() as guard:
@@ -85,15 +81,13 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
     if request.name is not None:
         target = _target(caller, request.deployment, request.name)
         report = caller.services.checkpoints.find(target)
+        # A retention policy or a user may have deleted it.
         is_gone = (
-            report is not None
-            and report.state == CheckpointState.DURABLE
-            # A retention policy or a user may have deleted it.
-            and not target.exists()
+            report is not None and report.state == CheckpointState.DURABLE and not target.exists()
         )
         if report is None or is_gone:
             record = _record(target)
-            report = None if record is None else _complete(caller, target, record)
+            report = None if record is None else _complete(target, record)
         if report is None:
             raise CheckpointNotFoundError(
                 f"checkpoint {request.name!r} does not exist and is not being written"
@@ -101,18 +95,18 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
         reports = [report]
     else:
         _check_own_job(caller, request.deployment)
-        folder = job_folder(caller.services.config.checkpoint_dir, request.deployment)
-        jobs = caller.services.checkpoints
+        job = job_name(request.deployment)
+        # Before the listing, which takes a while: a checkpoint may become durable meanwhile.
+        reports = caller.services.checkpoints.reports()
         known = {
-            path: _complete(caller, path, record) for path, record in complete_checkpoints(folder)
+            place.name: _complete(place, record) for place, record in _root(caller).complete(job)
         }
-        for report in jobs.reports():
-            path = Path(report.path)
-            # A durable checkpoint without a folder was deleted.
-            is_gone = report.state == CheckpointState.DURABLE and path not in known
-            if path.parent == folder and not is_gone:
-                known[path] = report
-        reports = [known[path] for path in sorted(known)]
+        for report in reports:
+            # A durable checkpoint without a manifest was deleted.
+            is_gone = report.state == CheckpointState.DURABLE and report.name not in known
+            if report.job == job and not is_gone:
+                known[report.name] = report
+        reports = [known[name] for name in sorted(known)]
     return Reply({"checkpoints": msgspec.to_builtins(reports)})
 
 
@@ -128,10 +122,18 @@ ENTRIES = (
 )
 
 
-def _target(caller: Caller, deployment: str, name: str) -> Path:
+def _target(caller: Caller, deployment: str, name: str) -> CheckpointPlace:
     _check_own_job(caller, deployment)
-    folder = job_folder(caller.services.config.checkpoint_dir, deployment)
-    return folder / checked_name(name)
+    return _root(caller).place(job_name(deployment), checked_name(name))
+
+
+def _root(caller: Caller) -> CheckpointRoot:
+    root = caller.services.checkpoints.root
+    if root is None:
+        raise InvalidRequestError(
+            "this StateManager has no checkpoint_url: set one in its configuration"
+        )
+    return root
 
 
 def _check_own_job(caller: Caller, deployment: str) -> None:
@@ -165,7 +167,7 @@ def _one_reader_per_rank(
 
 
 def _find_same(
-    caller: Caller, request: WriteCheckpoint, target: Path, stamps: tuple[str, ...]
+    caller: Caller, request: WriteCheckpoint, target: CheckpointPlace, stamps: tuple[str, ...]
 ) -> CheckpointReport | None:
     """The report of the same checkpoint, if it is complete or being written.
 
@@ -184,7 +186,7 @@ def _find_same(
         and record is not None
         and (record.stamps, record.asked_by) == (stamps, request.asked_by)
     ):
-        return _complete(caller, target, record)
+        return _complete(target, record)
     if (target.exists() or is_active) and not request.overwrite:
         raise CheckpointExistsError(
             f"checkpoint {request.name!r} exists: choose another name or set overwrite"
@@ -192,18 +194,20 @@ def _find_same(
     return None
 
 
-def _record(target: Path) -> CheckpointRecord | None:
+def _record(target: CheckpointPlace) -> CheckpointRecord | None:
+    """The manifest, unless it is missing or damaged. Raises `StoreUnavailableError`."""
     try:
-        return read_record(target)
+        return target.read_record()
+    except StoreUnavailableError:
+        raise
     except PlexRLError:
         return None
 
 
-def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> CheckpointReport:
+def _complete(target: CheckpointPlace, record: CheckpointRecord) -> CheckpointReport:
     nbytes = sum(file.nbytes for file in record.files)
-    upload, upload_error = caller.services.checkpoints.upload_state(target)
     return CheckpointReport(
-        job=target.parent.name,
+        job=target.job,
         name=target.name,
         path=str(target),
         state=CheckpointState.DURABLE,
@@ -212,13 +216,11 @@ def _complete(caller: Caller, target: Path, record: CheckpointRecord) -> Checkpo
         bytes_done=nbytes,
         bytes_total=nbytes,
         seconds=0.0,
-        as_of=(target / RECORD).stat().st_mtime,
-        upload=upload,
-        upload_error=upload_error,
+        as_of=target.written_ns() / 1e9,
     )
 
 
-def _wanted(request: WriteCheckpoint, target: Path, node: str) -> CheckpointSpec:
+def _wanted(request: WriteCheckpoint, target: CheckpointPlace, node: str) -> CheckpointSpec:
     return CheckpointSpec(
         target=target,
         node=node,
@@ -230,5 +232,4 @@ def _wanted(request: WriteCheckpoint, target: Path, node: str) -> CheckpointSpec
         step=request.step,
         trainer_step=request.trainer_step,
         keep=request.keep,
-        upload=request.upload,
     )

@@ -2,13 +2,13 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import OperationKind
@@ -36,11 +36,11 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
     """One worker's engine. Subclasses choose the kind of engine with `_arrange` and `_start`."""
 
     def __init__(
-        self, spec: DeploymentSpec, checkpoint_dir: Path, ranks: RankGroup | None = None
+        self, spec: DeploymentSpec, checkpoint_url: Location, ranks: RankGroup | None = None
     ) -> None:
         """`ranks`: this worker's tensor-parallel group; absent: the worker has the whole model."""
         self._spec = spec
-        self._checkpoint_dir = checkpoint_dir
+        self._checkpoint_url = checkpoint_url
         self._ranks = ranks
         self._engine: EngineT | None = None
         self.calls: EngineCalls | None = None
@@ -130,11 +130,11 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         """Load a checkpoint's weights. Raises as `Backend.run`."""
         if call.kind != OperationKind.LOAD_CHECKPOINT:
             raise InvalidRequestError(f"{call.kind.value} is no operation of a rollout backend")
-        path = call.checkpoint_path(self._checkpoint_dir)
+        path = call.checkpoint_path(self._checkpoint_url)
         found = load_for(path, self._pulled)
         if self._adapters is None:
             for name, home in self._weights.items():
-                home.copy_(found[name][self._boxes[name].index])
+                home.copy_(found[name])
         else:
             for piece in self._pulled:
                 view(self.arena, piece).copy_(found[piece.key.name])

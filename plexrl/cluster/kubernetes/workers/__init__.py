@@ -1,0 +1,1 @@
+"""Workers as pods of their own, started by the agent in the node's pod."""

@@ -1,0 +1,1 @@
+"""Where checkpoints are: a directory that all nodes share, or an object store."""

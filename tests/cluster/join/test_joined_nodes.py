@@ -1,0 +1,89 @@
+"""A head and nodes that have joined it, by mutual TLS between addresses of their own: training over
+two nodes, faults, and leaving. Nothing but these addresses joins them: each has a data directory of
+its own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import plexrl
+from plexrl.errors import ConflictError
+from tests.cluster.join.machines import Machines, run
+from tests.cluster.join.test_head import join
+from tests.cluster.tools import VOCABULARY, train
+
+pytestmark = pytest.mark.slow
+
+MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=6)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    found = Machines(tmp_path_factory.mktemp("machines"))
+    found.start_head()
+    for name in ("a", "b"):
+        found.start_node(name)
+    for node in found.nodes.values():
+        node.ready()
+    yield found
+    found.close()
+
+
+def trained(cluster: plexrl.Cluster, workers: int, steps: int = 2) -> list[float]:
+    """Norms of the gradients of a few steps."""
+    with cluster.create_job("across") as job:
+        actor = job.train_deployment("actor", MODEL, workers=workers)
+        return [train(actor, step).result(120).metrics["grad_norm"] for step in range(steps)]
+
+
+def test_a_group_spans_two_joined_nodes_and_computes_the_same(machines: Machines) -> None:
+    machines.wait_for_live("a", "b")
+    with machines.connect() as cluster:
+        with cluster.create_job("across") as job:
+            actor = job.train_deployment("actor", MODEL, workers=2)
+            norms = [train(actor, step).result(120).metrics["grad_norm"] for step in range(2)]
+            ranks = actor.status()["ranks"]
+        assert {rank["node"] for rank in ranks} == {"a", "b"}
+        assert all(rank["address"].startswith(f"tls://{rank['node']}@127.") for rank in ranks)
+        assert norms == pytest.approx(trained(cluster, workers=1), rel=1e-4)
+
+
+def test_the_name_of_a_live_node_is_refused(machines: Machines, tmp_path_factory: object) -> None:
+    assert isinstance(tmp_path_factory, pytest.TempPathFactory)
+    with pytest.raises(ConflictError, match="live node"):
+        join(machines, tmp_path_factory.mktemp("impostor") / "a", machines.token(), "a")
+
+
+def test_a_killed_node_returns_with_its_certificate_and_state(machines: Machines) -> None:
+    with machines.connect() as cluster, cluster.create_job("survivor") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        first = train(actor, 0).result(120).metrics["grad_norm"]
+        machines.nodes["a"].kill()
+        machines.start_node("a").ready()
+        machines.wait_for_live("a", "b")
+        second = train(actor, 1).result(120)
+        assert second.trainer_step == 2
+        norms = [first, second.metrics["grad_norm"]]
+    with machines.connect() as cluster:
+        assert norms == pytest.approx(trained(cluster, workers=2), rel=1e-4)
+
+
+def test_nodes_find_a_killed_head_again(machines: Machines) -> None:
+    assert machines.head is not None
+    machines.head.kill()
+    machines.start_head()
+    machines.wait_for_live("a", "b")
+    with machines.connect() as cluster:
+        assert len(trained(cluster, workers=2)) == 2
+
+
+def test_a_node_leaves_after_a_drain_and_may_join_again(machines: Machines) -> None:
+    found = run("node", "leave", "--data-dir", str(machines.node_dir("b")))
+    assert found == {"node": "b", "left": True}
+    assert machines.nodes["b"].close() == 0
+    machines.wait_for_live("a")
+    machines.start_node("b").ready()
+    machines.wait_for_live("a", "b")
+    with machines.connect() as cluster:
+        assert not any(each["is_draining"] for each in cluster.nodes())
+        assert len(trained(cluster, workers=2)) == 2

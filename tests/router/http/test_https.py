@@ -1,0 +1,130 @@
+"""The API over HTTPS: what the SDK and the CLI accept, limits on handshakes, new certificates."""
+
+import asyncio
+import shutil
+import socket
+import ssl
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import plexrl
+from plexrl import errors
+from plexrl.cli.app import app
+from plexrl.router.config import HttpsFiles
+from plexrl.router.http.server.https import ServerCertificate
+from plexrl.wire.links.credentials import Role, TlsFiles
+from tests.certificates import TestAuthority
+from tests.router.live_router import OPERATOR_KEY, live_router
+
+HOST = "127.0.0.1"
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> TestAuthority:
+    """The cluster's authority."""
+    return TestAuthority(tmp_path / "ours")
+
+
+def files_of(authority: TestAuthority, host: str = HOST, days: int = 1) -> TlsFiles:
+    return authority.files(Role.ROUTER, "r", hosts=(host,), life=timedelta(days=days))
+
+
+def test_sdk_and_cli_accept_the_authority_that_they_are_given(
+    ours: TestAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = files_of(ours)
+    with live_router(https_files=files) as router:
+        with plexrl.connect(router.url, OPERATOR_KEY, ca=files.ca) as cluster:
+            assert cluster.status()["routers"] == 1
+
+        async def ask() -> object:
+            async with await plexrl.connect_async(router.url, OPERATOR_KEY, ca=files.ca) as cluster:
+                return (await cluster.status())["routers"]
+
+        assert asyncio.run(ask()) == 1
+        access = ["status", "--url", router.url, "--api-key", OPERATOR_KEY]
+        shown = CliRunner().invoke(app, [*access, "--ca-file", files.ca])
+        assert shown.exit_code == 0, shown.output
+        monkeypatch.setenv("PLEXRL_CA_FILE", files.ca)
+        with plexrl.connect(router.url, OPERATOR_KEY) as cluster:
+            assert cluster.status()["routers"] == 1
+
+
+def test_a_certificate_that_is_not_accepted_is_an_error_that_says_how_to_mend_it(
+    ours: TestAuthority, tmp_path: Path
+) -> None:
+    theirs = TestAuthority(tmp_path / "theirs")
+    with live_router(https_files=files_of(ours)) as router:
+        for ca, told in ((None, "PLEXRL_CA_FILE"), (files_of(theirs).ca, "not of an authority in")):
+            with (
+                plexrl.connect(router.url, OPERATOR_KEY, ca=ca) as cluster,
+                pytest.raises(errors.AuthenticationError, match=told),
+            ):
+                cluster.status()
+    for host, days, told in (("head.example", 1, "host name or address"), (HOST, -1, "expired")):
+        wrong = files_of(ours, host, days)
+        with (
+            live_router(https_files=wrong) as router,
+            plexrl.connect(router.url, OPERATOR_KEY, ca=wrong.ca) as cluster,
+            pytest.raises(errors.AuthenticationError, match=told),
+        ):
+            cluster.status()
+
+
+def test_a_ca_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):
+        with pytest.raises(errors.InvalidRequestError, match="PEM file"):
+            plexrl.connect("https://127.0.0.1:1", OPERATOR_KEY, ca=path)
+
+
+def test_clients_that_never_end_their_handshake_lock_nobody_out(ours: TestAuthority) -> None:
+    files = files_of(ours)
+    with live_router(https_files=files, connections_max=16) as router, ExitStack() as flood:
+        for _ in range(64):
+            flood.enter_context(socket.create_connection((HOST, router.port), PATIENCE_S))
+        with plexrl.connect(router.url, OPERATOR_KEY, ca=files.ca) as cluster:
+            assert cluster.status()["routers"] == 1
+            for _ in range(64):
+                flood.enter_context(socket.create_connection((HOST, router.port), PATIENCE_S))
+            assert cluster.status()["routers"] == 1
+
+
+def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
+    ours: TestAuthority, tmp_path: Path
+) -> None:
+    used = files_of(ours)
+    with live_router(https_files=used) as router:
+
+        def shown() -> str:
+            return ssl.get_server_certificate((HOST, router.port), timeout=PATIENCE_S)
+
+        first = Path(used.certificate).read_text()
+        assert shown().split() == first.split()
+        files_of(ours)
+        second = Path(used.certificate).read_text()
+        assert first != second
+        assert shown().split() == second.split()
+        shutil.copy(used.certificate, tmp_path / "kept")
+        Path(used.certificate).write_text("broken")
+        assert shown().split() == second.split()
+
+
+def test_files_that_are_no_certificate_and_key_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="PEM files"):
+        ServerCertificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
+    (tmp_path / "c").write_text("x")
+    (tmp_path / "k").write_text("x")
+    with pytest.raises(errors.InvalidRequestError, match="PEM files"):
+        ServerCertificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
+
+
+def test_old_versions_of_tls_are_refused(ours: TestAuthority) -> None:
+    files = files_of(ours)
+    context = ServerCertificate(HttpsFiles(certificate=files.certificate, key=files.key)).context
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
