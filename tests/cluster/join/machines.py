@@ -173,6 +173,6 @@ def wait_until(what: Callable[[], bool], message: Callable[[], str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    hidden = ("PLEXRL_URL", "PLEXRL_API_KEY", "PLEXRL_DATA_DIR", "PLEXRL_CA", "COLUMNS")
+    hidden = ("PLEXRL_URL", "PLEXRL_API_KEY", "PLEXRL_DATA_DIR", "PLEXRL_CA_FILE", "COLUMNS")
     found = {name: value for name, value in os.environ.items() if name not in hidden}
     return {**found, "OMP_NUM_THREADS": "1"}
