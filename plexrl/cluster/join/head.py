@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ class Head:
             schedulers=[str(TlsAddress(self.advertised, self.scheduler_port))],
             routers=self.public_urls.split(","),
             ticket_key=base64.b64encode((self._data / TICKET_KEY).read_bytes()).decode(),
+            data_url=self._options.data_url or "",
+            checkpoint_url=self._options.checkpoint_url or "",
         )
 
     async def serve(self, api_key: str) -> JoinService:
@@ -215,6 +218,15 @@ class _ApiView:
         """
         found = await self._ask("GET", "/v1/nodes")
         return {each["node"] for each in found["nodes"] if each["alive"]}
+
+    async def remove(self, node: str) -> None:
+        """Forget a node that has no work.
+
+        Raises:
+            UnavailableError: it has work, or no router answers.
+        """
+        with suppress(NotFoundError):
+            await self._ask("DELETE", f"/v1/nodes/{node}")
 
     async def drain(self, node: str, *, is_draining: bool) -> messages.DrainProgress:
         """Begin or end a drain.

@@ -20,7 +20,7 @@ from plexrl.errors import (
 )
 from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
-from plexrl.statemanager.protocol.network import TRUSTED, Network
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
@@ -59,10 +59,12 @@ class Agent:
     """The agent of one node."""
 
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
+        """Raises:
+        InvalidRequestError: `host` is no address of this machine.
+        """
         self._config = config
         self._launcher = launcher
-        spans = config.host and config.fabric == TRUSTED
-        self._interface = interface_of(config.host) if spans else LOOPBACK
+        self._interface = interface_of(config.host) if config.host else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
         self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
@@ -253,6 +255,7 @@ class Agent:
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
+            statemanager_address=config.statemanager_address,
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,
