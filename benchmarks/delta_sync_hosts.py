@@ -67,7 +67,7 @@ def train(learning_rate: float) -> Versions:
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step >= UNCOUNTED:
@@ -88,9 +88,12 @@ def _measure(
 ) -> None:
     model = {"tensors": 8, "rows": len(versions[0]) // (8 * WIDTH), "columns": WIDTH}
     with tempfile.TemporaryDirectory() as folder:
-        host_bytes = 8 * versions[0].nbytes + 64 * MIB
-        authority = Path(folder) / "authority"
-        source, target = start_nodes(both, authority, fabric=fabric, host_bytes=host_bytes)
+        source, target = start_nodes(
+            both,
+            Path(folder) / "authority",
+            fabric=fabric,
+            host_bytes=8 * versions[0].nbytes + 64 * MIB,
+        )
     trainer = source.rank(deployment="job/actor", **model)
     fields = {"dtype": "BF16", "digests": True, **model}
     full, delta = (target.rank(deployment=f"job/{name}", **fields) for name in ("full", "delta"))

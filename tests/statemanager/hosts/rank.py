@@ -150,7 +150,7 @@ class Rank:
             "by_source": report.bytes_by_source,
             "attempts": report.attempts,
             "mode": report.mode.value,
-            "digest": hashlib.sha256(self._memory().data).hexdigest()
+            "digest": hashlib.sha256(self._memory().tobytes()).hexdigest()
             if self._setup.digests
             else "",
         }
