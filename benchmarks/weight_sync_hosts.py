@@ -67,8 +67,12 @@ def _measure(
 ) -> None:
     kind = "tcp" if fabric else "tls"
     with tempfile.TemporaryDirectory() as folder:
-        options = {"fabric": fabric, "host_bytes": 2 * MODEL_BYTES + 64 * MIB}
-        source, target = start_nodes([first, second], Path(folder) / "authority", **options)
+        source, target = start_nodes(
+            [first, second],
+            Path(folder) / "authority",
+            fabric=fabric,
+            host_bytes=2 * MODEL_BYTES + 64 * MIB,
+        )
     trainer = source.rank(deployment="job/actor", rank=0, world_size=1, split=0, **MODEL)
     trainer.do("publish", seq=1)
     for layout, split in SPLITS.items():
@@ -128,7 +132,7 @@ def _cpu_s(*nodes: Node) -> float:
     found = (process for node in nodes for process in node.host.processes("tests.statemanager"))
     daemons = (process for node in nodes for process in node.host.processes("plexrl.statemanager"))
     times = [process.cpu_times() for process in (*found, *daemons)]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 def _iperf3(first: Host, second: Host, streams: int) -> Rate:

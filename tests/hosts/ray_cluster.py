@@ -3,7 +3,6 @@
 import json
 
 from tests.hosts.cluster import (
-    BUCKET,
     GPU_MEMORY_GIB,
     HOST_MEMORY_GIB,
     START_S,
@@ -12,6 +11,7 @@ from tests.hosts.cluster import (
 )
 from tests.hosts.host import Host, HostProcess
 from tests.hosts.network import Network
+from tests.s3_server import BUCKET
 
 PORT = 6379
 STORE_BYTES = 80 << 20
