@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.report import percentile, report
 from benchmarks.sizes import sized
 from plexrl.cluster.join.authority import Authority
+from plexrl.errors import ConnectionLostError, NoAnswerError
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from plexrl.wire.links.standing_link import StandingLink
 from plexrl.wire.rpc import Handler, Peer
@@ -87,7 +88,10 @@ class Agents:
             while True:
                 await asyncio.sleep(HEARTBEAT_S)
                 begun = time.perf_counter()
-                await peer.call("beat")
+                try:
+                    await peer.call("beat")
+                except (ConnectionLostError, NoAnswerError):
+                    return
                 self.round_trips_ms.append(1e3 * (time.perf_counter() - begun))
 
         async def launch(peer: Peer, params: Plain) -> Plain:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -44,10 +45,17 @@ EXPOSED = (
     "it, or leave --host at 127.0.0.1."
 )
 WRITE_RETRY_S = 5.0
+HeadOf = Callable[[], Head | None]
+"""Returns what lets other machines reach this cluster, once it is there."""
 
 
 class Nodes(Protocol):
     """The source of a cluster's nodes."""
+
+    @property
+    def join(self) -> bool:
+        """Whether they join the head, so that they start after it."""
+        ...
 
     async def start(self) -> None:
         """Start the current nodes and keep them running.
@@ -65,12 +73,14 @@ class Nodes(Protocol):
 class LocalNodes:
     """Virtual nodes, as processes of this machine."""
 
+    join = False
+
     def __init__(
         self,
         options: ClusterOptions,
         folders: Folders,
         record: PartRecord,
-        head: Callable[[], Head | None] = lambda: None,
+        head: HeadOf = lambda: None,
     ) -> None:
         """`head` returns what lets other machines reach the nodes, once it is there."""
         self._options = options
@@ -110,7 +120,7 @@ class Supervisor:
         self,
         options: ClusterOptions,
         settings: Mapping[str, Any] | None = None,
-        nodes: Callable[[Folders, PartRecord], Nodes] | None = None,
+        nodes: Callable[[Folders, PartRecord, HeadOf], Nodes] | None = None,
         lock: IO[str] | None = None,
     ) -> None:
         """`settings` override the scheduler's defaults; without `nodes` the nodes are virtual.
@@ -122,11 +132,8 @@ class Supervisor:
         self._lock = lock
         self._head: Head | None = None
         if nodes is None:
-            self._nodes: Nodes = LocalNodes(
-                options, self._folders, self._record, lambda: self._head
-            )
-        else:
-            self._nodes = nodes(self._folders, self._record)
+            nodes = partial(LocalNodes, options)
+        self._nodes = nodes(self._folders, self._record, lambda: self._head)
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Endpoint], None]) -> None:
         """Run the cluster until `stop`; call `ready` with its endpoint once it is up.
@@ -167,14 +174,15 @@ class Supervisor:
             scheduler, *routers = self._control_plane(key, ports)
             # Nodes and routers wait for the scheduler. A node's agent loads torch meanwhile, which
             # takes longest.
-            await all_at_once(
-                processes.start(scheduler),
-                self._nodes.start(),
-                *(processes.start(router) for router in routers),
-            )
+            starts = [processes.start(part) for part in (scheduler, *routers)]
+            if not self._nodes.join:
+                starts.append(self._nodes.start())
+            await all_at_once(*starts)
             if self._head is not None:
                 service = await self._head.serve(key)
                 background.append(asyncio.create_task(self._head.renew(service)))
+            if self._nodes.join:
+                await self._nodes.start()
             endpoint = self._endpoint(key, ports)
             writing = _write_with_retries(endpoint_file, endpoint.to_file())
             background.append(asyncio.create_task(writing))
@@ -255,7 +263,7 @@ def run_cluster(
         supervisor = Supervisor(
             options,
             ray.scheduler_settings(),
-            lambda folders, record: RayNodes(options, ray, folders, record),
+            partial(RayNodes, options, ray),
             lock,
         )
         run_supervisor(supervisor, ready, lifeline)

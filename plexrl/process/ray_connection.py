@@ -30,6 +30,8 @@ class RayNode:
     """Ray's id, hexadecimal; it changes at each start of the node."""
     node: str
     """PlexRL's name: the operator's (`ray start --node-name`), else derived from the id."""
+    address: str
+    """Address at which the machines of the Ray cluster reach each other."""
     gpus: int
     """Number of slots for workers."""
     resource: str
@@ -95,6 +97,7 @@ def usable(described: Sequence[dict[str, Any]], places_per_node: int | None) -> 
         found[name] = RayNode(
             node_id=node_id,
             node=name,
+            address=str(each["NodeManagerAddress"]),
             gpus=gpus,
             resource=resource,
             node_type=_node_type(each["Resources"]),

@@ -135,6 +135,8 @@ class WorkerConfig:
     """Network interface of the ranks' collectives."""
     tls: TlsFiles | None = None
     """The node's certificate; absent for a Unix socket."""
+    statemanager_address: str = ""
+    """Address at which other nodes reach the StateManager; empty: they do not."""
     fabric: str = ""
     """As the agent's: `trusted`, or empty."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tests.hosts.network import Network
 from tests.s3_server import BUCKET, KEY, SECRET
 
 START_S = 120.0
+WRITTEN_S = 120.0
+"""Time in which a checkpoint is complete after its request was answered."""
 GPU_MEMORY_GIB = "0.125"
 HOST_MEMORY_GIB = "0.25"
 STORE_PORT = 9000
@@ -73,9 +76,15 @@ class HostCluster(SoloCluster):
         self.start_store()
         self.environment: dict[str, str] = {}
         self.start_head()
+        self.start_nodes()
+
+    def start_nodes(self) -> None:
+        """Let all other hosts join."""
+        token = self.ask("node", "token", "--uses", str(len(self.nodes)))["token"]
         for node in self.nodes:
-            token = self.ask("node", "token")["token"]
             self.start_node(node, token)
+        for node in self.nodes:
+            self.supervisor(node).wait_for('"node"', START_S)
 
     def start_store(self) -> None:
         """Start the S3 server."""
@@ -91,7 +100,9 @@ class HostCluster(SoloCluster):
         command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]
         process = self.head.start(*command, env=store_environment(self.head))
         self._supervisors[self.head.name] = process
-        endpoint = json.loads(process.wait_for('"url"', START_S))
+        self._take_endpoint(json.loads(process.wait_for('"url"', START_S)))
+
+    def _take_endpoint(self, endpoint: Mapping[str, Any]) -> None:
         self.environment = {
             "PLEXRL_URL": str(endpoint["url"]),
             "PLEXRL_API_KEY": str(endpoint["api_key"]),
@@ -106,10 +117,7 @@ class HostCluster(SoloCluster):
         command += ["--host-memory", f"{HOST_MEMORY_GIB}GiB"]
         if token:
             command += ["--token", token]
-        process = node.start(*command, env=store_environment(self.head))
-        self._supervisors[node.name] = process
-        if token:
-            process.wait_for('"node"', START_S)
+        self._supervisors[node.name] = node.start(*command, env=store_environment(self.head))
 
     def supervisor(self, host: Host) -> HostProcess:
         """The process that an operator started on a host."""
@@ -125,8 +133,15 @@ class HostCluster(SoloCluster):
     def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
         prefix = f"s3://{BUCKET}/"
         assert path.startswith(prefix), f"{path} is on one host only"
-        stored = Path(STORE, BUCKET, path.removeprefix(prefix), file)
-        return self.head.path(stored).read_bytes()
+        folder = self.head.path(Path(STORE, BUCKET, path.removeprefix(prefix)))
+        # The manifest is written last. Other files are in a folder of the attempt to write them.
+        manifest = folder / "checkpoint.json"
+        deadline = time.monotonic() + WRITTEN_S
+        while not manifest.is_file():
+            assert time.monotonic() < deadline, f"{path} is not written in {WRITTEN_S:g} s"
+            time.sleep(0.1)
+        (found,) = folder.glob(f"*/{file}")
+        return found.read_bytes()
 
     def end(self) -> None:
         for name, supervisor in reversed(self._supervisors.items()):

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from plexrl.cluster.config.options import GIB, ClusterOptions
 from plexrl.cluster.data_dir.folder import make_data_dir, try_lock
@@ -64,10 +65,28 @@ class RunningNode:
     data_dir: str
 
 
+class OwnAgent(Protocol):
+    """An agent that is not a process of the node's supervisor."""
+
+    async def start(self, part: Part) -> None:
+        """Start it; returns once the scheduler has accepted the node. Raises `UnavailableError`."""
+        ...
+
+    async def ended(self) -> None:
+        """Return when it has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """End it and its workers."""
+        ...
+
+
 class NodeSupervisor:
     """Owns the processes of one node."""
 
-    def __init__(self, options: NodeOptions, entry: Entry) -> None:
+    def __init__(self, options: NodeOptions, entry: Entry, agent: OwnAgent | None = None) -> None:
+        """`agent` runs in place of an agent's process; the node ends with it."""
+        self._agent = agent
         self._options = options
         self._entry = entry
         self._folders = Folders.of(options.data_dir)
@@ -181,19 +200,26 @@ class NodeSupervisor:
         renewing = asyncio.create_task(self._renew(kept))
         try:
             await processes.start(statemanager)
-            await self._start_agent(processes, agent)
-            processes.watch((statemanager, agent))
+            if self._agent is None:
+                await self._start_agent(processes, agent)
+                processes.watch((statemanager, agent))
+                ending = asyncio.create_task(_when_set(stop))
+            else:
+                processes.watch((statemanager,))
+                await self._agent.start(agent)
+                ending = asyncio.create_task(_first(stop, self._agent))
             LOG.info("node %s is up: process %d", kept.node, kept.pid)
             ready(self._running(kept, cluster))
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait({stopping, renewing}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
+            await asyncio.wait({ending, renewing}, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
             if renewing.done():
                 renewing.result()
             LOG.info("node %s is ending", kept.node)
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
+            if self._agent is not None:
+                await self._agent.stop()
             await processes.unwatch()
             for part in (agent, statemanager):
                 await processes.end(part)
@@ -276,6 +302,7 @@ class NodeSupervisor:
             ports=options.ports,
             fabric=options.fabric,
         )
+        cluster = replace(cluster, checkpoint_url=kept.checkpoint_url or None)
         return node_parts(cluster, self._folders, config, links)
 
     def _cluster_options(self, gpus: Gpus) -> ClusterOptions:
@@ -300,6 +327,20 @@ class NodeSupervisor:
             pid=kept.pid,
             data_dir=str(self._folders.data),
         )
+
+
+async def _when_set(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _first(stop: asyncio.Event, agent: OwnAgent) -> None:
+    """Return when the node is to end, or its agent has ended."""
+    tasks = {asyncio.create_task(_when_set(stop)), asyncio.create_task(agent.ended())}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def head_of(kept: Kept) -> TlsAddress:

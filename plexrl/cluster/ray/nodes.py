@@ -1,5 +1,8 @@
 """Nodes on Ray: one actor on each Ray node runs the node's StateManager and agent.
 
+In a cluster of several machines the actors join the head (`machine.py`). Otherwise all Ray nodes
+are on the scheduler's machine, and the actors use its folders and its Unix socket.
+
 One placement group reserves each node's GPUs, with one bundle for each GPU. Our scheduler assigns
 workers to GPUs and lets several WPGs share a GPU in turns. Ray therefore counts the GPU once, by
 its bundle, whatever the number of workers; it makes no decisions and only keeps other users off
@@ -10,9 +13,15 @@ node to another.
 import asyncio
 import importlib
 import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plexrl.cluster.config.options import ClusterOptions
+from plexrl.cluster.join.head import Head
+from plexrl.cluster.join.tokens import create_token
+from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.parts import NodeConfig, node_parts
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.errors import PlexRLError, UnavailableError
@@ -27,8 +36,11 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-NODE_ACTOR = ("plexrl.worker.agent.ray.node", "RayNodeActor")
-"""Module and class of the actor. By name, because this package does not import the worker's."""
+LOCAL_ACTOR = ("plexrl.worker.agent.ray.node", "RayNodeActor")
+MACHINE_ACTOR = ("plexrl.cluster.ray.machine", "RayMachineActor")
+"""Modules and classes of the actors, by name: only the machines of the nodes load them."""
+TOKEN_TTL_S = 600.0
+"""How long the token of an actor admits its node."""
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives every node."""
 POLL_S = 1.0
@@ -46,15 +58,27 @@ class RayNodes:
     """All nodes of the Ray cluster, including nodes that join later."""
 
     def __init__(
-        self, options: ClusterOptions, ray: RayOptions, folders: Folders, record: PartRecord
+        self,
+        options: ClusterOptions,
+        ray: RayOptions,
+        folders: Folders,
+        record: PartRecord,
+        head: Callable[[], Head | None] = lambda: None,
     ) -> None:
+        """`head` returns what nodes of other machines join, once it is there."""
         self._options = options
+        self._head = head
         self._ray = ray
         self._folders = folders
         self._record = record
         self._kept: dict[str, asyncio.Task[None]] = {}
         """Tasks that serve the nodes, by Ray's node id."""
         self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def join(self) -> bool:
+        """Whether the nodes join the head: they are on several machines."""
+        return self._options.network is not None
 
     async def start(self) -> None:
         """Serve all current nodes.
@@ -102,7 +126,7 @@ class RayNodes:
         pause_s = RESTART_S
         while True:
             began = loop.time()
-            served = _NodeActor(self._options, self._folders, node)
+            served = _NodeActor(self._options, self._ray, self._folders, node, self._head())
             try:
                 await served.start()
                 if first.done():
@@ -131,8 +155,17 @@ class RayNodes:
 class _NodeActor:
     """One run of a node's actor."""
 
-    def __init__(self, options: ClusterOptions, folders: Folders, node: RayNode) -> None:
+    def __init__(
+        self,
+        options: ClusterOptions,
+        ray: RayOptions,
+        folders: Folders,
+        node: RayNode,
+        head: Head | None,
+    ) -> None:
         self._options = options
+        self._ray = ray
+        self._head = head
         self._folders = folders
         self._node = node
         self._group: PlacementGroup | None = None
@@ -162,7 +195,7 @@ class _NodeActor:
                 f"{PLACE_TIMEOUT_S:g} s: others use them (`ray status` shows them); end those, or "
                 "start Ray nodes for PlexRL alone"
             )
-        module, name = NODE_ACTOR
+        module, name = LOCAL_ACTOR if self._head is None else MACHINE_ACTOR
         actor_class = getattr(importlib.import_module(module), name)
         self._actor = (
             ray.remote(actor_class)
@@ -175,15 +208,40 @@ class _NodeActor:
             )
             .remote()
         )
-        config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
-        statemanager, agent = node_parts(self._options, self._folders, config)
+        arguments = self._here() if self._head is None else await self._joining(self._head)
         await self._call(
-            self._actor.start.remote(
-                self._folders, statemanager, agent.config, self._group, node.resource
-            ),
-            START_TIMEOUT_S,
+            self._actor.start.remote(*arguments, self._group, node.resource), START_TIMEOUT_S
         )
         self._started = True
+
+    def _here(self) -> tuple[Any, ...]:
+        """What an actor of this machine needs."""
+        node = self._node
+        config = NodeConfig(node=node.node, gpus=node.gpus, node_type=node.node_type)
+        statemanager, agent = node_parts(self._options, self._folders, config)
+        return self._folders, statemanager, agent.config
+
+    async def _joining(self, head: Head) -> tuple[Any, ...]:
+        """What an actor of another machine needs: its options, and a token."""
+        options, node, network = self._options, self._node, self._options.network
+        assert network is not None
+        chosen = NodeOptions(
+            data_dir=Path(self._ray.node_dir) / node.node,
+            name=node.node,
+            gpus=node.gpus,
+            gpu_memory_bytes=options.gpu_memory_bytes,
+            host_memory_bytes=options.host_memory_bytes,
+            nvme_bytes=options.nvme_bytes,
+            node_type=node.node_type,
+            host=node.address,
+            ports=network.node_ports,
+            fabric=network.fabric,
+            settings=options.settings,
+        )
+        token, _ = await asyncio.to_thread(
+            partial(create_token, head.ledger, head.authority.fingerprint, ttl_s=TOKEN_TTL_S)
+        )
+        return chosen, str(head.join_address), str(token)
 
     async def ended(self) -> str:
         """Wait until the actor has ended; return the reason."""

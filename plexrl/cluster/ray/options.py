@@ -20,6 +20,9 @@ class RayOptions:
     places_per_node: int | None = None
     """Workers on each node with at least as many CPUs, one CPU for each; absent: the GPUs that Ray
     counts."""
+    node_dir: str = "~/.plexrl-ray"
+    """Folder on each machine for the certificate, logs and NVMe tier of its Ray nodes, if they are
+    on several machines (`--tls`); each node has a folder of its name in it."""
     node_grace_s: float = 5.0
     """Silence of a node's agent after which the node counts as lost."""
     node_replace_s: float = 60.0
@@ -38,6 +41,8 @@ class RayOptions:
                 f"--ray {self.address!r}: give the head's host:port (as `ray start` prints it), or "
                 "`auto` on a machine of the cluster; Ray Client addresses are not supported"
             )
+        if not self.node_dir:
+            raise InvalidRequestError("node_dir is empty: name a folder of Ray's machines")
         if self.places_per_node is not None and self.places_per_node < 1:
             raise InvalidRequestError("places_per_node must be at least 1")
         if self.snapshot_operations < 1:

@@ -98,10 +98,13 @@ class StateManagerClient:
         ticket: bytes,
         timeout_s: float = 600.0,
         network: Network = NO_NETWORK,
+        address: str = "",
     ) -> None:
         """`ticket` authenticates the client. `timeout_s` bounds each call, including the wait for
-        a restarting daemon. `network` leads to StateManagers of other nodes, for pulls."""
+        a restarting daemon. `network` leads to StateManagers of other nodes, for pulls. `address`
+        is where the daemon is reached from other nodes too; empty: at the socket only."""
         self.path = socket_path
+        self.address = address or socket_path
         self.deployment = deployment
         self.rank = rank
         self._world_size = world_size

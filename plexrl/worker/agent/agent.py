@@ -48,6 +48,8 @@ class _Running:
     is_ready: bool = False
     is_wanted: bool = True
     """False: the agent is stopping the worker, so its end is not reported."""
+    is_killed: bool = False
+    """It was killed because the node's lease had run out."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: PlexRLError | None = None
     """Why the worker could not start, if it reported that."""
@@ -145,6 +147,7 @@ class Agent:
                     LOG.error("no scheduler extends the lease: all %d workers are ended", count)
                 self._was_fenced = True
                 for worker in self._workers.values():
+                    worker.is_killed = True
                     worker.process.kill()
             await asyncio.sleep(min(left_s, CHECK_S) if left_s > 0.0 else CHECK_S)
 
@@ -171,7 +174,7 @@ class Agent:
                     "address": worker.config.address,
                 }
                 for worker in self._workers.values()
-                if worker.is_ready and worker.is_wanted
+                if worker.is_ready and worker.is_wanted and not worker.is_killed
             ],
             "states": await self._state.deployments(),
             "was_fenced": self._was_fenced,
@@ -252,6 +255,7 @@ class Agent:
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
+            statemanager_address=config.statemanager_address,
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,

@@ -9,6 +9,7 @@ from pathlib import Path
 from plexrl.errors import StorageFullError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.protocol.address import announced
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import parse_address
@@ -66,6 +67,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         world_size=config.world_size,
         ticket=config.ticket,
         network=Network.of(config.tls, config.fabric),
+        address=announced(config.statemanager, config.statemanager_address),
     )
     server = Server(
         parse_address(config.address),

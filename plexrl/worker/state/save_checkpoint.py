@@ -2,7 +2,7 @@
 
 Each rank has its StateManager store the state on the device, unless that is stored already. Then
 the first rank's StateManager pins all ranks' state and writes it while the ranks continue (PlexRL
-§4.5.3). The StateManagers of all ranks must be on one machine, because they pass descriptors.
+§4.5.3). It reads the state of ranks on other machines from their StateManagers.
 """
 
 import os
@@ -50,10 +50,10 @@ def save_checkpoint(
             parts=backend.live_parts(),
             previous_seq=command.previous_seq,
         )
-        return f"{client.stamp(seq)} {client.path}"
+        return f"{client.stamp(seq)} {client.address}"
 
     ranks = [value.split(" ", 1) for value in on_all_ranks(backend.gather, store)]
-    sources = tuple(dict.fromkeys(path for _, path in ranks))
+    sources = tuple(dict.fromkeys(address for _, address in ranks))
     request = WriteCheckpoint(
         deployment=client.deployment,
         seq=seq,

@@ -46,6 +46,8 @@ def test_a_signal_ends_every_process_and_removes_every_file(
 class NeverStarting:
     """Nodes whose start never ends."""
 
+    join = False
+
     def __init__(self) -> None:
         self.stopped = False
 

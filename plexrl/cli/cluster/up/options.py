@@ -155,6 +155,9 @@ class OnRay:
         int,
         typer.Option(help="With --ray: operations kept to rebuild a model's lost state."),
     ] = 1024
+    ray_node_dir: Annotated[
+        str, typer.Option(help="With --ray and --tls: folder for data on each Ray machine.")
+    ] = "~/.plexrl-ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

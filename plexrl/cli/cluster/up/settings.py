@@ -68,6 +68,8 @@ def chosen_options(
         raise InvalidRequestError(
             "--nodes, --node-types and --blocks are of virtual nodes; with --ray they are Ray's"
         )
+    if ray is not None and cluster.network is not None:
+        cluster = replace(cluster, nodes=0)
     return cluster, ray
 
 
@@ -158,6 +160,7 @@ def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayO
         "places_per_node": given.local.gpus_per_node,
         "node_replace_s": on_ray.node_replace_s,
         "rebuild_operations": on_ray.rebuild_operations,
+        "node_dir": on_ray.ray_node_dir,
     }
     known = {} if former is None else asdict(former)
     chosen = {
@@ -168,7 +171,11 @@ def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayO
     return RayOptions(**{**known, **chosen})
 
 
-_RAY_OPTION = {"address": "ray", "places_per_node": "gpus_per_node"}
+_RAY_OPTION = {
+    "address": "ray",
+    "places_per_node": "gpus_per_node",
+    "node_dir": "ray_node_dir",
+}
 
 
 def _absolute(path: str) -> str:

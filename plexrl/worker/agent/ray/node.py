@@ -96,7 +96,8 @@ def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
     if not all(Path(each.path).is_socket() for each in local):
         raise UnavailableError(
             f"the scheduler's Unix socket {local[0].path} does not exist on this node, so the "
-            "scheduler runs on another machine: use Ray nodes of one machine"
+            "scheduler runs on another machine: let Ray's machines join it with "
+            "`plexrl up --ray … --tls --host 0.0.0.0`"
         )
     # The parents first: their owner could replace the folders in them.
     for folder in (folders.data, folders.run):
