@@ -10,6 +10,10 @@ TESTS_AT_ONCE ?= 3
 GPU_PYTHON ?= 3.12
 # Seed of the times and targets of the faults.
 FAULT_SEED ?= 1
+# Time in which faults of several hosts happen; 1800 for half an hour.
+FAULT_SECONDS ?= 240
+# Options of the demo on three hosts, such as --steps 50.
+DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
 VLLM_STAMP := $(VENV)/.plexrl-vllm
 
@@ -17,13 +21,14 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles its kernels with the ninja of .venv.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo test test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
+.PHONY: help setup demo demo-hosts test test-all test-faults docs-check gpu-kit compiled pure bench lint format clean
 
 help:
 	@echo "make demo         train two jobs on one shared group and measure the saving; report in $(OUT)/"
+	@echo "make demo-hosts   train on three simulated hosts, compare with one machine; needs root"
 	@echo "make test         run the test suite"
 	@echo "make test-all     install vLLM, then run the test suite and the slow whole-cluster tests"
-	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N for other faults"
+	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N"
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
@@ -58,6 +63,9 @@ $(VLLM_STAMP): $(STAMP)
 demo: setup
 	$(BIN)/plexrl demo --out $(OUT)
 
+demo-hosts: setup
+	$(BIN)/python -m scripts.demo_hosts $(DEMO_HOSTS)
+
 test: setup
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
@@ -68,7 +76,8 @@ docs-check: setup
 	$(BIN)/python -m pytest tests/docs
 
 test-faults: setup
-	$(BIN)/python -m pytest tests/faults --fault-seed $(FAULT_SEED)
+	$(BIN)/python -m pytest tests/faults tests/hosts/test_fault_runs.py \
+	  --fault-seed $(FAULT_SEED) --fault-seconds $(FAULT_SECONDS)
 
 gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit --python $(GPU_PYTHON)

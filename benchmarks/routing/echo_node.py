@@ -103,7 +103,7 @@ class EchoNode:
                 "deployment": command["deployment"],
                 "rank": rank["rank"],
                 "incarnation": command["incarnation"],
-                "address": str(path),
+                "address": f"unix:{path}",
             }
             told = asyncio.create_task(self._tell(peer, ready))
             self._told.add(told)

@@ -6,7 +6,6 @@ deployment fits before it starts a process.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from plexrl.errors import InvalidRequestError, UnsupportedModelError
 from plexrl.model.dimensions import Dimensions, dimensions
 from plexrl.model.tokenizer import check_vocabulary
+from plexrl.storage.model_folder import model_folder
 from plexrl.wire.parameter_checks import short
 
 TRAIN_BYTES_PER_PARAMETER = 16
@@ -33,7 +33,7 @@ class ModelSpec:
 
     path: str | None = None
     """A Hugging Face model directory (`config.json`, `*.safetensors`, `tokenizer.json`) that the
-    cluster's nodes can read."""
+    cluster's nodes can read, or the URL of a checkpoint of this cluster."""
     architecture: str | None = None
     """A causal language model of `transformers`, by model type: `qwen2`, `llama`, …"""
     config_json: str = "{}"
@@ -65,7 +65,7 @@ class ModelSpec:
         """
         try:
             if self.path is not None:
-                text = (Path(self.path) / "config.json").read_text()
+                text = (model_folder(self.path, weights=False) / "config.json").read_text()
                 return msgspec.json.decode(text, type=dict[str, Any])
             return msgspec.json.decode(self.config_json, type=dict[str, Any])
         except (OSError, msgspec.DecodeError) as error:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import socket
+import sys
 from pathlib import Path
 
 from plexrl.process.garbage_collection import rare_collections
@@ -11,7 +12,8 @@ from plexrl.process.garbage_collection import rare_collections
 with rare_collections():
     import uvicorn
 
-    from plexrl.process.startup import load_config, print_ready, run_until_signal
+    from plexrl.errors import PlexRLError
+    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
     from plexrl.router.config import RouterConfig
     from plexrl.router.http.app import make_app
     from plexrl.router.http.server.connection_limits import (
@@ -20,7 +22,7 @@ with rare_collections():
         make_connections,
     )
     from plexrl.router.http.server.guarded_protocol import guarded
-    from plexrl.router.http.server.https import guarded_https
+    from plexrl.router.http.server.https import ServerCertificate, guarded_https
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is
@@ -31,7 +33,12 @@ def main() -> None:
     """Serve until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m plexrl.router", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
-    config = load_config(parser.parse_args().config, RouterConfig)
+    try:
+        config = load_config(parser.parse_args().config, RouterConfig)
+        certificate = None if config.https is None else ServerCertificate(config.https)
+    except PlexRLError as error:
+        print_refused(error)
+        sys.exit(1)
     app, services = make_app(config)
     # asyncio disables Nagle's algorithm on accepted connections only if the protocol is given.
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -42,11 +49,9 @@ def main() -> None:
     connections = make_connections(config)
     logging.getLogger("uvicorn.error").addFilter(RateLimitedWarnings())
 
-    protocol: type[asyncio.Protocol]
-    if config.https is None:
-        protocol = guarded(connections, config.header_timeout_s)
-    else:
-        protocol = guarded_https(connections, config.header_timeout_s, config.https)
+    protocol: type[asyncio.Protocol] = guarded(connections, config.header_timeout_s)
+    if certificate is not None:
+        protocol = guarded_https(connections, config.header_timeout_s, certificate)
 
     async def serve(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler(connections))

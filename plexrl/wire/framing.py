@@ -90,6 +90,9 @@ async def write_frame(
     callers never interleave.
     """
     view = memoryview(payload).cast("B")
+    if writer.is_closing():
+        # A closed TLS transport would fail with an error of its own.
+        raise ConnectionLostError("the connection is closed")
     writer.write(encode_head(header, view.nbytes))
     if view.nbytes:
         writer.write(view)

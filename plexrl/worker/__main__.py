@@ -2,16 +2,23 @@
 
 import argparse
 import asyncio
+import logging
 import os
+import sys
 from pathlib import Path
 
 from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
-    from plexrl.process.startup import load_config, print_ready, run_until_signal
+    from plexrl.errors import PlexRLError
+    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
     from plexrl.worker.agent.agent import Agent
     from plexrl.worker.agent.launcher import LocalLauncher
     from plexrl.worker.config import AgentConfig
+
+LOG = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
 
 
 def main() -> None:
@@ -34,7 +41,12 @@ def main() -> None:
         joined.cancel()
         await agent
 
-    run_until_signal(serve)
+    try:
+        run_until_signal(serve)
+    except PlexRLError as error:
+        LOG.critical("the agent cannot run: %s", error)
+        print_refused(error)
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

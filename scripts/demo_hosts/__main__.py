@@ -122,17 +122,17 @@ def is_equal(many: JobRun, one: JobRun) -> bool:
 def show(console: Console, many: Sequence[JobRun], one: Sequence[JobRun]) -> None:
     """Print the comparison as a table of 80 columns."""
     table = Table(title="Three hosts beside one machine", title_justify="left", box=None)
-    for column in ("job", "tenant", "trainer on", "steps", "reward", "rewards", "weights"):
-        table.add_column(column, justify="right" if column in ("steps", "reward") else "left")
+    for column in ("job", "tenant", "ranks on", "steps", "held-out", "rewards", "weights"):
+        table.add_column(column, justify="right" if column in ("steps", "held-out") else "left")
     for a, b in zip(many, one, strict=True):
         table.add_row(
             a.task,
             a.tenant,
             ", ".join(a.hosts),
             str(len(a.rewards)),
-            f"{a.held_out[0]:.3f} to {a.held_out[-1]:.3f}",
+            f"{a.held_out[0]:.2f} to {a.held_out[-1]:.2f}",
             "equal" if (a.rewards, a.held_out) == (b.rewards, b.held_out) else "DIFFER",
-            f"equal {a.weights[:8]}" if a.weights == b.weights else "DIFFER",
+            f"equal, {a.weights[:6]}" if a.weights == b.weights else "DIFFER",
         )
     console.print(table)
     seconds = [max(run.seconds for run in runs) for runs in (many, one)]

@@ -4,37 +4,65 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from plexrl.errors import ConnectionLostError
 from plexrl.wire.framing import recv_frame, send_frame
+from plexrl.wire.links.credentials import Role
+from plexrl.wire.links.dial import BlockingSocket
 from plexrl.wire.links.frame_socket import FrameSocket
+from plexrl.wire.links.tls_socket import TlsSocket
+from tests.certificates import TestAuthority
 
 DEADLINE_S = 60.0
 
 
-def with_pair(talk: Callable[[FrameSocket, socket.socket], Awaitable[None]]) -> None:
+Pair = tuple[socket.socket, BlockingSocket]
+"""A connected socket, plain or TLS, and the blocking one at its other end."""
+
+
+@pytest.fixture(params=["plain", "tls"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    left, right = socket.socketpair()
+    if request.param == "plain":
+        with right:
+            yield left, right
+        return
+    authority = TestAuthority(tmp_path)
+    server = authority.credentials(Role.NODE, "n").server_context()
+    client = authority.credentials(Role.ROUTER, "r").client_context()
+    with ThreadPoolExecutor(1) as other_side:
+        accepting = other_side.submit(server.wrap_socket, right, server_side=True)
+        ours = client.wrap_socket(left)
+        theirs = TlsSocket(accepting.result(DEADLINE_S))
+    yield ours, theirs
+    theirs.close()
+
+
+def talk_over(pair: Pair, talk: Callable[[FrameSocket, BlockingSocket], Awaitable[None]]) -> None:
     """Run `talk` on a frame socket and the blocking one at its other end."""
 
     async def run() -> None:
-        left, right = socket.socketpair()
-        with right:
-            ours = FrameSocket(left)
-            async with asyncio.timeout(DEADLINE_S):
-                await talk(ours, right)
-            ours.close()
+        ours = FrameSocket(pair[0])
+        async with asyncio.timeout(DEADLINE_S):
+            await talk(ours, pair[1])
+        ours.close()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (5,), (3, 0, 70_000), (9 << 20, 1, 2 << 20)])
-def test_a_payload_in_parts_arrives_in_one_piece_and_comes_back(sizes: Sequence[int]) -> None:
+def test_a_payload_in_parts_arrives_in_one_piece_and_comes_back(
+    pair: Pair, sizes: Sequence[int]
+) -> None:
     parts = [os.urandom(size) for size in sizes]
     whole = b"".join(parts)
 
-    async def talk(ours: FrameSocket, theirs: socket.socket) -> None:
+    async def talk(ours: FrameSocket, theirs: BlockingSocket) -> None:
         def echo() -> None:
             header, payload = recv_frame(theirs)
             assert bytes(payload) == whole
@@ -46,11 +74,11 @@ def test_a_payload_in_parts_arrives_in_one_piece_and_comes_back(sizes: Sequence[
         await echoing
         assert (header, bytes(payload)) == ({"a": 1}, whole)
 
-    with_pair(talk)
+    talk_over(pair, talk)
 
 
-def test_a_send_to_a_peer_that_takes_nothing_ends_when_the_socket_is_closed() -> None:
-    async def talk(ours: FrameSocket, theirs: socket.socket) -> None:
+def test_a_send_to_a_peer_that_takes_nothing_ends_when_the_socket_is_closed(pair: Pair) -> None:
+    async def talk(ours: FrameSocket, theirs: BlockingSocket) -> None:
         del theirs
         sending = asyncio.create_task(ours.send({}, [bytes(64 << 20)]))
         # It cannot end by itself: that is far more than the kernel takes.
@@ -62,15 +90,19 @@ def test_a_send_to_a_peer_that_takes_nothing_ends_when_the_socket_is_closed() ->
         with pytest.raises(ConnectionLostError):
             await ours.send({})
 
-    with_pair(talk)
+    talk_over(pair, talk)
 
 
-def test_both_directions_end_with_the_peer() -> None:
-    async def talk(ours: FrameSocket, theirs: socket.socket) -> None:
-        threading.Thread(target=theirs.close).start()
+def test_both_directions_end_with_the_peer(pair: Pair) -> None:
+    async def talk(ours: FrameSocket, theirs: BlockingSocket) -> None:
+        def leave() -> None:
+            theirs.shutdown(socket.SHUT_RDWR)
+            theirs.close()
+
+        threading.Thread(target=leave).start()
         with pytest.raises(ConnectionLostError):
             await ours.receive()
         with pytest.raises(ConnectionLostError):
             await ours.send({}, [bytes(32 << 20)])
 
-    with_pair(talk)
+    talk_over(pair, talk)

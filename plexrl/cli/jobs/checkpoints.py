@@ -1,5 +1,6 @@
-"""`plexrl checkpoints`: lists and deletes checkpoints."""
+"""`plexrl checkpoints`: lists, downloads and deletes checkpoints."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,6 +64,26 @@ def list_checkpoints(
         for each in found:
             if text := (each["error"] or {}).get("message"):
                 print_line(f"{each['job']} {each['name']}: {text}")
+
+
+@checkpoints_app.command("download")
+@with_option_groups
+def download_checkpoint(
+    job: JobArgument,
+    name: Annotated[str, typer.Argument(help="A complete checkpoint of the job.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder on this machine.")],
+    access: Access,
+    output: Output,
+) -> None:
+    """Write the files of a checkpoint into a folder, which `transformers` can load."""
+    with access.open() as cluster:
+        found = find_job(cluster, job)
+        found.download_checkpoint(name, folder)
+    nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if output.as_json:
+        write_json({"job": found.job, "name": name, "folder": str(folder), "bytes": nbytes})
+        return
+    print_line(f"{found.job} {name} is in {folder}: {size_text(nbytes)}")
 
 
 @checkpoints_app.command("delete")

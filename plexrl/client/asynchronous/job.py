@@ -72,6 +72,7 @@ class AsyncJob:
     operations = in_thread(Job.operations)
     checkpoints = in_thread(Job.checkpoints)
     delete_checkpoint = in_thread(Job.delete_checkpoint)
+    download_checkpoint = in_thread(Job.download_checkpoint)
     explain = in_thread(Job.explain)
     logs = in_thread(Job.logs)
     read_logs = in_thread(Job.read_logs)

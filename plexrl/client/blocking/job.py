@@ -2,9 +2,11 @@
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from urllib.parse import quote
@@ -17,6 +19,7 @@ from plexrl.client.blocking.deployment_kinds import (
 )
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller, check_completed
+from plexrl.client.calls.download import download
 from plexrl.client.calls.heartbeats import send_heartbeats
 from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_if_unfinished
 from plexrl.client.calls.transport import Transport
@@ -296,8 +299,20 @@ class Job:
         return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
 
     def delete_checkpoint(self, name: str) -> None:
-        """Delete the checkpoint `name` from the disk. Raises `CheckpointNotFoundError`."""
+        """Delete the checkpoint `name`. Raises `CheckpointNotFoundError`."""
         self._transport.ask("DELETE", f"{self._path}/checkpoints/{quote(name, safe='')}")
+
+    def download_checkpoint(self, name: str, folder: str | os.PathLike[str]) -> Path:
+        """Write the files of the complete checkpoint `name` into a new folder; `transformers` can
+        load it. Returns the folder, which exists only if all of it was written.
+
+        Raises:
+            CheckpointNotFoundError: the job has no complete checkpoint of that name.
+            ConflictError: the checkpoint was replaced meanwhile.
+            InvalidRequestError: the folder exists.
+            StorageError: the folder cannot be written.
+        """
+        return download(self._transport, f"{self._path}/checkpoints/{quote(name, safe='')}", folder)
 
     def explain(self) -> Plain:
         """Why the job waits or runs: a summary; its unfinished operations with reason, holder and

@@ -41,7 +41,9 @@ def check_tables(
         values, wrong = _typed(section, table, known)
         problems += wrong
         found[name] = values
-        problems += _refused(section, values)
+        # Some checks of one table depend on whether another is there.
+        others = {each: known[each].kind() for each in ("network",) if each in tables}
+        problems += _refused(section, values, others)
     return found, problems
 
 
@@ -75,6 +77,11 @@ def _typed(
             problems.append(Problem(path, f"{value!r} does not fit: {error}".replace("`", "")))
         except InvalidRequestError as error:
             problems.append(Problem(path, error.message))
+    problems += [
+        Problem(f"{section.name}.{name}", "this setting is required: add it, or remove the table")
+        for name in section.required()
+        if name not in table
+    ]
     return values, problems
 
 
@@ -84,10 +91,16 @@ def _decode(kind: type[Any], value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def _refused(section: Section, values: dict[str, Any]) -> Iterator[Problem]:
+def _refused(
+    section: Section, values: dict[str, Any], others: Mapping[str, Any]
+) -> Iterator[Problem]:
     """Problems that the section's dataclass finds. It raises the first one only, so the setting at
     fault is taken out and the rest is tried again. Removes those settings from `values`."""
-    required = {name: value for name, value in section.stand_ins.items() if name in section.hints()}
+    required = {
+        name: value
+        for name, value in {**section.stand_ins, **others}.items()
+        if name in section.hints()
+    }
     while (error := _attempt(section, required, values)) is not None:
         for name in sorted(
             values, key=lambda each: (not error.startswith(each), each not in error)

@@ -22,6 +22,9 @@ from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.worker.config import AgentConfig
 
+DEFAULTED = ("data_dir", "journal")
+"""Settings without a default in their dataclass, to which the launcher gives one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -44,6 +47,14 @@ class Section:
     def hints(self) -> dict[str, Any]:
         """The type of each setting."""
         return get_type_hints(self.kind)
+
+    def required(self) -> list[str]:
+        """The settings that the table must have."""
+        return [
+            name
+            for name, each in self.settings().items()
+            if each.default is MISSING and each.default_factory is MISSING and name not in DEFAULTED
+        ]
 
     def defaults(self) -> dict[str, Any]:
         """The default of each setting that has one."""
@@ -74,8 +85,8 @@ _ROUTER = Section(
     "The HTTP API: limits of requests, connections and stored data.",
     frozenset(
         {
-            *("router", "scheduler", "host", "port", "data_dir", "parts_file", "tls", "https"),
-            *("data_url", "checkpoint_url"),
+            *("router", "scheduler", "host", "port", "data_dir", "data_url", "checkpoint_url"),
+            *("parts_file", "tls", "https"),
         }
     ),
     {"router": "router0", "scheduler": _UNIX, "host": "127.0.0.1", "port": 0, "data_dir": "/"},
@@ -87,7 +98,7 @@ _STATEMANAGER = Section(
     frozenset(
         {
             *("node", "listen", "host_dir", "host_bytes", "nvme_dir", "nvme_bytes", "fault_points"),
-            *("checkpoint_url", "ticket_key_file", "serve_tcp", "tls"),
+            *("checkpoint_url", "ticket_key_file", "serve_tcp", "tls", "fabric"),
         }
     ),
     {
@@ -97,6 +108,7 @@ _STATEMANAGER = Section(
         "nvme_dir": "/",
         "host_bytes": 1,
         "nvme_bytes": 1,
+        "fabric": "trusted",
         "serve_tcp": "127.0.0.1:0",
     },
 )
@@ -158,6 +170,7 @@ CLUSTER_FILE = (
         "ray",
         RayOptions,
         "The nodes are those of a Ray cluster (`--ray`) if this table is there.",
+        stand_ins={"address": "auto"},
     ),
     Section(
         "events",

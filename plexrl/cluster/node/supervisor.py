@@ -287,6 +287,7 @@ class NodeSupervisor:
     def _parts(self, cluster: ClusterOptions, kept: Kept) -> tuple[Part, Part]:
         options = self._options
         cores = tuple(sorted(os.sched_getaffinity(0))) if options.pin_workers else ()
+        cluster = replace(cluster, checkpoint_url=kept.checkpoint_url or None)
         config = NodeConfig(
             node=kept.node,
             gpus=cluster.gpus_per_node,

@@ -125,24 +125,32 @@ class CheckpointQuota:
 
         await self._in_thread(delete)
 
-    async def files(self, job: str, name: str) -> list[StoredFile]:
-        """The files of a complete checkpoint of a job that the caller may see.
+    async def files(self, job: str, name: str) -> tuple[str, list[StoredFile]]:
+        """A version and the files of a complete checkpoint of a job that the caller may see.
 
         Raises:
             CheckpointNotFoundError: the job has no such checkpoint.
             CorruptStateError: the checkpoint is damaged.
             StoreUnavailableError: the object store does not answer.
         """
-        return await self._in_thread(self._place(job, name).files)
-
-    async def read(self, job: str, name: str, file: StoredFile) -> AsyncIterator[bytes]:
-        """The bytes of one of `files`. Raises as `files`."""
         place = self._place(job, name)
-        for start in range(0, file.nbytes, CHUNK_BYTES):
-            stop = min(start + CHUNK_BYTES, file.nbytes)
 
-            def read(start: int = start, stop: int = stop) -> bytes:
-                return place.read_range(file, start, stop)
+        def read() -> tuple[str, list[StoredFile]]:
+            record = place.read_record()
+            return f"{record.seq}-{record.stamps[0]}-{record.attempt}", place.files()
+
+        return await self._in_thread(read)
+
+    async def read(
+        self, job: str, name: str, file: StoredFile, start: int, stop: int
+    ) -> AsyncIterator[bytes]:
+        """Bytes of one of `files`. Raises as `files`."""
+        place = self._place(job, name)
+        for first in range(start, stop, CHUNK_BYTES):
+            last = min(first + CHUNK_BYTES, stop)
+
+            def read(first: int = first, last: int = last) -> bytes:
+                return place.read_range(file, first, last)
 
             try:
                 yield await self._in_thread(read)

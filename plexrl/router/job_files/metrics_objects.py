@@ -77,6 +77,7 @@ class MetricsObjects:
         self._lock = threading.Lock()
         self._ends: OrderedDict[str, tuple[threading.Lock, _End | None]] = OrderedDict()
         self._is_probed = False
+        self._is_conditional = False
         self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
     def append(self, job: str, step: int, values: dict[str, float]) -> None:
@@ -109,7 +110,9 @@ class MetricsObjects:
         """Try to store a row after `end`, and move `end` to the last row that is stored now."""
         key = _row_key(job, end.index + 1)
         found: bytes | None = line
-        if not self._store.create(key, line):
+        # Without conditional writes, only rows that are stored at the same moment collide.
+        is_taken = not self._is_conditional and self._read_row(key) is not None
+        if is_taken or not self._store.create(key, line):
             found = self._read_row(key)
         if found is None or self._has_page(job, end.index // self._page_rows):
             # `end` is old: the row is in a page, and its object was deleted. An object that was
@@ -200,10 +203,12 @@ class MetricsObjects:
         with self._lock:
             if self._is_probed:
                 return
-            if not self._store.has_conditional_writes(f"probes/{quote(self._router, safe='')}"):
+            probe = f"probes/{quote(self._router, safe='')}"
+            self._is_conditional = self._store.has_conditional_writes(probe)
+            if not self._is_conditional:
                 LOG.warning(
-                    "%s has no conditional writes (If-None-Match): let each job report its metrics "
-                    "through one router only, or rows may be lost",
+                    "%s has no conditional writes (If-None-Match): of rows of metrics that a job "
+                    "reports through several routers at one moment, some may be lost",
                     self._store.url,
                 )
             self._is_probed = True

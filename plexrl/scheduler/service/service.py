@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from plexrl.errors import AuthenticationError, ConflictError
+from plexrl.errors import AuthenticationError, ConflictError, UnavailableError
 from plexrl.ids import NodeId, RouterId, TenantId
 from plexrl.scheduler.context.config import SchedulerConfig, core_settings
 from plexrl.scheduler.service.connections.connection import Connection
@@ -205,6 +205,16 @@ class Service:
             now = asyncio.get_running_loop().time()
             answer["lease_s"] = self._leases.grant(node, now, self._lead_confirmed_at())
         return answer
+
+    def check_machine(self, node: NodeId, machine: str) -> None:
+        """Raises `UnavailableError` if another machine still has the node's lease."""
+        wait_s = self._leases.wait_s(node, machine, asyncio.get_running_loop().time())
+        if wait_s > 0.0:
+            raise UnavailableError(
+                f"node {node!r} has a lease on another machine for {wait_s:.0f} s more: wait, or "
+                "give each machine a node name of its own",
+                retry_after_s=wait_s,
+            )
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background, no longer than the service lives."""

@@ -32,6 +32,9 @@ LOG = logging.getLogger(__name__)
 BACKLOG = 1024
 CONNECT_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
+HANDSHAKES_TIMEOUT_S = 30.0
+"""The same for an asyncio server: hundreds of nodes may connect at once to a process that has just
+started."""
 IDLE_PROBE_S = 5
 """Silence after which the kernel probes whether the other machine is there."""
 PROBES = 3
@@ -129,8 +132,9 @@ async def serve(
                 await write_frame(writer, _greeting(refusal))
         except (TimeoutError, ConnectionLostError):
             peer = None
-        if peer is None:
+        if refusal is not None:
             LOG.warning("%s was refused: %s", writer.get_extra_info("peername"), refusal)
+        if peer is None:
             writer.close()
             return
         await on_link(Link(reader, writer, peer))
@@ -140,7 +144,7 @@ async def serve(
         address.host,
         address.port,
         ssl=_needed(credentials, address).server_context(),
-        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+        ssl_handshake_timeout=HANDSHAKES_TIMEOUT_S,
         backlog=BACKLOG,
     )
     port = listening.sockets[0].getsockname()[1]

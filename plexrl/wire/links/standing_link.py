@@ -12,6 +12,7 @@ none, because the kernel reports the end of every process there.
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from plexrl.errors import (
     StorageError,
     UnavailableError,
 )
-from plexrl.wire.links.address import Address, TlsAddress, parse_address
+from plexrl.wire.links.address import Address, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
 from plexrl.wire.links.dial import Link, connect
 from plexrl.wire.rpc import Handler, Peer
@@ -31,6 +32,12 @@ from plexrl.wire.rpc import Handler, Peer
 LOG = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
+CONNECT_TIMEOUTS_S = (10.0, 20.0, 30.0)
+"""In turn while nothing answers: a server to which hundreds of nodes connect answers late, while
+after a cut of the network a new attempt succeeds sooner than an old one."""
+RECONNECT_S_MAX = 3.0
+"""Pauses between attempts over the network double up to this while nothing answers, and vary at
+random, so that hundreds of nodes do not connect in step again and again."""
 HOLDING_S = 5.0
 """How long to stay with a scheduler that cannot use its journal before the others are tried."""
 Plain = dict[str, Any]
@@ -91,21 +98,34 @@ class StandingLink:
         Raises:
             PlexRLError: the scheduler refused `hello` for good.
         """
-        settles = len(self._addresses) == 1
+        settles, failures = len(self._addresses) == 1, 0
         while True:
-            is_held = False
+            is_held = is_served = False
             for address in tuple(self._addresses):
-                link = await self._connect(address)
+                timeout_s = CONNECT_TIMEOUTS_S[failures % len(CONNECT_TIMEOUTS_S)]
+                link = await self._connect(address, timeout_s)
                 if link is None:
                     continue
+                is_served = True
                 is_held |= await self._serve(address, link, settles=settles)
             # All that answered cannot use their journals: stay with one, which says why.
             settles = is_held or len(self._addresses) == 1
-            await asyncio.sleep(RECONNECT_S)
+            failures = 0 if is_served else failures + 1
+            await asyncio.sleep(self._pause_s(failures))
 
-    async def _connect(self, address: Address) -> Link | None:
+    def _pause_s(self, failures: int) -> float:
+        """Pause after `failures` rounds in a row without a connection."""
+        is_local = all(isinstance(each, UnixAddress) for each in self._addresses)
+        if is_local or not failures:
+            return RECONNECT_S
+        pause_s = min(RECONNECT_S * 2 ** min(failures, 8), RECONNECT_S_MAX)
+        return pause_s * random.uniform(0.5, 1.0)
+
+    async def _connect(self, address: Address, timeout_s: float) -> Link | None:
         try:
-            link = await connect(address, self._credentials, role=Role.SCHEDULER)
+            link = await connect(
+                address, self._credentials, role=Role.SCHEDULER, timeout_s=timeout_s
+            )
         except (OSError, PlexRLError) as error:
             is_refusal = isinstance(error, PlexRLError | ConnectionResetError)
             if is_refusal and self._refusals.get(address) != str(error):

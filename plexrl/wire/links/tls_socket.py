@@ -11,12 +11,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import TypeVar
-
-_Result = TypeVar("_Result")
 
 SEND_BYTES = 1 << 20
-"""Most bytes given to OpenSSL in one call, so that a reader is not kept waiting."""
+"""Most bytes that one thread moves while it holds the lock."""
 
 
 class TlsSocket:
@@ -43,8 +40,9 @@ class TlsSocket:
         view = memoryview(buffer).cast("B")
         if not view.nbytes:
             return 0
+        step = partial(_repeat, self._socket.recv_into, view[:SEND_BYTES])
         try:
-            return self._when_possible(partial(self._socket.recv_into, view))
+            return self._when_possible(step)
         except ssl.SSLEOFError:
             return 0
 
@@ -58,7 +56,8 @@ class TlsSocket:
         view = memoryview(data).cast("B")
         with self._sending:
             while view.nbytes:
-                view = view[self._when_possible(partial(self._socket.send, view[:SEND_BYTES])) :]
+                step = partial(_repeat, self._socket.send, view[:SEND_BYTES])
+                view = view[self._when_possible(step) :]
 
     def shutdown(self, how: int, /) -> None:
         """End the connection for both sides; waiting threads see its end."""
@@ -69,7 +68,7 @@ class TlsSocket:
         """Close the descriptor. Call `shutdown` before, if other threads use it."""
         self._socket.close()
 
-    def _when_possible(self, step: Callable[[], _Result]) -> _Result:
+    def _when_possible(self, step: Callable[[], int]) -> int:
         deadline = None if self._timeout_s is None else monotonic() + self._timeout_s
         while True:
             with self._lock:
@@ -84,3 +83,16 @@ class TlsSocket:
                 left_s = None if deadline is None else max(0.0, deadline - monotonic())
                 if not ready.select(left_s):
                     raise TimeoutError("the other side is silent")
+
+
+def _repeat(step: Callable[[memoryview], int], view: memoryview) -> int:
+    """Call `step` on the rest of `view` while it moves bytes at once; returns their number. OpenSSL
+    moves one record of 16 KiB a call."""
+    done = 0
+    try:
+        while done < view.nbytes and (count := step(view[done:])):
+            done += count
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLEOFError):
+        if not done:
+            raise
+    return done

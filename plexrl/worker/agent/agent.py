@@ -20,14 +20,14 @@ from plexrl.errors import (
 )
 from plexrl.process.startup import remove_socket
 from plexrl.statemanager.protocol.address import announced
-from plexrl.statemanager.protocol.network import TRUSTED, Network
+from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.disk_space import is_full
 from plexrl.wire.links.address import UNIX, TlsAddress, UnixAddress, parse_address
 from plexrl.wire.links.port_range import PortRange
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.launcher import Launcher, WorkerProcess
-from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock
+from plexrl.worker.agent.node_lease import CHECK_S, NodeLease, clock, machine
 from plexrl.worker.agent.node_state import NodeState
 from plexrl.worker.agent.scheduler_connection import SchedulerConnection
 from plexrl.worker.config import AgentConfig, WorkerConfig, cores_of_gpu
@@ -48,6 +48,8 @@ class _Running:
     is_ready: bool = False
     is_wanted: bool = True
     """False: the agent is stopping the worker, so its end is not reported."""
+    is_killed: bool = False
+    """It was killed because the node's lease had run out."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: PlexRLError | None = None
     """Why the worker could not start, if it reported that."""
@@ -57,10 +59,12 @@ class Agent:
     """The agent of one node."""
 
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
+        """Raises:
+        InvalidRequestError: `host` is no address of this machine.
+        """
         self._config = config
         self._launcher = launcher
-        spans = config.host and config.fabric == TRUSTED
-        self._interface = interface_of(config.host) if spans else LOOPBACK
+        self._interface = interface_of(config.host) if config.host else LOOPBACK
         self._ports = PortRange(config.host, config.worker_ports)
         network = Network.of(config.tls, config.fabric)
         self._state = NodeState(config.statemanager, Path(config.ticket_key_file), network)
@@ -143,6 +147,7 @@ class Agent:
                     LOG.error("no scheduler extends the lease: all %d workers are ended", count)
                 self._was_fenced = True
                 for worker in self._workers.values():
+                    worker.is_killed = True
                     worker.process.kill()
             await asyncio.sleep(min(left_s, CHECK_S) if left_s > 0.0 else CHECK_S)
 
@@ -169,10 +174,11 @@ class Agent:
                     "address": worker.config.address,
                 }
                 for worker in self._workers.values()
-                if worker.is_ready and worker.is_wanted
+                if worker.is_ready and worker.is_wanted and not worker.is_killed
             ],
             "states": await self._state.deployments(),
             "was_fenced": self._was_fenced,
+            "machine": machine(),
         }
 
     # Commands of the scheduler
@@ -249,6 +255,7 @@ class Agent:
             address=f"{UNIX}{config.run_dir}/w-{short}-{rank}-{incarnation}.sock",
             rendezvous=f"{config.rendezvous_dir}/r-{short}-{incarnation}",
             statemanager=config.statemanager,
+            statemanager_address=config.statemanager_address,
             ticket=self._state.ticket(
                 Claims(
                     role=Role.WORKER,
@@ -272,7 +279,6 @@ class Agent:
             interface=self._interface if command.get("rendezvous") else LOOPBACK,
             tls=config.tls if config.host else None,
             fabric=config.fabric,
-            statemanager_address=config.statemanager_address,
         )
 
     async def _start_worker(self, config: WorkerConfig) -> None:

@@ -7,6 +7,7 @@ watches the lease itself. Agent and workers are on one machine and share its clo
 """
 
 import os
+import socket
 import struct
 import threading
 import time
@@ -23,6 +24,13 @@ _DEADLINE = struct.Struct("<d")
 def clock() -> float:
     """Seconds since the machine started, with the time in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def machine() -> str:
+    """Which machine this is, since its start. Workers end with their agent, so an agent that comes
+    back on the same machine need not wait for the lease of its predecessor."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    return f"{started.read_text().strip() if started.exists() else ''}/{socket.gethostname()}"
 
 
 class NodeLease:

@@ -1,5 +1,6 @@
 """Creates the backend that a deployment's specification names."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -7,6 +8,8 @@ from plexrl.errors import InvalidRequestError, LayoutError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.layout.keys import StateSlice
+from plexrl.storage.location import is_url
+from plexrl.storage.model_folder import model_folder
 from plexrl.worker.process.backend import Backend, BackendCall
 
 
@@ -18,6 +21,7 @@ def make_backend(
     Raises:
         InvalidRequestError: this kind of deployment has no such backend, or the backend's library
             is not installed.
+        StoreUnavailableError: the model's URL cannot be read.
         LayoutError: the number of started workers differs from the layout's number of ranks.
     """
     if spec.layout.world_size != world_size:
@@ -26,6 +30,10 @@ def make_backend(
             f"needs {spec.layout.world_size}: create the deployment again",
             field="workers",
         )
+    if spec.model.path is not None and is_url(spec.model.path):
+        # The libraries read models from directories.
+        folder = model_folder(spec.model.path, weights=True)
+        spec = replace(spec, model=replace(spec.model, path=str(folder)))
     match spec.kind, spec.backend:
         case "train", _:
             return _training_backend(spec, rank, checkpoint_url)

@@ -86,6 +86,6 @@ def interface_of(host: str) -> str:
             if ipaddress.ip_address(text) in wanted:
                 return str(interface)
     raise InvalidRequestError(
-        f"host {host!r} is no address of this machine, and ranks of other nodes must reach it: set "
-        f"it to one of {', '.join(sorted(own))}"
+        f"host {host!r} is no address of this machine, so its workers cannot listen there: set it "
+        f"to one of {', '.join(sorted(own))}"
     )

@@ -1,7 +1,6 @@
 """Configuration files: checked whole, shown, documented."""
 
 import tomllib
-from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,13 @@ import pytest
 from plexrl.cluster.config.file import read_cluster_file, read_node_file
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.config.reference import effective, reference
-from plexrl.cluster.config.schema import CLUSTER_FILE, MOVED, NODE_FILE, field_docs
+from plexrl.cluster.config.schema import (
+    CLUSTER_FILE,
+    MOVED,
+    NODE_FILE,
+    Section,
+    field_docs,
+)
 from plexrl.errors import ConfigError
 from tests.docs.pages import ROOT
 
@@ -29,15 +34,10 @@ def test_the_reference_page_is_up_to_date() -> None:
     assert page == reference(), "run `plexrl config reference > docs/configuration.md`"
 
 
-def test_every_setting_is_documented_and_has_a_default_unless_it_must_be_given() -> None:
+def test_every_setting_is_documented_and_required_ones_are_few() -> None:
     for section in (*CLUSTER_FILE, *NODE_FILE):
         assert set(section.settings()) <= set(field_docs(section.kind)), section.name
-        required = {
-            name
-            for name, each in section.settings().items()
-            if each.default is MISSING and each.default_factory is MISSING
-        }
-        assert required <= set(section.stand_ins) | {"address"}, section.name
+        assert set(section.required()) <= set(section.stand_ins), section.name
 
 
 def test_every_option_of_a_cluster_has_one_place_in_the_file() -> None:
@@ -84,6 +84,11 @@ def test_all_problems_of_a_file_are_reported_at_once_with_their_places(tmp_path:
     assert "did you mean 'policy'" in found["scheduler.polcy"]
     assert "move it to [scheduler]" in found["cluster.policy"]
     assert "at most 1000" in found["scheduler.load_max"]
+
+
+def test_a_required_setting_that_is_missing_is_reported(tmp_path: Path) -> None:
+    found = problems(tmp_path / "cluster.toml", "[ray]\nnode_grace_s = 1\n[events]")
+    assert set(found) == {"ray.address", "events.url"}
 
 
 @pytest.mark.parametrize("text", ["[cluster", "a = 1\na = 2", "\0", "[cluster]\nnodes = 1e999x"])
@@ -144,6 +149,12 @@ def test_a_nodes_file(tmp_path: Path) -> None:
         read_node_file(path)
     for name in ("gpus", "ports", "fabric", "host"):
         assert f"node.{name}:" in caught.value.message
+
+
+@pytest.mark.parametrize("section", [*CLUSTER_FILE, *NODE_FILE], ids=lambda each: each.name)
+def test_the_defaults_of_each_table_are_valid(section: Section) -> None:
+    """Otherwise every file with that table would have a problem of ours."""
+    section.kind(**section.stand_ins)
 
 
 def test_effective_values_are_valid_toml_without_secrets() -> None:

@@ -22,8 +22,15 @@ DEADLINE_S = 120.0
 COMMAND = (sys.executable, "-m", "plexrl.cli.app")
 
 
-def run(*arguments: str, fails: bool = False) -> Any:
-    """The JSON that a command prints; with `fails`, the error that it must report."""
+def run(*arguments: str, fails: bool = False) -> dict[str, Any]:
+    """The JSON object that a command prints; with `fails`, the error that it must report."""
+    found = run_any(*arguments, fails=fails)
+    assert isinstance(found, dict)
+    return dict(found["error"]) if fails else found
+
+
+def run_any(*arguments: str, fails: bool = False) -> object:
+    """The JSON that a command prints, which must fail or not."""
     done = subprocess.run(
         [*COMMAND, *arguments, "--json"],
         capture_output=True,
@@ -33,8 +40,8 @@ def run(*arguments: str, fails: bool = False) -> Any:
         env=_environment(),
     )
     assert done.returncode == int(fails), (done.stdout, done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found["error"] if fails else found
+    found: object = json.loads(done.stdout)
+    return found
 
 
 class Running:
@@ -166,6 +173,6 @@ def wait_until(what: Callable[[], bool], message: Callable[[], str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    hidden = ("PLEXRL_URL", "PLEXRL_API_KEY", "PLEXRL_DATA_DIR", "PLEXRL_CA", "COLUMNS")
+    hidden = ("PLEXRL_URL", "PLEXRL_API_KEY", "PLEXRL_DATA_DIR", "PLEXRL_CA_FILE", "COLUMNS")
     found = {name: value for name, value in os.environ.items() if name not in hidden}
     return {**found, "OMP_NUM_THREADS": "1"}

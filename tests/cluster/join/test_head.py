@@ -15,11 +15,12 @@ from plexrl.cluster.join.tokens import parse_token
 from plexrl.cluster.node.membership import Kept, NodeFolder
 from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.node.supervisor import Entry, join_once
-from plexrl.errors import AuthenticationError, ConnectionLostError, JoinTokenError
+from plexrl.errors import AuthenticationError, JoinTokenError
+from plexrl.process.folders.folders import Folders
 from plexrl.wire.links.address import TlsAddress, parse_address
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from plexrl.wire.links.dial import connect
-from tests.cluster.join.machines import Machines, run
+from tests.cluster.join.machines import Machines, Running, run, run_any
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_the_api_is_https_and_its_certificate_is_the_clusters(machines: Machines
         assert cluster.nodes() == []
     with (
         plexrl.connect(machines.found["url"], machines.found["api_key"], timeout_s=0.5) as other,
-        pytest.raises(ConnectionLostError, match="CERTIFICATE_VERIFY_FAILED"),
+        pytest.raises(AuthenticationError, match="certificate"),
     ):
         other.nodes()
 
@@ -81,7 +82,8 @@ def test_tokens_that_admit_nobody_are_refused(machines: Machines, tmp_path: Path
     used = machines.token()
     join(machines, tmp_path / "b", used, "joined-b")
     revoked = machines.token()
-    listed = run("node", "tokens", "--data-dir", str(machines.head_dir))
+    listed = run_any("node", "tokens", "--data-dir", str(machines.head_dir))
+    assert isinstance(listed, list)
     assert listed[-2]["state"] == "used"
     assert listed[-2]["nodes"] == ["joined-b"]
     run("node", "token", "--data-dir", str(machines.head_dir), "--revoke", listed[-1]["id"])
@@ -162,3 +164,42 @@ def test_an_operators_own_certificate_serves_the_api(tmp_path: Path) -> None:
         join(found, tmp_path / "n", found.token(), "n")
     finally:
         found.close()
+
+
+def test_a_file_configures_the_whole_cluster_and_options_override_it(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        f"""
+        [cluster]
+        data_dir = "{tmp_path / "elsewhere"}"
+        host = "127.0.0.2"
+        nodes = 0
+        [network]
+        join_port = 0
+        scheduler_port = 0
+        [scheduler]
+        policy = "spread"
+        burst_hold_s = 0.25
+        [router]
+        json_bytes_max = "1MiB"
+        arriving_bytes_max = "3GiB"
+        """
+    )
+    head = Running(tmp_path / "head", "up", "--config", str(path), "--policy", "isolated")
+    try:
+        found = head.ready()
+        assert found["data_dir"] == str(tmp_path / "head"), "--data-dir overrides the file"
+        folder = Folders.of(tmp_path / "head").run
+        scheduler = json.loads((folder / "scheduler.json").read_text())
+        assert (scheduler["policy"], scheduler["burst_hold_s"]) == ("isolated", 0.25)
+        router = json.loads((folder / "router.json").read_text())
+        assert (router["json_bytes_max"], router["arriving_bytes_max"]) == (1 << 20, 3 << 30)
+    finally:
+        head.end()
+    path.write_text("[cluster]\nnodes = -1\n[scheduler]\npolcy = 'spread'\n")
+    error = run("up", "--config", str(path), "--data-dir", str(tmp_path / "never"), fails=True)
+    assert error["code"] == "invalid_config"
+    places = [each["path"] for each in error["details"]["problems"]]
+    assert sorted(places) == ["cluster.nodes", "scheduler.polcy"]
+    assert not (tmp_path / "never").exists()
+    assert run("config", "check", str(path), fails=True)["code"] == "invalid_config"

@@ -45,7 +45,11 @@ FULL: Plain = {
         "service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
         "ingress": {"enabled": True, "className": "nginx", "hosts": ["plexrl.example.com"]},
     },
-    "data": {"volume": {"accessMode": "ReadWriteMany"}, "credentialsSecret": "s3"},
+    "data": {
+        "url": "s3://bucket/plexrl",
+        "checkpointUrl": "s3://bucket/checkpoints",
+        "credentialsSecret": "s3",
+    },
     "operator": {"replicas": 2, "namespaces": ["team-a", "team-b"]},
     "images": {"prefix": "registry.example.com/ml/", "pullSecrets": [{"name": "registry"}]},
     "networkPolicy": {"enabled": True, "egressTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},

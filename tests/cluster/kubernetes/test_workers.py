@@ -15,7 +15,7 @@ import plexrl
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.endpoint import Endpoint
 from plexrl.cluster.parts import NodeConfig, node_parts
-from plexrl.cluster.supervisor import Supervisor
+from plexrl.cluster.supervisor import HeadOf, Supervisor
 from plexrl.process.children.part import Part  # noqa: TC001
 from plexrl.process.children.processes import PartProcesses
 from plexrl.process.children.restart_log import PartRecord
@@ -33,6 +33,8 @@ MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 
 class PodNodes:
     """One node whose agent starts workers as pods."""
+
+    join = False
 
     def __init__(self, options: ClusterOptions, pods: Plain, folders: Folders) -> None:
         self._options, self._pods, self._folders = options, pods, folders
@@ -117,8 +119,8 @@ def pod_cluster(
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
 
-    def nodes(folders: Folders, record: PartRecord) -> PodNodes:
-        del record
+    def nodes(folders: Folders, record: PartRecord, head: HeadOf) -> PodNodes:
+        del record, head
         return PodNodes(options, pods, folders)
 
     supervisor = Supervisor(options, nodes=nodes)
@@ -162,6 +164,10 @@ def test_a_group_of_pods_trains_and_recovers_from_a_killed_rank(
         wait_for(lambda: not set(pods) & set(live(pod_cluster)), "the end of both ranks")
         assert (before, step(actor, 1)) == (1, 2)
     wait_for(lambda: not live(pod_cluster), "the end of the workers")
+    used = kubernetes.calls_of(namespace, ACCOUNT)
+    pods_only = {("create", "", "pods"), ("get", "", "pods"), ("delete", "", "pods")}
+    groups = {(verb, "scheduling.k8s.io", "podgroups") for verb in ("create", "delete")}
+    assert used == (pods_only | groups if used & groups else pods_only)
 
 
 def step(actor: plexrl.TrainDeployment, number: int) -> int:

@@ -88,11 +88,15 @@ def test_a_killed_rank_on_one_node_restarts_all_ranks_at_another_port(
         assert not former & {rank["address"] for rank in after["ranks"]}
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [plexrl.Parallelism(tp=2), pytest.param(plexrl.Parallelism(dp=2), marks=pytest.mark.slow)],
+    ids=["tp", "dp"],
+)
 def test_a_rollout_whose_ranks_are_on_two_nodes_draws_the_tokens_of_one_node(
-    two: Machines, cluster: plexrl.Cluster
+    two: Machines, cluster: plexrl.Cluster, layout: plexrl.Parallelism
 ) -> None:
     def tokens(job: plexrl.Job) -> list[list[int]]:
-        layout = plexrl.Parallelism(tp=2)
         rollout = job.rollout_deployment("rollout", MODEL, parallelism=layout)
         sampling = plexrl.SamplingParams(max_tokens=12, seed=3)
         result = rollout.generate([[3, 4, 5], [6, 7]], n=3, sampling=sampling).result(120)

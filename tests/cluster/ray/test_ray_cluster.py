@@ -184,7 +184,7 @@ def worker_config(tmp_path: Path, spec_json: str) -> WorkerConfig:
         # The other rank never starts, so this one waits for it.
         world_size=2,
         group="g1",
-        address=str(tmp_path / "w.sock"),
+        address=f"unix:{tmp_path}/w.sock",
         rendezvous=str(tmp_path / "r"),
         statemanager=str(tmp_path / "sm.sock"),
         ticket=b"",

@@ -40,7 +40,7 @@ def second_router(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[str]:
     """The URL of another router of the same cluster."""
     config = {
         "router": "second",
-        "scheduler": str(Folders.of(embedded.data_dir).run / "scheduler.sock"),
+        "scheduler": [f"unix:{Folders.of(embedded.data_dir).run}/scheduler.sock"],
         "host": "127.0.0.1",
         "port": 0,
         "data_dir": str(embedded.data_dir),

@@ -87,6 +87,22 @@ def test_trusted_nodes_do_not_share_a_group_with_others() -> None:
     assert {rank.node for rank in cluster.launches[0].ranks} == {"n0", "n1"}
 
 
+def test_explain_says_how_the_nodes_of_a_group_lie_to_each_other() -> None:
+    def topology(*blocks: str) -> str:
+        cluster = FakeCluster()
+        for index, block in enumerate(blocks):
+            cluster.join_node(node=f"n{index}", block=block)
+        start(cluster, "j", 4 * len(blocks))
+        (view,) = cluster.core.explain_job("j", cluster.now)["deployments"]
+        return str(view["topology"])
+
+    assert topology("") == "1 node, without a block"
+    assert topology("row1/rack3", "row1/rack3") == "2 nodes in row1/rack3"
+    found = topology("row1/rack10", "row1/rack9", "row1/rack9")
+    assert found == "3 nodes in 2 blocks of row1 (row1/rack9, row1/rack10)"
+    assert topology("row1/a", "row2/a") == "2 nodes in 2 blocks of several parts (row1/a, row2/a)"
+
+
 def test_a_group_leaves_a_node_whose_network_is_not_trusted_any_more() -> None:
     cluster = networked(3)
     start(cluster, "j", 8)

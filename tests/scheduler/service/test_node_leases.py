@@ -163,7 +163,7 @@ def test_the_model_finds_a_scheduler_that_does_not_wait() -> None:
     one = model.schedulers[0]
     model.lease.extend(model.asked[0], one.leases.grant(NODE, 0.0, 0.0))
     model.work_is_launched()
-    one.leases.give_back(NODE)
+    one.leases = NodeLeases(LEASE_S, LEAD_S)
     model.the_leader_takes_the_work_elsewhere_if_it_may()
     try:
         model.never_two_holders()

@@ -267,6 +267,27 @@ def test_a_node_is_not_lost_before_the_lease_it_was_granted_last_has_run_out(
     run_live(talk)
 
 
+def test_a_second_machine_with_a_nodes_name_waits_for_the_lease_of_the_first(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    async def talk() -> None:
+        async with networked(tmp_path, ours) as cluster:
+            credentials = ours.credentials(Role.NODE, "n")
+            first = await cluster.agent("n", credentials=credentials, machine="a")
+            with pytest.raises(errors.UnavailableError, match="another machine"):
+                await cluster.agent("n", credentials=credentials, machine="b")
+            again = await cluster.agent("n", credentials=credentials, machine="a")
+            await ended(first)
+            await cluster.leave(again)
+            await due(LEASE_S * 0.9)
+            with pytest.raises(errors.UnavailableError, match="another machine"):
+                await cluster.agent("n", credentials=credentials, machine="b")
+            await due(LEASE_S * 0.2)
+            await cluster.agent("n", credentials=credentials, machine="b")
+
+    run_live(talk)
+
+
 def test_a_scheduler_that_may_not_lead_any_more_grants_no_leases(
     tmp_path: Path, ours: TestAuthority
 ) -> None:

@@ -79,8 +79,9 @@ class Node:
     def limit_sending(self, bits_per_s: str) -> None:
         """Limit the rate at which the host sends, as `tc` writes rates."""
         self.host.run(
-            *("tc", "qdisc", "add", "dev", "eth0", "root", "tbf"),
-            *("rate", bits_per_s, "burst", "256k", "latency", "100ms"),
+            *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
+            *("rate", bits_per_s, "burst", "256k" if "mbit" in bits_per_s else "4m"),
+            *("latency", "100ms"),
         )
 
     def received_bytes(self) -> int:

@@ -3,6 +3,7 @@
 Orders come on standard input, one a line. Each is answered by one line, `answer NUMBER JSON`.
 """
 
+import hashlib
 import json
 import sys
 import time
@@ -17,10 +18,11 @@ import numpy.typing as npt
 from plexrl.errors import PlexRLError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
-from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, Role, job_of
+from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.migration import migrate
 from plexrl.wire.links.credentials import TlsFiles
 
@@ -41,16 +43,19 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     columns: int
     split: int | None
     """Dimension by which the ranks divide each tensor; absent: each has all."""
+    dtype: str = "F32"
     optimizer: bool = False
     """Whether the tensors are state of the optimizer, which is saved and loaded, not published."""
     fabric: str = ""
     tls: TlsFiles | None = None
     timeout_s: float = 60.0
+    digests: bool = False
+    """Whether a pull reports the SHA-256 of the rank's memory."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rank's part."""
-        return self.tensors * self.rows * self.columns * 4 // self.parts
+        return self.tensors * self.rows * self.columns * DTYPE_BYTES[self.dtype] // self.parts
 
     @property
     def parts(self) -> int:
@@ -62,12 +67,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         if self.split is not None:
             shape[self.split] //= self.parts
             offset[self.split] = self.rank * shape[self.split]
-        nbytes = shape[0] * shape[1] * 4
+        nbytes = shape[0] * shape[1] * DTYPE_BYTES[self.dtype]
         part = StatePart.OPTIMIZER if self.optimizer else StatePart.PARAMETER
         return tuple(
             StateSlice(
                 key=StateKey(part=part, name=f"layer{index}.weight"),
-                dtype="F32",
+                dtype=self.dtype,
                 global_shape=(self.rows, self.columns),
                 offset=(offset[0], offset[1]),
                 shape=(shape[0], shape[1]),
@@ -113,21 +118,39 @@ class Rank:
             answer = {"error": error.code, "message": error.message}
         return {"began": began, "ended": time.monotonic(), **answer}
 
-    def publish(self, seq: int) -> dict[str, Any]:
-        self._fill(seq)
+    def publish(self, seq: int, file: str = "") -> dict[str, Any]:
+        """Publish version `seq`: what a file holds, or what `check` expects."""
+        if file:
+            self._memory()[:] = np.fromfile(file, dtype=np.uint8)
+        else:
+            self._fill(seq)
         self._client.publish(seq=seq, token=1)
         return {}
 
-    def pull(self, seq: int, sources: list[str], source: str) -> dict[str, Any]:
-        self._memory()[:] = 0
+    def pull(
+        self, seq: int, sources: list[str], source: str, *, delta: bool = False
+    ) -> dict[str, Any]:
+        """Pull version `seq`: the changes since the last pull, or everything into empty memory."""
+        if not delta:
+            self._memory()[:] = 0
         began = time.monotonic()
-        report = self._client.pull(sources=sources, source=source, seq=seq, wants=self._slices)
+        report = self._client.pull(
+            sources=sources,
+            source=source,
+            seq=seq,
+            wants=self._slices,
+            delta=DeltaPolicy() if delta else None,
+        )
+        ended = time.monotonic()
         return {
             "began": began,
+            "ended": ended,
             "moved": report.bytes_moved,
             "wanted": report.bytes_wanted,
             "by_source": report.bytes_by_source,
             "attempts": report.attempts,
+            "mode": report.mode.value,
+            "digest": hashlib.sha256(self._memory()).hexdigest() if self._setup.digests else "",
         }
 
     def check(self, seq: int) -> dict[str, Any]:

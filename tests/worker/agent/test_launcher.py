@@ -65,7 +65,7 @@ def test_a_worker_that_finds_no_room_to_start_says_so(tmp_path: Path) -> None:
             rank=0,
             world_size=1,
             group="g",
-            address=str(tmp_path / "w.sock"),
+            address=f"unix:{tmp_path}/w.sock",
             # The ranks of a train deployment find each other over this file.
             rendezvous=str(disk.path / "r"),
             statemanager=str(tmp_path / "sm.sock"),

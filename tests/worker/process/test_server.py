@@ -9,7 +9,7 @@ import pytest
 
 from plexrl.errors import PermissionDeniedError
 from plexrl.wire.framing import recv_frame, send_frame
-from plexrl.wire.links.address import TlsAddress, UnixAddress
+from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Role
 from plexrl.wire.links.dial import connect_blocking
 from plexrl.worker.process.server import Server, WorkerName
@@ -30,18 +30,27 @@ RUN = {"request": "run", "worker": list(WORKER)}
     ],
     ids=["too-long", "bad-text", "deep", "no-map"],
 )
-def test_a_malformed_frame_ends_its_own_connection_only(tmp_path: Path, hostile: bytes) -> None:
-    address = str(tmp_path / "w.sock")
-    server = Server(UnixAddress(address), WORKER)
-    with socket.socket(socket.AF_UNIX) as bad, socket.socket(socket.AF_UNIX) as good:
-        for sock in (bad, good):
-            sock.settimeout(20.0)
-            sock.connect(address)
-        bad.sendall(hostile)
-        assert bad.recv(1) == b""
-        send_frame(good, RUN, b"payload")
-        request = server.requests.get(timeout=60.0)
-        assert (request.header, bytes(request.payload)) == (RUN, b"payload")
+@pytest.mark.parametrize("is_far", [False, True], ids=["unix", "tls"])
+def test_a_malformed_frame_ends_its_own_connection_only(
+    tmp_path: Path, hostile: bytes, is_far: bool
+) -> None:
+    address: Address = UnixAddress(str(tmp_path / "w.sock"))
+    node = router = None
+    if is_far:
+        authority = TestAuthority(tmp_path)
+        address = TlsAddress("127.0.0.1", 0, "n1")
+        node, router = authority.credentials(Role.NODE, "n1"), authority.credentials(Role.ROUTER)
+    server = Server(address, WORKER, node)
+    bad, good = (
+        connect_blocking(server.address, router, role=Role.NODE, timeout_s=20.0)[0] for _ in "12"
+    )
+    bad.sendall(hostile)
+    assert bad.recv(1) == b""
+    send_frame(good, RUN, b"payload")
+    request = server.requests.get(timeout=60.0)
+    assert (request.header, bytes(request.payload)) == (RUN, b"payload")
+    for sock in (bad, good):
+        sock.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Routes about a job's deployments."""
 
-from pathlib import Path
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,6 +11,8 @@ from plexrl.model.spec import ModelSpec
 from plexrl.router.http.deployment_checks import check_deployment, state_bytes
 from plexrl.router.http.schemas import DeploymentRequest
 from plexrl.router.http.services import Services
+from plexrl.storage.location import is_url
+from plexrl.storage.model_folder import model_folder
 from plexrl.wire.parameter_checks import check_name
 
 Plain = dict[str, Any]
@@ -25,7 +27,13 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
     check_name("deployment", body.name)
     if body.model.path is not None:
         await services.checkpoint_access.check_path(body.model.path, caller.rights)
-    spec, parameters = check_deployment(body)
+    # The configuration of a model at a URL is read over the network.
+    is_remote = body.model.path is not None and is_url(body.model.path)
+    if is_remote:
+        loop = asyncio.get_running_loop()
+        spec, parameters = await loop.run_in_executor(services.threads, check_deployment, body)
+    else:
+        spec, parameters = check_deployment(body)
     view = await services.scheduler.call(
         "create_deployment",
         {
@@ -70,14 +78,16 @@ async def tokenizer(request: Request, services: Services, job: str, name: str) -
     """404 if the model has neither a `tokenizer.json` nor a vocabulary."""
     caller = await services.caller(request)
     spec = await services.spec(f"{job}/{name}", caller)
-    return PlainTextResponse(_tokenizer_json(spec.model), media_type="application/json")
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(services.threads, _tokenizer_json, spec.model)
+    return PlainTextResponse(found, media_type="application/json")
 
 
 def _tokenizer_json(model: ModelSpec) -> str:
     from plexrl.model.tokenizer import char_tokenizer_json
 
     if model.path is not None:
-        path = Path(model.path) / "tokenizer.json"
+        path = model_folder(model.path, weights=False) / "tokenizer.json"
         if not path.is_file():
             raise NotFoundError(f"{model.path} holds no tokenizer.json")
         return path.read_text()

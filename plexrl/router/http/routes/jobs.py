@@ -6,7 +6,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from plexrl.errors import CheckpointNotFoundError, InvalidRequestError, PermissionDeniedError
+from plexrl.errors import (
+    CheckpointNotFoundError,
+    ConflictError,
+    InvalidRequestError,
+    PermissionDeniedError,
+)
 from plexrl.router.http.schemas import FinishRequest, JobRequest, MetricsRequest
 from plexrl.router.http.services import Services
 from plexrl.wire.parameter_checks import check_identifier
@@ -120,31 +125,44 @@ async def checkpoints(request: Request, services: Services, job: str) -> Plain:
 
 @ROUTES.get("/{job}/checkpoints/{name}/files", summary="The files of a complete checkpoint")
 async def checkpoint_files(request: Request, services: Services, job: str, name: str) -> Plain:
-    """Each with its `path` and `bytes`."""
+    """Each with its `path` and `bytes`. `version` names this state of the checkpoint."""
     caller = await services.caller(request)
     await services.checkpoint_access.check_job(job, caller.claim)
-    found = await services.checkpoint_quota.files(job, name)
-    return {"files": [{"path": file.path, "bytes": file.nbytes} for file in found]}
+    version, found = await services.checkpoint_quota.files(job, name)
+    listed = [{"path": file.path, "bytes": file.nbytes} for file in found]
+    return {"version": version, "files": listed}
 
 
 @ROUTES.get(
     "/{job}/checkpoints/{name}/files/{path:path}",
-    summary="The bytes of one file of a checkpoint",
+    summary="Bytes of one file of a checkpoint",
     response_class=StreamingResponse,
 )
 async def checkpoint_file(
-    request: Request, services: Services, job: str, name: str, path: str
+    request: Request,
+    services: Services,
+    job: str,
+    name: str,
+    path: str,
+    start: int = 0,
+    stop: int | None = None,
+    version: str | None = None,
 ) -> StreamingResponse:
-    """404 `unknown_checkpoint` if the checkpoint has no such file."""
+    """The bytes from `start` to before `stop`. 404 `unknown_checkpoint` if the checkpoint has no
+    such file, 409 `conflict` if it is not of that `version` any more."""
     caller = await services.caller(request)
     await services.checkpoint_access.check_job(job, caller.claim)
-    found = {file.path: file for file in await services.checkpoint_quota.files(job, name)}
-    if path not in found:
+    current, files = await services.checkpoint_quota.files(job, name)
+    if version is not None and version != current:
+        raise ConflictError(f"checkpoint {name!r} of job {job!r} was replaced: download it again")
+    file = next((each for each in files if each.path == path), None)
+    if file is None:
         raise CheckpointNotFoundError(f"checkpoint {name!r} of job {job!r} has no file {path!r}")
-    file = found[path]
+    start = min(max(start, 0), file.nbytes)
+    stop = file.nbytes if stop is None else min(max(stop, start), file.nbytes)
     return StreamingResponse(
-        services.checkpoint_quota.read(job, name, file),
-        headers={"content-length": str(file.nbytes)},
+        services.checkpoint_quota.read(job, name, file, start, stop),
+        headers={"content-length": str(stop - start)},
         media_type="application/octet-stream",
     )
 

@@ -117,10 +117,9 @@ class GuardedTls(SSLProtocol):
 
 
 def guarded_https(
-    connections: Connections, header_timeout_s: float, files: HttpsFiles
+    connections: Connections, header_timeout_s: float, certificate: ServerCertificate
 ) -> type[asyncio.Protocol]:
-    """What uvicorn makes connections with. Raises `InvalidRequestError`."""
-    certificate = ServerCertificate(files)
+    """What uvicorn makes connections with."""
 
     def make(**arguments: Any) -> GuardedTls:
         certificate.refresh()

@@ -46,6 +46,10 @@ class Owner(Protocol):
         """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's."""
         ...
 
+    def check_machine(self, node: NodeId, machine: str) -> None:
+        """Raises `UnavailableError` if another machine still has the node's lease."""
+        ...
+
     def node_connected(self, node: NodeId) -> None:
         """A node's agent has connected."""
         ...
@@ -125,8 +129,11 @@ class Connection:
             self._check_identity(peer, Identity(Role.ROUTER, router))
             await self._hello_router(peer, router)
         elif role == "agent":
+            machine = str(rest.pop("machine", ""))
             joined = calls.parse(ev.NodeJoined, rest)
             self._check_identity(peer, Identity(Role.NODE, joined.node))
+            if self.identity != LOCAL:
+                self._owner.check_machine(joined.node, machine)
             await self._hello_agent(peer, joined)
         else:
             raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")

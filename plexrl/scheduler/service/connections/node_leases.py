@@ -31,6 +31,8 @@ class NodeLeases:
         self.lease_s = lease_s
         self._lead_s = lead_s
         self._ends: dict[NodeId, float] = {}
+        self._machines: dict[NodeId, str] = {}
+        """Where each node's agent ran last."""
 
     def grant(self, node: NodeId, now: float, lead_confirmed_at: float) -> float:
         """Extend the node's lease. Returns its length in seconds for the agent; 0: not extended,
@@ -44,9 +46,14 @@ class NodeLeases:
         """The former scheduler may have granted the node leases of `lease_s` seconds."""
         self._ends[node] = now + self._lead_s + _waited(lease_s)
 
-    def give_back(self, node: NodeId) -> None:
-        """The node's workers have ended, and its agent will start no more."""
-        self._ends.pop(node, None)
+    def wait_s(self, node: NodeId, machine: str, now: float) -> float:
+        """How long an agent on `machine` must wait before it may be the node: until the lease of
+        the node's agent on another machine has run out. 0: it is the node from now on."""
+        known = self._machines.get(node, machine)
+        left_s = 0.0 if known == machine else self.left_s(node, now)
+        if left_s == 0.0:
+            self._machines[node] = machine
+        return left_s
 
     def left_s(self, node: NodeId, now: float) -> float:
         """Seconds until no worker of the node runs under a lease any more; 0: none does."""

@@ -16,7 +16,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from plexrl.errors import CheckpointExistsError, CorruptStateError, PlexRLError
+from plexrl.errors import (
+    CheckpointExistsError,
+    CorruptStateError,
+    PlexRLError,
+    StoreUnavailableError,
+)
 from plexrl.statemanager.checkpoint.format.record import (
     RECORD,
     CheckpointRecord,
@@ -163,6 +168,9 @@ class ObjectRoot:
         def read(name: str) -> None:
             try:
                 found[name] = self.place(job, name).read_record()
+            except StoreUnavailableError:
+                # A checkpoint that is left out would seem to be deleted.
+                raise
             except PlexRLError as error:
                 LOG.warning("%s is skipped: %s", self.place(job, name), error)
 

@@ -95,11 +95,13 @@ def _status(caller: Caller, request: CheckpointStatus, _: Sequence[int]) -> Repl
         reports = [report]
     else:
         _check_own_job(caller, request.deployment)
-        jobs, job = caller.services.checkpoints, job_name(request.deployment)
+        job = job_name(request.deployment)
+        # Before the listing, which takes a while: a checkpoint may become durable meanwhile.
+        reports = caller.services.checkpoints.reports()
         known = {
             place.name: _complete(place, record) for place, record in _root(caller).complete(job)
         }
-        for report in jobs.reports():
+        for report in reports:
             # A durable checkpoint without a manifest was deleted.
             is_gone = report.state == CheckpointState.DURABLE and report.name not in known
             if report.job == job and not is_gone:

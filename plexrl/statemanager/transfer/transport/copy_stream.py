@@ -1,14 +1,16 @@
 """Strided copies over a socket, as a stream of their bytes without separators.
 
 Long copies are zero-copy: `sendfile` at the sender, and a receive into the destination; over TLS
-the sender encrypts from the version's memory. Strided, cast and short copies pass through a block
-that fits the CPU cache. Each end chooses by itself; the bytes on the wire are the same.
+the sender encrypts from the version's memory. Long rows of strided copies are sent from where they
+lie. Other strided, cast and short copies pass through a block that fits the CPU cache. Each end
+chooses by itself; the bytes on the wire are the same.
 """
 
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +27,11 @@ from plexrl.wire.links.tls_socket import TlsSocket
 
 DIRECT_BYTES_MIN = 64 << 10
 """A contiguous copy of this many bytes is sent without a block."""
+ROW_BYTES_MIN = 2 << 10
+"""A row of this many bytes is sent from where it lies: gathering it costs more than a system call's
+share."""
+ROWS_MAX = 1024
+"""Most rows of one system call: Linux's IOV_MAX."""
 GATHER_BYTES = 1 << 20
 ANSWER_BYTES_MAX = 256 << 20
 """Limit of one answer: eight times the size of a client's request."""
@@ -39,6 +46,11 @@ class Digest:
 
     def __init__(self, wanted: bool) -> None:
         self._state = xxhash.xxh3_64() if wanted else None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a checksum."""
+        return self._state is not None
 
     def add(self, data: Bytes) -> None:
         """Add bytes to the checksum."""
@@ -79,22 +91,81 @@ def send_copies(
 
     A plain socket must be blocking.
     """
-    in_a_row = (copies.counts == 1) & (copies.casts == BYTES_CAST)
-    for part, is_direct in _grouped(copies, in_a_row & (copies.row_bytes() >= DIRECT_BYTES_MIN)):
-        if is_direct:
-            for place, nbytes in zip(part.src_offsets.tolist(), part.items.tolist(), strict=True):
-                for index, start, length in parts_of(regions, place, nbytes):
-                    piece = data.pieces[index][start : start + length]
-                    digest.add(piece)
-                    if isinstance(connection, TlsSocket):
-                        connection.sendall(piece.data)
-                    else:
-                        _send_file(connection, regions[index], start, length)
+    for part, way in _grouped(copies, _ways(connection, data, copies, digest)):
+        if way == _Way.ROWS:
+            assert isinstance(connection, socket.socket)
+            for rows in _rows(data, part):
+                _send_all(connection, rows)
             continue
-        for block in _gathered(data, part):
-            digest.add(block)
-            connection.sendall(block.data)
+        if way == _Way.BLOCKS:
+            for block in _gathered(data, part):
+                digest.add(block)
+                connection.sendall(block.data)
+            continue
+        for place, nbytes in zip(part.src_offsets.tolist(), part.items.tolist(), strict=True):
+            for index, start, length in parts_of(regions, place, nbytes):
+                piece = data.pieces[index][start : start + length]
+                digest.add(piece)
+                if isinstance(connection, TlsSocket):
+                    connection.sendall(piece.data)
+                else:
+                    _send_file(connection, regions[index], start, length)
     connection.sendall(digest.value())
+
+
+class _Way(IntEnum):
+    """How the bytes of a copy are sent."""
+
+    BLOCKS = 0
+    """Gathered into blocks."""
+    ROWS = 1
+    """Row by row from where they lie, many rows in one system call."""
+    RUN = 2
+    """As one run, from the file or from memory."""
+
+
+def _ways(
+    connection: BlockingSocket, data: MappedData, copies: StridedCopies, digest: Digest
+) -> npt.NDArray[np.int64]:
+    """The `_Way` of each copy."""
+    is_bytes = copies.casts == BYTES_CAST
+    row_bytes = copies.row_bytes()
+    ways = np.full(len(copies), _Way.BLOCKS, dtype=np.int64)
+    if not isinstance(connection, TlsSocket) and not digest.is_wanted:
+        last = copies.src_offsets + (copies.counts - 1) * copies.src_strides + row_bytes - 1
+        homes = [np.searchsorted(data.starts, at, "right") for at in (copies.src_offsets, last)]
+        ways[is_bytes & (row_bytes >= ROW_BYTES_MIN) & (homes[0] == homes[1])] = _Way.ROWS
+    ways[is_bytes & (copies.counts == 1) & (row_bytes >= DIRECT_BYTES_MIN)] = _Way.RUN
+    return ways
+
+
+def _rows(data: MappedData, copies: StridedCopies) -> Iterator[list[memoryview]]:
+    """The rows of copies that each lie in one region, as many as a system call takes."""
+    rows: list[memoryview] = []
+    homes = np.searchsorted(data.starts, copies.src_offsets, "right") - 1
+    columns = (
+        *(homes, copies.src_offsets - data.starts[homes], copies.items),
+        *(copies.counts, copies.src_strides),
+    )
+    for home, start, nbytes, count, stride in zip(*(c.tolist() for c in columns), strict=True):
+        memory = data.pieces[home].data
+        for index in range(count):
+            at = start + index * stride
+            rows.append(memory[at : at + nbytes])
+            if len(rows) == ROWS_MAX:
+                yield rows
+                rows = []
+    if rows:
+        yield rows
+
+
+def _send_all(connection: socket.socket, rows: list[memoryview]) -> None:
+    sent = connection.sendmsg(rows)
+    for row in rows:
+        # A blocking socket takes everything, unless a signal or a timeout interrupts it.
+        if sent < len(row):
+            connection.sendall(row[max(0, sent) :])
+        sent -= len(row)
 
 
 def _gathered(data: MappedData, copies: StridedCopies) -> Iterator[Bytes]:
@@ -133,7 +204,8 @@ def receive_copies(
     block = np.empty(GATHER_BYTES, dtype=np.uint8)
     in_a_row = (copies.counts == 1) | (copies.dst_strides == copies.row_bytes())
     sizes = copies.row_bytes() * copies.counts
-    for part, is_direct in _grouped(copies, in_a_row & (sizes >= DIRECT_BYTES_MIN)):
+    is_direct_copy = in_a_row & (sizes >= DIRECT_BYTES_MIN)
+    for part, is_direct in _grouped(copies, is_direct_copy.astype(np.int64)):
         if is_direct:
             lengths = (part.row_bytes() * part.counts).tolist()
             for to, nbytes in zip(part.dst_offsets.tolist(), lengths, strict=True):
@@ -159,13 +231,13 @@ def receive_copies(
 
 
 def _grouped(
-    copies: StridedCopies, direct: npt.NDArray[np.bool_]
-) -> Iterator[tuple[StridedCopies, bool]]:
-    """The copies in order, grouped into ranges that are all direct or all not."""
-    changes = np.flatnonzero(direct[1:] != direct[:-1]) + 1
+    copies: StridedCopies, ways: npt.NDArray[np.int64]
+) -> Iterator[tuple[StridedCopies, int]]:
+    """The copies in order, grouped into ranges of equal `ways`."""
+    changes = np.flatnonzero(ways[1:] != ways[:-1]) + 1
     edges = [0, *changes.tolist(), len(copies)] if len(copies) else []
     for first, last in pairwise(edges):
-        yield copies.chosen(slice(first, last)), bool(direct[first])
+        yield copies.chosen(slice(first, last)), int(ways[first])
 
 
 def _send_file(connection: socket.socket, region: Region, start: int, nbytes: int) -> None:

@@ -1,0 +1,49 @@
+"""Downloads a checkpoint through a router, in pieces that are requested again if they fail."""
+
+import os
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+from plexrl.client.calls.transport import Call, Transport
+from plexrl.errors import InvalidRequestError, StorageError
+
+PIECE_BYTES = 16 << 20
+
+
+def download(transport: Transport, path: str, folder: str | os.PathLike[str]) -> Path:
+    """Write the files of the checkpoint at the API's `path` into a new folder. Raises as
+    `Job.download_checkpoint`."""
+    target = Path(folder)
+    if target.exists():
+        raise InvalidRequestError(f"{target} exists: give a folder that does not")
+    listing = transport.ask("GET", f"{path}/files")
+    part = target.with_name(f".{target.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for file in listing["files"]:
+            # A router is trusted with the contents, not with paths of this machine.
+            place = part / file["path"]
+            if not place.resolve().is_relative_to(part.resolve()):
+                raise InvalidRequestError(f"the checkpoint has a file outside it: {file['path']!r}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _download(transport, path, listing["version"], file, place)
+        part.rename(target)
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error}: check its disk") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return target
+
+
+def _download(
+    transport: Transport, path: str, version: str, file: dict[str, object], place: Path
+) -> None:
+    name, nbytes = str(file["path"]), int(str(file["bytes"]))
+    with place.open("wb") as out:
+        for start in range(0, nbytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, nbytes)
+            query = {"start": start, "stop": stop, "version": version}
+            call = Call(method="GET", path=f"{path}/files/{quote(name)}", query=query)
+            out.write(transport.request(call).content)
