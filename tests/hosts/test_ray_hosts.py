@@ -89,7 +89,7 @@ def test_a_cluster_runs_as_a_job_of_ray() -> None:
         until(endpoint.exists, "the cluster is not up")
         nodes = host.run("plexrl", "nodes", "--json", "--data-dir", DATA_DIR).stdout
         assert [each["gpus"] for each in json.loads(nodes)] == [2]
-        host.run("python", "-c", CONTROLLER, env={"PLEXRL_DATA_DIR": DATA_DIR})
+        host.run("python", "-c", CONTROLLER, timeout_s=LIMIT_S)
         ray_job("stop", "plexrl")
         assert not endpoint.exists(), "it did not end in order"
         assert host.processes("plexrl.scheduler") == []
@@ -103,7 +103,7 @@ UP = (
 CONTROLLER = f"""
 import plexrl
 from tests.cluster.tools import VOCABULARY, some_batch
-with plexrl.connect("{DATA_DIR}") as cluster, cluster.create_job("one") as job:
+with plexrl.connect(data_dir="{DATA_DIR}") as cluster, cluster.create_job("one") as job:
     actor = job.train_deployment("actor", plexrl.tiny_qwen2(VOCABULARY, seed=5), workers=2)
     actor.forward_backward(some_batch(1), plexrl.losses.grpo())
     assert actor.optim_step(learning_rate=1e-3).result(600).trainer_step == 1
