@@ -139,7 +139,7 @@ class Sandbox:
         if "secretKeyRef" in source:
             reference = source["secretKeyRef"]
             secret = self._core.read_namespaced_secret(reference["name"], self._namespace)
-            return base64.b64decode(secret.data[reference["key"]]).decode()
+            return str(base64.b64decode(secret.data[reference["key"]]), "utf-8")
         field = source["fieldRef"]["fieldPath"]
         return {
             "metadata.name": pod.metadata.name,
