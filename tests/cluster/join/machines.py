@@ -97,6 +97,8 @@ class Machines:
         self.head: Running | None = None
         self.found: dict[str, Any] = {}
         self.nodes: dict[str, Running] = {}
+        self._numbers: dict[str, int] = {}
+        """Last part of each node's address."""
 
     def start_head(self, *arguments: str) -> None:
         """Start or restart the head; without arguments it has no node of its own."""
@@ -128,7 +130,7 @@ class Machines:
 
     def start_node(self, name: str, *arguments: str) -> Running:
         """Start a node of one GPU, with a token at its first start; does not wait for it."""
-        number = 3 + len({*self.nodes, name} - {name})
+        number = self._numbers.setdefault(name, 3 + len(self._numbers))
         is_first = not (self.node_dir(name) / "node.json").exists()
         entry = (
             (self.found["join_address"], "--token", self.token(), "--name", name)

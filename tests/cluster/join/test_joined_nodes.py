@@ -87,17 +87,23 @@ def test_nodes_find_a_killed_head_again(machines: Machines) -> None:
         assert len(trained(cluster, workers=2)) == 2
 
 
-def test_a_node_leaves_after_a_drain_and_may_join_again(machines: Machines) -> None:
-    found = run("node", "leave", "--data-dir", str(machines.node_dir("b")))
-    assert found == {"node": "b", "left": True}
-    assert machines.nodes["b"].close() == 0
-    with machines.connect() as cluster:
-        assert [each["node"] for each in cluster.nodes()] == ["a"]
-    machines.start_node("b").ready()
+def test_a_node_leaves_after_its_work_has_moved_and_may_join_again(machines: Machines) -> None:
+    with machines.connect() as cluster, cluster.create_job("mover") as job:
+        actor = job.train_deployment("actor", MODEL, workers=1)
+        norms = [train(actor, 0).result(120).metrics["grad_norm"]]
+        (leaving,) = {rank["node"] for rank in actor.status()["ranks"]}
+        (staying,) = {"a", "b"} - {leaving}
+        found = run("node", "leave", "--data-dir", str(machines.node_dir(leaving)))
+        assert found == {"node": leaving, "left": True}
+        assert machines.nodes[leaving].close() == 0
+        assert [each["node"] for each in cluster.nodes()] == [staying]
+        norms.append(train(actor, 1).result(120).metrics["grad_norm"])
+        assert {rank["node"] for rank in actor.status()["ranks"]} == {staying}
+    machines.start_node(leaving).ready()
     machines.wait_for_live("a", "b")
     with machines.connect() as cluster:
         assert not any(each["is_draining"] for each in cluster.nodes())
-        assert len(trained(cluster, workers=2)) == 2
+        assert norms == pytest.approx(trained(cluster, workers=2), rel=1e-4)
 
 
 def test_a_certificate_is_renewed_while_its_node_serves(machines: Machines) -> None:
