@@ -15,9 +15,11 @@ import numpy as np
 import psutil
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import plexrl
 from plexrl import errors
+from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.process.folders.folders import Folders
 from plexrl.statemanager.checkpoint.places.choice import place_at
@@ -134,7 +136,7 @@ def test_what_one_router_accepts_any_router_executes_and_answers(
 
 @pytest.mark.slow
 def test_a_job_trains_to_the_same_bits_as_on_directories(
-    cluster: plexrl.Cluster, server: S3Server, tmp_path: Path
+    cluster: plexrl.Cluster, stored: EmbeddedCluster, server: S3Server, tmp_path: Path
 ) -> None:
     job, actor = train(cluster, "stored")
     saved = actor.save_checkpoint("end").result(LIMIT_S)
@@ -156,6 +158,13 @@ def test_a_job_trains_to_the_same_bits_as_on_directories(
     assert {file.name for file in folder.iterdir()} >= {"config.json", "tokenizer.json"}
     with pytest.raises(errors.InvalidRequestError, match="exists"):
         job.download_checkpoint("end", folder)
+    command = ["checkpoints", "download", job.job, "end", str(tmp_path / "by-command")]
+    environment = {"PLEXRL_URL": stored.url, "PLEXRL_API_KEY": stored.api_key}
+    done = CliRunner().invoke(app, command, env=environment)
+    assert done.exit_code == 0, done.output
+    assert {file.name for file in (tmp_path / "by-command").iterdir()} == {
+        file.name for file in folder.iterdir()
+    }
     actor.forward_backward(some_batch(7), plexrl.losses.grpo())
     actor.optim_step(learning_rate=1e-2)
     actor.load_checkpoint("end").result(LIMIT_S)
