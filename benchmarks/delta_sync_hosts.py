@@ -67,7 +67,7 @@ def train(learning_rate: float) -> Versions:
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step >= UNCOUNTED:

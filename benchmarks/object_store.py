@@ -47,7 +47,7 @@ def main() -> None:
         stack.callback(work.close)
         found = in_turns(work.all(), ROUNDS)
     rows = []
-    figures = {}
+    figures: dict[str, float] = {}
     for name, (ours, plain) in {
         "save a checkpoint": ("save", "put"),
         "store a payload": ("publish", "put"),

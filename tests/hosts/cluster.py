@@ -21,6 +21,8 @@ HOST_MEMORY_GIB = "0.25"
 STORE_PORT = 9000
 STORE = "/srv/store"
 JOIN_PORT = 8471
+RESTART_S = 2.0
+"""Time after which a service manager starts a service again that has ended."""
 
 
 class SoloCluster:
@@ -54,6 +56,9 @@ class SoloCluster:
         """A file of a checkpoint, whose path a controller was told."""
         return self.head.path(Path(path) / file).read_bytes()
 
+    def keep_running(self) -> None:
+        """Called often while jobs run."""
+
     def end(self) -> None:
         """End the cluster in order."""
         self._supervisor.end()
@@ -72,10 +77,13 @@ class HostCluster(SoloCluster):
         self._gpus = gpus
         self._store: HostProcess | None = None
         self._supervisors: dict[str, HostProcess] = {}
+        self._ended: dict[str, float] = {}
         self.head.run("mkdir", "-p", f"{STORE}/{BUCKET}")
         self.start_store()
         self.environment: dict[str, str] = {}
         self.start_head()
+        started = self.supervisor(self.head).wait_for('"url"', START_S)
+        self._take_endpoint(json.loads(started))
         self.start_nodes()
 
     def start_nodes(self) -> None:
@@ -100,7 +108,6 @@ class HostCluster(SoloCluster):
         command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]
         process = self.head.start(*command, env=store_environment(self.head))
         self._supervisors[self.head.name] = process
-        self._take_endpoint(json.loads(process.wait_for('"url"', START_S)))
 
     def _take_endpoint(self, endpoint: Mapping[str, Any]) -> None:
         self.environment = {
@@ -123,12 +130,20 @@ class HostCluster(SoloCluster):
         """The process that an operator started on a host."""
         return self._supervisors[host.name]
 
-    def restart(self, host: Host) -> None:
-        """Start a host's supervisor again, as systemd does."""
-        if host is self.head:
-            self.start_head()
-        else:
-            self.start_node(host)
+    def keep_running(self) -> None:
+        """Start every supervisor that has ended again after a while, as a service manager does."""
+        for host in (self.head, *self.nodes):
+            if not host.has_power or self.supervisor(host).poll() is None:
+                self._ended.pop(host.name, None)
+                continue
+            ended_at = self._ended.setdefault(host.name, time.monotonic())
+            if time.monotonic() - ended_at < RESTART_S:
+                continue
+            del self._ended[host.name]
+            if host is self.head:
+                self.start_head()
+            else:
+                self.start_node(host)
 
     def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
         prefix = f"s3://{BUCKET}/"

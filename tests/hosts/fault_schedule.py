@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 CUT_S = 20.0
-RESTART_S = 2.0
-"""Time in which an operator's service manager starts a killed supervisor again."""
 REBOOT_S = 8.0
 HEAD_PARTS = ("plexrl.scheduler", "plexrl.router", "supervisor")
 NODE_PARTS = ("plexrl.statemanager", "plexrl.worker", "rank", "supervisor")

@@ -20,7 +20,6 @@ from tests.hosts.fault_schedule import (
     LOSE,
     REBOOT,
     REBOOT_S,
-    RESTART_S,
     Fault,
 )
 from tests.hosts.host import Host
@@ -49,7 +48,7 @@ class Injector:
             at, _, action = heapq.heappop(self._due)
             while (wait_s := at - time.monotonic()) > 0:
                 check()
-                time.sleep(min(wait_s, 1.0))
+                time.sleep(min(wait_s, 0.5))
             action()
 
     def _at(self, at: float, action: Action) -> None:
@@ -83,7 +82,6 @@ class Injector:
             process = self._cluster.supervisor(host)
             with suppress(ProcessLookupError, AssertionError):
                 os.kill(process.pid, signal.SIGKILL)
-            self._after(RESTART_S, lambda: self._restart(host))
             return
         found = ranks(host) if fault.target == "rank" else host.processes(f"-m {fault.target} ")
         if not found:
@@ -93,14 +91,9 @@ class Injector:
         with suppress(psutil.NoSuchProcess):
             victim.kill()
 
-    def _restart(self, host: Host) -> None:
-        if host.has_power and self._cluster.supervisor(host).poll() is not None:
-            self._cluster.restart(host)
-
     def _power_on(self, host: Host) -> None:
         if host in self._cluster.nodes:
             host.power_on()
-            self._cluster.restart(host)
 
     def _cut(self, links: Sequence[tuple[str, str]]) -> None:
         network = self._cluster.network

@@ -57,7 +57,8 @@ class Jobs:
         return found
 
     def check_alive(self) -> None:
-        """Fail if a controller has failed."""
+        """Fail if a controller has failed; keeps the cluster's services running."""
+        self._cluster.keep_running()
         for name, process in self._processes.items():
             code = process.poll()
             assert code in (None, 0), f"{name} ended with {code}: {process.text()[-4000:]}"
