@@ -141,13 +141,14 @@ class Sandbox:
             secret = self._core.read_namespaced_secret(reference["name"], self._namespace)
             return str(base64.b64decode(secret.data[reference["key"]]), "utf-8")
         field = source["fieldRef"]["fieldPath"]
-        return {
+        found: dict[str, str] = {
             "metadata.name": pod.metadata.name,
             "metadata.namespace": self._namespace,
             "metadata.uid": pod.metadata.uid,
             "spec.nodeName": self._node,
             "status.podIP": "127.0.0.1",
-        }[field]
+        }
+        return found[field]
 
     def _volume(self, volume: Plain, folder: Path, pod: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

@@ -313,6 +313,24 @@ def test_a_cordoned_node_is_drained_and_taken_back(
         core.delete_node("node0")
 
 
+def test_the_first_job_of_a_controller_has_the_rljobs_id(
+    embedded: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLEXRL_JOB_ID", "train-6a1c7e02")
+    with (
+        plexrl.connect(embedded.url, embedded.api_key) as cluster,
+        cluster.create_job("train") as first,
+        cluster.create_job("train") as second,
+    ):
+        assert first.job == "train-6a1c7e02"
+        assert second.job != first.job
+    with (
+        plexrl.connect(embedded.url, embedded.api_key) as cluster,
+        cluster.create_job("train", job_id="other") as chosen,
+    ):
+        assert chosen.job == "other"
+
+
 def test_one_of_two_holds_the_lease(kubernetes: Kubernetes, namespace: str) -> None:
     now = [100.0]
     first, second = (
