@@ -32,7 +32,7 @@ IN_FLIGHT: Final = 10
 """Messages that are sent before the first is acknowledged; no broker refuses so few."""
 STATES: Final = ("jobs", "nodes", "groups")
 """First level of the topics of retained states, below the prefix."""
-FAREWELL_S = 2.0
+FAREWELL_S = 5.0
 """Time limit for the last message when the scheduler stops."""
 
 AllStates = Callable[[dict[str, bytes]], Sequence[Message]]

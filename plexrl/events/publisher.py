@@ -23,7 +23,7 @@ from plexrl.events.records import JobRecord, Record, SchedulerRecord
 
 LOG = logging.getLogger(__name__)
 
-STOP_S = 3.0
+STOP_S = 8.0
 """Time limit for the end of a publisher."""
 LOOKING_PART_MAX = 0.02
 """Maximum part of the time that is spent on looking for changes."""
