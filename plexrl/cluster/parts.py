@@ -15,8 +15,8 @@ from plexrl.process.folders.folders import SHARED_MEMORY, Folders
 from plexrl.process.folders.private_folder import (
     make_private_folder,
 )
-from plexrl.statemanager.protocol.network import TRUSTED
-from plexrl.wire.links.address import TlsAddress, UnixAddress
+from plexrl.statemanager.protocol.network import remote_address
+from plexrl.wire.links.address import UnixAddress
 from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 
 LOG = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ def node_parts(
     socket = str(run / "sm.sock")
     # One key for all nodes, because workers pull from other nodes' StateManagers.
     ticket_key = str(folders.data / "ticket.key")
+    given = options.settings.statemanager
     statemanager = Part(
         f"statemanager-{node}",
         "plexrl.statemanager",
@@ -158,7 +159,7 @@ def node_parts(
             "checkpoint_url": options.checkpoint_url or str(folders.data / "checkpoints"),
             "ticket_key_file": ticket_key,
             **_statemanager_links(links),
-            **options.settings.statemanager,
+            **given,
         },
     )
     agent = Part(
@@ -180,7 +181,7 @@ def node_parts(
             "data_dir": str(folders.data),
             "checkpoint_url": options.checkpoint_url or "",
             "cores": list(config.cores),
-            **_agent_links(node, links),
+            **_agent_links(node, links, serves_nixl=bool(given.get("serve_nixl"))),
             **options.settings.agent,
         },
     )
@@ -211,17 +212,15 @@ def _statemanager_links(links: NodeLinks | None) -> dict[str, Any]:
     }
 
 
-def _agent_links(node: str, links: NodeLinks | None) -> dict[str, Any]:
+def _agent_links(node: str, links: NodeLinks | None, *, serves_nixl: bool) -> dict[str, Any]:
     if links is None:
         return {}
     first, last = links.ports
-    if links.fabric == TRUSTED:
-        statemanager = f"tcp://{host_port(links.host, first)}"
-    else:
-        statemanager = str(TlsAddress(links.host, first, node))
     return {
         "scheduler": list(links.scheduler),
-        "statemanager_address": statemanager,
+        "statemanager_address": remote_address(
+            node, links.host, first, fabric=links.fabric, serves_nixl=serves_nixl
+        ),
         "tls": asdict(links.tls),
         "host": links.host,
         "ports": [first + 1, last],

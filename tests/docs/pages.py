@@ -117,6 +117,8 @@ def commands() -> list[Command]:
             if is_session and not line.startswith("$ "):
                 continue
             parts = shlex.split(line.removeprefix("$ "), comments=True)
+            if parts[:1] == ["export"]:
+                parts = parts[1:]
             words = tuple(dropwhile(ASSIGNMENT.match, parts))
             if not words:
                 continue

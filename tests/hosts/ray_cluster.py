@@ -1,6 +1,7 @@
 """A Ray cluster on simulated hosts, and PlexRL on it."""
 
 import json
+from collections.abc import Mapping
 
 from tests.hosts.cluster import (
     GPU_MEMORY_GIB,
@@ -37,8 +38,10 @@ class RayHosts(HostCluster):
 
     def start_head(self) -> None:
         head = self.head
-        self._rays[head.name] = self._start_ray(
-            head, "--head", "--port", str(PORT), "--num-gpus", "0", "--include-dashboard", "false"
+        self._rays[head.name] = start_ray(
+            head,
+            *("--head", "--port", str(PORT), "--num-gpus", "0", "--include-dashboard", "false"),
+            env=store_environment(head),
         )
         for name in self._first:
             self.start_node(self.network[name])
@@ -50,10 +53,11 @@ class RayHosts(HostCluster):
     def start_node(self, node: Host, token: str = "") -> None:
         """Start a host's Ray node."""
         assert not token, "Ray nodes get their tokens from the head"
-        self._rays[node.name] = self._start_ray(
+        self._rays[node.name] = start_ray(
             node,
             *("--address", f"{self.head.address}:{PORT}", "--node-name", node.name),
             *("--num-gpus", str(self._gpus)),
+            env=store_environment(self.head),
         )
 
     def lose(self, node: Host) -> None:
@@ -73,12 +77,14 @@ class RayHosts(HostCluster):
         self._supervisors[self.head.name] = process
         self._take_endpoint(json.loads(process.wait_for('"url"', 2 * START_S)))
 
-    def _start_ray(self, host: Host, *words: str) -> HostProcess:
-        process = host.start(
-            *("ray", "start", "--block", "--disable-usage-stats", "--num-cpus", "1"),
-            *("--node-ip-address", host.address, "--object-store-memory", str(STORE_BYTES)),
-            *words,
-            env={**store_environment(self.head), **RAY},
-        )
-        process.wait_for("Ray runtime started", START_S)
-        return process
+
+def start_ray(host: Host, *words: str, env: Mapping[str, str] | None = None) -> HostProcess:
+    """Start a Ray node, at the host's address."""
+    process = host.start(
+        *("ray", "start", "--block", "--disable-usage-stats", "--num-cpus", "1"),
+        *("--node-ip-address", host.address, "--object-store-memory", str(STORE_BYTES)),
+        *words,
+        env={**RAY, **(env or {})},
+    )
+    process.wait_for("Ray runtime started", START_S)
+    return process

@@ -1,13 +1,17 @@
 """PlexRL on Ray across machines: a job spans two of them, one is lost and one comes in training."""
 
+import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.hosts.cluster import SoloCluster
+from tests.hosts.cluster import GPU_MEMORY_GIB, HOST_MEMORY_GIB, SoloCluster
+from tests.hosts.host import Host
 from tests.hosts.jobs import Jobs
 from tests.hosts.network import hosts
-from tests.hosts.ray_cluster import RayHosts
+from tests.hosts.ray_cluster import RAY, RayHosts, start_ray
 
 pytest.importorskip("ray", reason="needs plexrl[ray]")
 
@@ -63,3 +67,58 @@ def wait_for_steps(jobs: Jobs, count: int) -> None:
         jobs.check_alive()
         assert time.monotonic() < deadline, f"the job makes no steps: {jobs.steps()}"
         time.sleep(0.1)
+
+
+JOBS_ADDRESS = "http://127.0.0.1:8265"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("_namespaces")
+def test_a_cluster_runs_as_a_job_of_ray() -> None:
+    def ray_job(*words: str) -> str:
+        return host.run("ray", "job", *words, "--address", JOBS_ADDRESS, env=RAY).stdout
+
+    with hosts("solo") as network:
+        (host,) = network
+        start_ray(host, "--head", "--include-dashboard", "true", "--num-gpus", "2")
+        until(lambda: is_served(host), "Ray's job server does not answer")
+        submit = ("ray", "job", "submit", "--address", JOBS_ADDRESS, "--no-wait")
+        host.run(*submit, "--submission-id", "plexrl", "--", *UP, env=RAY)
+        endpoint = host.path(Path(DATA_DIR, "cluster.json"))
+        until(endpoint.exists, "the cluster is not up")
+        nodes = host.run("plexrl", "nodes", "--json", "--data-dir", DATA_DIR).stdout
+        assert [each["gpus"] for each in json.loads(nodes)] == [2]
+        host.run("python", "-c", CONTROLLER, timeout_s=LIMIT_S)
+        ray_job("stop", "plexrl")
+        assert not endpoint.exists(), "it did not end in order"
+        assert host.processes("plexrl.scheduler") == []
+
+
+DATA_DIR = "/srv/plexrl"
+UP = (
+    *("plexrl", "up", "--ray", "auto", "--data-dir", DATA_DIR),
+    *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
+)
+CONTROLLER = f"""
+import plexrl
+from tests.cluster.tools import VOCABULARY, some_batch
+with plexrl.connect(data_dir="{DATA_DIR}") as cluster, cluster.create_job("one") as job:
+    actor = job.train_deployment("actor", plexrl.tiny_qwen2(VOCABULARY, seed=5), workers=2)
+    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    assert actor.optim_step(learning_rate=1e-3).result(600).trainer_step == 1
+"""
+
+
+def is_served(host: Host) -> bool:
+    """Whether Ray accepts jobs."""
+    listing = ("ray", "job", "list", "--address", JOBS_ADDRESS)
+    return host.run(*listing, env=RAY, check=False).returncode == 0
+
+
+def until(is_true: Callable[[], bool], failure: str) -> None:
+    """Poll until it is true."""
+    deadline = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert time.monotonic() < deadline, failure
+        time.sleep(0.2)

@@ -1,5 +1,6 @@
 """`plexrl node`: tokens with which machines join, and the node of this machine."""
 
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 node_app = typer.Typer(cls=CommandGroup, help="Machines that join a cluster.", no_args_is_help=True)
 NodeDir = Annotated[Path, typer.Option("--data-dir", help="Data directory of the node.")]
+TOKEN_VARIABLE = "PLEXRL_JOIN_TOKEN"
+"""Environment variable with the token. All users of a machine can read arguments."""
 NODE_DIR = Path("~/.plexrl-node")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -48,7 +51,7 @@ class Joining:
     ] = None
     token: Annotated[
         str | None,
-        typer.Option(help="From `plexrl node token`; once.", envvar="PLEXRL_JOIN_TOKEN"),
+        typer.Option(help="From `plexrl node token`; once.", envvar=TOKEN_VARIABLE),
     ] = None
     data_dir: NodeDir = NODE_DIR
     config: Annotated[
@@ -229,6 +232,8 @@ def join(
     from plexrl.cluster.node.systemd import unit_text
     from plexrl.wire.links.address import TlsAddress, parse_address
 
+    # Removed, so that child processes do not inherit it.
+    os.environ.pop(TOKEN_VARIABLE, None)
     options = _node_options(context, joining, resources, links)
     head = None if joining.head is None else parse_address(joining.head)
     if head is not None and not isinstance(head, TlsAddress):

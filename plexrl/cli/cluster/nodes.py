@@ -120,6 +120,15 @@ def undrain(node: NodeName, access: Access, output: Output) -> None:
     output.table({"node": lambda _: node, "GPUs reserved": _reserved}, [found], found)
 
 
+@nodes_app.command("remove")
+@with_option_groups
+def remove(node: NodeName, access: Access, output: Output) -> None:
+    """Forget a node that has left or does not come back, and has no work (operator only)."""
+    with access.open() as cluster:
+        cluster.remove_node(node)
+    output.table({"node": "node", "removed": lambda _: "yes"}, [{"node": node}], {"node": node})
+
+
 @with_option_groups
 def groups(access: Access, output: Output) -> None:
     """Node groups: which job holds each, time spent in switches (operator only)."""

@@ -58,6 +58,7 @@ class AsyncCluster:
     revoke_key = in_thread(Cluster.revoke_key)
     drain = in_thread(Cluster.drain)
     undrain = in_thread(Cluster.undrain)
+    remove_node = in_thread(Cluster.remove_node)
 
     async def close(self) -> None:
         """As `Cluster.close`."""

@@ -255,6 +255,11 @@ class Cluster:
         """Put the drained node named `node` back in use (operator only)."""
         return self._transport.ask("POST", f"/v1/nodes/{quote(node, safe='')}/undrain")
 
+    def remove_node(self, node: str) -> None:
+        """Forget the node named `node`, which has left or does not come back, and has no work
+        (operator only)."""
+        self._transport.ask("DELETE", f"/v1/nodes/{quote(node, safe='')}")
+
     def close(self) -> None:
         """Close the connection. An embedded cluster ends with the last script that uses it."""
         self._transport.close()

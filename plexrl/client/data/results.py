@@ -173,7 +173,7 @@ class SyncReport(TypedDict):
     way: str
     """`full` or `delta`."""
     sources: dict[str, int]
-    """Bytes by transport: `shared_memory`, `tcp`, `nixl`."""
+    """Bytes by transport: `shared_memory`, `tls`, `tcp`, `nixl`."""
     seconds: float
     """Duration on the slowest rank."""
     tier: str

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,15 @@ class _ApiView:
         """
         found = await self._ask("GET", "/v1/nodes")
         return {each["node"] for each in found["nodes"] if each["alive"]}
+
+    async def remove(self, node: str) -> None:
+        """Forget a node that has no work.
+
+        Raises:
+            UnavailableError: it has work, or no router answers.
+        """
+        with suppress(NotFoundError):
+            await self._ask("DELETE", f"/v1/nodes/{node}")
 
     async def drain(self, node: str, *, is_draining: bool) -> messages.DrainProgress:
         """Begin or end a drain.

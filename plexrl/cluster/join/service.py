@@ -61,6 +61,14 @@ class ClusterView(Protocol):
         """
         ...
 
+    async def remove(self, node: str) -> None:
+        """Forget a node that has no work.
+
+        Raises:
+            PlexRLError: it has work, or the cluster does not answer now.
+        """
+        ...
+
     async def drain(self, node: str, *, is_draining: bool) -> messages.DrainProgress:
         """Begin or end a drain; returns what is left on the node.
 
@@ -191,6 +199,10 @@ class JoinService:
                 return await self._cluster.drain(client.node, is_draining=False)
             case messages.Leave():
                 await asyncio.to_thread(self._forget, client.node)
+                try:
+                    await self._cluster.remove(client.node)
+                except PlexRLError as error:
+                    LOG.warning("%s stays in the list of nodes: %s", client.node, error)
                 return messages.Done()
             case _:
                 assert_never(request)

@@ -1,8 +1,9 @@
 """Fills the settings of a pod's process: a ConfigMap's JSON with values that only the pod knows.
 
 A string of the template may hold `${NAME}`, a variable of the environment; `${sha256:NAME}`, its
-digest; and `${label:KEY}`, a label of the pod's Kubernetes node. Secrets arrive as variables of
-this process alone; what is written stays in the pod's memory.
+digest; and `${label:KEY}`, a label of the pod's Kubernetes node. A label's value has no slash, so
+several make a block: `${label:row}/${label:rack}`. Secrets arrive as variables of this process
+alone; what is written stays in the pod's memory.
 """
 
 import hashlib
@@ -28,7 +29,11 @@ def fill(template: Any, environment: Mapping[str, str], labels: Mapping[str, str
         InvalidRequestError: a variable is not set.
     """
     if isinstance(template, str):
-        return _PLACE.sub(lambda place: _value(place, environment, labels), template)
+        filled = _PLACE.sub(lambda place: _value(place, environment, labels), template)
+        if "${label:" in template:
+            # Labels of a hierarchy, such as row and rack, of which a node may lack some.
+            return "/".join(part for part in filled.split("/") if part)
+        return filled
     if isinstance(template, list):
         return [fill(each, environment, labels) for each in template]
     if isinstance(template, dict):

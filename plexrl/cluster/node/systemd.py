@@ -46,4 +46,6 @@ def unit_text(data_dir: Path, arguments: Sequence[str]) -> str:
         words += ["--data-dir", str(data_dir)]
     # A percent sign begins a specifier of systemd.
     command = shlex.join(words).replace("%", "%%")
-    return UNIT.format(data_dir=data_dir, user=getpass.getuser(), command=command)
+    folder = str(data_dir).replace("%", "%%")
+    quoted = f'"{folder}"' if " " in folder else folder
+    return UNIT.format(data_dir=quoted, user=getpass.getuser(), command=command)

@@ -91,6 +91,7 @@ from plexrl.scheduler.placement.nodes import (
     node_drain_changed,
     node_joined,
     node_lost,
+    node_removed,
     state_migrated,
 )
 from plexrl.scheduler.state.demand.estimates import Estimates
@@ -128,6 +129,7 @@ class SchedulerCore:
             ev.ApiKeyRevoked: partial(api_key_revoked, context.state),
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: partial(node_drain_changed, context),
+            ev.NodeRemoved: partial(node_removed, context.state, context.cluster),
             ev.StateMigrated: partial(state_migrated, context),
             ev.StateReported: partial(state_reported, context.state, context.effects),
             ev.JobSubmitted: partial(job_submitted, context.cluster, context.effects),

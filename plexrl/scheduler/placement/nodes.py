@@ -1,7 +1,8 @@
 """Handles nodes that join, return, drain or are lost, and the workers on them."""
 
-from plexrl.errors import NotFoundError
+from plexrl.errors import ConflictError, NotFoundError
 from plexrl.ids import NodeId
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.jobs.lifecycle import end_job, launch, restart, send_launch, worker_ready
@@ -16,6 +17,7 @@ from plexrl.scheduler.state.messages.events import (
     NodeDrainChanged,
     NodeJoined,
     NodeLost,
+    NodeRemoved,
     StateMigrated,
 )
 from plexrl.scheduler.state.records import Deployment, Node, State
@@ -117,6 +119,35 @@ def node_drain_changed(context: Context, event: NodeDrainChanged, now: float) ->
             deployment.moves.cancel()
             del cluster.relocating[name]
             context.effects.touch(deployment.group)
+
+
+def node_removed(state: State, cluster: Cluster, event: NodeRemoved, now: float) -> None:
+    """Forget a node that has no work. If its agent connects again, it is a new node.
+
+    Raises:
+        ConflictError: the node is in use, or has the state of a deployment.
+        NotFoundError: there is no such node.
+    """
+    del now
+    node = state.nodes.get(event.node)
+    if node is None:
+        raise NotFoundError(f"there is no node {event.node!r}")
+    if node.alive and not node.is_draining:
+        raise ConflictError(f"node {event.node!r} is in use: drain it first, or end its agent")
+    kept = [
+        name
+        for name, deployment in state.deployments.items()
+        if _keeps_state(deployment, event.node)
+    ]
+    if kept or cluster.inventory.groups_on(event.node):
+        named = ", ".join(repr(name) for name in kept[:3]) or "a group"
+        raise ConflictError(
+            f"node {event.node!r} still has state or GPUs of {named}: drain it and wait, or cancel "
+            "these jobs"
+        )
+    del state.nodes[event.node]
+    cluster.inventory.node_removed(event.node)
+    cluster.waiting.retry_all()
 
 
 def state_migrated(context: Context, event: StateMigrated, now: float) -> None:

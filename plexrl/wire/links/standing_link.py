@@ -118,7 +118,7 @@ class StandingLink:
         is_local = all(isinstance(each, UnixAddress) for each in self._addresses)
         if is_local or not failures:
             return RECONNECT_S
-        pause_s = min(RECONNECT_S * 2 ** min(failures, 8), RECONNECT_S_MAX)
+        pause_s: float = min(RECONNECT_S * 2 ** min(failures, 8), RECONNECT_S_MAX)
         return pause_s * random.uniform(0.5, 1.0)
 
     async def _connect(self, address: Address, timeout_s: float) -> Link | None:

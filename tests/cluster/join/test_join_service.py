@@ -50,6 +50,9 @@ class Cluster:
             raise UnavailableError("the router starts")
         return self.live
 
+    async def remove(self, node: str) -> None:
+        self.live.discard(node)
+
     async def drain(self, node: str, *, is_draining: bool) -> messages.DrainProgress:
         (self.draining.add if is_draining else self.draining.discard)(node)
         return messages.DrainProgress(gpus_reserved=2, groups=["group0"])

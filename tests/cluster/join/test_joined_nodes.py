@@ -3,12 +3,22 @@ two nodes, faults, and leaving. Nothing but these addresses joins them: each has
 its own."""
 
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 import plexrl
+from plexrl.cluster.join.authority import Authority
+from plexrl.cluster.join.head import AUTHORITY_FOLDER
+from plexrl.cluster.node.membership import NodeFolder
 from plexrl.errors import ConflictError
-from tests.cluster.join.machines import Machines, run
+from plexrl.wire.links.credentials import Credentials, Identity, Role
+from tests.cluster.join.machines import Machines, run, wait_until
 from tests.cluster.join.test_head import join
 from tests.cluster.tools import VOCABULARY, train
 
@@ -81,9 +91,44 @@ def test_a_node_leaves_after_a_drain_and_may_join_again(machines: Machines) -> N
     found = run("node", "leave", "--data-dir", str(machines.node_dir("b")))
     assert found == {"node": "b", "left": True}
     assert machines.nodes["b"].close() == 0
-    machines.wait_for_live("a")
+    with machines.connect() as cluster:
+        assert [each["node"] for each in cluster.nodes()] == ["a"]
     machines.start_node("b").ready()
     machines.wait_for_live("a", "b")
     with machines.connect() as cluster:
         assert not any(each["is_draining"] for each in cluster.nodes())
         assert len(trained(cluster, workers=2)) == 2
+
+
+def test_a_certificate_is_renewed_while_its_node_serves(machines: Machines) -> None:
+    files = NodeFolder(machines.node_dir("b")).certificates
+    machines.nodes["b"].end()
+    authority = Authority.open(machines.head_dir / AUTHORITY_FOLDER)
+    # The key stays, so that the head recognises the node; the certificate lives for seconds.
+    request = _request_for(Path(files.tls.key))
+    short = authority.sign(request, Identity(Role.NODE, "b"), life=timedelta(seconds=40))
+    Path(files.tls.certificate).write_bytes(short)
+    running = machines.start_node("b")
+    running.ready()
+    wait_until(
+        lambda: Path(files.tls.certificate).read_bytes() != short, lambda: "it is not renewed"
+    )
+    assert files.renew_in() > timedelta(days=1)
+    assert Credentials(files.tls).identity == Identity(Role.NODE, "b")
+    # Its agent connects again with the new certificate, without a restart of the supervisor.
+    (agent,) = [
+        each
+        for each in psutil.Process(running.process.pid).children()
+        if "plexrl.worker" in " ".join(each.cmdline())
+    ]
+    agent.kill()
+    machines.wait_for_live("a", "b")
+    assert running.process.poll() is None
+
+
+def _request_for(key: Path) -> bytes:
+    read = serialization.load_pem_private_key(key.read_bytes(), None)
+    assert isinstance(read, ec.EllipticCurvePrivateKey)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "plexrl")])
+    request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(read, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM)

@@ -36,6 +36,7 @@ FULL: Plain = {
             "hostNetwork": True,
             "nvme": {"hostPath": "/mnt/nvme/plexrl"},
             "typeLabel": "node.kubernetes.io/instance-type",
+            "blockLabel": "example.com/row,example.com/pod,topology.kubernetes.io/rack",
         },
     ],
     "scheduler": {"replicas": 2, "settings": {"starvation_bound_s": 300}},

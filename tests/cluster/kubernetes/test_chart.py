@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "OPERATOR_KEY": "plx-secret",
     "JOURNAL": "postgresql://user:password@host/name",
 }
-LABELS = {"topology.kubernetes.io/rack": "row1/rack3"}
+LABELS = {"topology.kubernetes.io/rack": "rack3", "example.com/row": "row1"}
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_settings_are_those_that_the_processes_read(name: str, tmp_path: Path) -
         parse_config(json.dumps(node["statemanager"]), StateManagerConfig, name)
         agent = parse_config(json.dumps(node["agent"]), AgentConfig, name)
         assert agent.node == "node-1"
-        assert agent.block == "row1/rack3"
+        assert agent.block == ("row1/rack3" if "blockLabel" in pool else "rack3")
         assert agent.host == "10.0.0.7"
 
 

@@ -1,4 +1,8 @@
-"""Nodes on addresses of their own that share no folder, joined to a head over mutual TLS."""
+"""Nodes on addresses of their own that share no folder, joined to a head over mutual TLS.
+
+They are on one machine, so a StateManager of another node is reached at its Unix socket.
+`tests/hosts` has nodes without any common file system.
+"""
 
 import hashlib
 import json
@@ -154,6 +158,7 @@ def _start_node(
         "data_dir": str(data),
         "host": machine.host,
         "ports": [first + 1, first + PORTS_EACH - 1],
+        "statemanager_address": f"tcp://{machine.host}:{first}",
         "tls": tls,
         "fabric": "trusted",
     }

@@ -100,7 +100,9 @@ def files_of(path: str) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("direction", ["here to there", "there to here"])
+@pytest.mark.parametrize(
+    "direction", ["here to there", pytest.param("there to here", marks=pytest.mark.slow)]
+)
 def test_what_one_router_accepts_any_router_executes_and_answers(
     stored: EmbeddedCluster, elsewhere: str, direction: str
 ) -> None:

@@ -150,7 +150,9 @@ class Rank:
             "by_source": report.bytes_by_source,
             "attempts": report.attempts,
             "mode": report.mode.value,
-            "digest": hashlib.sha256(self._memory()).hexdigest() if self._setup.digests else "",
+            "digest": hashlib.sha256(self._memory().tobytes()).hexdigest()
+            if self._setup.digests
+            else "",
         }
 
     def check(self, seq: int) -> dict[str, Any]:

@@ -137,3 +137,9 @@ async def drain(request: Request, services: Services, node: str) -> Plain:
 async def undrain(request: Request, services: Services, node: str) -> Plain:
     """For operators only."""
     return await services.ask_as_operator(request, "drain_node", node=node, is_draining=False)
+
+
+@ROUTES.delete("/nodes/{node}", summary="Forget a node that has left and has no work")
+async def remove_node(request: Request, services: Services, node: str) -> Plain:
+    """For operators only."""
+    return await services.ask_as_operator(request, "remove_node", node=node)

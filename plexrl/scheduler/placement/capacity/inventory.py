@@ -80,6 +80,16 @@ class Inventory:
         for name in self._groups_on.get(node.node, ()):
             self._update_capacity(self._state.groups[name])
 
+    def node_removed(self, node: NodeId) -> None:
+        """Forget a node without groups."""
+        assert not self._groups_on.get(node), f"{node} has groups"
+        self._sizes = self._in_service = None
+        self.holds.clear()
+        self.draining.pop(node, None)
+        self.pool.remove(node)
+        self._groups_on.pop(node, None)
+        self._kept.pop(node, None)
+
     def add_group(self, group: Group) -> None:
         """Add a group formed of free GPUs."""
         self.pool.take(group.gpus)

@@ -39,6 +39,7 @@ class RouterCalls:
             **self._tenants.requests(),
             "list_usage": (calls.Nothing, self._list_usage),
             "drain_node": (ev.NodeDrainChanged, self._drain_node),
+            "remove_node": (ev.NodeRemoved, self._remove_node),
             "explain_job": (calls.OneJob, self._explain_job),
             "submit_job": (calls.SubmitJob, self._submit_job),
             "finish_job": (ev.JobFinished, self._change_job),
@@ -96,6 +97,11 @@ class RouterCalls:
         await self._shell.request(event)
         (view,) = [each for each in self._core.list_nodes() if each["node"] == event.node]
         return view
+
+    async def _remove_node(self, scope: Scope, event: ev.NodeRemoved) -> Answer:
+        check_operator(scope)
+        await self._shell.request(event)
+        return {"node": event.node}
 
     async def _list_groups(self, scope: Scope, _: calls.Nothing) -> Plain:
         check_operator(scope)

@@ -141,6 +141,12 @@ class NodeDrainChanged(Event, frozen=True, kw_only=True):
     is_draining: bool
 
 
+class NodeRemoved(Event, frozen=True, kw_only=True):
+    """A node has left the cluster, or an operator removed a node that does not come back."""
+
+    node: NodeId
+
+
 class JobSubmitted(Event, frozen=True, kw_only=True):
     """A controller submitted a job."""
 
@@ -375,6 +381,7 @@ CODEC: Codec[Event] = Codec(
     ApiKeyRevoked,
     TenantConfigured,
     NodeDrainChanged,
+    NodeRemoved,
     JobSubmitted,
     ControllerSeen,
     ControllerAttached,

@@ -165,6 +165,8 @@ class DirectoryDraft:
 class LocalFiles:
     """Files of a directory, opened once."""
 
+    keeps_prefetched = False
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open = ExitStack()

@@ -16,6 +16,8 @@ from plexrl.storage.object_store import ObjectStore
 class ObjectFiles:
     """Files below one key."""
 
+    keeps_prefetched = True
+
     def __init__(self, store: ObjectStore, key: str) -> None:
         self._store = store
         self._key = key

@@ -70,6 +70,9 @@ class Draft(Protocol):
 class OpenFiles(Protocol):
     """The large files of a published checkpoint, open for reading."""
 
+    keeps_prefetched: bool
+    """Whether what was prefetched is a private copy: it is checked once."""
+
     def size(self, file: str) -> int:
         """Size in bytes. Raises `FileNotFoundError`, `OSError`, `StoreUnavailableError`."""
         ...
