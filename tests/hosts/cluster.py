@@ -120,8 +120,8 @@ class HostCluster(SoloCluster):
         """Let a host join with a token, or start its supervisor again without one."""
         command = ["plexrl", "node", "join", f"tls://{self.head.name}:{JOIN_PORT}", "--json"]
         command += ["--gpus", str(self._gpus), "--fabric", "trusted"]
-        command += ["--gpu-memory", f"{GPU_MEMORY_GIB}GiB"]
-        command += ["--host-memory", f"{HOST_MEMORY_GIB}GiB"]
+        command += ["--gpu-memory", GPU_MEMORY_GIB]
+        command += ["--host-memory", HOST_MEMORY_GIB]
         if token:
             command += ["--token", token]
         self._supervisors[node.name] = node.start(*command, env=store_environment(self.head))

@@ -26,13 +26,14 @@ def main(config: dict[str, Any]) -> None:
     _mount("--make-rprivate", "/")
     root = Path(config["disk"])
     _mount("--bind", str(root), str(root))
+    # First, because the sources may lie below one of them.
+    for name in ("tmp", "run"):
+        _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(_folder(root / name)))
     for path in config["read_only"]:
         _bind_read_only(Path(path), root)
     for name in LINKS:
         _link(Path("/", name), root / name)
     _make_devices(root, config["shared_memory_bytes"])
-    for name in ("tmp", "run"):
-        _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(_folder(root / name)))
     _mount("-t", "proc", "proc", str(_folder(root / "proc")))
     _mount("-t", "sysfs", "-o", "ro", "sysfs", str(_folder(root / "sys")))
     socket.sethostname(config["name"])

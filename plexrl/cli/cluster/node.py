@@ -23,7 +23,7 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
-from plexrl.cli.terminal.sizes import byte_size
+from plexrl.cli.terminal.sizes import memory_size
 from plexrl.cluster.config.network import NODE_PORTS, parse_ports, ports_text
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError, NotFoundError
@@ -73,7 +73,7 @@ class Resources:
         int | None, typer.Option(help="Number of GPUs; default: the machine's NVIDIA GPUs.")
     ] = None
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of each GPU, as 80GiB; default: the machine's.")
+        str | None, typer.Option(help="Memory of each GPU, as 80GiB or 80; default: the machine's.")
     ] = None
     host_memory: Annotated[str, typer.Option(help="Size of the host tier.")] = "2GiB"
     nvme: Annotated[str, typer.Option(help="Size of the NVMe tier.")] = "64GiB"
@@ -310,8 +310,8 @@ def _node_options(
         "name": joining.name,
         "gpus": resources.gpus,
         "gpu_memory_bytes": _size(resources.gpu_memory),
-        "host_memory_bytes": byte_size(resources.host_memory),
-        "nvme_bytes": byte_size(resources.nvme),
+        "host_memory_bytes": memory_size(resources.host_memory),
+        "nvme_bytes": memory_size(resources.nvme),
         "node_type": resources.node_type,
         "block": resources.block,
         "pin_workers": resources.pin_workers,
@@ -332,4 +332,4 @@ def _node_options(
 
 
 def _size(text: str | None) -> int | None:
-    return None if text is None else byte_size(text)
+    return None if text is None else memory_size(text)

@@ -18,6 +18,12 @@ def byte_size(text: str) -> int:
         raise typer.BadParameter(error.message) from error
 
 
+def memory_size(text: str) -> int:
+    """As `byte_size`, but a number without a unit is GiB."""
+    is_number = text.strip().replace(".", "", 1).isdecimal()
+    return byte_size(f"{text}GiB" if is_number else text)
+
+
 def size_text(nbytes: int) -> str:
     """Bytes as text, such as `1.5 GiB`."""
     for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):

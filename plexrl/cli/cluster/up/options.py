@@ -31,8 +31,8 @@ class LocalCluster:
         int | None,
         typer.Option(help="Worker slots on each node; default: 4, or with --ray its GPUs."),
     ] = None
-    gpu_memory: Annotated[float, typer.Option(help="GiB of each GPU.")] = 2.0
-    host_memory: Annotated[float, typer.Option(help="GiB of each node's host tier.")] = 2.0
+    gpu_memory: Annotated[str, typer.Option(help="Memory of each GPU, as 80GiB or 80.")] = "2GiB"
+    host_memory: Annotated[str, typer.Option(help="Size of each node's host tier.")] = "2GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

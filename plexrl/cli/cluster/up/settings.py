@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from plexrl.cli.cluster.up import options
-from plexrl.cli.terminal.context import GIB
+from plexrl.cli.terminal.sizes import memory_size
 from plexrl.cluster.config.network import NetworkOptions, parse_ports
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.folder import data_dir_at
@@ -80,8 +80,8 @@ def _fields(given: UpOptions) -> dict[str, Any]:
         "data_dir": local.data_dir,
         "nodes": 1 if local.nodes is None else local.nodes,
         "gpus_per_node": GPUS_PER_NODE if local.gpus_per_node is None else local.gpus_per_node,
-        "gpu_memory_bytes": int(local.gpu_memory * GIB),
-        "host_memory_bytes": int(local.host_memory * GIB),
+        "gpu_memory_bytes": memory_size(local.gpu_memory),
+        "host_memory_bytes": memory_size(local.host_memory),
         "node_types": _names(topology.node_types),
         "blocks": _names(topology.blocks),
         **asdict(given.scheduling),
