@@ -11,9 +11,10 @@ NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
 
 
 LONG = {
-    *("execution.py", "lora_switch.py", "simulating/fidelity.py", "statemanager.py", "switch.py"),
+    *("delta_sync_hosts.py", "execution.py", "lora_switch.py", "scale.py", "simulating/fidelity.py"),
+    *("statemanager.py", "switch.py", "weight_sync_hosts.py"),
 }
-"""They start clusters or daemons several times."""
+"""They start hosts, clusters, daemons or hundreds of connections."""
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from plexrl.router.http.routes import cluster, deployments, jobs, operations, ro
 
 PATHS = """
 DELETE /v1/jobs/{job}/checkpoints/{name}
+DELETE /v1/nodes/{node}
 DELETE /v1/operations/{operation:path}
 DELETE /v1/tenants/{name}/keys/{key}
 GET /v1/groups
@@ -13,6 +14,8 @@ GET /v1/health
 GET /v1/jobs
 GET /v1/jobs/{job}
 GET /v1/jobs/{job}/checkpoints
+GET /v1/jobs/{job}/checkpoints/{name}/files
+GET /v1/jobs/{job}/checkpoints/{name}/files/{path:path}
 GET /v1/jobs/{job}/deployments/{name}
 GET /v1/jobs/{job}/deployments/{name}/tokenizer
 GET /v1/jobs/{job}/explain
