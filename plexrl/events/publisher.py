@@ -90,10 +90,11 @@ class Publisher:
             asyncio.create_task(self.broker.run()),
         }
         done, others = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in others:
-            task.cancel()
         for task in done:
+            # `close` cancels both tasks; a second cancellation would interrupt the goodbye.
             if not task.cancelled():
+                for other in others:
+                    other.cancel()
                 task.result()
 
     async def close(self) -> None:

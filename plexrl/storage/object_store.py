@@ -174,6 +174,8 @@ class ObjectStore:
         return [
             StoredObject(path[start:], int(info["size"] or 0), _modified(info))
             for path, info in sorted(listed.items())
+            # `find` returns the folder itself if its first object is written meanwhile.
+            if info["type"] != "directory"
         ]
 
     def folders(self, prefix: str) -> list[str]:
