@@ -16,7 +16,7 @@ from plexrl.process.folders.private_folder import (
     make_private_folder,
 )
 from plexrl.statemanager.protocol.network import remote_address
-from plexrl.wire.links.address import UnixAddress
+from plexrl.wire.links.address import UnixAddress, host_port
 from plexrl.wire.links.credentials import Identity, Role, TlsFiles
 
 LOG = logging.getLogger(__name__)
@@ -226,11 +226,6 @@ def _agent_links(node: str, links: NodeLinks | None, *, serves_nixl: bool) -> di
         "ports": [first + 1, last],
         "fabric": links.fabric,
     }
-
-
-def host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets round an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _given(options: ClusterOptions, names: tuple[str, ...]) -> dict[str, Any]:

@@ -189,16 +189,16 @@ def broker_config(
     broker = BrokerConfig(
         url=url,
         password="" if password_file else password,
-        password_file=_absolute(password_file),
-        ca=_absolute(ca),
-        certificate=_absolute(certificate),
-        key=_absolute(key),
+        password_file=absolute(password_file),
+        ca=absolute(ca),
+        certificate=absolute(certificate),
+        key=absolute(key),
     )
     broker.read_password()
     broker.tls_context()
     return broker
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     """The path as a process with another working directory needs it; empty stays empty."""
     return str(Path(path).expanduser().resolve()) if path else ""

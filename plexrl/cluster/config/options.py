@@ -12,6 +12,7 @@ from plexrl.events.config import BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 from plexrl.storage.location import check_location
+from plexrl.wire.links.address import host_port
 
 GIB = 1 << 30
 JOURNAL_VARIABLE = "PLEXRL_JOURNAL"
@@ -189,9 +190,8 @@ class ClusterOptions:
     def url(self, ports: Sequence[int]) -> str:
         """URLs of the routers for this machine, separated by commas."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        shown = f"[{host}]" if ":" in host else host
         scheme = "http" if self.network is None else "https"
-        return ",".join(f"{scheme}://{shown}:{port}" for port in ports)
+        return ",".join(f"{scheme}://{host_port(host, port)}" for port in ports)
 
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():

@@ -10,6 +10,7 @@ Invariants:
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler.placement.capacity.node_pool import kind_of
+from plexrl.wire.links.address import host_port
 
 if TYPE_CHECKING:
     from plexrl.ids import NodeId
@@ -35,8 +36,7 @@ def rendezvous(state: "State", deployment: "Deployment") -> str:
     port = deployment.processes.port
     if not port:
         return ""
-    host = _meeting_node(state, deployment).host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(_meeting_node(state, deployment).host, port)
 
 
 def take_port(state: "State", deployment: "Deployment") -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.protocol.address import NIXL_SCHEME, TCP_SCHEME, TLS_SCHEME
-from plexrl.wire.links.address import TlsAddress, parse_address
+from plexrl.wire.links.address import TlsAddress, host_port, parse_address
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from plexrl.wire.links.dial import (
     CONNECT_TIMEOUT_S,
@@ -112,7 +112,7 @@ class _PlainListener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         port = self._socket.getsockname()[1]
-        self.address = f"{TCP_SCHEME}{_bracketed(host)}:{port}"
+        self.address = f"{TCP_SCHEME}{host_port(host, port)}"
 
     def accept(self) -> socket.socket:
         return self._socket.accept()[0]
@@ -134,11 +134,7 @@ def remote_address(
     if fabric != TRUSTED:
         return str(TlsAddress(host, port, node))
     scheme = NIXL_SCHEME if serves_nixl else TCP_SCHEME
-    return f"{scheme}{_bracketed(host)}:{port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"{scheme}{host_port(host, port)}"
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -40,12 +40,16 @@ class TlsAddress:
     """The node that the certificate must name; empty: any."""
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
         node = f"{quote(self.node, safe='')}@" if self.node else ""
-        return f"{TLS}{node}{host}:{self.port}"
+        return f"{TLS}{node}{host_port(self.host, self.port)}"
 
 
 Address = UnixAddress | TlsAddress
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets round an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(text: str) -> Address:

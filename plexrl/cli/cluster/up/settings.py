@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,7 +12,7 @@ from plexrl.cluster.config.network import NetworkOptions, parse_ports
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError
-from plexrl.events.config import BrokerConfig, broker_config, check_installed
+from plexrl.events.config import BrokerConfig, absolute, broker_config, check_installed
 
 if TYPE_CHECKING:
     from plexrl.cluster.config.file import ClusterFile
@@ -125,7 +124,7 @@ def _network(
         return None
     values["node_ports"] = parse_ports("--node-ports", given.node_ports)
     for name in ("tls_cert", "tls_key", "tls_ca"):
-        values[name] = _absolute(values[name])
+        values[name] = absolute(values[name])
     return NetworkOptions(**_overridden(context, values, {} if file is None else asdict(file)))
 
 
@@ -176,11 +175,6 @@ _RAY_OPTION = {
     "places_per_node": "gpus_per_node",
     "node_dir": "ray_node_dir",
 }
-
-
-def _absolute(path: str) -> str:
-    """The path as other processes need it; empty stays empty."""
-    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def _names(text: str) -> tuple[str, ...]:
