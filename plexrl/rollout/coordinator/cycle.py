@@ -11,7 +11,7 @@ from plexrl.rollout.coordinator.strategies.migration import to_migrate
 from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.staleness.manager import StalenessManager
-from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId, TrajectoryState
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.rollout.trajectories.server import TrajectoryServer
 
 
@@ -26,7 +26,10 @@ class Decision:
 
 
 class Cycle:
-    """The state of one cycle. It reads the server and the manager and changes neither."""
+    """The state of one cycle. It reads the server and the manager and changes neither.
+
+    Every command is answered when a snapshot is accepted, so what an instance holds is routed.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Cycle:
             running += [
                 Candidate(each.id, each.group, each.version, each.length)
                 for each in self._server.on_instance(shown.instance)
-                if each.id not in seen and each.state is TrajectoryState.ROUTED
+                if each.id not in seen
             ]
             self._work[load.index] = (running, waiting)
         return self._work[load.index]
@@ -122,10 +125,6 @@ class Cycle:
         found = []
         for trajectory, length in zip(ids, lengths, strict=True):
             record = self._server.get(trajectory)
-            if (
-                record is not None
-                and record.state is TrajectoryState.ROUTED
-                and record.instance == shown.instance
-            ):
+            if record is not None and record.instance == shown.instance:
                 found.append(Candidate(trajectory, record.group, record.version, length))
         return found

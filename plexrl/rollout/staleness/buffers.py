@@ -272,8 +272,8 @@ class Buffers:
             group, version = max(self._buffers[last].occupied.items(), key=lambda e: (e[1], e[0]))
             del self._buffers[last].occupied[group]
             self._forget(group, last)
+            # No reservation moves into the place that this leaves: by the last invariant none may.
             self._put(group, version, place, occupied=True)
-            self._fill(last)
 
     def check_invariants(self) -> None:
         """Raises InvariantError: an invariant of this module does not hold."""
