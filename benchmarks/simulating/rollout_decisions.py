@@ -205,8 +205,9 @@ def main() -> None:
         rows.append((name, str(len(taken)), f"{middle:.1f}", f"{high:.1f}", f"{most:.1f}"))
         figures[f"decision_ms_{name}"] = most
         assert run.core.snapshots_refused == 0
+    trajectories = (STALENESS + 1) * GROUPS * SAMPLES
     report(
-        f"Decision cycles of {INSTANCES} instances and {(STALENESS + 1) * GROUPS * SAMPLES} trajectories",
+        f"Decision cycles of {INSTANCES} instances and {trajectories} trajectories",
         ("cycles", "count", "median ms", "p99 ms", "most ms"),
         rows,
         figures,

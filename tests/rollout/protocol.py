@@ -75,7 +75,7 @@ class Protocol:
         members = self.versions.get(group, {})
         trajectory = TrajectoryId(group * self.settings.samples + len(members))
         is_allowed = self.may_reserve(group, version)
-        assert self.manager.admits(group, version) == is_allowed
+        assert self.manager.buffers.admits(group, version) == is_allowed
         if not is_allowed:
             with pytest.raises(ConflictError):
                 self.manager.reserve(group, trajectory, version)
@@ -100,23 +100,14 @@ class Protocol:
         if group is not None:
             self.reserve(group, self.version(number // 7))
 
-    def plan(self, number: int) -> None:
-        """Plans several reservations; what was planned is then made."""
-        plan = self.manager.plan()
-        planned: list[tuple[SampleGroupId, int]] = []
+    def try_out(self, number: int) -> None:
+        """Copies of the buffers change on their own."""
+        buffers = self.manager.buffers.copy()
         for step in range(4):
             group = self.group_to_reserve(number // (step + 1))
-            version = self.version(number // (step + 3))
-            count = len([each for each, _ in planned if each == group])
-            if group is None or count + len(self.versions.get(group, ())) >= self.settings.samples:
-                continue
-            if plan.admits(group, version):
-                plan.reserve(group, version)
-                planned.append((group, version))
-        for group, version in planned:
-            before = len(self.versions.get(group, ()))
-            self.reserve(group, version)
-            assert len(self.versions[group]) == before + 1, "the manager admits what a plan admits"
+            if group is not None and buffers.admits(group, self.version(number // (step + 3))):
+                buffers.assign(group, self.version(number // (step + 3)))
+        buffers.check_invariants()
 
     def complete(self, number: int) -> None:
         running = [
@@ -187,7 +178,7 @@ def run_protocol(seed: int, actions: int) -> None:
         *[protocol.start] * 4,
         *[protocol.complete] * 5,
         *[protocol.drop] * 2,
-        protocol.plan,
+        protocol.try_out,
         protocol.consume,
     ]
     for _ in range(actions):

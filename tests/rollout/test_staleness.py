@@ -50,8 +50,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.protocol.drop(number)
 
     @rule(number=NUMBERS)
-    def plan(self, number: int) -> None:
-        self.protocol.plan(number)
+    def try_out(self, number: int) -> None:
+        self.protocol.try_out(number)
 
     @rule()
     def consume(self) -> None:
@@ -100,19 +100,19 @@ def test_reservations_are_late_and_complete_entries_early() -> None:
     complete(found, 0)
     # Group 3 moves back into the place of group 0, whose entry is now the earliest one.
     assert shown(found) == {0: ([4], [0]), 1: ([1, 2, 3], [])}
-    assert found.state(0) is BufferState.WAITING
-    assert found.state(1) is BufferState.STUCK
+    assert found.buffers.state(0) is BufferState.WAITING
+    assert found.buffers.state(1) is BufferState.STUCK
     reserve(found, 5, 0)
-    assert found.state(0) is BufferState.STUCK
-    assert not found.admits(SampleGroupId(6), 0)
+    assert found.buffers.state(0) is BufferState.STUCK
+    assert not found.buffers.admits(SampleGroupId(6), 0)
     # Both buffers are full, so no version up to 0 can start until a batch is consumed.
     complete(found, 4)
     complete(found, 1)
     assert shown(found) == {0: ([], [0, 1, 4]), 1: ([2, 3, 5], [])}
-    assert found.state(0) is BufferState.READY
+    assert found.buffers.state(0) is BufferState.READY
     assert list(found.consume()) == [0, 1, 4]
-    assert not found.admits(SampleGroupId(6), 0)
-    assert found.admits(SampleGroupId(6), 1)
+    assert not found.buffers.admits(SampleGroupId(6), 0)
+    assert found.buffers.admits(SampleGroupId(6), 1)
 
 
 def test_a_freed_place_is_filled_through_several_buffers() -> None:
@@ -160,8 +160,8 @@ def test_a_group_has_the_version_of_its_oldest_member() -> None:
     # Version 0 is allowed in buffer 1 only, where another group is.
     third = SampleGroupId(2)
     found.reserve(third, TrajectoryId(4), 1)
-    assert not found.admits(third, 0)
-    with pytest.raises(ConflictError, match="staleness bound 1"):
+    assert not found.buffers.admits(third, 0)
+    with pytest.raises(ConflictError, match="assign a newer version"):
         found.reserve(third, TrajectoryId(5), 0)
     assert found.buffers.version(third) == 1
 
@@ -171,7 +171,7 @@ def test_surplus_groups_of_a_full_buffer_are_dropped() -> None:
     found = manager(0, 2, extra_groups=1)
     for group in range(3):
         reserve(found, group, 0)
-    assert not found.admits(SampleGroupId(3), 0)
+    assert not found.buffers.admits(SampleGroupId(3), 0)
     complete(found, 2)
     assert found.complete(SampleGroupId(0), TrajectoryId(0)) == (1,)
     assert shown(found) == {0: ([], [0, 2])}
@@ -191,9 +191,9 @@ def test_without_staleness_nothing_starts_until_the_batch_is_consumed() -> None:
     found = manager(0, 1)
     reserve(found, 0, 0)
     complete(found, 0)
-    assert not found.admits(SampleGroupId(1), 0)
+    assert not found.buffers.admits(SampleGroupId(1), 0)
     found.consume()
-    assert not found.admits(SampleGroupId(1), 0)
+    assert not found.buffers.admits(SampleGroupId(1), 0)
     reserve(found, 1, 1)
 
 
