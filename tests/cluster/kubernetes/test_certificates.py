@@ -106,6 +106,7 @@ def test_other_tokens_get_no_certificate(issuer: Issuer, pods: Pods) -> None:
         issuer.identity("not-a-token")
 
 
+@pytest.mark.slow
 def test_the_token_of_a_deleted_pod_is_refused(issuer: Issuer, pods: Pods) -> None:
     token = pods.token("gpu")
     assert issuer.identity(token).name == NODE

@@ -49,7 +49,14 @@ def _helm() -> None:
     needs_helm()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version",
+    [
+        VERSIONS[0],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in VERSIONS[1:-1]),
+        VERSIONS[-1],
+    ],
+)
 @pytest.mark.parametrize("name", VALUES)
 def test_every_object_is_valid_for_each_version(name: str, version: str, tmp_path: Path) -> None:
     checked = [each for each in render(VALUES[name], tmp_path) if each["kind"] not in FOREIGN]
