@@ -117,7 +117,7 @@ class TlsSocket:
         done = 0
         try:
             while done < view.nbytes and (count := self._tls.read(view.nbytes - done, view[done:])):
-                done += count
+                done += count  # type: ignore[operator]  # into a buffer it returns the count
         except ssl.SSLWantReadError:
             return done or None
         except ssl.SSLEOFError:
