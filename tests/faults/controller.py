@@ -23,7 +23,7 @@ import plexrl
 VOCABULARY = "0123456789sr="
 STEPS = 30
 PAUSE_S = 0.2
-LIMIT_S = 600.0
+LIMIT_S = 1800.0
 
 
 def batch_of(seed: int, rows: int = 12) -> plexrl.Batch:

@@ -15,9 +15,9 @@ from tests.hosts.cluster import HostCluster
 from tests.hosts.datagrams import receive, send
 from tests.hosts.fault_schedule import CUT, CUT_ONE_WAY, CUT_S, KILL, LOSE, REBOOT, REBOOT_S, Fault
 from tests.hosts.host import Host, HostProcess
+from tests.hosts.processes import ranks
 
 Action = Callable[[], None]
-SERVICE = "multiprocessing.forkserver"
 POLL_S = 0.5
 VICTIM_S = 90.0
 """How long a kill waits for a process that runs."""
@@ -177,13 +177,3 @@ class Injector:
         if found is None:
             found = self._receivers[host.name] = receive(host)
         return found
-
-
-def ranks(host: Host) -> list[psutil.Process]:
-    """The worker processes of a host: what its agents' fork servers have forked."""
-    servers = host.processes(SERVICE)
-    found = []
-    for server in servers:
-        with suppress(psutil.NoSuchProcess):
-            found += [each for each in server.children() if SERVICE in " ".join(each.cmdline())]
-    return sorted(found, key=lambda each: each.pid)

@@ -9,7 +9,7 @@ from tests.hosts.cluster import SoloCluster
 from tests.hosts.host import HostProcess
 
 CONTROLLER = Path(__file__).parents[1] / "faults" / "controller.py"
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
 """Time in which at least one job makes a step."""
 POLL_S = 0.1
 

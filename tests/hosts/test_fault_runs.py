@@ -106,7 +106,7 @@ def run_with_faults(report: FaultReport, scratch: Path) -> None:
                 dict.fromkeys(JOBS, 0),
                 workers=WORKERS,
                 # All steps are repeated after the loss of a host, and in the run without faults.
-                pause_s=max(1.0, report.duration_s / 900.0),
+                pause_s=max(1.0, report.duration_s / 450.0),
             )
             jobs.begin()
             before = jobs.steps()
