@@ -195,8 +195,9 @@ class Service:
                     LOG.warning("%s is silent; disconnected", connection.identity)
                     peer.abort()
 
-    def heartbeat(self, node: NodeId | None) -> Plain:
-        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's."""
+    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Plain:
+        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's.
+        `crl_number`: of its list of revoked certificates; None: it wants none."""
         answer: Plain = {
             "heartbeat_s": heartbeat_s(self._config),
             "silence_s": silence_s(self._config),
@@ -204,6 +205,8 @@ class Service:
         if node is not None:
             now = asyncio.get_running_loop().time()
             answer["lease_s"] = self._leases.grant(node, now, self._lead_confirmed_at())
+        if crl_number is not None and (revoked := self.listeners.revoked).number > crl_number:
+            answer["crl"] = revoked.pem
         return answer
 
     def check_machine(self, node: NodeId, machine: str) -> None:

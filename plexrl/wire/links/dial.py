@@ -24,7 +24,7 @@ from plexrl.errors import (
 from plexrl.process.startup import remove_socket
 from plexrl.wire.framing import read_frame, recv_frame, send_frame, write_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
-from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role, identity_of
+from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role
 from plexrl.wire.links.tls_socket import TlsSocket
 
 LOG = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
             detect_loss(writer.get_extra_info("socket"))
-            peer = identity_of(writer.get_extra_info("ssl_object").getpeercert())
+            shown = writer.get_extra_info("ssl_object").getpeercert()
+            peer = needed(credentials, address).admit(shown, writer)
             check_server(address, peer, role)
             answer, _ = await read_frame(reader, payload_bytes_max=0)
             check_accepted(address, answer)
@@ -124,9 +125,12 @@ async def serve(
         listening = await asyncio.start_unix_server(local, address.path, backlog=BACKLOG)
         return Server(listening, address)
 
+    own = needed(credentials, address)
+
     async def remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         detect_loss(writer.get_extra_info("socket"))
-        peer, refusal = _greeted(writer.get_extra_info("ssl_object").getpeercert(), roles)
+        shown = writer.get_extra_info("ssl_object").getpeercert()
+        peer, refusal = _greeted(lambda: own.admit(shown, writer), roles)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await write_frame(writer, _greeting(refusal))
@@ -143,7 +147,7 @@ async def serve(
         remote,
         address.host,
         address.port,
-        ssl=_needed(credentials, address).server_context(),
+        ssl=own.server_context(),
         ssl_handshake_timeout=HANDSHAKES_TIMEOUT_S,
         backlog=BACKLOG,
     )
@@ -173,7 +177,7 @@ def connect_blocking(
     try:
         detect_loss(raw)
         raw = context.wrap_socket(raw)
-        peer = identity_of(raw.getpeercert())
+        peer = needed(credentials, address).admit(raw.getpeercert(), raw)
         check_server(address, peer, role)
         far = TlsSocket(raw)
         answer, _ = recv_frame(far, payload_bytes_max=0)
@@ -203,7 +207,7 @@ class Listener:
             self._socket.listen(BACKLOG)
             self.address: Address = address
             return
-        self._credentials = _needed(credentials, address)
+        self._credentials = needed(credentials, address)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.create_server(
             (address.host, address.port), family=family, backlog=BACKLOG
@@ -231,7 +235,8 @@ class Listener:
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
             wrapped = context.wrap_socket(accepted, server_side=True)
-            peer, refusal = _greeted(wrapped.getpeercert(), self._roles)
+            own, shown = self._credentials, wrapped.getpeercert()
+            peer, refusal = _greeted(lambda: own.admit(shown, wrapped), self._roles)
             secure = TlsSocket(wrapped)
             send_frame(secure, _greeting(refusal))
             if refusal is not None:
@@ -264,7 +269,8 @@ def listen_blocking(
     return Listener(address, credentials, roles)
 
 
-def _needed(credentials: Credentials | None, address: TlsAddress) -> Credentials:
+def needed(credentials: Credentials | None, address: TlsAddress) -> Credentials:
+    """The credentials of a process that uses `address`. Raises `InvalidRequestError`."""
     if credentials is None:
         raise InvalidRequestError(
             f"{address} needs a certificate: set `tls` (ca, certificate, key) in the configuration"
@@ -279,17 +285,17 @@ def client_context(credentials: Credentials | None, address: TlsAddress) -> ssl.
         InvalidRequestError: this process has no certificate.
         AuthenticationError: its certificate has expired.
     """
-    known = _needed(credentials, address)
+    known = needed(credentials, address)
     known.check_expiry()
     return known.client_context()
 
 
 def _greeted(
-    certificate: Any, roles: Collection[Role]
+    admit: Callable[[], Identity], roles: Collection[Role]
 ) -> tuple[Identity | None, PlexRLError | None]:
     """The client, or why it is refused."""
     try:
-        peer = identity_of(certificate)
+        peer = admit()
     except AuthenticationError as error:
         return None, error
     if peer.role in roles:

@@ -139,6 +139,12 @@ def test_a_version_migrates_by_tls_each_rank_to_its_own_node(
     assert moved == 4 * state
 
 
+def keep_asking(connection: TcpConnection) -> None:
+    """Return by the exception that says that the connection has ended."""
+    while True:
+        connection.ask({"type": "confirm"})
+
+
 def refusal(node: Daemon, network: Network) -> PlexRLError:
     with pytest.raises(PlexRLError) as raised:
         agent_connection(node, network)
@@ -259,6 +265,21 @@ def test_a_renewed_certificate_is_used_without_a_restart(
         Path(getattr(node.config.tls, name)).write_bytes(Path(getattr(files, name)).read_bytes())
     check_serves(node, Network(new.credentials(Role.NODE, "gpu1")))
     assert isinstance(refusal(node, network), AuthenticationError)
+
+
+def test_a_revoked_node_is_refused_and_its_open_connections_end(
+    node: Daemon, network: Network, authority: TestAuthority
+) -> None:
+    stolen = authority.files(Role.NODE, "stolen")
+    thief = Network(Credentials(replace(stolen, crl="")))
+    with contextlib.closing(agent_connection(node, thief)) as connection:
+        assert connection.ask({"type": "confirm"}) == {}
+        authority.revoke(stolen)
+        with pytest.raises(AuthenticationError, match="revoked"):
+            agent_connection(node, thief)
+        with pytest.raises((PlexRLError, OSError)):
+            keep_asking(connection)
+    check_serves(node, network)
 
 
 Send = Callable[[random.Random], bytes]
