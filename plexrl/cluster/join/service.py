@@ -34,7 +34,6 @@ from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
     NotFoundError,
-    OverloadedError,
     PermissionDeniedError,
     PlexRLError,
     UnavailableError,
@@ -47,12 +46,12 @@ from plexrl.wire.links.credentials import (
     tls_context,
 )
 from plexrl.wire.links.followed_files import FollowedFiles, renew_at_handshakes
+from plexrl.wire.links.handshakes import start_tls_server
 
 LOG = logging.getLogger(__name__)
 
 EXCHANGE_S = 15.0
 """Time limit for one connection."""
-CONNECTIONS_MAX = 256
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
@@ -116,7 +115,6 @@ class JoinService:
         self._membership = membership
         self._reserved = frozenset(reserved)
         self._attempts = FailedAttempts()
-        self._open = 0
         followed = (files.ca, files.certificate, files.key)
         # A machine that joins has no certificate.
         self._context = FollowedFiles(
@@ -133,13 +131,8 @@ class JoinService:
         context = self._context.newest()
         renew_at_handshakes(context, self._context.newest)
         try:
-            self._server = await asyncio.start_server(
-                self._serve,
-                host,
-                port,
-                ssl=context,
-                ssl_handshake_timeout=EXCHANGE_S,
-                limit=messages.MESSAGE_BYTES_MAX,
+            self._server = await start_tls_server(
+                self._serve, host, port, context, handshake_s=EXCHANGE_S
             )
         except OSError as error:
             raise UnavailableError(
@@ -158,7 +151,6 @@ class JoinService:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = str(writer.get_extra_info("peername")[0])
-        self._open += 1
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 answer = messages.answer_of(await self._outcome(reader, writer, address))
@@ -166,18 +158,12 @@ class JoinService:
         except (TimeoutError, ConnectionLostError) as error:
             LOG.info("a connection from %s ended early: %s", address, error)
         finally:
-            self._open -= 1
             writer.close()
 
     async def _outcome(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
     ) -> msgspec.Struct | PlexRLError:
         try:
-            if self._open > CONNECTIONS_MAX:
-                raise OverloadedError(
-                    f"{CONNECTIONS_MAX} machines join at the same time: try again in 1 s",
-                    retry_after_s=1.0,
-                )
             request = messages.parse_request(await messages.read_message(reader))
             tls = writer.get_extra_info("ssl_object")
             return await self._answer(request, _client(tls, address))

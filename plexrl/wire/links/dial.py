@@ -10,7 +10,9 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from plexrl.errors import (
@@ -25,13 +27,15 @@ from plexrl.process.startup import remove_socket
 from plexrl.wire.framing import read_frame, recv_frame, send_frame, write_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role
+from plexrl.wire.links.handshakes import BACKLOG, Handshakes, start_tls_server
 from plexrl.wire.links.tls_socket import TlsSocket
 
 LOG = logging.getLogger(__name__)
 
-BACKLOG = 1024
 CONNECT_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
+BLOCKING_HANDSHAKES_MAX = 256
+"""Unfinished handshakes of a listener with blocking sockets, which takes a thread for each."""
 HANDSHAKES_TIMEOUT_S = 30.0
 """The same for an asyncio server: hundreds of nodes may connect at once to a process that has just
 started."""
@@ -143,13 +147,9 @@ async def serve(
             return
         await on_link(Link(reader, writer, peer))
 
-    listening = await asyncio.start_server(
-        remote,
-        address.host,
-        address.port,
-        ssl=own.server_context(),
-        ssl_handshake_timeout=HANDSHAKES_TIMEOUT_S,
-        backlog=BACKLOG,
+    context = own.server_context()
+    listening = await start_tls_server(
+        remote, address.host, address.port, context, handshake_s=HANDSHAKES_TIMEOUT_S
     )
     port = listening.sockets[0].getsockname()[1]
     return Server(listening, TlsAddress(address.host, port, address.node))
@@ -199,6 +199,7 @@ class Listener:
         OSError: the address cannot be listened on.
         """
         self._roles = roles
+        self._handshakes = Handshakes(BLOCKING_HANDSHAKES_MAX)
         if isinstance(address, UnixAddress):
             remove_socket(address.path)
             self._credentials = None
@@ -218,7 +219,10 @@ class Listener:
 
     def accept(self) -> socket.socket:
         """The next connection, which `greet` must still admit. Raises `OSError` after `close`."""
-        return self._socket.accept()[0]
+        accepted, peer = self._socket.accept()
+        if self._credentials is not None:
+            self._handshakes.begin(accepted, peer[0], partial(_shut_down, accepted))
+        return accepted
 
     def greet(self, accepted: socket.socket) -> tuple[BlockingSocket, Identity]:
         """Admit a connection. May take `HANDSHAKE_TIMEOUT_S`: call it on a thread of its own.
@@ -234,7 +238,12 @@ class Listener:
             detect_loss(accepted)
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
-            wrapped = context.wrap_socket(accepted, server_side=True)
+            wrapped = context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+            if not self._handshakes.changed(accepted, partial(_shut_down, wrapped)):
+                raise ConnectionResetError(
+                    f"{BLOCKING_HANDSHAKES_MAX} other connections have begun a handshake since"
+                )
+            wrapped.do_handshake()
             own, shown = self._credentials, wrapped.getpeercert()
             peer, refusal = _greeted(lambda: own.admit(shown, wrapped), self._roles)
             secure = TlsSocket(wrapped)
@@ -247,6 +256,8 @@ class Listener:
             if isinstance(error, ssl.SSLError):
                 raise AuthenticationError(f"a client was refused: {error}") from error
             raise
+        finally:
+            self._handshakes.ended(accepted)
         secure.settimeout(None)
         return secure, peer
 
@@ -260,6 +271,13 @@ class Listener:
         self._socket.close()
         if isinstance(self.address, UnixAddress):
             remove_socket(self.address.path)
+
+
+def _shut_down(connected: socket.socket) -> None:
+    """End a connection on which another thread may wait."""
+    with suppress(OSError):
+        # Not `SSLSocket.shutdown`, which drops the TLS state that the thread uses.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def listen_blocking(

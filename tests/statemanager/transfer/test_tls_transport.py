@@ -26,8 +26,11 @@ from plexrl.statemanager.transfer.transport.handshake import greet_server
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
 from plexrl.wire.framing import encode_head
+from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
+from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX
 from tests.certificates import TestAuthority
+from tests.half_open import half_open, is_ended
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -265,6 +268,15 @@ def test_a_renewed_certificate_is_used_without_a_restart(
         Path(getattr(node.config.tls, name)).write_bytes(Path(getattr(files, name)).read_bytes())
     check_serves(node, Network(new.credentials(Role.NODE, "gpu1")))
     assert isinstance(refusal(node, network), AuthenticationError)
+
+
+def test_half_open_handshakes_take_no_places_of_other_nodes(
+    start_node: StartDaemon, network: Network
+) -> None:
+    node = start_node(connections_max=2)
+    with half_open(TlsAddress(*endpoint(node)), BLOCKING_HANDSHAKES_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        check_serves(node, network)
 
 
 def test_a_revoked_node_is_refused_and_its_open_connections_end(

@@ -12,9 +12,10 @@ from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDe
 from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import Credentials, Role
-from plexrl.wire.links.dial import connect_blocking
+from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX, connect_blocking
 from plexrl.worker.process.server import Server, WorkerName
 from tests.certificates import TestAuthority
+from tests.half_open import half_open, is_ended
 
 LENGTHS = struct.Struct("<IQ")
 WORKER = WorkerName("job/actor", 1, 7)
@@ -91,6 +92,20 @@ def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path:
         request.connection.send({"reply": "finished"}, b"x" * (3 << 20))
         header, payload = recv_frame(sock)
         assert (header, len(payload)) == ({"reply": "finished"}, 3 << 20)
+        sock.close()
+
+
+def test_half_open_handshakes_do_not_keep_a_router_out(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    with half_open(server.address, BLOCKING_HANDSHAKES_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        sock, _ = connect_blocking(
+            server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+        )
+        send_frame(sock, RUN)
+        assert server.requests.get(timeout=60.0).header == RUN
         sock.close()
 
 
