@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 from plexrl.errors import AuthenticationError, InvalidRequestError
 from plexrl.process.folders.operator_key import write_private
 from plexrl.wire.links.followed_files import FollowedFiles, renew_at_handshakes
+from plexrl.wire.links.tls_socket import TlsSocket
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -124,7 +125,7 @@ class _Loaded(NamedTuple):
     revoked: RevocationList
 
 
-Connection = ssl.SSLSocket | asyncio.StreamWriter
+Connection = TlsSocket | ssl.SSLSocket | asyncio.StreamWriter
 """A connection after its handshake."""
 
 
@@ -290,9 +291,12 @@ def _shutdown(connection: Connection) -> Callable[[int], None]:
     link = weakref.ref(connection)
 
     def shut_down(how: int) -> None:
-        if (found := link()) is not None:
-            # Not `SSLSocket.shutdown`, which drops the TLS state that other threads still use.
+        found = link()
+        if isinstance(found, ssl.SSLSocket):
+            # Not `SSLSocket.shutdown`, which drops the TLS state that is still in use.
             socket.socket.shutdown(found, how)
+        elif found is not None:
+            found.shutdown(how)
 
     return shut_down
 

@@ -176,10 +176,9 @@ def connect_blocking(
     raw = socket.create_connection((address.host, address.port), timeout_s)
     try:
         detect_loss(raw)
-        raw = context.wrap_socket(raw)
-        peer = needed(credentials, address).admit(raw.getpeercert(), raw)
+        far = TlsSocket(raw, context)
+        peer = needed(credentials, address).admit(far.getpeercert(), far)
         check_server(address, peer, role)
-        far = TlsSocket(raw)
         answer, _ = recv_frame(far, payload_bytes_max=0)
         check_accepted(address, answer)
     except BaseException as error:
@@ -233,26 +232,19 @@ class Listener:
         """
         if self._credentials is None:
             return accepted, LOCAL
-        wrapped = accepted
         try:
             detect_loss(accepted)
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
-            wrapped = context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-            if not self._handshakes.changed(accepted, partial(_shut_down, wrapped)):
-                raise ConnectionResetError(
-                    f"{BLOCKING_HANDSHAKES_MAX} other connections have begun a handshake since"
-                )
-            wrapped.do_handshake()
-            own, shown = self._credentials, wrapped.getpeercert()
-            peer, refusal = _greeted(lambda: own.admit(shown, wrapped), self._roles)
-            secure = TlsSocket(wrapped)
+            secure = TlsSocket(accepted, context, server_side=True)
+            own, shown = self._credentials, secure.getpeercert()
+            peer, refusal = _greeted(lambda: own.admit(shown, secure), self._roles)
             send_frame(secure, _greeting(refusal))
             if refusal is not None:
                 raise refusal
             assert peer is not None
         except BaseException as error:
-            wrapped.close()
+            accepted.close()
             if isinstance(error, ssl.SSLError):
                 raise AuthenticationError(f"a client was refused: {error}") from error
             raise
@@ -276,8 +268,7 @@ class Listener:
 def _shut_down(connected: socket.socket) -> None:
     """End a connection on which another thread may wait."""
     with suppress(OSError):
-        # Not `SSLSocket.shutdown`, which drops the TLS state that the thread uses.
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def listen_blocking(

@@ -46,14 +46,6 @@ class Handshakes:
             LOG.debug("%d handshakes are unfinished: one is ended", self._count_max)
             victim()
 
-    def changed(self, connection: object, end: Callable[[], None]) -> bool:
-        """From now on `end` ends the connection. False: it was ended already."""
-        with self._lock:
-            is_open = connection in self._ends
-            if is_open:
-                self._ends[connection] = end
-            return is_open
-
     def ended(self, connection: object) -> None:
         """The handshake has ended, one way or the other."""
         with self._lock:
