@@ -158,10 +158,10 @@ class Service:
         """Give nodes known before the restart the usual grace period to reconnect, and all leases
         that the former scheduler may have granted the time to run out."""
         now = asyncio.get_running_loop().time()
-        for view in self._core.list_nodes():
+        for node, machine in self._core.node_machines().items():
             if self._config.tls is not None:
-                self._leases.take_over(view["node"], now, self._former_lease_s)
-            self.node_disconnected(view["node"])
+                self._leases.take_over(node, machine, now, self._former_lease_s)
+            self.node_disconnected(node)
 
     async def _connected(self, link: Link) -> None:
         connection = Connection(self, self.shell, link.peer)

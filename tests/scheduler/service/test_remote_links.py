@@ -313,6 +313,24 @@ def test_a_second_machine_with_a_nodes_name_waits_for_the_lease_of_the_first(
     run_live(talk)
 
 
+def test_a_restarted_scheduler_knows_on_which_machine_each_node_was(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    async def talk() -> None:
+        credentials = ours.credentials(Role.NODE, "n")
+        async with networked(tmp_path, ours) as cluster:
+            await cluster.agent("n", credentials=credentials, machine="a")
+        async with networked(tmp_path, ours) as cluster:
+            with pytest.raises(errors.UnavailableError, match="another machine"):
+                await cluster.agent("n", credentials=credentials, machine="b")
+            first = await cluster.agent("n", credentials=credentials, machine="a")
+            await cluster.leave(first)
+            await due(LEASE_S * 1.2)
+            await cluster.agent("n", credentials=credentials, machine="b")
+
+    run_live(talk)
+
+
 def test_a_scheduler_that_may_not_lead_any_more_grants_no_leases(
     tmp_path: Path, ours: TestAuthority
 ) -> None:

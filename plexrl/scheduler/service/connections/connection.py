@@ -130,11 +130,10 @@ class Connection:
             self._check_identity(peer, Identity(Role.ROUTER, router))
             await self._hello_router(peer, router)
         elif role == "agent":
-            machine = str(rest.pop("machine", ""))
             joined = calls.parse(ev.NodeJoined, rest)
             self._check_identity(peer, Identity(Role.NODE, joined.node))
             if self.identity != LOCAL:
-                self._owner.check_machine(joined.node, machine)
+                self._owner.check_machine(joined.node, joined.machine)
             await self._hello_agent(peer, joined)
         else:
             raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
