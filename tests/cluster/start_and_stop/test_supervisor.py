@@ -11,8 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import plexrl
 from plexrl.cli.app import app
