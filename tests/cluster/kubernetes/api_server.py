@@ -147,8 +147,9 @@ def kubeconfig_text(url: str, token: str, ca: str | None) -> str:
 
 
 @contextmanager
-def running_kubernetes(folder: Path) -> Iterator[Kubernetes]:
-    """The cluster of `KUBECONFIG`, or an API server of these tests; skips where there is none."""
+def running_kubernetes(folder: Path, address: str = "127.0.0.1") -> Iterator[Kubernetes]:
+    """The cluster of `KUBECONFIG`, or an API server of these tests at `address`; skips where there
+    is none."""
     given = os.environ.get("KUBECONFIG")
     if given:
         found = Kubernetes(_copy(Path(given), folder), "")
@@ -163,7 +164,7 @@ def running_kubernetes(folder: Path) -> Iterator[Kubernetes]:
             "`setup-envtest use -p path`, or KUBECONFIG to a cluster"
         )
     with ExitStack() as stack:
-        server = _start_server(folder, stack)
+        server = _start_server(folder, address, stack)
         controllers = tuple(
             name
             for name in ("kube-controller-manager", "kube-scheduler")
@@ -180,10 +181,10 @@ def _copy(path: Path, folder: Path) -> Path:
     return copy
 
 
-def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
+def _start_server(folder: Path, address: str, stack: ExitStack) -> Kubernetes:
     peer, client, api = (_free_port() for _ in range(3))
     etcd = f"http://127.0.0.1:{client}"
-    _spawn(
+    spawn(
         stack,
         folder,
         "etcd",
@@ -197,14 +198,14 @@ def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
     (folder / "tokens.csv").write_text(f"{ADMIN},admin,admin,system:masters\n")
     (folder / "audit.yaml").write_text(POLICY)
     log = folder / "audit.log"
-    _spawn(
+    spawn(
         stack,
         folder,
         "kube-apiserver",
         f"--etcd-servers={etcd}",
         f"--cert-dir={folder / 'certificates'}",
         f"--secure-port={api}",
-        "--bind-address=127.0.0.1",
+        f"--bind-address={address}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={folder / 'accounts.key'}",
         f"--service-account-signing-key-file={folder / 'accounts.key'}",
@@ -215,7 +216,7 @@ def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
         f"--audit-log-path={log}",
         *_gang_options(),
     )
-    url = f"https://127.0.0.1:{api}"
+    url = f"https://{address}:{api}"
     _wait(lambda: _is_ready(url), "the API server", folder / "kube-apiserver.log")
     path = folder / "kubeconfig"
     path.write_text(kubeconfig_text(url, ADMIN, str(folder / "certificates" / "apiserver.crt")))
@@ -235,17 +236,19 @@ def _start_controller(name: str, server: Kubernetes, folder: Path, stack: ExitSt
     if name == "kube-controller-manager":
         options += [
             f"--service-account-private-key-file={folder / 'accounts.key'}",
+            f"--root-ca-file={folder / 'certificates' / 'apiserver.crt'}",
             "--use-service-account-credentials=false",
         ]
     elif _knows(name, "GangScheduling"):
         options += ["--feature-gates=GenericWorkload=true,GangScheduling=true"]
-    _spawn(stack, folder, name, *options, f"--secure-port={_free_port()}")
+    spawn(stack, folder, name, *options, f"--secure-port={_free_port()}")
     return True
 
 
-def _spawn(stack: ExitStack, folder: Path, name: str, *options: str) -> None:
+def spawn(stack: ExitStack, folder: Path, name: str, *options: str) -> None:
+    """Run a program until `stack` is closed; it writes to `NAME.log` in `folder`."""
     program = find_tool(name)
-    assert program is not None
+    assert program is not None, name
     log = stack.enter_context((folder / f"{name}.log").open("wb"))
     process = subprocess.Popen([program, *options], stdout=log, stderr=log, cwd=folder)
 
