@@ -58,7 +58,10 @@ def missing_tools() -> list[str]:
 class Kubernetes:
     """An API server and what tests do with it."""
 
-    kubeconfig: Path
+    kubeconfig: str
+    """As the variable `KUBECONFIG`: a path, or several."""
+    folder: Path
+    """For kubeconfigs of accounts."""
     url: str
     audit_log: Path | None = None
     """The API server's audit log; None: a cluster that is not ours."""
@@ -107,7 +110,7 @@ class Kubernetes:
             .create_namespaced_service_account_token(name, namespace, request)
             .status.token
         )
-        path = self.kubeconfig.with_name(f"{namespace}-{name}.kubeconfig")
+        path = self.folder / f"{namespace}-{name}.kubeconfig"
         given = self.api().configuration
         path.write_text(kubeconfig_text(given.host, token, given.ssl_ca_cert))
         return path
@@ -152,7 +155,8 @@ def running_kubernetes(folder: Path, address: str = "127.0.0.1") -> Iterator[Kub
     is none."""
     given = os.environ.get("KUBECONFIG")
     if given:
-        found = Kubernetes(_copy(Path(given), folder), "")
+        # Not a copy: it may name certificates beside it.
+        found = Kubernetes(given, folder, "")
         found.url = found.api().configuration.host
         yield found
         found.close()
@@ -173,12 +177,6 @@ def running_kubernetes(folder: Path, address: str = "127.0.0.1") -> Iterator[Kub
         server.controllers = controllers
         stack.callback(server.close)
         yield server
-
-
-def _copy(path: Path, folder: Path) -> Path:
-    copy = folder / "kubeconfig"
-    copy.write_text(path.read_text())
-    return copy
 
 
 def _start_server(folder: Path, address: str, stack: ExitStack) -> Kubernetes:
@@ -220,7 +218,7 @@ def _start_server(folder: Path, address: str, stack: ExitStack) -> Kubernetes:
     _wait(lambda: _is_ready(url), "the API server", folder / "kube-apiserver.log")
     path = folder / "kubeconfig"
     path.write_text(kubeconfig_text(url, ADMIN, str(folder / "certificates" / "apiserver.crt")))
-    return Kubernetes(path, url, log)
+    return Kubernetes(str(path), folder, url, log)
 
 
 def _gang_options() -> tuple[str, ...]:
