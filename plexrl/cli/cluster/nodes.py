@@ -1,5 +1,6 @@
 """`plexrl status`, `plexrl nodes` and `plexrl groups`."""
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -76,11 +77,14 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
         _refuse_lost_options(context)
         return
     with access.open() as cluster:
-        found = cluster.nodes()
+        show_nodes(cluster.nodes(), output)
+
+
+def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
+    """Print two tables, because one with all columns is wider than a terminal. There is no second
+    one if nothing is known of where the nodes are."""
     cells: Cells = {
         "node": "node",
-        "type": "node_type",
-        "block": "block",
         "alive": lambda each: _yes(each["alive"]),
         "draining": lambda each: _yes(each["is_draining"]),
         "GPUs reserved": _reserved,
@@ -89,6 +93,19 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
         "NVMe tier": lambda each: _gib(each["nvme_bytes"]),
     }
     output.table(cells, found)
+    if not output.as_json and any(each.get(name) for each in found for name in _PLACE.values()):
+        places: Cells = {"node": "node"} | {
+            title: partial(_text, name) for title, name in _PLACE.items()
+        }
+        print_records("Where they are", places, found)
+
+
+_PLACE = {"address": "host", "fabric": "fabric", "type": "node_type", "block": "block"}
+"""Field by heading. Only the operator is told addresses."""
+
+
+def _text(name: str, node: dict[str, Any]) -> str:
+    return str(node.get(name, ""))
 
 
 def _refuse_lost_options(context: typer.Context) -> None:

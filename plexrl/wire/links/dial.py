@@ -172,10 +172,9 @@ def connect_blocking(
     raw = socket.create_connection((address.host, address.port), timeout_s)
     try:
         detect_loss(raw)
-        raw = context.wrap_socket(raw)
-        peer = identity_of(raw.getpeercert())
+        far = TlsSocket(raw, context)
+        peer = identity_of(far.getpeercert())
         check_server(address, peer, role)
-        far = TlsSocket(raw)
         answer, _ = recv_frame(far, payload_bytes_max=0)
         check_accepted(address, answer)
     except BaseException as error:
@@ -225,20 +224,18 @@ class Listener:
         """
         if self._credentials is None:
             return accepted, LOCAL
-        wrapped = accepted
         try:
             detect_loss(accepted)
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
-            wrapped = context.wrap_socket(accepted, server_side=True)
-            peer, refusal = _greeted(wrapped.getpeercert(), self._roles)
-            secure = TlsSocket(wrapped)
+            secure = TlsSocket(accepted, context, server_side=True)
+            peer, refusal = _greeted(secure.getpeercert(), self._roles)
             send_frame(secure, _greeting(refusal))
             if refusal is not None:
                 raise refusal
             assert peer is not None
         except BaseException as error:
-            wrapped.close()
+            accepted.close()
             if isinstance(error, ssl.SSLError):
                 raise AuthenticationError(f"a client was refused: {error}") from error
             raise

@@ -66,7 +66,10 @@ def undisturbed(embedded: EmbeddedCluster) -> bytes:
 
 @pytest.mark.parametrize(
     ("hurt", "host_memory_bytes"),
-    [(damage_newest_on_nvme, 64 << 10), (lose_host_tier, 64 << 20)],
+    [
+        (damage_newest_on_nvme, 64 << 10),
+        pytest.param(lose_host_tier, 64 << 20, marks=pytest.mark.slow),
+    ],
 )
 def test_a_damaged_newest_version_is_recomputed_bit_for_bit(
     tmp_path: Path, undisturbed: bytes, hurt: object, host_memory_bytes: int

@@ -231,6 +231,7 @@ def test_a_node_joins_only_when_the_cluster_can_say_whether_the_name_is_free(hea
 @pytest.mark.parametrize("hours", [-6, 6])
 def test_clocks_may_differ_by_hours(head: Head, hours: int) -> None:
     head.join(head.token(), clock=lambda: time.time() + hours * HOUR)
+    assert list(head.ledger.read().nodes) == ["a"]
 
 
 @pytest.mark.parametrize("hours", [-48, 48])
@@ -260,10 +261,14 @@ def test_a_renewal_whose_answer_was_lost_does_not_lock_the_node_out(
     head: Head, machine: CertificateFiles
 ) -> None:
     become(head, machine)
+    certificates = []
     for _ in range(3):
         told = head.run(lambda at: HeadClient(at, machine.tls).renew(machine.request()))
+        certificates.append(told.certificate)
     machine.install(told.certificate, told.ca)
-    head.run(lambda at: HeadClient(at, machine.tls).renew(machine.request()))
+    told = head.run(lambda at: HeadClient(at, machine.tls).renew(machine.request()))
+    assert len({*certificates, told.certificate}) == 4
+    assert Path(machine.tls.certificate).read_text() == certificates[-1]
 
 
 def test_only_the_newest_machine_of_a_name_and_only_members_are_served(
@@ -341,9 +346,11 @@ def test_nonsense_ends_its_connection_and_nothing_else(head: Head, sent: bytes) 
         writer.write(sent)
         writer.transport.abort()
         request = CertificateFiles(head.folder / "m").request()
-        await join(at, head.token(), node="a", request=request)
+        joined = await join(at, head.token(), node="a", request=request)
+        assert joined.membership.certificate
 
     head.run(disturb)
+    assert list(head.ledger.read().nodes) == ["a"]
 
 
 def test_a_crash_while_certificates_are_replaced_leaves_the_former_ones(
