@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from plexrl.ids import NodeId
 from plexrl.scheduler.service.connections.node_leases import DRIFT, FENCING_S, NodeLeases
 from plexrl.worker.agent.node_lease import NodeLease
+from tests.examples import examples
 
 NODE = NodeId("n")
 LEASE_S = 15.0
@@ -152,7 +153,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 
 
 def test_the_model_finds_a_scheduler_that_does_not_wait() -> None:
