@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 LOG = logging.getLogger(__name__)
 
@@ -99,31 +100,40 @@ async def start_tls_server(
     serving: set[asyncio.Task[None]] = set()
 
     async def serve(transport: asyncio.Transport) -> None:
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            reader = asyncio.StreamReader(loop=loop)
-            protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
             secure = await loop.start_tls(
                 transport, protocol, context, server_side=True, ssl_handshake_timeout=handshake_s
             )
-            if secure is None or secure.is_closing():
-                # The connection was ended meanwhile.
-                return
+        except OSError as error:
+            LOG.info("a connection ended in its handshake: %s", error)
+            return
+        if secure is None or secure.is_closing():
+            # It was ended meanwhile.
+            return
+        try:
             protocol.connection_made(secure)
             writer = asyncio.StreamWriter(secure, protocol, reader, loop)
             if secure.get_extra_info("ssl_object").getpeercert(binary_form=True):
                 handshakes.ended(transport)
             await on_streams(reader, writer)
-        except OSError as error:
-            LOG.info("%s: no handshake: %s", transport.get_extra_info("peername"), error)
-        finally:
-            handshakes.ended(transport)
+        except BaseException:
+            secure.abort()
+            raise
+
+    def ended(transport: asyncio.Transport, task: asyncio.Task[None]) -> None:
+        handshakes.ended(transport)
+        serving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.error("a bug has ended a connection", exc_info=error)
 
     def accepted(transport: asyncio.Transport) -> None:
         peer = transport.get_extra_info("peername")
         handshakes.begin(transport, peer[0] if peer else "", transport.abort)
         task = loop.create_task(serve(transport))
         serving.add(task)
-        task.add_done_callback(serving.discard)
+        task.add_done_callback(partial(ended, transport))
 
     return await loop.create_server(lambda: _Accepted(accepted), host, port, backlog=BACKLOG)
 

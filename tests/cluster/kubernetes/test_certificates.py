@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import ssl
 import threading
+import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,15 +14,22 @@ import pytest
 from cryptography import x509
 
 from plexrl.cluster.join.authority import Authority, make_request
-from plexrl.cluster.kubernetes.certificates.issuer import AUDIENCE, Issuer, IssuerServer
+from plexrl.cluster.kubernetes.certificates.issuer import (
+    AUDIENCE,
+    CONNECTIONS_MAX,
+    Issuer,
+    IssuerServer,
+)
 from plexrl.cluster.kubernetes.certificates.keys import make_keys
 from plexrl.cluster.kubernetes.certificates.renewal import Renewal
 from plexrl.errors import AuthenticationError, PermissionDeniedError, UnavailableError
 from plexrl.statemanager.protocol.tickets import KEY_BYTES
+from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from tests.cluster.kubernetes.api_server import Kubernetes
 from tests.cluster.kubernetes.chart import needs_helm, of_kind, render
 from tests.cluster.kubernetes.objects import wait_for
+from tests.half_open import half_open, is_ended
 
 Plain = dict[str, Any]
 NODE = "certified-node"
@@ -125,6 +134,21 @@ def test_the_token_of_a_deleted_pod_is_refused(issuer: Issuer, pods: Pods) -> No
 
     # The API server keeps reviewed tokens for some seconds.
     wait_for(is_refused, "the refusal")
+
+
+def test_half_open_handshakes_keep_no_pod_from_the_issuer(tmp_path: Path) -> None:
+    from kubernetes.client import ApiClient
+
+    authority = Authority.open(tmp_path)
+    server = IssuerServer(Issuer(ApiClient(), authority, {}), "127.0.0.1", 0, ["127.0.0.1"])
+    server.start()
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    with half_open(TlsAddress("127.0.0.1", server.port), CONNECTIONS_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        url = f"https://127.0.0.1:{server.port}/healthz"
+        with urllib.request.urlopen(url, timeout=60.0, context=context) as answer:
+            assert answer.status == 200
+    server.close()
 
 
 def _names(certificate: x509.Certificate) -> list[str]:

@@ -1,10 +1,11 @@
 """The API over HTTPS: what the SDK and the CLI accept, limits on handshakes, new certificates."""
 
 import asyncio
+import random
 import shutil
 import socket
 import ssl
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -93,6 +94,25 @@ def test_clients_that_never_end_their_handshake_lock_nobody_out(ours: TestAuthor
             for _ in range(64):
                 flood.enter_context(socket.create_connection((HOST, router.port), PATIENCE_S))
             assert cluster.status()["routers"] == 1
+
+
+def test_noise_in_place_of_a_handshake_ends_its_connection_and_nothing_else(
+    ours: TestAuthority,
+) -> None:
+    files, chance = files_of(ours), random.Random(5)
+    with (
+        live_router(https_files=files) as router,
+        plexrl.connect(router.url, OPERATOR_KEY, ca=files.ca) as cluster,
+    ):
+        assert cluster.status()["routers"] == 1
+        for _ in range(20):
+            with socket.create_connection((HOST, router.port), PATIENCE_S) as raw:
+                raw.sendall(b"\xff" + chance.randbytes(chance.randrange(1, 2000)))
+                with suppress(ConnectionResetError):
+                    # At most an alert of TLS.
+                    assert len(raw.recv(1 << 16)) < 16
+                    assert raw.recv(1 << 16) == b""
+        assert cluster.status()["routers"] == 1
 
 
 def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(

@@ -1,6 +1,7 @@
 """The scheduler's TLS port: who may say what, broken frames, heartbeats, leases, rotation."""
 
 import asyncio
+import random
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -204,6 +205,25 @@ def test_fuzzed_frames_end_their_connection_and_nothing_else(
         loop.run_until_complete(context.__aexit__(None, None, None))
     finally:
         loop.close()
+
+
+def test_noise_in_place_of_a_handshake_ends_its_connection_and_nothing_else(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    async def talk() -> None:
+        chance = random.Random(5)
+        async with networked(tmp_path, ours) as cluster:
+            agent = await cluster.agent("n", credentials=ours.credentials(Role.NODE, "n"))
+            address = cluster.tls_address
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(b"\xff" + chance.randbytes(chance.randrange(1, 2000)))
+                # At most an alert of TLS.
+                assert len(await answer_of(reader)) < 16
+                writer.close()
+            assert "lease_s" in await agent.call("beat")
+
+    run_live(talk)
 
 
 def test_new_certificates_are_used_without_a_restart_and_open_links_go_on(

@@ -1,9 +1,13 @@
 """A worker's socket outlives whatever is sent to it."""
 
+import random
 import socket
+import ssl
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,59 @@ def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path:
         header, payload = recv_frame(sock)
         assert (header, len(payload)) == ({"reply": "finished"}, 3 << 20)
         sock.close()
+
+
+@pytest.mark.parametrize("kind", ["none", "foreign", "expired"])
+def test_over_tls_a_worker_refuses_clients_without_a_valid_certificate(
+    tmp_path: Path, kind: str
+) -> None:
+    authority = TestAuthority(tmp_path / "ours")
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if kind != "none":
+        issuer = authority if kind == "expired" else TestAuthority(tmp_path / "theirs")
+        life = timedelta(seconds=-1) if kind == "expired" else timedelta(days=1)
+        files = issuer.files(Role.ROUTER, "r", life=life)
+        context.load_cert_chain(files.certificate, files.key)
+    with (
+        socket.create_connection((server.address.host, server.address.port)) as raw,
+        suppress(ssl.SSLError, ConnectionResetError),
+        context.wrap_socket(raw) as secure,
+    ):
+        # In TLS 1.3 the refusal arrives after the client's side of the handshake.
+        send_frame(secure, RUN)
+        assert secure.recv(1) == b""
+    served, _ = connect_blocking(
+        server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+    )
+    send_frame(served, RUN)
+    assert server.requests.get(timeout=60.0).header == RUN
+    served.close()
+    assert server.requests.empty(), "the refused client's request was taken"
+
+
+def test_over_tls_noise_ends_its_connection_and_nothing_else(tmp_path: Path) -> None:
+    """Before the handshake, and in place of frames after it."""
+    authority, chance = TestAuthority(tmp_path), random.Random(5)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    router = authority.credentials(Role.ROUTER, "r")
+    witness, _ = connect_blocking(server.address, router, role=Role.NODE)
+    for _ in range(20):
+        with socket.create_connection((server.address.host, server.address.port)) as raw:
+            raw.sendall(b"\xff" + chance.randbytes(chance.randrange(1, 2000)))
+            assert is_ended(raw)
+        secure, _ = connect_blocking(server.address, router, role=Role.NODE)
+        with suppress(OSError):
+            secure.sendall(b"\xff" * 12 + chance.randbytes(chance.randrange(1, 2000)))
+            assert secure.recv(1 << 16) == b""
+        secure.close()
+    assert server.requests.empty()
+    send_frame(witness, RUN)
+    assert server.requests.get(timeout=60.0).header == RUN
+    witness.close()
 
 
 def test_half_open_handshakes_do_not_keep_a_router_out(tmp_path: Path) -> None:
