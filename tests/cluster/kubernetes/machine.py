@@ -1,10 +1,10 @@
 """A machine of a Kubernetes cluster, as the first program of a simulated host.
 
-`python -m tests.cluster.kubernetes.machine ADDRESS` starts etcd, the API server, its controllers
-and scheduler, containerd and a kubelet, and says so once the node is ready. Containers are real:
-namespaces, control groups, seccomp, users, probes, projected tokens and restarts are the kubelet's
-and runc's own. Images are empty (`images.py`), `services.py` stands in for kube-proxy and DNS, and
-volumes are folders of the host.
+`python -m tests.cluster.kubernetes.machine ADDRESS GROUP` starts etcd, the API server, its
+controllers and scheduler, containerd and a kubelet, and says so once the node is ready. Containers
+are real: namespaces, control groups (below GROUP), seccomp, users, probes, projected tokens and
+restarts are the kubelet's and runc's own. Images are empty (`images.py`), `services.py` stands in
+for kube-proxy and DNS, and volumes are folders of the host.
 """
 
 import json
@@ -56,12 +56,11 @@ def why_impossible() -> str:
     return f"no {', no '.join(missing)}" if missing else ""
 
 
-def main(address: str) -> None:
+def main(address: str, group: str) -> None:
     """Run the machine until SIGTERM."""
     FOLDER.mkdir(parents=True)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    group = f"/plexrl-tests-{os.getpid()}-{os.uname().nodename}"
     _mount_cgroups()
     _prepare_kernel()
     with ExitStack() as stack:
@@ -69,7 +68,6 @@ def main(address: str) -> None:
         spawn(stack, FOLDER, "containerd", f"--config={_containerd_config()}")
         _import_images()
         _make_groups(group)
-        stack.callback(_end_groups, group)
         options = (f"--kubeconfig={KUBECONFIG}", f"--node-ip={address}")
         spawn(
             stack,
@@ -224,15 +222,13 @@ def _make_groups(group: str) -> None:
                 (made / name).write_text((folder / name).read_text())
 
 
-def _end_groups(group: str) -> None:
-    """Kill the containers, which outlive kubelet and containerd, and remove their groups."""
+def remove_groups(group: str) -> None:
+    """Remove a machine's control groups, from outside, once it is off."""
 
     def is_done() -> bool:
         found = [Path(root) for root, _, _ in os.walk(CGROUPS, topdown=False) if group in root]
         for folder in found:
-            for process in (folder / "cgroup.procs").read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGKILL)
+            # The kernel needs a moment to end the processes in it.
             with suppress(OSError):
                 folder.rmdir()
         return not found
@@ -251,4 +247,4 @@ def _output(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -7,12 +7,20 @@ StorageClass, for which the tests have stand-ins; Ingress, NetworkPolicy, Kueue 
 """
 
 import re
+import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.kubernetes.machine import FOLDER, KUBECONFIG, READY, why_impossible
+from tests.cluster.kubernetes.machine import (
+    FOLDER,
+    KUBECONFIG,
+    READY,
+    remove_groups,
+    why_impossible,
+)
 from tests.docs.pages import Block, blocks
 from tests.hosts.host import REPOSITORY, Host
 from tests.hosts.network import hosts
@@ -99,9 +107,12 @@ def machine() -> Iterator[Host]:
     reason = why_no_hosts() or why_impossible()
     if reason:
         pytest.skip(reason)
-    with hosts("machine") as network:
-        (host,) = network
-        process = host.start("python", "-m", "tests.cluster.kubernetes.machine", host.address)
+    group = f"/plexrl-tests-{uuid.uuid4().hex[:8]}"
+    with ExitStack() as stack:
+        stack.callback(remove_groups, group)
+        (host,) = stack.enter_context(hosts("machine"))
+        program = ("python", "-m", "tests.cluster.kubernetes.machine", host.address, group)
+        process = host.start(*program)
         process.wait_for(READY, START_S)
         for name in ("journal", "data"):
             host.path(f"/srv/{name}").mkdir()
@@ -112,7 +123,6 @@ def machine() -> Iterator[Host]:
         for name in ("deploy", "examples"):
             host.path(f"{WORK}/{name}").symlink_to(REPOSITORY / name)
         yield host
-        process.end()
 
 
 def steps_of(page: str) -> list[Block]:
@@ -134,7 +144,7 @@ def with_test(host: Host, script: str) -> str:
     command = "helm test plexrl --namespace plexrl"
     if command not in script:
         return script
-    known = host.run("helm", "test", "--help", check=False)
+    known = host.run("helm", "test", "no-release", check=False)
     if "unknown command" not in known.stdout + known.stderr:
         return script
     render = "helm template plexrl deploy/helm/plexrl --namespace plexrl -f values.yaml"
