@@ -3,12 +3,16 @@
 from collections.abc import Callable
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.rollout.recorder import Recorder
-from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName
+from plexrl.sim.rollout.results.recorder import Recorder
+from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_split
 from plexrl.sim.rollout.systems.inflight import InFlight
 from plexrl.sim.rollout.systems.one_step import OneStep
+from plexrl.sim.rollout.systems.staleflow import StaleFlow
 from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
+
+LANE_BUFFERS = 4
+"""Last training steps whose trajectories a history keeps."""
 
 
 def simulate_rollout(
@@ -24,12 +28,11 @@ def simulate_rollout(
         InvalidRequestError: the split of GPUs leaves rollout or training without GPUs.
         InvariantError: the run breaks one of its own invariants.
     """
-    if system.name in SPLIT and not (setting.costs.gpus <= system.rollout_gpus < setting.gpus):
-        raise InvalidRequestError(
-            f"{system.rollout_gpus} rollout GPUs of {setting.gpus}: give {setting.costs.gpus} to "
-            f"{setting.gpus - 1}, so that rollout and training have some each"
-        )
-    recorder = Recorder(with_history=with_history)
+    if system.name in SPLIT and not system.rollout_gpus:
+        raise InvalidRequestError(f"{system.label} has no rollout GPUs: give some")
+    check_split(setting, system)
+    lanes_from = max(0, setting.steps - LANE_BUFFERS) if with_history else None
+    recorder = Recorder(lanes_from=lanes_from)
     world = World(setting, system, recorder)
     world.run(_policy(world, system), on_step)
     return recorder
@@ -42,5 +45,8 @@ def _policy(world: World, system: System) -> Policy:
         case SystemName.ONE_STEP:
             return OneStep(world)
         case SystemName.INFLIGHT:
-            return InFlight(world, system.staleness)
-    raise InvalidRequestError(f"unknown system {system.name}")
+            return InFlight(world, system.staleness, in_order=True)
+        case SystemName.INFLIGHT_LOOSE:
+            return InFlight(world, system.staleness, in_order=False)
+        case SystemName.STALEFLOW:
+            return StaleFlow(world, system)

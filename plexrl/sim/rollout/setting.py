@@ -16,15 +16,18 @@ class SystemName(StrEnum):
     ONE_STEP = "one-step"
     """Batch i + 1 is generated while batch i is trained, as verl-pipeline."""
     INFLIGHT = "inflight"
-    """At most (η + 1) batches in flight; every update interrupts all instances, as AReaL."""
+    """At most (η + 1) batches in flight, trained in the order of the prompts, which keeps the
+    bound; every update interrupts all instances."""
+    INFLIGHT_LOOSE = "inflight-loose"
+    """The same in the order of completion, as AReaL: the bound is not kept for each trajectory."""
     STALEFLOW = "staleflow"
     """PlexRL's coordinator, as StaleFlow."""
 
 
-SPLIT = (SystemName.ONE_STEP, SystemName.INFLIGHT, SystemName.STALEFLOW)
-"""Systems with separate GPUs for rollout and training."""
-BOUNDED = (SystemName.INFLIGHT, SystemName.STALEFLOW)
+BOUNDED = (SystemName.INFLIGHT, SystemName.INFLIGHT_LOOSE, SystemName.STALEFLOW)
 """Systems with a choice of η."""
+SPLIT = (SystemName.ONE_STEP, *BOUNDED)
+"""Systems with separate GPUs for rollout and training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +118,17 @@ class System:
         if self.name == SystemName.STALEFLOW and self.strategies != Strategies():
             parts.append(self.strategies.label)
         return " ".join(parts)
+
+
+def check_split(setting: Setting, system: System) -> None:
+    """Check a split that is given; 0 rollout GPUs mean that the best is searched for.
+
+    Raises:
+        InvalidRequestError: it leaves rollout or training without GPUs.
+    """
+    given = system.rollout_gpus
+    if system.name in SPLIT and given and not setting.costs.gpus <= given < setting.gpus:
+        raise InvalidRequestError(
+            f"{given} rollout GPUs of {setting.gpus}: give {setting.costs.gpus} to "
+            f"{setting.gpus - 1}, so that rollout and training have some each"
+        )

@@ -13,45 +13,66 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil, floor
+from typing import TypeVar
 
 from plexrl.process.lifeline import die_with_parent
-from plexrl.sim.rollout.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.outcome import Outcome, outcome
+from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.run import simulate_rollout
 from plexrl.sim.rollout.setting import SPLIT, Setting, System
+
+Result = TypeVar("Result")
 
 COARSE = (0.5, 0.625, 0.75)
 """Parts of the GPUs that roll out, in the coarse grid."""
 NODE_GPUS = 8
 """Splits are whole nodes, if the cluster has several."""
 
-Run = Callable[[Setting, System], "Future[Outcome]"]
 
+class Runner:
+    """Starts runs in the processes of a pool, or in this one."""
 
-def run_one(setting: Setting, system: System) -> Outcome:
-    """The figures of one run."""
-    return outcome(setting, system, simulate_rollout(setting, system))
+    def __init__(self, pool: ProcessPoolExecutor | None) -> None:
+        self._pool = pool
+
+    def outcome(self, setting: Setting, system: System) -> "Future[Outcome]":
+        """The figures of one run."""
+        return self._start(_outcome, setting, system)
+
+    def history(self, setting: Setting, system: System) -> "Future[Recorder]":
+        """The history of one run, with loads and trajectories."""
+        return self._start(_history, setting, system)
+
+    def _start(
+        self, run: Callable[[Setting, System], Result], setting: Setting, system: System
+    ) -> "Future[Result]":
+        if self._pool is not None:
+            return self._pool.submit(run, setting, system)
+        done: Future[Result] = Future()
+        done.set_result(run(setting, system))
+        return done
 
 
 @contextmanager
-def runner(workers: int | None = None) -> Iterator[Run]:
+def runner(workers: int | None = None) -> Iterator[Runner]:
     """Runs in `workers` processes, by default one per core; 1: in this one."""
     count = workers or len(os.sched_getaffinity(0))
     if count == 1:
-        yield _run_here
+        yield Runner(None)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         count, mp_context=context, initializer=_prepare, initargs=(os.getpid(),)
     ) as pool:
         try:
-            yield lambda setting, system: pool.submit(run_one, setting, system)
+            yield Runner(pool)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def best_splits(
-    run: Run,
+    run: Callable[[Setting, System], "Future[Outcome]"],
     questions: Sequence[tuple[Setting, System]],
     on_run: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
@@ -117,10 +138,12 @@ class _Search:
         return self._unit * min(max(1, round(gpus / self._unit)), last)
 
 
-def _run_here(setting: Setting, system: System) -> "Future[Outcome]":
-    done: Future[Outcome] = Future()
-    done.set_result(run_one(setting, system))
-    return done
+def _outcome(setting: Setting, system: System) -> Outcome:
+    return outcome(setting, system, simulate_rollout(setting, system))
+
+
+def _history(setting: Setting, system: System) -> Recorder:
+    return simulate_rollout(setting, system, with_history=True)
 
 
 def _prepare(parent: int) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 from plexrl.errors import InvariantError
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory
-from plexrl.sim.rollout.recorder import Recorder
+from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import Setting, System, SystemName
 from plexrl.sim.rollout.workload import Prompts
 
@@ -92,6 +92,8 @@ class World:
             InvariantError: nothing is left to happen before that.
         """
         policy.start()
+        if self.recorder.lanes_from is not None:
+            self._sample()
         quiet = 0
         while self.version < self.setting.steps:
             if not self._events or quiet > QUIET_EVENTS_MAX:
@@ -109,6 +111,10 @@ class World:
                 if on_step is not None:
                     on_step(self.version)
         self.recorder.ended(self.now, self.instances, self.train_gpus)
+
+    def _sample(self) -> None:
+        self.recorder.sample(self.now, self.instances)
+        self.at(self.now + self.recorder.sample_s, self._sample)
 
     def _advance(self, instance: Instance, due: float, policy: Policy) -> None:
         if self._due.get(instance.number) != due:

@@ -223,6 +223,36 @@ def test_the_node_takes_all_its_gpus_in_one_container(tmp_path: Path) -> None:
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Gi"}
 
 
+def test_folders_of_the_node_get_the_pods_user_and_only_they_do(tmp_path: Path) -> None:
+    specs = pod_specs(render(FULL, tmp_path))
+    first, *others = specs["DaemonSet/demo-plexrl-node-cpu"]["initContainers"]
+    folders = ["/dev/shm", "/var/lib/plexrl/nvme", "/var/lib/plexrl/data", "/run/plexrl"]
+    assert first["command"] == ["chown", "10001:10001", *folders]
+    assert [each["mountPath"] for each in first["volumeMounts"]] == folders
+    assert first["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    rest = [*others, *specs["DaemonSet/demo-plexrl-node-h200"]["initContainers"]]
+    assert all("runAsUser" not in each["securityContext"] for each in rest)
+
+
+def test_private_folders_lie_below_a_folder_of_their_own(tmp_path: Path) -> None:
+    """An emptyDir is writable for all without a sticky bit, in which they would be refused."""
+    objects = render({"nodePools": [{"name": "a"}], "data": {"url": "s3://b"}}, tmp_path)
+    maps = of_kind(objects, "ConfigMap")
+    router = json.loads(maps["demo-plexrl-router"]["data"]["router.json"])
+    node = json.loads(maps["demo-plexrl-node-a"]["data"]["node.json"])
+    paths = [router["data_dir"]]
+    paths += [node["statemanager"][name] for name in ("host_dir", "nvme_dir")]
+    paths += [node["statemanager"]["checkpoint_url"], node["agent"]["data_dir"]]
+    specs = pod_specs(objects)
+    mounts = {
+        mount["mountPath"]
+        for name in ("Deployment/demo-plexrl-router", "DaemonSet/demo-plexrl-node-a")
+        for mount in specs[name]["containers"][0]["volumeMounts"]
+    }
+    assert not mounts & set(paths)
+    assert not mounts & {str(Path(path).parent) for path in paths[1:3]}
+
+
 def test_an_installation_with_own_keys_gets_none_of_the_chart(tmp_path: Path) -> None:
     specs = pod_specs(render(SHARED_VOLUME, tmp_path))
     secrets = {

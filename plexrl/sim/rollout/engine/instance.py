@@ -38,6 +38,10 @@ class Instance:
         self.costs = costs
         self.version = 0
         self.at_s = 0.0
+        self.stopped_s = 0.0
+        """End of the step in which the last command took effect."""
+        self.completed = 0
+        """Trajectories that ended since the last pull."""
         self.steps = 0
         self.kv = 0
         """Cached tokens of the batch."""
@@ -120,6 +124,7 @@ class Instance:
         self.at_s = max(self.at_s, now) + self.costs.pull_s
         self.pull_s += self.costs.pull_s
         self.version = version
+        self.completed = 0
         return self.at_s
 
     def check_invariants(self) -> None:
@@ -168,6 +173,7 @@ class Instance:
                 del self._running[number]
                 self._stop(run).finished_s = self.at_s
                 self.finished.append(run.trajectory)
+                self.completed += 1
                 ended = True
         if ended:
             self._admit()
@@ -181,14 +187,14 @@ class Instance:
             self.preemptions += 1
 
     def _finish_step(self, now: float) -> None:
-        """Advance to the end of the step that is in progress at `now`."""
+        """Advance to the end of the step, prefill or pull that is in progress at `now`."""
         self.advance(now)
-        if self.at_s < now:
-            if self._running:
-                self._decode(1)
-                self._after_event()
-            else:
-                self.at_s = now
+        if self._running and self.at_s < now:
+            self._decode(1)
+            self.stopped_s = self.at_s
+            self._after_event()
+            return
+        self.at_s = self.stopped_s = max(self.at_s, now)
 
     def _admit(self) -> None:
         """Admit waiting trajectories in order while they fit, with one prefill for all."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plexrl.sim.rollout.recorder import Recorder
+from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import Setting, System
 
 

@@ -8,6 +8,9 @@ from plexrl.errors import InvariantError
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Segment, Trajectory
 
+SAMPLES_MAX = 1024
+"""Most samples of the load per instance; when there are more, every other one is dropped."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
@@ -30,7 +33,6 @@ class Load:
     at_s: float
     running: int
     waiting: int
-    kv: int
     version: int
 
 
@@ -48,8 +50,10 @@ class Lane:
 class Recorder:
     """Collects the history of one run."""
 
-    with_history: bool = False
-    """Whether loads and trajectories are kept."""
+    lanes_from: int | None = None
+    """First buffer whose trajectories are kept; None keeps neither them nor loads."""
+    sample_s: float = 10.0
+    """Seconds between two samples of the load; grows in long runs."""
     steps: list[TrainStep] = field(default_factory=list)
     loads: dict[int, list[Load]] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
@@ -65,7 +69,6 @@ class Recorder:
     train_gpus: int = 0
     decide_s: list[float] = field(default_factory=list)
     """Wall-clock seconds of each decision of the coordinator."""
-    decided_trajectories_max: int = 0
 
     def trained(
         self, version: int, start_s: float, end_s: float, trajectories: Sequence[Trajectory]
@@ -90,7 +93,7 @@ class Recorder:
             staleness[version - oldest] += 1
             self.prefill_tokens += each.prefill_tokens
             self.admissions += each.admissions
-            if self.with_history:
+            if self.lanes_from is not None and version >= self.lanes_from:
                 self.lanes.append(
                     Lane(group=each.group, buffer=version, segments=tuple(each.segments))
                 )
@@ -106,14 +109,17 @@ class Recorder:
         )
 
     def sample(self, now: float, instances: Sequence[Instance]) -> None:
-        """Keep the load of each instance."""
+        """Keep the load of each instance, without a change to it."""
         for each in instances:
-            self.loads.setdefault(each.number, []).append(
+            loads = self.loads.setdefault(each.number, [])
+            if len(loads) >= SAMPLES_MAX:
+                del loads[1::2]
+                self.sample_s *= 2.0 if each is instances[0] else 1.0
+            loads.append(
                 Load(
                     at_s=now,
                     running=each.running_count,
                     waiting=len(each.waiting),
-                    kv=each.kv,
                     version=each.version,
                 )
             )
