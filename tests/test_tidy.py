@@ -34,6 +34,9 @@ UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/lo
 """May import upwards: `plexrl.connect` starts a cluster; controllers import the others."""
 
 PURE_FOLDERS = (
+    "rollout/coordinator",
+    "rollout/staleness",
+    "rollout/trajectories",
     "scheduler/admission",
     "scheduler/context",
     "scheduler/core",
@@ -42,7 +45,7 @@ PURE_FOLDERS = (
     "scheduler/operations",
     "scheduler/placement",
     "scheduler/state",
-    "sim/checks",
+    "sim/engine/checks",
     "sim/fidelity",
     "sim/results",
     "statemanager/checkpoint/format",

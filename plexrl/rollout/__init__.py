@@ -1,1 +1,1 @@
-"""Rollout coordination: staleness, trajectories, routing, tail batching. Empty so far."""
+"""Rollout coordination under a staleness bound: trajectories, staleness protocol, coordinator."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 
 from plexrl.cluster.join.authority import Authority, make_request
 from plexrl.cluster.kubernetes.certificates.issuer import AUDIENCE, Issuer, IssuerServer
@@ -109,6 +110,7 @@ def test_other_tokens_get_no_certificate(issuer: Issuer, pods: Pods) -> None:
         issuer.identity("not-a-token")
 
 
+@pytest.mark.slow
 def test_the_token_of_a_deleted_pod_is_refused(issuer: Issuer, pods: Pods) -> None:
     token = pods.token("gpu")
     assert issuer.identity(token).name == pods.node
@@ -123,6 +125,11 @@ def test_the_token_of_a_deleted_pod_is_refused(issuer: Issuer, pods: Pods) -> No
 
     # The API server keeps reviewed tokens for some seconds.
     wait_for(is_refused, "the refusal")
+
+
+def _names(certificate: x509.Certificate) -> list[str]:
+    extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    return extension.value.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def test_a_pod_gets_and_renews_its_certificate(issuer: Issuer, pods: Pods, tmp_path: Path) -> None:
@@ -174,6 +181,8 @@ def test_a_renewal_is_tried_again_until_the_issuer_answers(
     try:
         (identity / "token").write_text(pods.token("api"))
         wait_for(lambda: (folder / "certificate.pem").exists(), "the certificate")
+        found = x509.load_pem_x509_certificate((folder / "certificate.pem").read_bytes())
+        assert _names(found) == ["plexrl://router/api-pod"]
     finally:
         stop.set()
         thread.join(10)
@@ -181,13 +190,10 @@ def test_a_renewal_is_tried_again_until_the_issuer_answers(
 
 
 def test_a_request_that_names_another_role_gets_its_own(issuer: Issuer, pods: Pods) -> None:
-    from cryptography import x509
-
     _, request = make_request()
     signed = issuer.sign(pods.token("api"), request.decode(), "127.0.0.1")
     found = x509.load_pem_x509_certificate(signed["certificate"].encode())
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["plexrl://router/api-pod"]
+    assert _names(found) == ["plexrl://router/api-pod"]
 
 
 def test_keys_are_made_once_with_the_rights_of_the_chart(

@@ -15,7 +15,7 @@ import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.router.config import HttpsFiles
-from plexrl.router.http.server.https import ServerCertificate
+from plexrl.router.http.server.https import server_certificate
 from plexrl.wire.links.credentials import Role, TlsFiles
 from tests.certificates import TestAuthority
 from tests.router.live_router import OPERATOR_KEY, live_router
@@ -117,14 +117,14 @@ def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
 
 def test_files_that_are_no_certificate_and_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidRequestError, match="PEM files"):
-        ServerCertificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
+        server_certificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
     (tmp_path / "c").write_text("x")
     (tmp_path / "k").write_text("x")
     with pytest.raises(errors.InvalidRequestError, match="PEM files"):
-        ServerCertificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
+        server_certificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
 
 
 def test_old_versions_of_tls_are_refused(ours: TestAuthority) -> None:
     files = files_of(ours)
-    context = ServerCertificate(HttpsFiles(certificate=files.certificate, key=files.key)).context
+    context = server_certificate(HttpsFiles(certificate=files.certificate, key=files.key)).newest()
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2

@@ -3,17 +3,19 @@
 import socket
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import PermissionDeniedError
+from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDeniedError
 from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
-from plexrl.wire.links.credentials import Role
-from plexrl.wire.links.dial import connect_blocking
+from plexrl.wire.links.credentials import Credentials, Role
+from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX, connect_blocking
 from plexrl.worker.process.server import Server, WorkerName
 from tests.certificates import TestAuthority
+from tests.half_open import half_open, is_ended
 
 LENGTHS = struct.Struct("<IQ")
 WORKER = WorkerName("job/actor", 1, 7)
@@ -91,6 +93,38 @@ def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path:
         header, payload = recv_frame(sock)
         assert (header, len(payload)) == ({"reply": "finished"}, 3 << 20)
         sock.close()
+
+
+def test_half_open_handshakes_do_not_keep_a_router_out(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    with half_open(server.address, BLOCKING_HANDSHAKES_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        sock, _ = connect_blocking(
+            server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+        )
+        send_frame(sock, RUN)
+        assert server.requests.get(timeout=60.0).header == RUN
+        sock.close()
+
+
+def test_over_tls_a_worker_refuses_a_revoked_router(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    stolen = authority.files(Role.ROUTER, "stolen")
+    thief = Credentials(replace(stolen, crl=""))
+    sock, _ = connect_blocking(server.address, thief, role=Role.NODE)
+    authority.revoke(stolen)
+    with pytest.raises(AuthenticationError, match="revoked"):
+        connect_blocking(server.address, thief, role=Role.NODE)
+    with pytest.raises(ConnectionLostError):
+        recv_frame(sock)
+    sock.close()
+    again, _ = connect_blocking(
+        server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+    )
+    again.close()
 
 
 @pytest.mark.parametrize(("role", "name"), [(Role.NODE, "n1"), (Role.SCHEDULER, "s")])

@@ -1,0 +1,1 @@
+"""The rollout coordinator: snapshots and events in, commands out."""

@@ -1,0 +1,379 @@
+"""The rollout coordinator: one core that takes events and returns commands (StaleFlow §5).
+
+`handle` is its only way in. It owns the records of trajectories (`trajectories`), the staleness
+protocol (`manager`) and the speculative state. Every accepted snapshot starts one cycle of Alg. 1:
+synchronisation, migration, routing. The order of commands that depend on each other is kept in two
+ways: an instance runs its commands in the order of issue, and a trajectory that is still on its way
+back from another instance is routed when it has arrived.
+
+Late messages are expected: an event of a lost instance, or about a trajectory that has ended or is
+on another instance by now, changes nothing and returns no command.
+
+Invariants, beside those of the parts:
+- a group with an entry in the staleness buffers is held by the trajectory server;
+- a member has the same version in both.
+"""
+
+import math
+
+from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
+from plexrl.rollout.coordinator.cost_fit import CostFit
+from plexrl.rollout.coordinator.cycle import Cycle
+from plexrl.rollout.coordinator.messages import (
+    Abort,
+    BatchRequested,
+    Command,
+    Event,
+    Generated,
+    GenerationFailed,
+    GroupAdded,
+    GroupFiltered,
+    InstanceJoined,
+    InstanceLost,
+    Interrupt,
+    ParametersPushed,
+    Pull,
+    Pulled,
+    ReportDroppedGroup,
+    Rewarded,
+    Route,
+    SnapshotTaken,
+    StepsMeasured,
+    Stopped,
+    Train,
+    TrainedTrajectory,
+)
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.speculation import SpeculativeState
+from plexrl.rollout.staleness.manager import StalenessManager
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    Trajectory,
+    TrajectoryId,
+    TrajectoryState,
+)
+from plexrl.rollout.trajectories.server import TrajectoryServer
+
+
+class RolloutCoordinator:
+    """Decides where trajectories are generated, on which weights, and what is trained."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self.settings = settings
+        self.manager = StalenessManager(settings.staleness)
+        self.trajectories = TrajectoryServer(
+            samples=settings.staleness.samples, groups_max=settings.staleness.groups_max
+        )
+        self.expected = SpeculativeState()
+        self.newest_version = 0
+        """Version that the parameter server serves."""
+        self.snapshots_used = 0
+        self.snapshots_refused = 0
+        """Snapshots that did not show the effect of every command."""
+        self._fit = CostFit(settings.cost_model, steps_max=settings.measured_steps_max)
+        self._pending: dict[TrajectoryId, InstanceId] = {}
+        """The next instance of trajectories that are still on their way back."""
+        self._is_trainer_free = False
+
+    @property
+    def groups_wanted(self) -> int:
+        """Number of `GroupAdded` that are accepted now."""
+        return self.trajectories.groups_wanted
+
+    def handle(self, event: Event) -> list[Command]:
+        """The commands that follow from an event. A refused event changes nothing.
+
+        Raises:
+            InvalidRequestError: the event contradicts the protocol of `messages`.
+            ConflictError: the event does not fit the state of what it names.
+        """
+        match event:
+            case SnapshotTaken():
+                return self._on_snapshot(event)
+            case Generated():
+                return self._on_generated(event)
+            case Rewarded():
+                return self._on_rewarded(event)
+            case Stopped():
+                return self._on_stopped(event)
+            case Pulled():
+                if event.instance in self.expected.instances:
+                    self._check_version(event.version)
+                    self.expected.pulled(event.instance, event.version)
+                return []
+            case GenerationFailed():
+                return self._on_failed(event)
+            case GroupAdded():
+                self.trajectories.add(event.group, event.prompt_tokens)
+                return []
+            case GroupFiltered():
+                return self._on_filtered(event)
+            case BatchRequested():
+                self._is_trainer_free = True
+                return self._train_if_ready()
+            case ParametersPushed():
+                self._on_pushed(event)
+                return []
+            case InstanceJoined():
+                self._on_joined(event)
+                return []
+            case InstanceLost():
+                return self._on_lost(event)
+            case StepsMeasured():
+                self._fit.add(event.steps)
+                return []
+            case _:
+                raise InvalidRequestError(f"{type(event).__name__} is no event of the coordinator")
+
+    def _on_snapshot(self, event: SnapshotTaken) -> list[Command]:
+        if not self.expected.matches(event.instances):
+            self.snapshots_refused += 1
+            return []
+        self.snapshots_used += 1
+        budgets = {name: each.kv_budget for name, each in self.expected.instances.items()}
+        cycle = Cycle(
+            self.settings,
+            self._fit.model,
+            self.trajectories,
+            self.manager,
+            event.instances,
+            budgets,
+        )
+        decision = cycle.decide(self.newest_version)
+        commands: list[Command] = []
+        for instance, ids in decision.interrupts.items():
+            for each in ids:
+                self.trajectories.interrupt(self._held(each))
+            self.expected.stop_issued(instance, ids)
+            commands.append(Interrupt(instance=instance, trajectories=tuple(ids)))
+        for instance in decision.pulls:
+            self.expected.pull_issued(instance, self.newest_version)
+            commands.append(Pull(instance=instance, version=self.newest_version))
+        return commands + self._route(decision.routes)
+
+    def _route(self, routes: list[tuple[TrajectoryId, InstanceId, int]]) -> list[Command]:
+        """Routes what is on the trajectory server, and keeps the rest until it arrives there."""
+        now: dict[InstanceId, list[TrajectoryId]] = {}
+        for each, instance, version in routes:
+            record = self._held(each)
+            self.expected.added(instance)
+            if record.state is not TrajectoryState.WAITING:
+                self._pending[each] = instance
+                continue
+            if record.version is None:
+                self.manager.reserve(record.group, each, version)
+            self.trajectories.route(record, instance, version)
+            now.setdefault(instance, []).append(each)
+        return [Route(instance=to, trajectories=tuple(ids)) for to, ids in now.items()]
+
+    def _route_pending(self, arrived: list[TrajectoryId]) -> list[Command]:
+        """Routes trajectories that have arrived at the trajectory server."""
+        now: dict[InstanceId, list[TrajectoryId]] = {}
+        for each in arrived:
+            instance = self._pending.pop(each, None)
+            if instance is not None:
+                version = self.expected.instances[instance].version
+                self.trajectories.route(self._held(each), instance, version)
+                now.setdefault(instance, []).append(each)
+        return [Route(instance=to, trajectories=tuple(ids)) for to, ids in now.items()]
+
+    def _on_generated(self, event: Generated) -> list[Command]:
+        record = self._record(event.trajectory, event.instance)
+        if record is None:
+            return []
+        if record.state is TrajectoryState.ABORTING:
+            self.trajectories.discarded(record)
+        else:
+            self.trajectories.generated(record, event.segments)
+        self.expected.completed(event.instance, event.trajectory)
+        self._cancel_pending(event.trajectory)
+        return []
+
+    def _on_failed(self, event: GenerationFailed) -> list[Command]:
+        record = self._record(event.trajectory, event.instance)
+        if record is None:
+            return []
+        self.expected.failed(event.instance, event.trajectory)
+        if record.state is TrajectoryState.ABORTING:
+            self.trajectories.discarded(record)
+            return []
+        self.trajectories.take_back(record, ())
+        record.failures += 1
+        if record.failures < self.settings.failures_max:
+            return self._route_pending([event.trajectory])
+        reason = f"trajectory {record.id} failed {record.failures} times: {event.reason}"
+        return self._drop(record.group, reason)
+
+    def _on_stopped(self, event: Stopped) -> list[Command]:
+        if event.instance not in self.expected.instances:
+            return []
+        left = self.expected.stopped(event.instance)
+        segments = {each.trajectory: each.segments for each in event.trajectories}
+        if segments.keys() != set(left):
+            raise InvalidRequestError(
+                f"instance {event.instance} stopped trajectories {sorted(segments)} and was to "
+                f"stop {sorted(left)}: return each one that it has not reported as ended"
+            )
+        records = [self._held(each) for each in left]
+        for record in records:
+            if record.state is TrajectoryState.INTERRUPTING:
+                record.check_segments(segments[record.id])
+        for record in records:
+            if record.state is TrajectoryState.ABORTING:
+                self.trajectories.discarded(record)
+            else:
+                self.trajectories.take_back(record, segments[record.id])
+        self.expected.answered(event.instance)
+        return self._route_pending([each for each in left if each in self._pending])
+
+    def _on_rewarded(self, event: Rewarded) -> list[Command]:
+        if not math.isfinite(event.reward):
+            raise InvalidRequestError(
+                f"the reward of trajectory {event.trajectory} is {event.reward}: report a failed "
+                "reward as `GroupFiltered`"
+            )
+        record = self.trajectories.get(event.trajectory)
+        if record is None or record.state is TrajectoryState.ABORTING:
+            return []
+        self.trajectories.rewarded(record, event.reward)
+        surplus = self.manager.complete(record.group, record.id)
+        if surplus is None:
+            return []
+        unfinished = [
+            each
+            for each in self.trajectories.members(record.group)
+            if each.state is not TrajectoryState.REWARDED
+        ]
+        commands = self._abort(unfinished)
+        for group in surplus:
+            commands += self._forget(group, "surplus of a full batch")
+        return commands + self._train_if_ready()
+
+    def _on_filtered(self, event: GroupFiltered) -> list[Command]:
+        if event.group not in self.trajectories.groups:
+            return []
+        return self._drop(event.group, event.reason)
+
+    def _on_pushed(self, event: ParametersPushed) -> None:
+        if not self.newest_version < event.version <= self.manager.buffers.next_version:
+            raise InvalidRequestError(
+                f"version {event.version} was pushed after version {self.newest_version}; the "
+                f"latest batch leads to version {self.manager.buffers.next_version}: push versions "
+                "in the order of training"
+            )
+        self.newest_version = event.version
+
+    def _on_joined(self, event: InstanceJoined) -> None:
+        if event.instance in self.expected.instances:
+            raise ConflictError(
+                f"instance {event.instance} has joined already: give a restarted one a new id"
+            )
+        self._check_version(event.version)
+        if not event.kv_budget > 0:
+            raise InvalidRequestError(
+                f"instance {event.instance} has a KV cache of {event.kv_budget}: it can run nothing"
+            )
+        self.expected.joined(event.instance, event.version, event.kv_budget)
+
+    def _on_lost(self, event: InstanceLost) -> list[Command]:
+        if event.instance not in self.expected.instances:
+            return []
+        for each, target in list(self._pending.items()):
+            if target == event.instance:
+                del self._pending[each]
+        arrived = []
+        for record in self.trajectories.on_instance(event.instance):
+            if record.state is TrajectoryState.ABORTING:
+                self.trajectories.discarded(record)
+            else:
+                self.trajectories.take_back(record, ())
+                arrived.append(record.id)
+        self.expected.lost(event.instance)
+        return self._route_pending(arrived)
+
+    def _drop(self, group: SampleGroupId, reason: str) -> list[Command]:
+        """Drops a group, and the groups that become surplus by that."""
+        surplus: tuple[SampleGroupId, ...] = ()
+        if self.manager.buffers.place(group) is not None:
+            surplus = self.manager.drop(group)
+        commands = self._forget(group, reason)
+        for each in surplus:
+            commands += self._forget(each, "surplus of a full batch")
+        return commands + self._train_if_ready()
+
+    def _forget(self, group: SampleGroupId, reason: str) -> list[Command]:
+        """Aborts a group that has no entry any more."""
+        commands = self._abort(list(self.trajectories.members(group)))
+        self.trajectories.forget_group(group)
+        return [*commands, ReportDroppedGroup(group=group, reason=reason)]
+
+    def _abort(self, records: list[Trajectory]) -> list[Command]:
+        stops: dict[InstanceId, list[TrajectoryId]] = {}
+        for record in records:
+            self._cancel_pending(record.id)
+            # An instance that is to return it discards it just as well.
+            is_leaving = record.state is TrajectoryState.INTERRUPTING
+            if self.trajectories.abort(record) and not is_leaving and record.instance is not None:
+                stops.setdefault(record.instance, []).append(record.id)
+        for instance, ids in stops.items():
+            self.expected.stop_issued(instance, ids)
+        return [Abort(instance=name, trajectories=tuple(ids)) for name, ids in stops.items()]
+
+    def _cancel_pending(self, trajectory: TrajectoryId) -> None:
+        target = self._pending.pop(trajectory, None)
+        if target is not None:
+            self.expected.added(target, -1)
+
+    def _train_if_ready(self) -> list[Command]:
+        if not self._is_trainer_free or not self.manager.is_ready():
+            return []
+        self._is_trainer_free = False
+        version = self.manager.buffers.next_version
+        batch = []
+        for group, members in self.manager.consume().items():
+            for record in self.trajectories.consume(group, members):
+                assert record.version is not None
+                assert record.reward is not None
+                batch.append(
+                    TrainedTrajectory(
+                        trajectory=record.id,
+                        group=group,
+                        version=record.version,
+                        prompt_tokens=record.prompt_tokens,
+                        segments=tuple(record.segments),
+                        reward=record.reward,
+                    )
+                )
+        return [Train(version=version, batch=tuple(batch))]
+
+    def _check_version(self, version: int) -> None:
+        if not 0 <= version <= self.newest_version:
+            raise InvalidRequestError(
+                f"an instance has version {version}; the parameter server serves "
+                f"{self.newest_version}: report a version that was pushed"
+            )
+
+    def _held(self, trajectory: TrajectoryId) -> Trajectory:
+        record = self.trajectories.get(trajectory)
+        assert record is not None, "the coordinator names trajectories that it holds"
+        return record
+
+    def _record(self, trajectory: TrajectoryId, instance: InstanceId) -> Trajectory | None:
+        """The record, if this instance has the trajectory."""
+        record = self.trajectories.get(trajectory)
+        return record if record is not None and record.instance == instance else None
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError: an invariant of the coordinator or of its parts does not hold."""
+        self.manager.check_invariants()
+        self.trajectories.check_invariants()
+        for _, buffer in self.manager.buffers.entries():
+            for group in (*buffer.reserved, *buffer.occupied):
+                if group not in self.trajectories.groups:
+                    raise InvariantError(f"group {group} is not held", law="entries are held")
+        for each, instance in self._pending.items():
+            if self._held(each).state is not TrajectoryState.INTERRUPTING:
+                raise InvariantError(f"trajectory {each} is pending", law="pending")
+            if instance not in self.expected.instances:
+                raise InvariantError(f"instance {instance} is lost", law="pending")

@@ -1,0 +1,131 @@
+"""One cycle: the decisions of the three strategies on one snapshot (StaleFlow Alg. 1)."""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+
+from plexrl.rollout.coordinator.cost_model import CostModel
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.snapshot import InstanceLoad, InstanceSnapshot
+from plexrl.rollout.coordinator.strategies.migration import to_migrate
+from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
+from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
+from plexrl.rollout.staleness.manager import StalenessManager
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId, TrajectoryState
+from plexrl.rollout.trajectories.server import TrajectoryServer
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a cycle does; interrupts come first, then pulls, then routes."""
+
+    interrupts: dict[InstanceId, list[TrajectoryId]] = field(default_factory=dict)
+    pulls: list[InstanceId] = field(default_factory=list)
+    routes: list[tuple[TrajectoryId, InstanceId, int]] = field(default_factory=list)
+    """Trajectory, instance, and the version that the instance will have."""
+
+
+class Cycle:
+    """The state of one cycle. It reads the server and the manager and changes neither."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        model: CostModel,
+        server: TrajectoryServer,
+        manager: StalenessManager,
+        snapshots: Iterable[InstanceSnapshot],
+        kv_budgets: Mapping[InstanceId, float],
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._server = server
+        self._manager = manager
+        self._snapshots = sorted(snapshots, key=lambda each: each.instance)
+        self._loads = [
+            InstanceLoad(
+                index=index,
+                instance=each.instance,
+                version=each.version,
+                kv_budget=kv_budgets[each.instance],
+                kv_cache=each.kv_cache,
+                running=len(each.running),
+                waiting=len(each.waiting),
+            )
+            for index, each in enumerate(self._snapshots)
+        ]
+        self._work: dict[int, tuple[list[Candidate], list[Candidate]]] = {}
+        self._queue = [
+            Candidate(each.id, each.group, each.version, each.length)
+            for each in server.waiting.values()
+        ]
+        self._started = {
+            group for group in server.groups if manager.buffers.place(group) is not None
+        }
+
+    def decide(self, newest: int) -> Decision:
+        """Synchronisation, migration and routing; `newest` is the parameter server's version."""
+        decision = Decision()
+        if not self._loads:
+            return decision
+        settings, model, plan = self._settings, self._model, self._manager.plan
+        loads = [copy(load) for load in self._loads]
+        queue = ordered(self._queue, self._started)
+        for found in to_synchronise(settings, model, loads, plan(), queue, newest):
+            load = self._loads[found.index]
+            running, waiting = self._held(load)
+            # Also what has completed since the snapshot leaves the load.
+            self._remove(load, running + waiting, decision)
+            load.kv_cache, load.running, load.waiting, load.version = 0.0, 0, 0, newest
+            self._work[load.index] = ([], [])
+            decision.pulls.append(load.instance)
+        for load, moved in to_migrate(settings, model, self._loads, plan(), self._held):
+            running, waiting = self._held(load)
+            gone = {each.trajectory for each in moved}
+            kept = [each for each in running if each.trajectory not in gone]
+            load.waiting -= sum(each.trajectory in gone for each in waiting)
+            load.running -= len(running) - len(kept)
+            removed_tokens = sum(c.length for c in running) - sum(c.length for c in kept)
+            load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
+            self._remove(load, moved, decision)
+        reserved = plan()
+        queue = ordered(self._queue, self._started)
+        router = make_router(settings, model, self._loads, reserved)
+        for candidate, load in route(router, reserved, queue):
+            decision.routes.append((candidate.trajectory, load.instance, load.version))
+        return decision
+
+    def _remove(self, load: InstanceLoad, moved: list[Candidate], decision: Decision) -> None:
+        if moved:
+            decision.interrupts.setdefault(load.instance, []).extend(c.trajectory for c in moved)
+            self._queue += moved
+
+    def _held(self, load: InstanceLoad) -> tuple[list[Candidate], list[Candidate]]:
+        """Running and waiting trajectories of an instance that have not ended since."""
+        if load.index not in self._work:
+            shown = self._snapshots[load.index]
+            running = self._candidates(shown, shown.running, shown.running_tokens)
+            waiting = self._candidates(shown, shown.waiting, shown.waiting_tokens)
+            seen = {*shown.running, *shown.waiting}
+            # The parts of a snapshot that several machines assemble are not of one moment.
+            running += [
+                Candidate(each.id, each.group, each.version, each.length)
+                for each in self._server.on_instance(shown.instance)
+                if each.id not in seen and each.state is TrajectoryState.ROUTED
+            ]
+            self._work[load.index] = (running, waiting)
+        return self._work[load.index]
+
+    def _candidates(
+        self, shown: InstanceSnapshot, ids: tuple[TrajectoryId, ...], lengths: tuple[int, ...]
+    ) -> list[Candidate]:
+        found = []
+        for trajectory, length in zip(ids, lengths, strict=True):
+            record = self._server.get(trajectory)
+            if (
+                record is not None
+                and record.state is TrajectoryState.ROUTED
+                and record.instance == shown.instance
+            ):
+                found.append(Candidate(trajectory, record.group, record.version, length))
+        return found

@@ -1,0 +1,206 @@
+"""Events that the coordinator takes and commands that it returns.
+
+The events of one instance arrive in the order in which things happened there, and an instance runs
+its commands in the order of issue. Instances run concurrently. Each `Interrupt` and each `Abort` is
+answered by one `Stopped`, each `Pull` by one `Pulled`. The end of a trajectory is an event of its
+own (`Generated`, `GenerationFailed`), which comes before a `Stopped` that does not list it.
+"""
+
+from dataclasses import dataclass
+
+from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceJoined(Event):
+    """An instance is ready to generate. Its id was never used before."""
+
+    instance: InstanceId
+    version: int
+    """Version of its weights, at most that of the parameter server."""
+    kv_budget: float
+    """KV cache that it has, in the unit of the snapshots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLost(Event):
+    """An instance ended; what it generated and did not return is lost."""
+
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdded(Event):
+    """A prompt was sampled from the data set."""
+
+    group: SampleGroupId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTaken(Event):
+    """The load of all instances."""
+
+    instances: tuple[InstanceSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled(Event):
+    """An instance has pulled parameters."""
+
+    instance: InstanceId
+    version: int
+    """The version that it got: that of the command or a newer one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedTrajectory:
+    """What an instance had generated of a trajectory since it was routed there."""
+
+    trajectory: TrajectoryId
+    segments: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(Event):
+    """An instance has carried out an `Interrupt` or an `Abort`."""
+
+    instance: InstanceId
+    trajectories: tuple[StoppedTrajectory, ...]
+    """Those of the command that it still had. What it had already completed is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated(Event):
+    """The generation of a trajectory is complete."""
+
+    trajectory: TrajectoryId
+    instance: InstanceId
+    segments: tuple[Segment, ...]
+    """What was generated since the trajectory was routed to this instance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFailed(Event):
+    """An instance could not go on with a trajectory and does not have it any more."""
+
+    trajectory: TrajectoryId
+    instance: InstanceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewarded(Event):
+    """The reward of a generated trajectory is computed."""
+
+    trajectory: TrajectoryId
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFiltered(Event):
+    """The algorithm does not want a group, such as one whose rewards are all equal."""
+
+    group: SampleGroupId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequested(Event):
+    """The trainer is free and takes the next batch as soon as it is ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersPushed(Event):
+    """The parameter server serves a new version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasured:
+    """Seconds of one decode step at a load."""
+
+    kv_cache: float
+    running: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsMeasured(Event):
+    """Measured decode steps, to which the cost model is fitted anew."""
+
+    steps: tuple[StepMeasured, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Something that the caller has to carry out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull(Command):
+    """The instance pulls the parameters of this version, or of a newer one."""
+
+    instance: InstanceId
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route(Command):
+    """The instance generates these trajectories."""
+
+    instance: InstanceId
+    trajectories: tuple[TrajectoryId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt(Command):
+    """The instance stops these trajectories and returns what it has generated."""
+
+    instance: InstanceId
+    trajectories: tuple[TrajectoryId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Command):
+    """The instance stops these trajectories; what it has generated is discarded."""
+
+    instance: InstanceId
+    trajectories: tuple[TrajectoryId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTrajectory:
+    """A complete trajectory of a batch."""
+
+    trajectory: TrajectoryId
+    group: SampleGroupId
+    version: int
+    """V_traj."""
+    prompt_tokens: int
+    segments: tuple[Segment, ...]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(Command):
+    """The trainer advances the model from `version` to `version + 1` with this batch."""
+
+    version: int
+    batch: tuple[TrainedTrajectory, ...]
+    """By group, then by trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportDroppedGroup(Command):
+    """A group is not trained, and its trajectories are never counted with a reward."""
+
+    group: SampleGroupId
+    reason: str

@@ -1,0 +1,63 @@
+"""Settings of the rollout coordinator."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from plexrl.errors import InvalidRequestError
+from plexrl.rollout.coordinator.cost_model import CostModel
+from plexrl.rollout.staleness.manager import StalenessSettings
+
+Routing = Literal["throughput", "count"]
+Synchronisation = Literal["throughput", "greedy"]
+Migration = Literal["throughput", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """The staleness bound, the strategies and their thresholds."""
+
+    staleness: StalenessSettings
+    cost_model: CostModel
+    """Coefficients until steps are measured."""
+    routing: Routing = "throughput"
+    """`throughput`: StaleFlow Alg. 3. `count`: to the instance with the fewest trajectories."""
+    synchronisation: Synchronisation = "throughput"
+    """`throughput`: StaleFlow Alg. 4. `greedy`: as soon as there is a newer version."""
+    migration: Migration = "throughput"
+    """`throughput`: StaleFlow Alg. 5. `none`: only a pull interrupts trajectories."""
+    gain_part_min: float = 0.3
+    """μ: least part of the gain on an idle instance for which a trajectory is routed."""
+    waiting_max: int = 3
+    """φ_wait: trajectories that may wait in an engine's own queue."""
+    throughput_ratio_max: float = 5.0
+    """φ_throughput: ratio of the instances' throughputs beyond which work is redistributed."""
+    migration_gain_min: float = 0.05
+    """Least part by which a redistribution must raise the throughput of the instances concerned.
+    Without it, an idle instance would make the busiest one return its work in every cycle."""
+    length_step_tokens: int = 256
+    """Lengths are rounded down to multiples of this when gains are compared, so that trajectories
+    of similar lengths share the work; 1 compares exact gains."""
+    failures_max: int = 3
+    """Failed generations of a trajectory after which its group is dropped."""
+    measured_steps_max: int = 4096
+    """Latest measured steps to which the cost model is fitted."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("routing", ("throughput", "count")),
+            ("synchronisation", ("throughput", "greedy")),
+            ("migration", ("throughput", "none")),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                raise InvalidRequestError(f"{name} is {value!r}: choose one of {allowed}")
+        for name, low, high in (
+            ("gain_part_min", 1e-9, 1.0),
+            ("waiting_max", 0, 1 << 20),
+            ("throughput_ratio_max", 1.0, 1e9),
+            ("migration_gain_min", 0.0, 1e9),
+            ("length_step_tokens", 1, 1 << 30),
+            ("failures_max", 1, 1 << 20),
+            ("measured_steps_max", 16, 1 << 20),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise InvalidRequestError(f"{name} is {value}: set it from {low} to {high}")

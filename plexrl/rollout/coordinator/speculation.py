@@ -1,0 +1,132 @@
+"""The state that each instance will have when its commands have taken effect (StaleFlow §5.2).
+
+A snapshot is used only if it shows that state, `P` in the paper, for every instance: otherwise it
+was taken before a command took effect. Table 1 says how commands change `P`. Two cases are added:
+
+- A trajectory completes before its `Interrupt` or `Abort` arrives. The instance counts it as
+  completed, so `P` counts it again, unless the instance was told to pull after that.
+- A command is not answered yet. The snapshot is refused, whatever it shows.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from plexrl.errors import InvalidRequestError
+from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpectedInstance:
+    """What a snapshot of the instance must show, and the commands that it has not answered."""
+
+    kv_budget: float
+    version: int
+    trajectories: int = 0
+    """Running, waiting and completed since the last pull."""
+    pulls: int = 0
+    """Pulls issued so far."""
+    pulls_unanswered: int = 0
+    stops: deque[tuple[TrajectoryId, ...]] = field(default_factory=deque)
+    """Trajectories of each `Interrupt` and `Abort` that is not answered, in the order of issue."""
+    leaving: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Trajectories of `stops` that have not ended, and `pulls` when the command was issued."""
+
+
+class SpeculativeState:
+    """Expected version and number of trajectories of each instance."""
+
+    def __init__(self) -> None:
+        self.instances: dict[InstanceId, ExpectedInstance] = {}
+
+    def joined(self, instance: InstanceId, version: int, kv_budget: float) -> None:
+        """A new instance without work."""
+        self.instances[instance] = ExpectedInstance(version=version, kv_budget=kv_budget)
+
+    def lost(self, instance: InstanceId) -> None:
+        """The instance ended."""
+        del self.instances[instance]
+
+    def pull_issued(self, instance: InstanceId, version: int) -> None:
+        """All its trajectories have been interrupted before."""
+        expected = self.instances[instance]
+        expected.version = version
+        expected.trajectories = 0
+        expected.pulls += 1
+        expected.pulls_unanswered += 1
+
+    def pulled(self, instance: InstanceId, version: int) -> None:
+        """The instance got this version, which may be newer than that of the command.
+
+        Raises InvalidRequestError: it was not told to pull, or got an older version.
+        """
+        expected = self.instances[instance]
+        if not expected.pulls_unanswered:
+            raise InvalidRequestError(f"instance {instance} was not told to pull: send no `Pulled`")
+        if version < expected.version:
+            raise InvalidRequestError(
+                f"instance {instance} pulled version {version} and was told to pull "
+                f"{expected.version}: pull the newest version"
+            )
+        expected.pulls_unanswered -= 1
+        expected.version = version
+
+    def added(self, instance: InstanceId, count: int = 1) -> None:
+        """Trajectories are routed there; -1: one of them will not come, or has failed there."""
+        self.instances[instance].trajectories += count
+
+    def stop_issued(self, instance: InstanceId, trajectories: Sequence[TrajectoryId]) -> None:
+        """An `Interrupt` or `Abort` was issued."""
+        expected = self.instances[instance]
+        expected.trajectories -= len(trajectories)
+        expected.stops.append(tuple(trajectories))
+        for each in trajectories:
+            expected.leaving[each] = expected.pulls
+
+    def stopped(self, instance: InstanceId) -> tuple[TrajectoryId, ...]:
+        """The oldest unanswered `Interrupt` or `Abort` is answered: those of its trajectories
+        that had not ended before. Changes nothing until `left` is called for each.
+
+        Raises InvalidRequestError: there is no such command.
+        """
+        expected = self.instances[instance]
+        if not expected.stops:
+            raise InvalidRequestError(
+                f"instance {instance} has no unanswered Interrupt or Abort: send one `Stopped` each"
+            )
+        return tuple(each for each in expected.stops[0] if each in expected.leaving)
+
+    def answered(self, instance: InstanceId) -> None:
+        """Forgets the oldest unanswered `Interrupt` or `Abort` with its trajectories."""
+        expected = self.instances[instance]
+        for each in expected.stops.popleft():
+            expected.leaving.pop(each, None)
+
+    def completed(self, instance: InstanceId, trajectory: TrajectoryId) -> None:
+        """A trajectory completed there: it is counted again if it was to leave."""
+        expected = self.instances[instance]
+        issued_at = expected.leaving.pop(trajectory, None)
+        if issued_at == expected.pulls:
+            expected.trajectories += 1
+
+    def failed(self, instance: InstanceId, trajectory: TrajectoryId) -> None:
+        """A trajectory failed there, and the instance does not count it any more."""
+        expected = self.instances[instance]
+        if expected.leaving.pop(trajectory, None) is None:
+            expected.trajectories -= 1
+
+    def matches(self, snapshots: Iterable[InstanceSnapshot]) -> bool:
+        """True if every command is answered and the snapshot shows every instance as it is
+        expected (Eq. 1)."""
+        found = {each.instance: each for each in snapshots}
+        if found.keys() != self.instances.keys():
+            return False
+        for instance, expected in self.instances.items():
+            shown = found[instance]
+            count = len(shown.running) + len(shown.waiting) + shown.completed
+            if expected.stops or expected.pulls_unanswered:
+                return False
+            if (shown.version, count) != (expected.version, expected.trajectories):
+                return False
+        return True

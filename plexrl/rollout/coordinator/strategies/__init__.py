@@ -1,0 +1,1 @@
+"""Strategies of the coordinator: routing, synchronisation, migration, and their vanilla forms."""

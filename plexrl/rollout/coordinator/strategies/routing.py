@@ -1,0 +1,241 @@
+"""Routing of waiting trajectories to instances (StaleFlow §5.3, Alg. 2 and 3).
+
+The trajectories are ordered by `V_traj`, the oldest first, and initial ones last. The first one
+that no instance can take ends the routing, so that no younger one overtakes it.
+
+The paper leaves the order within one version open. Here longer trajectories come first, since they
+complete last; of the initial ones, groups that have an entry come first, then older groups.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import Protocol
+
+from plexrl.rollout.coordinator.cost_model import CostModel
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.snapshot import InstanceLoad
+from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A trajectory to be routed."""
+
+    trajectory: TrajectoryId
+    group: SampleGroupId
+    version: int | None
+    """V_traj; None for an initial trajectory."""
+    length: int
+    """Tokens, prompt included."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """An instance for a candidate; nothing is routed yet."""
+
+    load: InstanceLoad
+    score: float
+    """What the strategy compares; more is better."""
+
+
+class Router(Protocol):
+    """A routing strategy over one picture of the load."""
+
+    def choose(self, candidate: Candidate) -> Choice | None:
+        """The instance for the candidate; None if no instance takes it now."""
+
+    def comparable_length(self, length: int) -> int:
+        """The length by which scores are compared; candidates that share it have equal scores."""
+
+    def score(self, load: InstanceLoad, length: int) -> float | None:
+        """Score of a comparable length on this instance; None: the instance would not take it."""
+
+    def would_replace(self, version: int, choice: Choice | None) -> bool:
+        """True if an instance of this version, newer than all others but its equals, would be
+        chosen instead if its score were higher."""
+
+    def take(self, candidate: Candidate, choice: Choice) -> None:
+        """Adds the candidate to the load of the chosen instance."""
+
+
+def is_routable(plan: ReservationPlan, candidate: Candidate, version: int) -> bool:
+    """True if the candidate may run on weights of this version (Alg. 2)."""
+    if candidate.version is None:
+        return plan.admits(candidate.group, version)
+    return candidate.version <= version
+
+
+def ordered(candidates: Iterable[Candidate], started: set[SampleGroupId]) -> list[Candidate]:
+    """The multi-level queue. `started`: groups that have an entry."""
+    assigned: list[Candidate] = []
+    initial: list[Candidate] = []
+    for each in candidates:
+        (initial if each.version is None else assigned).append(each)
+    assigned.sort(key=lambda c: (c.version or 0, -c.length, c.trajectory))
+    initial.sort(key=lambda c: (c.group not in started, c.group, c.trajectory))
+    return assigned + initial
+
+
+def route(
+    router: Router, plan: ReservationPlan, queue: Iterable[Candidate]
+) -> list[tuple[Candidate, InstanceLoad]]:
+    """Routes from the head of the queue until no instance takes a trajectory.
+
+    Changes the loads behind the router and the plan.
+    """
+    routed = []
+    for candidate in queue:
+        choice = router.choose(candidate)
+        if choice is None:
+            break
+        router.take(candidate, choice)
+        if candidate.version is None:
+            plan.reserve(candidate.group, choice.load.version)
+        routed.append((candidate, choice.load))
+    return routed
+
+
+def make_router(
+    settings: CoordinatorSettings,
+    model: CostModel,
+    loads: Iterable[InstanceLoad],
+    plan: ReservationPlan,
+) -> Router:
+    """The router that the settings name."""
+    if settings.routing == "count":
+        return CountRouter(loads, plan, model)
+    return ThroughputRouter(
+        loads,
+        plan,
+        model,
+        gain_part_min=settings.gain_part_min,
+        length_step=settings.length_step_tokens,
+    )
+
+
+class _Level:
+    """The instances of one version, in a heap by gain for one length."""
+
+    __slots__ = ("heap", "length", "loads")
+
+    def __init__(self) -> None:
+        self.loads: list[InstanceLoad] = []
+        self.heap: list[tuple[float, int, InstanceLoad]] = []
+        self.length = -1
+
+
+class ThroughputRouter:
+    """The instance with the largest gain in throughput, of the oldest version that gains enough."""
+
+    def __init__(
+        self,
+        loads: Iterable[InstanceLoad],
+        plan: ReservationPlan,
+        model: CostModel,
+        *,
+        gain_part_min: float,
+        length_step: int,
+    ) -> None:
+        self._plan = plan
+        self._model = model
+        self._gain_part_min = gain_part_min
+        self._length_step = length_step
+        self._levels: dict[int, _Level] = {}
+        for load in sorted(loads, key=lambda load: (load.version, load.index)):
+            self._levels.setdefault(load.version, _Level()).loads.append(load)
+
+    def choose(self, candidate: Candidate) -> Choice | None:
+        """Goes through the versions from the oldest one on (the waterfall of Alg. 3)."""
+        length = self.comparable_length(candidate.length)
+        least = self._gain_part_min * self._model.ideal_gain(length)
+        for version, level in self._levels.items():
+            if not is_routable(self._plan, candidate, version):
+                continue
+            if level.length != length:
+                self._sort(level, length)
+            gain, _, load = level.heap[0]
+            if -gain >= least:
+                return Choice(load, -gain)
+        return None
+
+    def comparable_length(self, length: int) -> int:
+        """Rounded down, so that what fits into an idle instance is found to fit."""
+        return max(length - length % self._length_step, 1)
+
+    def score(self, load: InstanceLoad, length: int) -> float | None:
+        """The gain, if it is large enough."""
+        gain = self._model.gain(load, length)
+        return gain if gain >= self._gain_part_min * self._model.ideal_gain(length) else None
+
+    def would_replace(self, version: int, choice: Choice | None) -> bool:
+        """Only against instances of its own version: older ones have precedence."""
+        return choice is None or choice.load.version == version
+
+    def take(self, candidate: Candidate, choice: Choice) -> None:
+        """Adds one trajectory that runs at once, since its gain is positive."""
+        load = choice.load
+        load.kv_cache += self._model.k5 * candidate.length
+        load.running += 1
+        level = self._levels[load.version]
+        heapreplace(level.heap, (-self._model.gain(load, level.length), load.index, load))
+
+    def _sort(self, level: _Level, length: int) -> None:
+        gain = self._model.gain
+        level.heap = [(-gain(load, length), load.index, load) for load in level.loads]
+        heapify(level.heap)
+        level.length = length
+
+
+class CountRouter:
+    """The instance with the fewest trajectories (StaleFlow §6.5, vanilla routing)."""
+
+    def __init__(
+        self, loads: Iterable[InstanceLoad], plan: ReservationPlan, model: CostModel
+    ) -> None:
+        self._plan = plan
+        self._model = model
+        self._by_version: dict[int, list[tuple[int, int, InstanceLoad]]] = {}
+        for load in loads:
+            heap = self._by_version.setdefault(load.version, [])
+            heap.append((load.count, load.index, load))
+        for heap in self._by_version.values():
+            heapify(heap)
+
+    def choose(self, candidate: Candidate) -> Choice | None:
+        """The fewest trajectories among instances of all versions that may run the candidate."""
+        tops = [
+            heap[0]
+            for version, heap in self._by_version.items()
+            if is_routable(self._plan, candidate, version)
+        ]
+        if not tops:
+            return None
+        count, _, load = min(tops)
+        return Choice(load, -count)
+
+    def comparable_length(self, length: int) -> int:
+        """Lengths do not matter."""
+        del length
+        return 0
+
+    def score(self, load: InstanceLoad, length: int) -> float | None:
+        """The number of trajectories, negative."""
+        del length
+        return -load.count
+
+    def would_replace(self, version: int, choice: Choice | None) -> bool:
+        """Versions have no precedence."""
+        del version, choice
+        return True
+
+    def take(self, candidate: Candidate, choice: Choice) -> None:
+        """Adds one trajectory, which waits where it does not fit."""
+        load = choice.load
+        if self._model.fits(load, candidate.length):
+            load.kv_cache += self._model.k5 * candidate.length
+            load.running += 1
+        else:
+            load.waiting += 1
+        heapreplace(self._by_version[load.version], (load.count, load.index, load))

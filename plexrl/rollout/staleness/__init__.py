@@ -1,0 +1,1 @@
+"""The staleness protocol: buffers by version, and the manager of groups over them."""

@@ -1,0 +1,306 @@
+"""Staleness buffers: which entry is trained at which version (StaleFlow §4.2).
+
+Buffer `v` is trained as the model advances from version `v` to `v + 1`. Its entries are *reserved*
+(generation is not complete) or *occupied* (complete). An entry of version `V` may be in the buffers
+up to `V + staleness`, its *deadline*. `next_version` is the first buffer that is not consumed; a
+model of a newer version does not exist yet, so `V <= next_version`, and `V` itself bounds nothing.
+
+A buffer has `size` entries, and `extra` more for redundancy at batch level, which only reserved
+entries may use. A buffer with `size` occupied entries is full: it has no room for others.
+
+Invariants:
+- every entry of version `V` in buffer `v` has `V + staleness >= v >= next_version`;
+- reserved entries are as late as possible: none could move to a later buffer with room;
+- occupied entries are as early as possible: none could move to an earlier buffer with room;
+- no reserved entry could change places with an occupied entry of a later buffer.
+
+So the number of occupied entries in the first buffer, then in the second and so on, is the largest
+that any arrangement of the same entries has: the buffers become ready as early as possible, and a
+reservation is refused only if every arrangement that keeps these numbers has no place for it.
+
+Two rules that the paper leaves open: among the reserved entries of one buffer that can move to a
+free place, the one with the earliest deadline moves; when an occupied entry is removed, the newest
+occupied entry of the last buffer that holds one moves forward into its place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from plexrl.errors import ConflictError, InvariantError
+from plexrl.rollout.trajectories.record import SampleGroupId
+
+
+class BufferState(StrEnum):
+    WAITING = "waiting"
+    """It has room for reservations."""
+    READY = "ready"
+    """All its entries are occupied: it can be consumed in its turn."""
+    STUCK = "stuck"
+    """It has no room, and some of its entries are reserved."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Buffer:
+    """The entries of one buffer: versions by group."""
+
+    reserved: dict[SampleGroupId, int] = field(default_factory=dict)
+    occupied: dict[SampleGroupId, int] = field(default_factory=dict)
+
+
+class Buffers:
+    """All buffers that are not consumed. Operations take O(staleness² + entries of a buffer)."""
+
+    def __init__(self, *, staleness: int, size: int, extra: int = 0) -> None:
+        self.staleness = staleness
+        self.size = size
+        self.extra = extra
+        self.next_version = 0
+        self._buffers: dict[int, Buffer] = {}
+        self._place: dict[SampleGroupId, int] = {}
+        """The buffer of each entry."""
+
+    def buffer(self, version: int) -> Buffer:
+        """Entries of the buffer; empty for one that was never used."""
+        return self._buffers.get(version) or Buffer()
+
+    def entries(self) -> Iterator[tuple[int, Buffer]]:
+        """Buffers that hold entries, by version ascending."""
+        return ((v, self._buffers[v]) for v in sorted(self._buffers))
+
+    def place(self, group: SampleGroupId) -> int | None:
+        """The buffer that holds the group's entry; None if it has no entry."""
+        return self._place.get(group)
+
+    def version(self, group: SampleGroupId) -> int:
+        """The version of the group's entry. Raises ConflictError: it has none."""
+        buffer = self._buffers[self._placed(group)]
+        found = buffer.reserved.get(group)
+        return buffer.occupied[group] if found is None else found
+
+    def is_occupied(self, group: SampleGroupId) -> bool:
+        """True for a group with an occupied entry."""
+        place = self._place.get(group)
+        return place is not None and group in self._buffers[place].occupied
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return len(self._place)
+
+    def state(self, version: int) -> BufferState:
+        """State of the buffer."""
+        if len(self.buffer(version).occupied) == self.size:
+            return BufferState.READY
+        return BufferState.WAITING if self.room(version) else BufferState.STUCK
+
+    def room(self, version: int) -> int:
+        """Number of reservations that fit into the buffer."""
+        buffer = self._buffers.get(version)
+        if buffer is None:
+            return self.size + self.extra
+        if len(buffer.occupied) == self.size:
+            return 0
+        return self.size + self.extra - len(buffer.occupied) - len(buffer.reserved)
+
+    def rooms(self) -> list[int]:
+        """Room of the buffers from `next_version` to `next_version + staleness`."""
+        first = self.next_version
+        return [self.room(v) for v in range(first, first + self.staleness + 1)]
+
+    def reservable(self, version: int) -> int | None:
+        """The buffer that a reservation of this version would get: the latest one with room."""
+        for place in range(version + self.staleness, self.next_version - 1, -1):
+            if self.room(place):
+                return place
+        return None
+
+    def reserve(self, group: SampleGroupId, version: int) -> int:
+        """Reserves an entry and returns its buffer.
+
+        Raises:
+            ConflictError: the group has an entry, the version does not exist, or there is no room.
+        """
+        if group in self._place:
+            raise ConflictError(f"group {group} has an entry in the staleness buffers already")
+        if not 0 <= version <= self.next_version:
+            raise ConflictError(
+                f"group {group} has version {version}, but the newest model is of version "
+                f"{self.next_version} at most: assign the version of an instance's weights"
+            )
+        place = self.reservable(version)
+        if place is None:
+            raise ConflictError(
+                f"no staleness buffer from {self.next_version} to {version + self.staleness} has "
+                f"room for group {group} of version {version}: assign a newer version"
+            )
+        self._put(group, version, place, occupied=False)
+        return place
+
+    def lower(self, group: SampleGroupId, version: int) -> int:
+        """Gives a reservation an older version, and returns the buffer that it has then.
+
+        Raises ConflictError: as `reserve`, or the group has no reservation. Nothing changes.
+        """
+        latest = version + self.staleness
+        if self.hole_after_release(group) > latest and self.reservable(version) is None:
+            raise ConflictError(
+                f"no staleness buffer up to {latest} has room for group {group}: assign a newer "
+                "version"
+            )
+        self._take_reserved(group)
+        return self.reserve(group, version)
+
+    def hole_after_release(self, group: SampleGroupId) -> int:
+        """The buffer that gains room if the group's reservation is released."""
+        hole = self._placed(group)
+        while (source := self._movable(hole, leaving_out=group)) is not None:
+            hole = source[1]
+        return hole
+
+    def occupy(self, group: SampleGroupId) -> int:
+        """Turns the reservation into an occupied entry and returns its buffer.
+
+        Raises ConflictError: the group has no reservation.
+        """
+        version = self._take_reserved(group)
+        place = self.next_version
+        while not self._has_place_to_occupy(place):
+            place += 1
+        self._put(group, version, place, occupied=True)
+        return place
+
+    def release(self, group: SampleGroupId) -> None:
+        """Deletes the entry, and moves entries forward and reservations back.
+
+        Raises ConflictError: the group has no entry.
+        """
+        place = self._placed(group)
+        if group in self._buffers[place].reserved:
+            self._take_reserved(group)
+        else:
+            del self._buffers[place].occupied[group]
+            self._forget(group, place)
+            self._fill(place)
+        self._advance_occupied()
+
+    def consume(self) -> dict[SampleGroupId, int]:
+        """Retires the first buffer and returns the versions of its groups.
+
+        Raises ConflictError: the buffer is not ready.
+        """
+        version = self.next_version
+        if (state := self.state(version)) is not BufferState.READY:
+            raise ConflictError(
+                f"staleness buffer {version} is {state}: consume it when it is ready",
+                buffer=version,
+            )
+        buffer = self._buffers.pop(version)
+        if buffer.reserved:
+            raise ConflictError(
+                f"staleness buffer {version} is ready and holds the reservations of surplus "
+                f"groups {sorted(buffer.reserved)}: release them first"
+            )
+        for group in buffer.occupied:
+            del self._place[group]
+        self.next_version = version + 1
+        return buffer.occupied
+
+    def _placed(self, group: SampleGroupId) -> int:
+        place = self._place.get(group)
+        if place is None:
+            raise ConflictError(f"group {group} has no entry in the staleness buffers")
+        return place
+
+    def _put(self, group: SampleGroupId, version: int, place: int, *, occupied: bool) -> None:
+        buffer = self._buffers.setdefault(place, Buffer())
+        (buffer.occupied if occupied else buffer.reserved)[group] = version
+        self._place[group] = place
+
+    def _forget(self, group: SampleGroupId, place: int) -> None:
+        del self._place[group]
+        buffer = self._buffers[place]
+        if not buffer.reserved and not buffer.occupied:
+            del self._buffers[place]
+
+    def _take_reserved(self, group: SampleGroupId) -> int:
+        """Deletes the reservation, moves others into its place, and returns its version."""
+        place = self._placed(group)
+        version = self._buffers[place].reserved.pop(group, None)
+        if version is None:
+            raise ConflictError(f"group {group} occupies its entry already")
+        self._forget(group, place)
+        self._fill(place)
+        return version
+
+    def _movable(
+        self, hole: int, *, leaving_out: SampleGroupId | None = None
+    ) -> tuple[SampleGroupId, int] | None:
+        """The earliest reservation before buffer `hole` that may move there, and its buffer."""
+        for place in range(self.next_version, hole):
+            buffer = self._buffers.get(place)
+            if buffer is None:
+                continue
+            found = [
+                (version, group)
+                for group, version in buffer.reserved.items()
+                if version + self.staleness >= hole and group != leaving_out
+            ]
+            if found:
+                return min(found)[1], place
+        return None
+
+    def _fill(self, hole: int) -> None:
+        """Moves reservations to later buffers until none can use the free place."""
+        while self.room(hole) and (found := self._movable(hole)) is not None:
+            group, place = found
+            version = self._buffers[place].reserved.pop(group)
+            self._forget(group, place)
+            self._put(group, version, hole, occupied=False)
+            hole = place
+
+    def _has_place_to_occupy(self, version: int) -> bool:
+        return len(self.buffer(version).occupied) < self.size and self.room(version) > 0
+
+    def _advance_occupied(self) -> None:
+        """Moves occupied entries to earlier buffers with room, from the last buffer first."""
+        while True:
+            last = max((v for v, each in self._buffers.items() if each.occupied), default=-1)
+            free = range(self.next_version, last)
+            place = next((v for v in free if self._has_place_to_occupy(v)), None)
+            if place is None:
+                return
+            group, version = max(self._buffers[last].occupied.items(), key=lambda e: (e[1], e[0]))
+            del self._buffers[last].occupied[group]
+            self._forget(group, last)
+            self._put(group, version, place, occupied=True)
+            self._fill(last)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError: an invariant of this module does not hold."""
+        held: dict[SampleGroupId, int] = {}
+        for place, buffer in self._buffers.items():
+            held |= dict.fromkeys([*buffer.reserved, *buffer.occupied], place)
+            used = len(buffer.reserved) + len(buffer.occupied)
+            if len(buffer.occupied) > self.size or used > self.size + self.extra:
+                raise InvariantError(f"buffer {place} holds {used} entries", law="buffer size")
+            for group, version in (buffer.reserved | buffer.occupied).items():
+                if not self.next_version <= place <= version + self.staleness:
+                    raise InvariantError(
+                        f"group {group} of version {version} is in buffer {place}",
+                        law="staleness bound",
+                    )
+            for group, version in buffer.reserved.items():
+                for later in range(place + 1, version + self.staleness + 1):
+                    if self.room(later):
+                        raise InvariantError(
+                            f"group {group} could move from buffer {place} to {later}",
+                            law="reservations are late",
+                        )
+        if held != self._place:
+            raise InvariantError("an entry is in two buffers or in none", law="one entry a group")
+        last = max((v for v, each in self._buffers.items() if each.occupied), default=-1)
+        for place in range(self.next_version, last):
+            if self._has_place_to_occupy(place):
+                raise InvariantError(
+                    f"buffer {place} has room before buffer {last}", law="occupied are early"
+                )

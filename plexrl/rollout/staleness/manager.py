@@ -1,0 +1,202 @@
+"""The staleness manager: which versions trajectories may have, and when a batch is complete.
+
+An entry of the buffers is a *group*: the samples of one prompt (StaleFlow §4.3). Its version is the
+oldest `V_traj` of its members, and it occupies its entry when `group_size` members are complete.
+
+Redundancy: a group has `extra_samples` more members, and a buffer `extra_groups` more reserved
+entries. Members beyond `group_size`, and groups reserved in a buffer that is full, are *surplus*:
+the caller aborts them. Interrupts and migrations change no entry, since the
+version of a trajectory stays what it was.
+
+Invariants, beside those of `buffers`:
+- at most `(staleness + 1) * (batch_groups + extra_groups)` groups have entries;
+- the version of a reserved entry is the minimum over its members.
+"""
+
+from dataclasses import dataclass, field
+
+from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
+from plexrl.rollout.staleness.buffers import Buffers, BufferState
+from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessSettings:
+    """The staleness bound and the sizes of batch and group."""
+
+    staleness: int
+    """η: a batch is trained at most this many versions after the version of its samples."""
+    batch_groups: int
+    """Groups of one training step."""
+    group_size: int = 1
+    """Samples of a prompt that are trained."""
+    extra_groups: int = 0
+    """Groups that a buffer reserves beyond `batch_groups`. They are dropped when it is full,
+    which shortens responses on average (StaleFlow App. C), hence none by default."""
+    extra_samples: int = 0
+    """Samples of a group beyond `group_size`; see `extra_groups`."""
+
+    def __post_init__(self) -> None:
+        least = {"staleness": 0, "batch_groups": 1, "group_size": 1}
+        for name in ("staleness", "batch_groups", "group_size", "extra_groups", "extra_samples"):
+            value, minimum = getattr(self, name), least.get(name, 0)
+            if value < minimum:
+                raise InvalidRequestError(f"{name} is {value}: set it to {minimum} or more")
+
+    @property
+    def samples(self) -> int:
+        """Samples of a prompt that are started."""
+        return self.group_size + self.extra_samples
+
+    @property
+    def groups_max(self) -> int:
+        """Groups that can be in flight: started, and not consumed (StaleFlow §4.2)."""
+        return (self.staleness + 1) * (self.batch_groups + self.extra_groups)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Members:
+    versions: dict[TrajectoryId, int] = field(default_factory=dict)
+    complete: set[TrajectoryId] = field(default_factory=set)
+
+
+class StalenessManager:
+    """Tracker and discriminator of the staleness bound (StaleFlow §4)."""
+
+    def __init__(self, settings: StalenessSettings) -> None:
+        self.settings = settings
+        self.buffers = Buffers(
+            staleness=settings.staleness, size=settings.batch_groups, extra=settings.extra_groups
+        )
+        self._members: dict[SampleGroupId, _Members] = {}
+
+    def plan(self) -> ReservationPlan:
+        """A plan on the entries as they are now; it must not outlive the next change."""
+        buffers = self.buffers
+        return ReservationPlan(
+            buffers.rooms(),
+            first=buffers.next_version,
+            staleness=buffers.staleness,
+            entry=self._entry,
+        )
+
+    def admits(self, group: SampleGroupId, version: int) -> bool:
+        """True if `reserve` would succeed. Nothing changes."""
+        if version > self.buffers.next_version:
+            return False
+        place = self.buffers.place(group)
+        if place is None:
+            return self.buffers.reservable(version) is not None
+        if self.buffers.is_occupied(group):
+            return False
+        latest = version + self.settings.staleness
+        if self.buffers.version(group) <= version or place <= latest:
+            return True
+        hole = self.buffers.hole_after_release(group)
+        return hole <= latest or self.buffers.reservable(version) is not None
+
+    def reserve(self, group: SampleGroupId, trajectory: TrajectoryId, version: int) -> None:
+        """Assigns the version to the trajectory. A first member reserves the group's entry; a
+        member older than the entry moves it to a buffer that its version allows.
+
+        Raises:
+            ConflictError: the version breaks the bound, or the trajectory has a version.
+        """
+        members = self._members.get(group)
+        if members is not None and trajectory in members.versions:
+            raise ConflictError(f"trajectory {trajectory} has a version already")
+        if not self.admits(group, version):
+            raise ConflictError(
+                f"version {version} of group {group} breaks the staleness bound "
+                f"{self.settings.staleness}: no buffer up to {version + self.settings.staleness} "
+                "has room; assign a newer version"
+            )
+        if members is None:
+            self.buffers.reserve(group, version)
+            members = self._members[group] = _Members()
+        elif version < self.buffers.version(group):
+            self.buffers.lower(group, version)
+        members.versions[trajectory] = version
+
+    def complete(
+        self, group: SampleGroupId, trajectory: TrajectoryId
+    ) -> tuple[SampleGroupId, ...] | None:
+        """Records a generated and rewarded member; the last one occupies the group's entry.
+
+        Returns None while the group lacks members. When it is complete: the surplus groups of a
+        buffer that is full now. They are released; the caller aborts their trajectories, and the
+        members of this group that are not complete.
+
+        Raises ConflictError: the trajectory has no version, or is complete.
+        """
+        members = self._members.get(group)
+        if members is None or trajectory not in members.versions:
+            raise ConflictError(f"trajectory {trajectory} of group {group} is not reserved")
+        if trajectory in members.complete:
+            raise ConflictError(f"trajectory {trajectory} is complete already")
+        members.complete.add(trajectory)
+        if len(members.complete) < self.settings.group_size:
+            return None
+        for each in members.versions.keys() - members.complete:
+            del members.versions[each]
+        return self._drop_surplus(self.buffers.occupy(group))
+
+    def drop(self, group: SampleGroupId) -> tuple[SampleGroupId, ...]:
+        """Forgets a group: filtered, failed or aborted. Later complete groups move forward, which
+        may fill a buffer. Returns surplus groups, as `complete` does.
+
+        Raises ConflictError: the group has no entry.
+        """
+        self.buffers.release(group)
+        del self._members[group]
+        dropped: list[SampleGroupId] = []
+        for version, _ in list(self.buffers.entries()):
+            dropped += self._drop_surplus(version)
+        return tuple(dropped)
+
+    def state(self, version: int) -> BufferState:
+        """State of a buffer."""
+        return self.buffers.state(version)
+
+    def is_ready(self) -> bool:
+        """True if the next buffer can be consumed."""
+        return self.buffers.state(self.buffers.next_version) is BufferState.READY
+
+    def consume(self) -> dict[SampleGroupId, tuple[TrajectoryId, ...]]:
+        """Retires the next buffer: its groups by id, each with its members.
+
+        Raises ConflictError: the buffer is not ready.
+        """
+        groups = sorted(self.buffers.consume())
+        return {group: tuple(sorted(self._members.pop(group).versions)) for group in groups}
+
+    def _entry(self, group: SampleGroupId) -> tuple[int, int] | None:
+        place = self.buffers.place(group)
+        return None if place is None else (self.buffers.version(group), place)
+
+    def _drop_surplus(self, version: int) -> tuple[SampleGroupId, ...]:
+        """Releases what is reserved in a buffer that is full."""
+        if self.buffers.state(version) is not BufferState.READY:
+            return ()
+        groups = tuple(sorted(self.buffers.buffer(version).reserved))
+        for group in groups:
+            self.buffers.release(group)
+            del self._members[group]
+        return groups
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError: an invariant of this module or of `buffers` does not hold."""
+        self.buffers.check_invariants()
+        if len(self.buffers) > self.settings.groups_max:
+            raise InvariantError(
+                f"{len(self.buffers)} groups have entries; {self.settings.groups_max} may",
+                law="groups in flight",
+            )
+        for group, members in self._members.items():
+            oldest = min(members.versions.values())
+            occupied = self.buffers.is_occupied(group)
+            if not occupied and self.buffers.version(group) != oldest:
+                raise InvariantError(f"group {group} has a member of {oldest}", law="group version")
+            if occupied != (len(members.complete) == self.settings.group_size):
+                raise InvariantError(f"group {group} is not complete", law="occupied when complete")

@@ -1,0 +1,155 @@
+"""The record of one trajectory: its tokens by version, and the table of its states.
+
+A trajectory begins as a prompt alone (StaleFlow §2.1). `V_traj`, its `version`, is assigned when it
+is first routed and is the oldest policy version that any of its tokens may have (StaleFlow §4.1).
+
+Invariants:
+- every segment has `version <= kv_version <= policy_version`;
+- `instance` is set exactly in the states `ROUTED`, `INTERRUPTING` and `ABORTING`;
+- an initial trajectory has no version, and every other state than `WAITING` and `ABORTED` has one.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from plexrl.errors import ConflictError, InvalidRequestError
+
+TrajectoryId = NewType("TrajectoryId", int)
+"""`group * samples per group + index of the sample`, so that the group follows from it."""
+SampleGroupId = NewType("SampleGroupId", int)
+"""Number of a prompt in the order of sampling, from 0: all samples of a prompt are one group."""
+InstanceId = NewType("InstanceId", str)
+"""A rollout instance. A restarted instance has a new id."""
+
+
+class TrajectoryState(StrEnum):
+    WAITING = "waiting"
+    """On the trajectory server, to be routed."""
+    ROUTED = "routed"
+    """On an instance: running, preempted, or on its way there."""
+    INTERRUPTING = "interrupting"
+    """On an instance that is to return it."""
+    ABORTING = "aborting"
+    """On an instance that is to discard it."""
+    GENERATED = "generated"
+    """Generation is complete; the reward is not."""
+    REWARDED = "rewarded"
+    CONSUMED = "consumed"
+    ABORTED = "aborted"
+
+
+class Change(StrEnum):
+    """What can happen to a trajectory."""
+
+    ROUTE = "route"
+    INTERRUPT = "interrupt"
+    RETURN = "return"
+    GENERATE = "generate"
+    REWARD = "reward"
+    CONSUME = "consume"
+    ABORT = "abort"
+    DISCARD = "discard"
+
+
+_S = TrajectoryState
+TRANSITIONS: dict[tuple[TrajectoryState, Change], TrajectoryState] = {
+    (_S.WAITING, Change.ROUTE): _S.ROUTED,
+    (_S.ROUTED, Change.INTERRUPT): _S.INTERRUPTING,
+    # An instance that is lost or fails to generate returns what it was not asked to return.
+    (_S.ROUTED, Change.RETURN): _S.WAITING,
+    (_S.INTERRUPTING, Change.RETURN): _S.WAITING,
+    (_S.ROUTED, Change.GENERATE): _S.GENERATED,
+    # The last token came before the interrupt.
+    (_S.INTERRUPTING, Change.GENERATE): _S.GENERATED,
+    (_S.GENERATED, Change.REWARD): _S.REWARDED,
+    (_S.REWARDED, Change.CONSUME): _S.CONSUMED,
+    (_S.WAITING, Change.ABORT): _S.ABORTED,
+    (_S.ROUTED, Change.ABORT): _S.ABORTING,
+    # The interrupt is already on its way and has the same effect on the instance.
+    (_S.INTERRUPTING, Change.ABORT): _S.ABORTING,
+    (_S.GENERATED, Change.ABORT): _S.ABORTED,
+    (_S.REWARDED, Change.ABORT): _S.ABORTED,
+    (_S.ABORTING, Change.DISCARD): _S.ABORTED,
+}
+ON_INSTANCE = frozenset({_S.ROUTED, _S.INTERRUPTING, _S.ABORTING})
+"""States in which an instance holds the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive response tokens that one policy version sampled."""
+
+    tokens: int
+    """Number of response tokens, at least 1."""
+    policy_version: int
+    """Version of the weights that sampled the tokens."""
+    kv_version: int
+    """Oldest version whose keys and values the tokens attended to. It equals `policy_version` when
+    the engine computed the KV cache again after the update, and is older when the engine kept
+    it."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InvalidRequestError(f"a segment has {self.tokens} tokens: report at least 1")
+        if not 0 <= self.kv_version <= self.policy_version:
+            raise InvalidRequestError(
+                f"a segment has KV version {self.kv_version} and policy version "
+                f"{self.policy_version}: the KV version must be in 0..policy version"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One sample of one prompt. Only `change` and `extend` write it."""
+
+    id: TrajectoryId
+    group: SampleGroupId
+    prompt_tokens: int
+    state: TrajectoryState = TrajectoryState.WAITING
+    version: int | None = None
+    """V_traj; None before the first routing."""
+    instance: InstanceId | None = None
+    """The instance that holds it; None on the trajectory server and after generation."""
+    segments: list[Segment] = field(default_factory=list)
+    failures: int = 0
+    """Failed generations so far."""
+    reward: float | None = None
+    """None until the reward is computed."""
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return sum(each.tokens for each in self.segments)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, prompt included."""
+        return self.prompt_tokens + self.response_tokens
+
+    def change(self, what: Change) -> None:
+        """Moves to the next state of `TRANSITIONS`. Raises ConflictError: there is none."""
+        after = TRANSITIONS.get((self.state, what))
+        if after is None:
+            raise ConflictError(
+                f"trajectory {self.id} is {self.state}: it cannot {what}", trajectory=self.id
+            )
+        self.state = after
+        if after not in ON_INSTANCE:
+            self.instance = None
+
+    def check_segments(self, segments: tuple[Segment, ...]) -> None:
+        """Raises InvalidRequestError: a segment is older than V_traj. (A later segment may
+        be of an older version than an earlier one, if both are within the bound.)"""
+        for each in segments:
+            if self.version is None or each.kv_version < self.version:
+                raise InvalidRequestError(
+                    f"trajectory {self.id} has version {self.version} and cannot have tokens of "
+                    f"policy version {each.policy_version} over KV version {each.kv_version}: "
+                    "route it to instances of its version or newer ones only"
+                )
+
+    def extend(self, segments: tuple[Segment, ...]) -> None:
+        """Appends generated segments. Raises InvalidRequestError: see `check_segments`."""
+        self.check_segments(segments)
+        self.segments.extend(segments)

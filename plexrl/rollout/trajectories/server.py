@@ -1,0 +1,211 @@
+"""The trajectory server's core: all trajectories in flight, and their states (StaleFlow §5.1).
+
+It holds each group from the sampling of its prompt until it is trained or dropped, at most
+`groups_max` of them, and forgets it then. What the caller must store durably is what its methods
+return. Changes come as methods named for what happens; each checks before it changes anything.
+
+Invariant: a trajectory of a held group is in one state of `TrajectoryState` and is held until its
+group is consumed, or until it is aborted and no instance has it any more.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
+from plexrl.rollout.trajectories.record import (
+    ON_INSTANCE,
+    Change,
+    InstanceId,
+    SampleGroupId,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    TrajectoryState,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleGroup:
+    """A prompt, whose samples are trained together."""
+
+    id: SampleGroupId
+    prompt_tokens: int
+    members: tuple[TrajectoryId, ...]
+
+
+class TrajectoryServer:
+    """Owner of the records of trajectories."""
+
+    def __init__(self, *, samples: int, groups_max: int) -> None:
+        """`samples`: trajectories of a group; `groups_max`: groups held at a time."""
+        self.samples = samples
+        self.groups_max = groups_max
+        self.groups: dict[SampleGroupId, SampleGroup] = {}
+        self.waiting: dict[TrajectoryId, Trajectory] = {}
+        """Trajectories to be routed."""
+        self._all: dict[TrajectoryId, Trajectory] = {}
+        self._on: dict[InstanceId, dict[TrajectoryId, None]] = {}
+        self._next_group = 0
+
+    @property
+    def groups_wanted(self) -> int:
+        """Number of groups that `add` takes now."""
+        return self.groups_max - len(self.groups)
+
+    def get(self, trajectory: TrajectoryId) -> Trajectory | None:
+        """The record; None for a trajectory that is consumed or aborted.
+
+        Raises InvalidRequestError: there never was such a trajectory.
+        """
+        found = self._all.get(trajectory)
+        if found is None and not 0 <= trajectory < self._next_group * self.samples:
+            raise InvalidRequestError(
+                f"there is no trajectory {trajectory}: ids are below "
+                f"{self._next_group * self.samples}"
+            )
+        return found
+
+    def members(self, group: SampleGroupId) -> Iterator[Trajectory]:
+        """Records of a held group's members that are not aborted."""
+        found = (self._all.get(each) for each in self.groups[group].members)
+        return (each for each in found if each and each.state is not TrajectoryState.ABORTING)
+
+    def on_instance(self, instance: InstanceId) -> list[Trajectory]:
+        """Records of what the instance holds, in the order of routing."""
+        return [self._all[each] for each in self._on.get(instance, ())]
+
+    def add(self, group: SampleGroupId, prompt_tokens: int) -> SampleGroup:
+        """Adds a prompt and its initial trajectories.
+
+        Raises:
+            InvalidRequestError: the id does not follow the last one, or the prompt is empty.
+            ConflictError: the server holds `groups_max` groups.
+        """
+        if group != self._next_group:
+            raise InvalidRequestError(
+                f"group {group} does not follow group {self._next_group - 1}: "
+                f"add group {self._next_group}"
+            )
+        if prompt_tokens < 1:
+            raise InvalidRequestError(f"the prompt of group {group} has no tokens: leave it out")
+        if self.groups_wanted < 1:
+            raise ConflictError(
+                f"the trajectory server holds {self.groups_max} groups, as many as the staleness "
+                "bound allows: add more after the next batch is consumed"
+            )
+        first = group * self.samples
+        members = tuple(TrajectoryId(first + index) for index in range(self.samples))
+        added = SampleGroup(id=group, prompt_tokens=prompt_tokens, members=members)
+        self.groups[group] = added
+        self._next_group = group + 1
+        for each in members:
+            record = Trajectory(id=each, group=group, prompt_tokens=prompt_tokens)
+            self._all[each] = self.waiting[each] = record
+        return added
+
+    def route(self, trajectory: Trajectory, instance: InstanceId, version: int) -> None:
+        """Gives a waiting trajectory to an instance. `version`, of the instance's weights,
+        becomes that of an initial trajectory.
+
+        Raises ConflictError: it is not waiting, or the instance's weights are too old.
+        """
+        if trajectory.version is not None and trajectory.version > version:
+            raise ConflictError(
+                f"trajectory {trajectory.id} has version {trajectory.version}: instance "
+                f"{instance} of version {version} is too old for it"
+            )
+        trajectory.change(Change.ROUTE)
+        if trajectory.version is None:
+            trajectory.version = version
+        trajectory.instance = instance
+        del self.waiting[trajectory.id]
+        self._on.setdefault(instance, {})[trajectory.id] = None
+
+    def interrupt(self, trajectory: Trajectory) -> None:
+        """Its instance is to return it. Raises ConflictError: it is not routed."""
+        trajectory.change(Change.INTERRUPT)
+
+    def take_back(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
+        """Its instance returned it, with what it generated there, or lost it.
+
+        Raises:
+            ConflictError: no instance has it.
+            InvalidRequestError: a segment is of a wrong version.
+        """
+        trajectory.check_segments(segments)
+        instance = trajectory.instance
+        trajectory.change(Change.RETURN)
+        trajectory.extend(segments)
+        self._leave(trajectory, instance)
+        self.waiting[trajectory.id] = trajectory
+
+    def generated(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
+        """Its generation is complete. Raises as `take_back`."""
+        trajectory.check_segments(segments)
+        instance = trajectory.instance
+        trajectory.change(Change.GENERATE)
+        trajectory.extend(segments)
+        self._leave(trajectory, instance)
+
+    def rewarded(self, trajectory: Trajectory, reward: float) -> None:
+        """Its reward is computed. Raises ConflictError: it is not generated, or has a reward."""
+        trajectory.change(Change.REWARD)
+        trajectory.reward = reward
+
+    def abort(self, trajectory: Trajectory) -> bool:
+        """Drops a trajectory; True if its instance has to discard it.
+
+        Raises ConflictError: it is being aborted already.
+        """
+        trajectory.change(Change.ABORT)
+        if trajectory.state is TrajectoryState.ABORTING:
+            return True
+        self._end(trajectory)
+        return False
+
+    def discarded(self, trajectory: Trajectory) -> None:
+        """The instance has discarded an aborted trajectory."""
+        instance = trajectory.instance
+        trajectory.change(Change.DISCARD)
+        self._leave(trajectory, instance)
+        self._end(trajectory)
+
+    def forget_group(self, group: SampleGroupId) -> None:
+        """Makes room for another group: this one's trajectories are consumed or aborted."""
+        del self.groups[group]
+
+    def consume(self, group: SampleGroupId, members: Iterable[TrajectoryId]) -> list[Trajectory]:
+        """Hands over a group's complete records and forgets the group."""
+        records = [self._all[each] for each in members]
+        for each in records:
+            each.change(Change.CONSUME)
+            self._end(each)
+        self.forget_group(group)
+        return records
+
+    def _leave(self, trajectory: Trajectory, instance: InstanceId | None) -> None:
+        if instance is not None:
+            del self._on[instance][trajectory.id]
+            if not self._on[instance]:
+                del self._on[instance]
+
+    def _end(self, trajectory: Trajectory) -> None:
+        del self._all[trajectory.id]
+        self.waiting.pop(trajectory.id, None)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError: an invariant of this module or of `record` does not hold."""
+        if len(self.groups) > self.groups_max:
+            raise InvariantError(f"{len(self.groups)} groups are held", law="groups held")
+        for each in self._all.values():
+            held = each.state in ON_INSTANCE
+            listed = each.instance is not None and each.id in self._on.get(each.instance, ())
+            if not held == listed == (each.instance is not None):
+                raise InvariantError(f"trajectory {each.id} is {each.state}", law="on an instance")
+            if (each.state is TrajectoryState.WAITING) != (each.id in self.waiting):
+                raise InvariantError(f"trajectory {each.id} is {each.state}", law="waiting")
+            if each.group not in self.groups and each.state is not TrajectoryState.ABORTING:
+                raise InvariantError(f"trajectory {each.id} has no group", law="held with group")
+            oldest = min((s.kv_version for s in each.segments), default=each.version)
+            if each.version is not None and oldest is not None and oldest < each.version:
+                raise InvariantError(f"trajectory {each.id} has older tokens", law="oldest version")

@@ -1,0 +1,227 @@
+"""Instances, reward server and trainer in memory, one small action at a time.
+
+Each instance has a queue of commands to run and a queue of events on their way to the coordinator,
+so that a test can let messages cross each other in any order that the protocol allows.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
+from plexrl.rollout.coordinator.messages import (
+    Abort,
+    BatchRequested,
+    Command,
+    Event,
+    Generated,
+    GenerationFailed,
+    GroupAdded,
+    InstanceJoined,
+    InstanceLost,
+    Interrupt,
+    ParametersPushed,
+    Pull,
+    Pulled,
+    ReportDroppedGroup,
+    Rewarded,
+    Route,
+    SnapshotTaken,
+    Stopped,
+    StoppedTrajectory,
+    Train,
+)
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    Segment,
+    TrajectoryId,
+    TrajectoryState,
+)
+
+PROMPT = 3
+
+
+@dataclass
+class Engine:
+    """One rollout instance: a KV cache in tokens and first-come-first-served admission."""
+
+    name: InstanceId
+    version: int
+    budget: int
+    to_run: deque[Command] = field(default_factory=deque)
+    sent: deque[Event] = field(default_factory=deque)
+    held: dict[TrajectoryId, int] = field(default_factory=dict)
+    """New tokens of each trajectory, in the order of arrival."""
+    before: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Length of each trajectory when it arrived."""
+    completed: int = 0
+
+    def length(self, each: TrajectoryId) -> int:
+        return self.before[each] + self.held[each]
+
+    def running(self) -> list[TrajectoryId]:
+        used, found = 0, list[TrajectoryId]()
+        for each in self.held:
+            used += self.length(each) + 1
+            if used > self.budget and found:
+                break
+            found.append(each)
+        return found
+
+    def segments(self, each: TrajectoryId) -> tuple[Segment, ...]:
+        tokens = self.held[each]
+        if not tokens:
+            return ()
+        return (Segment(tokens=tokens, policy_version=self.version, kv_version=self.version),)
+
+    def drop(self, each: TrajectoryId) -> None:
+        del self.held[each], self.before[each]
+
+    def snapshot(self) -> InstanceSnapshot:
+        running = self.running()
+        waiting = [each for each in self.held if each not in running]
+        return InstanceSnapshot(
+            instance=self.name,
+            version=self.version,
+            kv_cache=sum(map(self.length, running)),
+            running=tuple(running),
+            running_tokens=tuple(map(self.length, running)),
+            waiting=tuple(waiting),
+            waiting_tokens=tuple(map(self.length, waiting)),
+            completed=self.completed,
+        )
+
+
+class Fleet:
+    """The coordinator with everything that surrounds it."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self.core = RolloutCoordinator(settings)
+        self.engines: dict[InstanceId, Engine] = {}
+        self.lengths: dict[TrajectoryId, int] = {}
+        """Response length of each trajectory; set before it can complete."""
+        self.to_reward: list[TrajectoryId] = []
+        self.training: Train | None = None
+        self.pushed = 0
+        self.trained: list[Train] = []
+        self.dropped: list[SampleGroupId] = []
+        self._joined = 0
+        self._groups = 0
+
+    def handle(self, event: Event) -> None:
+        for command in self.core.handle(event):
+            match command:
+                case Train():
+                    assert self.training is None
+                    self.training = command
+                    self.trained.append(command)
+                case ReportDroppedGroup():
+                    self.dropped.append(command.group)
+                case Pull() | Route() | Interrupt() | Abort():
+                    self.engines[command.instance].to_run.append(command)
+
+    def join(self, budget: int) -> None:
+        name = InstanceId(f"i{self._joined:03d}")
+        self._joined += 1
+        self.engines[name] = Engine(name, self.core.newest_version, budget)
+        event = InstanceJoined(instance=name, version=self.core.newest_version, kv_budget=budget)
+        self.handle(event)
+
+    def kill(self, name: InstanceId) -> None:
+        del self.engines[name]
+        self.handle(InstanceLost(instance=name))
+
+    def add_groups(self) -> None:
+        while self.core.groups_wanted:
+            self.handle(GroupAdded(group=SampleGroupId(self._groups), prompt_tokens=PROMPT))
+            self._groups += 1
+
+    def run_command(self, engine: Engine) -> None:
+        """The engine runs the oldest command that it has not run."""
+        match command := engine.to_run.popleft():
+            case Pull():
+                assert not engine.held, "a pull follows the interrupt of all trajectories"
+                engine.version = self.core.newest_version
+                engine.completed = 0
+                engine.sent.append(Pulled(instance=engine.name, version=engine.version))
+            case Route():
+                for each in command.trajectories:
+                    record = self.core.trajectories.get(each)
+                    # An abort may be on its way to the engine.
+                    engine.before[each] = record.length if record else PROMPT
+                    engine.held[each] = 0
+            case Interrupt() | Abort():
+                found = [each for each in command.trajectories if each in engine.held]
+                stopped = tuple(
+                    StoppedTrajectory(trajectory=each, segments=engine.segments(each))
+                    for each in found
+                )
+                for each in found:
+                    engine.drop(each)
+                engine.sent.append(Stopped(instance=engine.name, trajectories=stopped))
+
+    def decode(self, engine: Engine) -> None:
+        """One token for each running trajectory."""
+        for each in engine.running():
+            engine.held[each] += 1
+            done = engine.length(each) - PROMPT
+            if done >= self.lengths.get(each, 4):
+                event = Generated(
+                    trajectory=each, instance=engine.name, segments=engine.segments(each)
+                )
+                engine.drop(each)
+                engine.completed += 1
+                engine.sent.append(event)
+
+    def fail(self, engine: Engine, each: TrajectoryId) -> None:
+        """The engine cannot go on with a trajectory."""
+        engine.drop(each)
+        engine.sent.append(
+            GenerationFailed(trajectory=each, instance=engine.name, reason="out of memory")
+        )
+
+    def deliver(self, engine: Engine) -> None:
+        """The oldest event of the engine arrives."""
+        event = engine.sent.popleft()
+        self.handle(event)
+        if isinstance(event, Generated):
+            record = self.core.trajectories.get(event.trajectory)
+            if record is not None and record.state is TrajectoryState.GENERATED:
+                self.to_reward.append(event.trajectory)
+
+    def snapshot(self) -> None:
+        """All engines are seen at once."""
+        self.handle(SnapshotTaken(instances=tuple(e.snapshot() for e in self.engines.values())))
+
+    def reward(self, index: int) -> None:
+        each = self.to_reward.pop(index)
+        self.handle(Rewarded(trajectory=each, reward=float(each % 2)))
+
+    def ask_for_batch(self) -> None:
+        if self.training is None:
+            self.handle(BatchRequested())
+
+    def finish_training(self) -> None:
+        """The trainer ends its step and pushes the parameters."""
+        assert self.training is not None
+        self.pushed = self.training.version + 1
+        self.training = None
+        self.handle(ParametersPushed(version=self.pushed))
+
+    def round(self) -> None:
+        """Everything happens once: a fair schedule."""
+        self.add_groups()
+        self.ask_for_batch()
+        for engine in list(self.engines.values()):
+            while engine.to_run:
+                self.run_command(engine)
+            self.decode(engine)
+            while engine.sent:
+                self.deliver(engine)
+        while self.to_reward:
+            self.reward(0)
+        if self.training is not None:
+            self.finish_training()
+        self.snapshot()
