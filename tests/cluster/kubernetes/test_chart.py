@@ -234,6 +234,23 @@ def test_folders_of_the_node_get_the_pods_user_and_only_they_do(tmp_path: Path) 
     assert all("runAsUser" not in each["securityContext"] for each in rest)
 
 
+def test_policies_admit_nodes_of_the_host_network_the_operator_and_rljobs(tmp_path: Path) -> None:
+    policies = of_kind(render(FULL, tmp_path), "NetworkPolicy")
+    machines = {"ipBlock": {"cidr": "10.1.0.0/16"}}
+    for name in ("scheduler", "issuer", "node"):
+        assert machines in policies[f"demo-plexrl-{name}"]["spec"]["ingress"][0]["from"], name
+    admitted = policies["demo-plexrl-router"]["spec"]["ingress"][0]["from"]
+    own = {"app.kubernetes.io/name": "plexrl", "app.kubernetes.io/instance": "demo"}
+    assert {"podSelector": {"matchLabels": own}} in admitted
+    jobs = next(each for each in admitted if "namespaceSelector" in each)
+    assert jobs["podSelector"]["matchExpressions"][0]["key"] == "plexrl.dev/rljob"
+    namespaces = jobs["namespaceSelector"]["matchExpressions"][0]["values"]
+    assert namespaces == ["team-a", "team-b"]
+    pool = {"name": "a", "hostNetwork": True}
+    values = {"nodePools": [pool], "networkPolicy": {"enabled": True}}
+    assert "networkPolicy.nodesFrom" in refused(values, tmp_path)
+
+
 def test_private_folders_lie_below_a_folder_of_their_own(tmp_path: Path) -> None:
     """An emptyDir is writable for all without a sticky bit, in which they would be refused."""
     objects = render({"nodePools": [{"name": "a"}], "data": {"url": "s3://b"}}, tmp_path)
