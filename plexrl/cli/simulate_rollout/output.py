@@ -7,10 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from plexrl.cli.simulate_rollout.progress import History
 from plexrl.cli.terminal.context import print_line, print_table, warn, write_text
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.result_json import dumps
+from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.gains import gain_over_sync, gains
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.setting import Setting

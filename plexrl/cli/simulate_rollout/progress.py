@@ -3,12 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.outcome import Outcome
-from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName, check_split
 from plexrl.sim.rollout.split import best_splits, runner
-
-History = tuple[Setting, Outcome, Recorder]
 
 
 def run_all(

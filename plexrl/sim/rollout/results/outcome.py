@@ -1,7 +1,7 @@
 """The figures of a run. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Outcome:
     preemptions: float
     """Preemptions per trained trajectory."""
     decision_ms: tuple[float, float] | None = None
-    """Median and longest decision of the coordinator, in milliseconds of this machine."""
+    """Median and 99th percentile of a decision, in milliseconds of CPU time of this machine."""
 
     @property
     def staleness_max(self) -> int:
@@ -58,7 +58,7 @@ class Outcome:
 
 def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
     """The figures of a recorded run."""
-    measured = recorder.steps[setting.warmup_steps :]
+    measured = recorder.steps[setting.warmup_steps : setting.steps]
     start_s = recorder.steps[setting.warmup_steps - 1].end_s if setting.warmup_steps else 0.0
     lasting_s = measured[-1].end_s - start_s
     staleness: Counter[int] = Counter()
@@ -67,7 +67,6 @@ def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
     trained = sum(staleness.values())
     instance_s = recorder.instances * recorder.end_s
     all_trained = len(recorder.trained_numbers)
-    decided = sorted(recorder.decide_s)
     return Outcome(
         system=system,
         limit=setting.workload.limit,
@@ -82,5 +81,12 @@ def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
         train=sum(step.end_s - step.start_s for step in measured) / lasting_s,
         prefills=recorder.admissions / all_trained,
         preemptions=recorder.preemptions / all_trained,
-        decision_ms=(1e3 * decided[len(decided) // 2], 1e3 * decided[-1]) if decided else None,
+        decision_ms=_decision_ms(recorder.decide_s),
     )
+
+
+def _decision_ms(decisions_s: Sequence[float]) -> tuple[float, float] | None:
+    if not decisions_s:
+        return None
+    ordered = sorted(decisions_s)
+    return 1e3 * ordered[len(ordered) // 2], 1e3 * ordered[len(ordered) * 99 // 100]

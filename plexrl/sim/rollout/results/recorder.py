@@ -68,7 +68,7 @@ class Recorder:
     instances: int = 0
     train_gpus: int = 0
     decide_s: list[float] = field(default_factory=list)
-    """Wall-clock seconds of each decision of the coordinator."""
+    """CPU seconds of each decision of the coordinator; all else is equal in equal runs."""
 
     def trained(
         self, version: int, start_s: float, end_s: float, trajectories: Sequence[Trajectory]

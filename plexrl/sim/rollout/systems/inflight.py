@@ -58,7 +58,7 @@ class InFlight:
         world = self._world
         limit = (world.version + 1 + self._staleness) * world.setting.batch_groups
         new = self._groups.take(limit - self._groups.started)
-        dispatch(world, self, [*stopped, *new], by_tokens=True)
+        dispatch(world, self, [*stopped, *new])
 
     def _train(self) -> None:
         world = self._world

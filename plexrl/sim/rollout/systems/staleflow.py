@@ -6,7 +6,7 @@ computed at once. New parameters reach the parameter server `push_s` after their
 """
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import thread_time
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
@@ -89,10 +89,10 @@ class StaleFlow:
             instances=tuple(_snapshot(name, each) for name, each in self._instances.items())
         )
         used = self._core.snapshots_used
-        began = perf_counter()
+        began = thread_time()
         commands = self._core.handle(snapshot)
         if self._core.snapshots_used > used:
-            world.recorder.decide_s.append(perf_counter() - began)
+            world.recorder.decide_s.append(thread_time() - began)
         world.at(world.now + world.setting.command_s, lambda: self._execute(commands))
         world.at(world.now + world.setting.cycle_s, self._cycle)
 
