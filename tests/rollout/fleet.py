@@ -108,7 +108,7 @@ class Fleet:
         self.trained: list[Train] = []
         self.dropped: list[SampleGroupId] = []
         self._joined = 0
-        self._groups = 0
+        self.groups_added = 0
 
     def handle(self, event: Event) -> None:
         for command in self.core.handle(event):
@@ -135,8 +135,8 @@ class Fleet:
 
     def add_groups(self) -> None:
         while self.core.groups_wanted:
-            self.handle(GroupAdded(group=SampleGroupId(self._groups), prompt_tokens=PROMPT))
-            self._groups += 1
+            self.handle(GroupAdded(group=SampleGroupId(self.groups_added), prompt_tokens=PROMPT))
+            self.groups_added += 1
 
     def run_command(self, engine: Engine) -> None:
         """The engine runs the oldest command that it has not run."""

@@ -136,7 +136,7 @@ class RolloutCoordinator:
             self.settings,
             self._fit.model,
             self.trajectories,
-            self.manager,
+            self.manager.buffers,
             event.instances,
             budgets,
         )

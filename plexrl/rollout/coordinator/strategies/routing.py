@@ -15,7 +15,7 @@ from typing import Protocol
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
-from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 
 
@@ -60,10 +60,10 @@ class Router(Protocol):
         """Adds the candidate to the load of the chosen instance."""
 
 
-def is_routable(plan: ReservationPlan, candidate: Candidate, version: int) -> bool:
+def is_routable(buffers: Buffers, candidate: Candidate, version: int) -> bool:
     """True if the candidate may run on weights of this version (Alg. 2)."""
     if candidate.version is None:
-        return plan.admits(candidate.group, version)
+        return buffers.admits(candidate.group, version)
     return candidate.version <= version
 
 
@@ -79,11 +79,11 @@ def ordered(candidates: Iterable[Candidate], started: set[SampleGroupId]) -> lis
 
 
 def route(
-    router: Router, plan: ReservationPlan, queue: Iterable[Candidate]
+    router: Router, buffers: Buffers, queue: Iterable[Candidate]
 ) -> list[tuple[Candidate, InstanceLoad]]:
     """Routes from the head of the queue until no instance takes a trajectory.
 
-    Changes the loads behind the router and the plan.
+    Changes the loads behind the router and the buffers: pass copies.
     """
     routed = []
     for candidate in queue:
@@ -92,7 +92,7 @@ def route(
             break
         router.take(candidate, choice)
         if candidate.version is None:
-            plan.reserve(candidate.group, choice.load.version)
+            buffers.assign(candidate.group, choice.load.version)
         routed.append((candidate, choice.load))
     return routed
 
@@ -101,14 +101,14 @@ def make_router(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Iterable[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
 ) -> Router:
     """The router that the settings name."""
     if settings.routing == "count":
-        return CountRouter(loads, plan, model)
+        return CountRouter(loads, buffers, model)
     return ThroughputRouter(
         loads,
-        plan,
+        buffers,
         model,
         gain_part_min=settings.gain_part_min,
         length_step=settings.length_step_tokens,
@@ -132,13 +132,13 @@ class ThroughputRouter:
     def __init__(
         self,
         loads: Iterable[InstanceLoad],
-        plan: ReservationPlan,
+        buffers: Buffers,
         model: CostModel,
         *,
         gain_part_min: float,
         length_step: int,
     ) -> None:
-        self._plan = plan
+        self._buffers = buffers
         self._model = model
         self._gain_part_min = gain_part_min
         self._length_step = length_step
@@ -151,7 +151,7 @@ class ThroughputRouter:
         length = self.comparable_length(candidate.length)
         least = self._gain_part_min * self._model.ideal_gain(length)
         for version, level in self._levels.items():
-            if not is_routable(self._plan, candidate, version):
+            if not is_routable(self._buffers, candidate, version):
                 continue
             if level.length != length:
                 self._sort(level, length)
@@ -191,10 +191,8 @@ class ThroughputRouter:
 class CountRouter:
     """The instance with the fewest trajectories (StaleFlow §6.5, vanilla routing)."""
 
-    def __init__(
-        self, loads: Iterable[InstanceLoad], plan: ReservationPlan, model: CostModel
-    ) -> None:
-        self._plan = plan
+    def __init__(self, loads: Iterable[InstanceLoad], buffers: Buffers, model: CostModel) -> None:
+        self._buffers = buffers
         self._model = model
         self._by_version: dict[int, list[tuple[int, int, InstanceLoad]]] = {}
         for load in loads:
@@ -208,7 +206,7 @@ class CountRouter:
         tops = [
             heap[0]
             for version, heap in self._by_version.items()
-            if is_routable(self._plan, candidate, version)
+            if is_routable(self._buffers, candidate, version)
         ]
         if not tops:
             return None
