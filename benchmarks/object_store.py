@@ -76,7 +76,8 @@ class _Work:
             for number in range(TENSORS)
         }
         self._readers = v.versions(self._tensors, 1)
-        self._url = f"{url}/job/one"
+        # As for the plain transfers, the client is made once.
+        self._place = place_at(f"{url}/job/one")
         self._plain = folder / "plain"
         self._plain.write_bytes(rng.bytes(STATE_BYTES))
         self._body = self._plain.read_bytes()
@@ -102,7 +103,7 @@ class _Work:
 
     def _save(self) -> None:
         wanted = CheckpointSpec(
-            target=place_at(self._url),
+            target=self._place,
             node="n",
             format=CheckpointFormat.TRAINING,
             model_dtype=None,
@@ -114,7 +115,7 @@ class _Work:
     def _load(self) -> None:
         slices = v.wanted(self._tensors, v.rows(self._tensors, 1)[0])
         memory = {piece.key: memoryview(bytearray(piece.nbytes)) for piece in slices}
-        with Checkpoint(self._url) as checkpoint:
+        with Checkpoint(self._place) as checkpoint:
             checkpoint.verify(slices)
             checkpoint.fill(slices, lambda piece: memory[piece.key])
 

@@ -45,7 +45,7 @@ PURE_FOLDERS = (
     "scheduler/operations",
     "scheduler/placement",
     "scheduler/state",
-    "sim/checks",
+    "sim/engine/checks",
     "sim/fidelity",
     "sim/results",
     "statemanager/checkpoint/format",

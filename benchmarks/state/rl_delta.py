@@ -29,7 +29,7 @@ from plexrl.statemanager.layout.state_digest import digest_of_slices
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.transfer.delta.codec import encode
-from plexrl.statemanager.transfer.delta.delta import BATCH_BYTES, DeltaPolicy, changed_blocks
+from plexrl.statemanager.transfer.delta.delta import BATCH_BYTES, DeltaPolicy
 
 LEARNING_RATES = sized((1e-6, 1e-5, 1e-3), quick=(1e-3,))
 STEPS = sized(24, quick=1)
@@ -92,7 +92,7 @@ class Checker:
         total = sum(piece.nbytes for piece in self._slices)
         policy = DeltaPolicy()
         sent = sum(
-            len(encode(changed_blocks(old, new, policy.block_bytes), old, new, policy.block_bytes))
+            len(encode(old, new, policy.block_bytes))
             for at in range(0, len(memory), BATCH_BYTES)
             for old, new in ((former[at : at + BATCH_BYTES], memory[at : at + BATCH_BYTES]),)
         )

@@ -100,6 +100,7 @@ class Broker:
                 self.error = str(error)
             finally:
                 self.is_connected = False
+            _raise_lost_cancellation()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
 
@@ -140,10 +141,7 @@ class Broker:
         try:
             await self._send(client, [self._state_of_scheduler()])
             retained = await self._retained(client)
-            own = asyncio.current_task()
-            if own is not None and own.cancelling():
-                # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with its result.
-                raise asyncio.CancelledError
+            _raise_lost_cancellation()
             sending = asyncio.create_task(self._send_all(client, retained))
             listening = asyncio.create_task(_until_lost(client))
             tasks = {sending, listening}
@@ -258,6 +256,14 @@ class Broker:
             )
         await client.unsubscribe(topics)
         return retained
+
+
+def _raise_lost_cancellation() -> None:
+    """Raise `CancelledError` if this task was cancelled and goes on all the same: aiomqtt uses
+    `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes with its result."""
+    own = asyncio.current_task()
+    if own is not None and own.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _until_lost(client: "aiomqtt.Client") -> None:

@@ -1,7 +1,7 @@
 """Configuration of the connection to an MQTT broker."""
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -171,28 +171,21 @@ def check_installed() -> None:
         )
 
 
-def broker_config(
-    url: str,
-    *,
-    password: str = "",
-    password_file: str = "",
-    ca: str = "",
-    certificate: str = "",
-    key: str = "",
-) -> BrokerConfig:
-    """A user's broker, with absolute paths. A password file goes before a password.
+def usable_broker(broker: BrokerConfig, password: str = "") -> BrokerConfig:
+    """The broker as this machine can use it, with absolute paths and this password of its user. A
+    password file goes before a password.
 
     Raises:
-        InvalidRequestError: the client is not installed, or the URL or a file cannot be used.
+        InvalidRequestError: the client is not installed, or a file cannot be used.
     """
     check_installed()
-    broker = BrokerConfig(
-        url=url,
-        password="" if password_file else password,
-        password_file=absolute(password_file),
-        ca=absolute(ca),
-        certificate=absolute(certificate),
-        key=absolute(key),
+    broker = replace(
+        broker,
+        password="" if broker.password_file else password,
+        password_file=absolute(broker.password_file),
+        ca=absolute(broker.ca),
+        certificate=absolute(broker.certificate),
+        key=absolute(broker.key),
     )
     broker.read_password()
     broker.tls_context()

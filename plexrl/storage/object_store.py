@@ -43,6 +43,8 @@ ATTEMPTS_S = 10.0
 RETRY_AFTER_S = 2.0
 REQUESTS_MAX = 16
 """Concurrent requests of one `ObjectStore`."""
+CLOCK_DIFFERS = "RequestTimeTooSkewed"
+"""S3's code for a request of a machine whose clock is more than 15 minutes from the store's."""
 RANGE_BYTES = 16 << 20
 """Largest range of one request."""
 
@@ -248,7 +250,9 @@ class ObjectStore:
     def unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         """The error of a failed request."""
         mend = "check that the store runs and that this machine reaches it"
-        if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        if error_code(error) == CLOCK_DIFFERS:
+            mend = "set this machine's clock, for example with `timedatectl set-ntp true`"
+        elif isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
             mend = "check the credentials in the environment of the cluster's processes"
         return StoreUnavailableError(
             f"the object store {self.url} could not {what} ({error or type(error).__name__}): "

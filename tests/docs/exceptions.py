@@ -11,9 +11,6 @@ PARSED = {
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/sharing/test_fidelity.py run it",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
-    "plexrl node ": "needs two machines; tests/cluster/join and tests/hosts have them",
-    "plexrl up --tls": "listens on fixed ports of all addresses; tests/cluster/join starts a head",
-    "python examples/grpo_digits.py": "README.md runs it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/ray/test_ray_cluster.py has one",
     "gpu_check.sh ": "needs what `make gpu-kit` packed, and a GPU; run by hand",
     "ray ": "starts a Ray cluster on this machine; tests/cluster/ray/test_ray_cluster.py has one",

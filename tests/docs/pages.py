@@ -19,6 +19,8 @@ COMMANDS = (
 begins with one of these."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 """An assignment of a variable before a command."""
+SESSION = re.compile(r"\w+\$ ")
+"""The prompt of a session on several hosts, which `tests/hosts/test_operator_page.py` follows."""
 PIPE = "|"
 
 
@@ -110,7 +112,7 @@ def commands() -> list[Command]:
     """
     found: dict[tuple[str, ...], Command] = {}
     for block in blocks():
-        if block.language not in ("", "sh", "bash", "console"):
+        if block.language not in ("", "sh", "bash", "console") or SESSION.match(block.text):
             continue
         is_session = block.text.startswith("$ ")
         for offset, line in lines_of(block.text):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.events.config import BrokerConfig
+from plexrl.events.config import BrokerConfig, usable_broker
 from plexrl.events.records import topic
 
 
@@ -57,6 +57,20 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "password").write_text(" p w\n")
     there = BrokerConfig(url="mqtts://u@h", password_file=str(tmp_path / "password"))
     assert there.read_password() == "p w"
+
+
+def test_paths_of_a_broker_are_checked_and_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    broker = BrokerConfig(url="mqtt://u@h", password_file="password")
+    with pytest.raises(InvalidRequestError, match=str(tmp_path / "password")):
+        usable_broker(broker)
+    Path("password").write_text("of the file")
+    usable = usable_broker(broker, "of the environment")
+    assert usable.password_file == str(tmp_path / "password")
+    assert (usable.password, usable.read_password()) == ("", "of the file")
+    assert usable_broker(BrokerConfig(url="mqtt://u@h"), "of the environment").password
 
 
 def test_no_name_adds_a_level_or_is_a_wildcard() -> None:

@@ -1,15 +1,12 @@
 """What every fault is measured by: the weights of the three jobs when nothing disturbs them."""
 
-import os
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.faults.live import LiveCluster
-
-Start = Callable[..., LiveCluster]
+from tests.hosts.network import why_impossible
 
 
 @pytest.fixture(scope="session")
@@ -25,28 +22,29 @@ def chance(seed: int, request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def _namespaces() -> None:
+    reason = why_impossible()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(_namespaces: None) -> dict[str, str]:
     """The digests of the final weights of every job."""
-    cluster = LiveCluster(tmp_path_factory.mktemp("undisturbed"))
+    cluster = LiveCluster()
     try:
+        cluster.begin()
         cluster.run_jobs()
         cluster.run_job("latecomer")
-        return cluster.weights()
+        weights = cluster.weights()
     finally:
         cluster.close()
+    return weights
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts clusters, with the given options, and ends them with the test."""
-    if os.getuid() != 0:
-        pytest.skip("mounts of its own need root")
-    running: list[LiveCluster] = []
-
-    def begin(**options: str) -> LiveCluster:
-        running.append(LiveCluster(tmp_path / f"cluster{len(running)}", **options))
-        return running[-1]
-
-    yield begin
-    for cluster in running:
-        cluster.close()
+def cluster(_namespaces: None) -> Iterator[LiveCluster]:
+    """A cluster that does not run yet; it ends with the test."""
+    found = LiveCluster()
+    yield found
+    found.close()

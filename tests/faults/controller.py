@@ -22,8 +22,8 @@ import plexrl
 
 VOCABULARY = "0123456789sr="
 STEPS = 30
-ROLLOUT_S = 0.2
-LIMIT_S = 600.0
+PAUSE_S = 0.2
+LIMIT_S = 1800.0
 
 
 def batch_of(seed: int, rows: int = 12) -> plexrl.Batch:
@@ -47,6 +47,8 @@ class Run:
     workers: int
     fixed_steps: int
     """0: as many as standard input says."""
+    pause_s: float
+    """Time between two steps, in which the job leaves the GPUs to the others."""
     number: int
     """Which job of its kind: other weights and other batches."""
     last: int | None = None
@@ -67,6 +69,11 @@ class Run:
         while self.last is None or step < self.last:
             yield step
             step += 1
+
+    def report(self, step: int) -> None:
+        """Tell of a step, and leave the GPUs to the others for as long as a rollout would."""
+        time.sleep(self.pause_s)
+        tell(f"step {step}")
 
     def _read_last(self) -> None:
         for line in sys.stdin:
@@ -90,7 +97,7 @@ def policy_gradient(run: Run) -> plexrl.TrainDeployment:
         actor.forward_backward(batch, plexrl.losses.grpo())
         actor.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
         rollout.sync_weights(actor)
-        report(step)
+        run.report(step)
     return actor
 
 
@@ -104,7 +111,7 @@ def trainer(run: Run) -> plexrl.TrainDeployment:
         actor.optim_step(learning_rate=1e-2)
         # Without any answer read it would be far ahead of the cluster.
         actor.barrier().result(LIMIT_S)
-        report(step)
+        run.report(step)
     return actor
 
 
@@ -118,7 +125,7 @@ def host_optimizer(run: Run) -> plexrl.TrainDeployment:
         actor.forward_backward(batch_of(run.seed(200 + step)), plexrl.losses.grpo())
         actor.optim_step(learning_rate=1e-2)
         actor.barrier().result(LIMIT_S)
-        report(step)
+        run.report(step)
     return actor
 
 
@@ -145,21 +152,17 @@ def tell(line: str) -> None:
     sys.stdout.flush()
 
 
-def report(step: int) -> None:
-    """Tell of a step, and leave the GPUs to the others for as long as a rollout would."""
-    time.sleep(ROLLOUT_S)
-    tell(f"step {step}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--pause-s", type=float, default=PAUSE_S)
     options = parser.parse_args()
     kind, _, number = options.name.partition("-")
     with plexrl.connect() as cluster, cluster.create_job(options.name, job_id=options.name) as job:
-        run = Run(job, options.workers, options.steps, int(number or "1") - 1)
+        number_of_kind = int(number or "1") - 1
+        run = Run(job, options.workers, options.steps, options.pause_s, number_of_kind)
         saved = {**JOBS, **LATE}[kind](run).save_checkpoint("end").result(LIMIT_S)
         tell(f"weights {saved['path']}/model.safetensors")
 

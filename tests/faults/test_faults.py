@@ -3,13 +3,11 @@
 import os
 import random
 import signal
-import socket
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.conftest import Start
 from tests.faults.controller import STEPS
 from tests.faults.live import LiveCluster, stopped_for, wait_until
 from tests.scheduler.postgres import PostgresServer, server_folder
@@ -24,14 +22,23 @@ FULL_S = 20.0
 STOPPED_S = {"plexrl.scheduler": 45.0}
 """Longer than the router waits for an answer of the scheduler."""
 STOPPED_S_USUAL = 10.0
+CLIENTS = """
+import socket, sys, time
+clients = []
+for number in range(1100):
+    clients.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=30))
+    if number % 2:
+        clients[-1].sendall(b"POST /v1/jobs HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 1000\\r\\n")
+print("connected", flush=True)
+time.sleep(3600)
+"""
 
 
-def begin(start: Start, chance: random.Random, **options: str) -> LiveCluster:
-    """A cluster whose three jobs are under way, at a step that the seed decides."""
-    cluster = start(**options)
+def begin(cluster: LiveCluster, chance: random.Random, **options: str) -> None:
+    """Start the cluster and its three jobs; returns at a step that the seed decides."""
+    cluster.begin(**options)
     cluster.run_jobs()
     cluster.at_step(chance.randrange(1, STEPS // 2))
-    return cluster
 
 
 def assert_same(found: dict[str, str], undisturbed: dict[str, str]) -> None:
@@ -42,50 +49,54 @@ def assert_same(found: dict[str, str], undisturbed: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("module", PARTS)
 def test_killed_part(
-    start: Start, chance: random.Random, undisturbed: dict[str, str], module: str
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str], module: str
 ) -> None:
-    cluster = begin(start, chance)
+    begin(cluster, chance)
     cluster.part(module).kill()
     assert_same(cluster.weights(), undisturbed)
 
 
-def test_killed_worker(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
-    cluster = begin(start, chance)
+def test_killed_worker(
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    begin(cluster, chance)
     cluster.worker(chance.randrange(16)).kill()
     assert_same(cluster.weights(), undisturbed)
 
 
 @pytest.mark.parametrize("module", PARTS)
 def test_stopped_part(
-    start: Start, chance: random.Random, undisturbed: dict[str, str], module: str
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str], module: str
 ) -> None:
-    cluster = begin(start, chance)
+    begin(cluster, chance)
     stopped_for([cluster.part(module)], STOPPED_S.get(module, STOPPED_S_USUAL))
     assert_same(cluster.weights(), undisturbed)
 
 
-def test_stopped_worker(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
-    cluster = begin(start, chance)
+def test_stopped_worker(
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    begin(cluster, chance)
     stopped_for([cluster.worker(chance.randrange(16))], STOPPED_S_USUAL)
     assert_same(cluster.weights(), undisturbed)
 
 
 @pytest.mark.parametrize("where", ["disk", "shared memory"])
 def test_full_file_system(
-    start: Start, chance: random.Random, undisturbed: dict[str, str], where: str
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str], where: str
 ) -> None:
-    cluster = begin(start, chance)
-    free = cluster.host.fill(cluster.host.data_dir if where == "disk" else "/dev/shm")
+    begin(cluster, chance)
+    free = cluster.fill(cluster.data_dir if where == "disk" else "/dev/shm")
     time.sleep(FULL_S)
     free()
     assert_same(cluster.weights(), undisturbed)
 
 
 def test_disk_full_at_restart(
-    start: Start, chance: random.Random, undisturbed: dict[str, str]
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
 ) -> None:
-    cluster = begin(start, chance)
-    free = cluster.host.fill(cluster.host.data_dir)
+    begin(cluster, chance)
+    free = cluster.fill(cluster.data_dir)
     cluster.part("plexrl.scheduler").kill()
     time.sleep(FULL_S)
     free()
@@ -93,11 +104,11 @@ def test_disk_full_at_restart(
 
 
 def test_damaged_nvme_block(
-    start: Start, chance: random.Random, undisturbed: dict[str, str]
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
 ) -> None:
     # With so small a host tier most versions lie on NVMe, and are read from there at every switch.
-    cluster = begin(start, chance, host_memory_bytes=str(4 << 20))
-    nvme = cluster.host.path(cluster.host.data_dir) / "nodes" / "node0" / "nvme"
+    begin(cluster, chance, host_memory_bytes=str(4 << 20))
+    nvme = cluster.head.path(cluster.data_dir) / "nodes" / "node0" / "nvme"
     daemon = cluster.part("plexrl.statemanager")
     spilled: list[Path] = []
 
@@ -121,24 +132,29 @@ def test_damaged_nvme_block(
     assert_same(cluster.weights(), undisturbed)
 
 
-def test_lost_host_tier(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
-    cluster = begin(start, chance)
+def test_lost_host_tier(
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
+    begin(cluster, chance)
     daemon = cluster.part("plexrl.statemanager")
     # Stopped, so that nobody loads what is about to go.
     daemon.suspend()
-    for path in cluster.host.path("/dev/shm").rglob("*"):
+    for path in cluster.head.path("/dev/shm").rglob("*"):
         if path.suffix in (".version", ".segment"):
             path.unlink()
     daemon.kill()
     assert_same(cluster.weights(), undisturbed)
 
 
-def test_database_away(start: Start, chance: random.Random, undisturbed: dict[str, str]) -> None:
+def test_database_away(
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
+) -> None:
     binaries = server_folder()
     assert binaries is not None, "PostgreSQL is not installed: apt-get install postgresql"
-    server = PostgresServer(binaries)
+    inside = "/srv/postgres"
+    server = PostgresServer(binaries, cluster.head.on_disk(inside))
     try:
-        cluster = begin(start, chance, journal=server.database())
+        begin(cluster, chance, journal=server.database(inside))
         server.stop()
         time.sleep(FULL_S)
         server.start()
@@ -149,9 +165,9 @@ def test_database_away(start: Start, chance: random.Random, undisturbed: dict[st
 
 @pytest.mark.parametrize("routers", ["1", "2"])
 def test_router_ended_in_order_with_a_job_waiting(
-    start: Start, chance: random.Random, undisturbed: dict[str, str], routers: str
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str], routers: str
 ) -> None:
-    cluster = begin(start, chance, routers=routers)
+    begin(cluster, chance, routers=routers)
     cluster.run_job("latecomer")
     for _ in range(2):
         time.sleep(chance.uniform(2.0, 4.0))
@@ -160,9 +176,9 @@ def test_router_ended_in_order_with_a_job_waiting(
 
 
 def test_cluster_ended_in_order_and_started_again_with_a_job_waiting(
-    start: Start, chance: random.Random, undisturbed: dict[str, str]
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
 ) -> None:
-    cluster = begin(start, chance)
+    begin(cluster, chance)
     cluster.run_job("latecomer")
     time.sleep(chance.uniform(2.0, 4.0))
     cluster.restart()
@@ -170,18 +186,11 @@ def test_cluster_ended_in_order_and_started_again_with_a_job_waiting(
 
 
 def test_idle_and_half_sent_connections(
-    start: Start, chance: random.Random, undisturbed: dict[str, str]
+    cluster: LiveCluster, chance: random.Random, undisturbed: dict[str, str]
 ) -> None:
-    cluster = begin(start, chance)
-    host, port = cluster.url.removeprefix("http://").split(":")
-    clients = []
-    try:
-        for number in range(1100):
-            client = socket.create_connection((host, int(port)), timeout=30)
-            clients.append(client)
-            if number % 2:
-                client.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n")
-        assert_same(cluster.weights(), undisturbed)
-    finally:
-        for client in clients:
-            client.close()
+    begin(cluster, chance)
+    port = cluster.environment["PLEXRL_URL"].rpartition(":")[2]
+    clients = cluster.head.start("python", "-c", CLIENTS, port)
+    clients.wait_for("connected")
+    assert_same(cluster.weights(), undisturbed)
+    assert clients.poll() is None

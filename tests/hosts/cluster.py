@@ -20,6 +20,7 @@ GPU_MEMORY_GIB = "0.125"
 HOST_MEMORY_GIB = "0.25"
 STORE_PORT = 9000
 STORE = "/srv/store"
+CONFIG = f"{HOME}/cluster.toml"
 JOIN_PORT = 8471
 RESTART_S = 2.0
 """Time after which a service manager starts a service again that has ended."""
@@ -32,7 +33,7 @@ class SoloCluster:
     node_data_dir = data_dir
 
     def __init__(self, host: Host, gpus: int) -> None:
-        self.head = host
+        self.head = self.client = host
         self._supervisor = host.start(
             *("plexrl", "up", "--json", "--gpus-per-node", str(gpus)),
             *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
@@ -70,14 +71,18 @@ class HostCluster(SoloCluster):
 
     node_data_dir = Path(HOME, ".plexrl-node")
 
-    def __init__(self, network: Network, gpus: int) -> None:
-        """The first host of the network is the head; each other host is a node."""
+    def __init__(self, network: Network, gpus: int, client: str = "", config: str = "") -> None:
+        """The first host of the network is the head; each other host is a node. Controllers run on
+        `client`, which is no node, or else on the head. `config`: the head's `cluster.toml`."""
         self.network = network
-        self.head, *self.nodes = network
+        self.head, *nodes = network
+        self.client = network[client or self.head.name]
+        self.nodes = [node for node in nodes if node is not self.client]
         self._gpus = gpus
         self._store: HostProcess | None = None
         self._supervisors: dict[str, HostProcess] = {}
         self._ended: dict[str, float] = {}
+        self.head.on_disk(CONFIG).write_text(config)
         self.head.run("mkdir", "-p", f"{STORE}/{BUCKET}")
         self.start_store()
         self.environment: dict[str, str] = {}
@@ -103,7 +108,18 @@ class HostCluster(SoloCluster):
 
     def start_head(self) -> None:
         """Start the head's supervisor, for the first time or again."""
-        command = ["plexrl", "up", "--json", "--tls", "--host", "0.0.0.0", "--nodes", "0"]
+        command = [
+            "plexrl",
+            "up",
+            "--config",
+            CONFIG,
+            "--json",
+            "--tls",
+            "--host",
+            "0.0.0.0",
+            "--nodes",
+            "0",
+        ]
         command += ["--advertise", self.head.name, "--data-url", f"s3://{BUCKET}/data"]
         command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]
         process = self.head.start(*command, env=store_environment(self.head))
@@ -111,10 +127,15 @@ class HostCluster(SoloCluster):
 
     def _take_endpoint(self, endpoint: Mapping[str, Any]) -> None:
         self.environment = {
-            "PLEXRL_URL": str(endpoint["url"]),
+            "PLEXRL_URL": str(endpoint["public_url"]),
             "PLEXRL_API_KEY": str(endpoint["api_key"]),
-            **({"PLEXRL_CA_FILE": str(endpoint["ca"])} if endpoint.get("ca") else {}),
+            "PLEXRL_CA_FILE": str(endpoint["ca"]),
         }
+        if self.client is not self.head:
+            # As the operator hands it to researchers.
+            authority = Path(endpoint["ca"])
+            self.client.path(authority.parent).mkdir(parents=True)
+            self.client.path(authority).write_bytes(self.head.path(authority).read_bytes())
 
     def start_node(self, node: Host, token: str = "") -> None:
         """Let a host join with a token, or start its supervisor again without one."""
@@ -131,7 +152,10 @@ class HostCluster(SoloCluster):
         return self._supervisors[host.name]
 
     def keep_running(self) -> None:
-        """Start every supervisor that has ended again after a while, as a service manager does."""
+        """Start every service that has ended again after a while, as a service manager does."""
+        assert self._store is not None
+        if self.head.has_power and self._store.poll() is not None:
+            self.start_store()
         for host in (self.head, *self.nodes):
             if not host.has_power or self.supervisor(host).poll() is None:
                 self._ended.pop(host.name, None)

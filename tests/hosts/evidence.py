@@ -8,7 +8,7 @@ wall clock, so the logs of different hosts have one order.
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,9 +17,10 @@ from pathlib import Path
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages.commands import LaunchWorkers, RunOperation
 from plexrl.scheduler.state.messages.events import (
+    CODEC,
+    Event,
     OperationCancelled,
     OperationFinished,
     OperationSubmitted,
@@ -68,8 +69,10 @@ class Edge:
 class History:
     """What a replay of the journal shows."""
 
-    submitted: list[str] = field(default_factory=list)
-    """Accepted operations, in order."""
+    submitted: set[str] = field(default_factory=set)
+    """Accepted operations."""
+    resent: int = 0
+    """Submissions that a controller repeated, because it had got no answer to the first."""
     cancelled: set[str] = field(default_factory=set)
     finished: dict[str, int] = field(default_factory=dict)
     """How often the completion of an operation counted, replays of lost state left out."""
@@ -79,53 +82,63 @@ class History:
     """The group on which each start of a deployment's workers ran."""
 
 
-def read_history(journal: Path, config: SchedulerConfig, scratch: Path) -> History:
-    """Replay the journal of a scheduler that may be running."""
-    copy = scratch / "journal.sqlite"
-    with (
-        closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as source,
-        closing(sqlite3.connect(copy)) as target,
-    ):
-        source.backup(target)
+class JournalCopy:
+    """All events of a live journal: copied often enough, none is lost when the scheduler deletes
+    those that a snapshot replaces."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._rows: list[tuple[float, str]] = []
+
+    def take(self) -> None:
+        """Copy the events that came since the last time."""
+        with closing(sqlite3.connect(f"file:{self._journal}?mode=ro", uri=True)) as source:
+            query = "SELECT position, at, body FROM events WHERE position > ? ORDER BY position"
+            for position, at, body in source.execute(query, (len(self._rows),)):
+                assert position == len(self._rows) + 1, f"no event {len(self._rows) + 1} any more"
+                self._rows.append((at, body))
+
+    def __iter__(self) -> Iterator[tuple[Event, float]]:
+        return ((CODEC.decode(body), at) for at, body in self._rows)
+
+
+def read_history(events: Iterable[tuple[Event, float]], config: SchedulerConfig) -> History:
+    """Replay all events of a journal."""
     history, runs = History(), dict[str, RunOperation]()
     core = SchedulerCore(config)
-    with closing(SqlJournal(str(copy))) as events:
-        for position, event, at in events.read():
-            assert position > 1 or not history.submitted, "the journal was compacted"
-            if isinstance(event, OperationSubmitted):
-                history.submitted.append(event.operation)
-            elif isinstance(event, OperationCancelled):
-                history.cancelled.add(event.operation)
-            elif isinstance(event, OperationFinished):
-                run = runs.pop(event.operation, None)
-                if run is not None and run.token == event.token and not run.replay:
-                    count = history.finished.get(event.operation, 0)
-                    history.finished[event.operation] = count + 1
-            try:
-                commands = core.handle(event, at)
-            except PlexRLError:
-                # Refused when it was live as well.
-                if isinstance(event, OperationSubmitted):
-                    history.submitted.pop()
-                continue
-            for command in commands:
-                if isinstance(command, LaunchWorkers):
-                    start = (command.deployment, command.incarnation)
-                    history.groups[start] = command.group
-                elif isinstance(command, RunOperation):
-                    runs[command.operation] = command
-                    if command.operation in history.finished and not command.replay:
-                        history.repeated.append(command.operation)
+    for event, at in events:
+        if isinstance(event, OperationFinished):
+            run = runs.pop(event.operation, None)
+            if run is not None and run.token == event.token and not run.replay:
+                count = history.finished.get(event.operation, 0)
+                history.finished[event.operation] = count + 1
+        try:
+            commands = core.handle(event, at)
+        except PlexRLError:
+            # Refused when it was live as well.
+            continue
+        if isinstance(event, OperationSubmitted):
+            history.resent += event.operation in history.submitted
+            history.submitted.add(event.operation)
+        elif isinstance(event, OperationCancelled):
+            history.cancelled.add(event.operation)
+        for command in commands:
+            if isinstance(command, LaunchWorkers):
+                start = (command.deployment, command.incarnation)
+                history.groups[start] = command.group
+            elif isinstance(command, RunOperation):
+                runs[command.operation] = command
+                if command.operation in history.finished and not command.replay:
+                    history.repeated.append(command.operation)
     return history
 
 
 def check_operations(history: History) -> None:
     """Every accepted operation completed, once."""
     assert history.submitted, "the journal has no operation"
-    assert len(set(history.submitted)) == len(history.submitted), "accepted twice"
     lost = [
         each
-        for each in history.submitted
+        for each in sorted(history.submitted)
         if each not in history.finished and each not in history.cancelled
     ]
     assert not lost, f"{len(lost)} accepted operations were lost: {lost[:10]}"

@@ -111,6 +111,8 @@ class Host:
         self.name = name
         self.index = index
         self.address = f"10.77.0.{index + 1}"
+        self.variables: dict[str, str] = {}
+        """Environment variables of all commands, besides those of `environment`."""
         self._folder = folder
         self._disk = folder / name
         self._connect = connect
@@ -188,7 +190,8 @@ class Host:
 
     def command(self, *words: str, env: Mapping[str, str] | None = None) -> list[str]:
         """The command line that runs `words` on this host with its environment."""
-        variables = [f"{name}={value}" for name, value in {**environment(), **(env or {})}.items()]
+        given = {**environment(), **self.variables, **(env or {})}
+        variables = [f"{name}={value}" for name, value in given.items()]
         enter = ["nsenter", f"--target={self.pid}", *NAMESPACES, "--root"]
         home = f"--wd=/proc/{self.pid}/root{HOME}"
         return [*enter, home, "env", "--ignore-environment", *variables, *words]

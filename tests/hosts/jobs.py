@@ -9,20 +9,24 @@ from tests.hosts.cluster import SoloCluster
 from tests.hosts.host import HostProcess
 
 CONTROLLER = Path(__file__).parents[1] / "faults" / "controller.py"
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
+"""Time in which at least one job makes a step."""
 POLL_S = 0.1
 
 
 class Jobs:
     """Jobs that run at the same time on one cluster."""
 
-    def __init__(self, cluster: SoloCluster, steps: Mapping[str, int], *, workers: int) -> None:
-        """`steps`: of each job by name; 0: until `end_at` says how many."""
+    def __init__(
+        self, cluster: SoloCluster, steps: Mapping[str, int], *, workers: int, pause_s: float = 0.2
+    ) -> None:
+        """`steps`: of each job by name; 0: until `end_at` says how many. `pause_s`: between two
+        steps."""
         self._cluster = cluster
         self._processes = {
-            name: cluster.head.start(
+            name: cluster.client.start(
                 *("python", str(CONTROLLER), name, "--workers", str(workers)),
-                *("--steps", str(count)),
+                *("--steps", str(count), "--pause-s", str(pause_s)),
                 env=cluster.environment,
             )
             for name, count in steps.items()
@@ -46,9 +50,9 @@ class Jobs:
         for name, count in steps.items():
             self._processes[name].send(f"until {count}\n")
 
-    def weights(self) -> dict[str, str]:
-        """SHA-256 of each job's final weights, once all have completed."""
-        self._until_all("complete", lambda process: process.poll() == 0)
+    def weights(self, check: Callable[[], None] | None = None) -> dict[str, str]:
+        """SHA-256 of each job's final weights, once all have completed. Calls `check` often."""
+        self._until_all("complete", lambda process: process.poll() == 0, check)
         found = {}
         for name, process in self._processes.items():
             path = process.wait_for("weights ").removeprefix("weights ")
@@ -63,10 +67,17 @@ class Jobs:
             code = process.poll()
             assert code in (None, 0), f"{name} ended with {code}: {process.text()[-4000:]}"
 
-    def _until_all(self, do: str, has_done: Callable[[HostProcess], bool]) -> None:
-        deadline = time.monotonic() + LIMIT_S
+    def _until_all(
+        self,
+        do: str,
+        has_done: Callable[[HostProcess], bool],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        made, deadline = 0, time.monotonic() + LIMIT_S
         while True:
-            self.check_alive()
+            (check or self.check_alive)()
+            if (count := sum(self.steps().values())) > made:
+                made, deadline = count, time.monotonic() + LIMIT_S
             late = [name for name, each in self._processes.items() if not has_done(each)]
             if not late:
                 return

@@ -21,6 +21,8 @@ def make_folder() -> tuple[Path, IO[str]]:
     """A new folder and its lock, which is held until the file is closed."""
     remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    # A host's database server has another user than root.
+    folder.chmod(0o711)
     lock = (folder / LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock

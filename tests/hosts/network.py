@@ -98,6 +98,7 @@ class Network:
     def _connect(self, host: Host) -> None:
         """Plug a host that was just started into the switch."""
         port = f"port{host.index}"
+        self._switch.unplug(port)
         self._switch.ip(
             f"link add {port} type veth peer name eth0 address {_hardware(host)} netns {host.pid}",
             f"link set {port} master bridge up",
@@ -136,6 +137,14 @@ class _Switch:
     def ip(self, *commands: str) -> None:
         """Configure the switch."""
         _ip(self.pid, *commands)
+
+    def unplug(self, port: str) -> None:
+        """Remove a port that is left of a host without power: the kernel takes its time."""
+        inside = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "link"]
+        if subprocess.run([*inside, "show", port], capture_output=True, check=False).returncode:
+            return
+        # Fails if the kernel was faster.
+        subprocess.run([*inside, "delete", port], capture_output=True, check=False)
 
     def close(self) -> None:
         self._holder.kill()

@@ -1,8 +1,9 @@
 """Six jobs on three nodes while parts die, links fail and hosts go: nothing is lost or doubled."""
 
+import shutil
 import sys
-from collections.abc import Mapping
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,44 @@ from tests.hosts.cluster import HostCluster, SoloCluster
 from tests.hosts.evidence import (
     Edge,
     History,
+    JournalCopy,
     check_one_holder,
     check_operations,
     read_edges,
     read_history,
 )
-from tests.hosts.fault_schedule import CUT, HEAD_PARTS, KILL, LOSE, NODE_PARTS, schedule
+from tests.hosts.fault_report import FaultReport, made
+from tests.hosts.fault_schedule import (
+    CUT,
+    CUT_S,
+    HEAD_PARTS,
+    KILL,
+    LOSE,
+    NODE_PARTS,
+    REBOOT,
+    schedule,
+)
 from tests.hosts.injector import Injector
 from tests.hosts.jobs import Jobs
 from tests.hosts.network import Network, hosts
 
+HEAD = "head"
 NODES = ("a", "b", "c")
+CLIENT = "client"
+"""Host of the controllers, which has no fault."""
 GPUS = 2
 """Fewer than the ranks of a trainer, so that each trainer spans two nodes. Two nodes are enough for
 one shared group of trainers and the rollout."""
 WORKERS = 3
+CONFIG = """
+[scheduler]
+# A lost host's work goes elsewhere before the next fault.
+node_replace_s = 25.0
+# The only copy of a model's state may be lost with a host: all operations are kept to compute it
+# again.
+rebuild_operations = 100000
+rebuild_payload_bytes_max = 8589934592
+"""
 JOBS = ("policy", "trainer", "trainer-2", "trainer-3", "offload", "offload-2")
 
 
@@ -44,44 +68,88 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 
 def say(line: str) -> None:
-    """Progress for whoever watches: `pytest -s`, and the report of a failure."""
+    """Progress: `pytest -s`, and the report of a failure."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(10_800)
+@pytest.mark.timeout(14_400)
 @pytest.mark.usefixtures("_namespaces")
 def test_six_jobs_survive_faults_of_parts_links_and_hosts(
-    tmp_path: Path, seed: int, duration_s: float
+    tmp_path: Path, seed: int, duration_s: float, pytestconfig: pytest.Config
 ) -> None:
-    faults = schedule(seed, duration_s, "head", NODES)
-    say(f"\nseed {seed}: {len(faults)} faults in {duration_s:g} s")
-    with hosts("head", *NODES) as network:
-        cluster = HostCluster(network, gpus=GPUS)
-        jobs = Jobs(cluster, dict.fromkeys(JOBS, 0), workers=WORKERS)
-        jobs.begin()
-        Injector(cluster, say).run(faults, jobs.check_alive)
-        steps = {name: count + 3 for name, count in jobs.steps().items()}
-        say(f"the last fault is over; steps: {steps}")
-        jobs.end_at(steps)
-        found = jobs.weights()
-        # Before the end of the cluster, which compacts the journal.
-        history = history_of(cluster, tmp_path)
-        cluster.end()
-        edges = edges_of(network)
-    say(f"{len(history.submitted)} operations, {len(edges) // 2} runs on a rank")
+    report = FaultReport(seed, duration_s, HEAD)
+    try:
+        run_with_faults(report, tmp_path)
+        report.failure = ""
+    except BaseException as error:
+        report.failure = f"FAILED: {error}"
+        raise
+    finally:
+        (tmp_path / "report.txt").write_text(report.text())
+        # Without `-s` too.
+        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            say(f"\n{report.text()}\n(also in {tmp_path})")
+
+
+def run_with_faults(report: FaultReport, scratch: Path) -> None:
+    """Run the jobs and the faults, and check what they leave."""
+    faults = schedule(report.seed, report.duration_s, HEAD, NODES)
+    say(f"\nseed {report.seed}: {len(faults)} faults in {report.duration_s:g} s")
+    with hosts(HEAD, *NODES, CLIENT) as network:
+        try:
+            cluster = HostCluster(network, gpus=GPUS, client=CLIENT, config=CONFIG)
+            journal = JournalCopy(cluster.head.on_disk(cluster.data_dir / "journal.sqlite"))
+            config = scheduler_config(cluster)
+            jobs = Jobs(
+                cluster,
+                dict.fromkeys(JOBS, 0),
+                workers=WORKERS,
+                # All steps are repeated after the loss of a host, and in the run without faults.
+                pause_s=max(1.0, report.duration_s / 450.0),
+            )
+            jobs.begin()
+            before = jobs.steps()
+
+            def check() -> None:
+                jobs.check_alive()
+                if cluster.head.has_power:
+                    journal.take()
+
+            injector = Injector(cluster, lambda: sum(jobs.steps().values()), say)
+            report.outcomes = injector.outcomes
+            try:
+                injector.run(faults, check)
+            finally:
+                report.steps = made(before, jobs.steps())
+            steps = {name: count + 3 for name, count in jobs.steps().items()}
+            say(f"the last fault is over; the jobs end after these steps: {steps}")
+            jobs.end_at(steps)
+            found = jobs.weights(check)
+            journal.take()
+            cluster.end()
+            check_evidence(report, read_history(journal, config), edges_of(network))
+            say("the same steps on one machine, without faults")
+            assert found == undisturbed(steps), "the final weights differ"
+        except BaseException:
+            keep_logs(network, scratch)
+            raise
+
+
+def check_evidence(report: FaultReport, history: History, edges: Sequence[Edge]) -> None:
+    """What journal and logs must show."""
+    report.operations, report.resent = len(history.submitted), history.resent
+    report.runs = len(edges) // 2
     check_operations(history)
     check_one_holder(edges, history.groups)
-    assert found == undisturbed(steps)
+    report.check_effects()
 
 
-def history_of(cluster: HostCluster, scratch: Path) -> History:
-    """What the head's journal says."""
-    folders = cluster.head.path("/tmp").glob("plexrl-*/scheduler.json")
-    config = load_config(next(folders), SchedulerConfig)
-    journal = cluster.head.on_disk(cluster.data_dir / "journal.sqlite")
-    return read_history(journal, config, scratch)
+def scheduler_config(cluster: HostCluster) -> SchedulerConfig:
+    """What the head's scheduler was started with."""
+    (path,) = cluster.head.path("/tmp").glob("plexrl-*/scheduler.json")
+    return load_config(path, SchedulerConfig)
 
 
 def edges_of(network: Network) -> list[Edge]:
@@ -90,12 +158,25 @@ def edges_of(network: Network) -> list[Edge]:
     return read_edges(path for host in network for path in host.on_disk("/").glob(pattern))
 
 
+def keep_logs(network: Network, scratch: Path) -> None:
+    """Keep the logs of all hosts, which are removed with the hosts."""
+    for host in network:
+        root = host.on_disk("/")
+        for path in (*root.glob("root/.plexrl*/**/*.log*"), *root.parent.glob(f"{host.name}.*")):
+            target = scratch / host.name / path.relative_to(root.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    journal = network[HEAD].on_disk(HostCluster.data_dir)
+    for path in journal.glob("journal.sqlite*"):
+        shutil.copy2(path, scratch)
+
+
 def undisturbed(steps: Mapping[str, int]) -> dict[str, str]:
     """The weights of the same jobs on one machine, where nothing fails."""
     with hosts("solo") as network:
         (host,) = network
         cluster = SoloCluster(host, gpus=WORKERS + 1)
-        jobs = Jobs(cluster, steps, workers=WORKERS)
+        jobs = Jobs(cluster, steps, workers=WORKERS, pause_s=0.0)
         jobs.begin()
         found = jobs.weights()
         cluster.end()
@@ -103,16 +184,18 @@ def undisturbed(steps: Mapping[str, int]) -> dict[str, str]:
 
 
 def test_a_seed_gives_one_schedule() -> None:
-    assert schedule(1, 240.0, "head", NODES) == schedule(1, 240.0, "head", NODES)
-    assert schedule(1, 240.0, "head", NODES) != schedule(2, 240.0, "head", NODES)
+    assert schedule(1, 240.0, HEAD, NODES) == schedule(1, 240.0, HEAD, NODES)
+    assert schedule(1, 240.0, HEAD, NODES) != schedule(2, 240.0, HEAD, NODES)
 
 
 def test_a_schedule_has_every_part_and_every_link_until_a_node_is_lost() -> None:
-    faults = schedule(3, 1800.0, "head", NODES)
+    faults = schedule(3, 1800.0, HEAD, NODES)
+    assert all(b.at_s - a.at_s > CUT_S for a, b in pairwise(faults))
+    assert any(fault.what == REBOOT and fault.host == HEAD for fault in faults)
     killed = {fault.target for fault in faults if fault.what == KILL}
     assert killed == {*HEAD_PARTS, *NODE_PARTS}
     cut = {frozenset((fault.host, fault.target)) for fault in faults if fault.what == CUT}
-    assert cut == {frozenset(pair) for pair in combinations(("head", *NODES), 2)}
+    assert cut == {frozenset(pair) for pair in combinations((HEAD, *NODES), 2)}
     (loss,) = [fault for fault in faults if fault.what == LOSE]
     later = faults[faults.index(loss) + 1 :]
     assert later

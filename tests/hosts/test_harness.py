@@ -8,24 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.hosts.datagrams import PORT, receive, send
 from tests.hosts.host import REPOSITORY, Host, HostProcess
 from tests.hosts.leftovers import PREFIX, remove_leftovers
 from tests.hosts.network import Network
 
-PORT = 5000
 WRITABLE = ("/tmp", "/run", "/dev/shm", "/root", "/var/lib", "/var/tmp", "/etc", "/home")
-RECEIVER = f"""
-import socket
-receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-receiver.bind(("", {PORT}))
-print("bound", flush=True)
-while True:
-    print("got", receiver.recv(100).decode(), flush=True)
-"""
-SENDER = f"""
-import socket, sys
-socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), (sys.argv[1], {PORT}))
-"""
 LISTENER = f"""
 import socket
 listener = socket.create_server(("", {PORT}))
@@ -51,13 +39,6 @@ for line in sys.stdin:
 """
 
 
-def receive(host: Host) -> HostProcess:
-    """A process that prints each datagram that the host gets."""
-    process = host.start("python", "-c", RECEIVER)
-    process.wait_for("bound")
-    return process
-
-
 def sleep(host: Host) -> HostProcess:
     """A process that does nothing."""
     process = host.start("sh", "-c", "echo started; exec sleep 4321")
@@ -65,10 +46,6 @@ def sleep(host: Host) -> HostProcess:
     while not host.processes("sleep 4321"):
         assert process.poll() is None
     return process
-
-
-def send(sender: Host, receiver: Host, text: str) -> None:
-    sender.run("python", "-c", SENDER, receiver.name, text)
 
 
 @pytest.mark.parametrize("folder", WRITABLE)
@@ -175,6 +152,14 @@ def test_a_cut_drops_packets_both_ways_and_spares_other_links(three_hosts: Netwo
     assert "lost" not in at_a.text() + at_b.text()
 
 
+def assert_lost(network: Network, a: Host, b: Host, at_b: HostProcess) -> None:
+    """`b` never gets what `a` sent while the link was cut, and gets what comes after."""
+    network.heal_all()
+    send(a, b, "healed")
+    at_b.wait_for("got healed")
+    assert "lost" not in at_b.text()
+
+
 def test_a_cut_can_have_one_direction(three_hosts: Network) -> None:
     _, a, b = three_hosts
     at_a, at_b = receive(a), receive(b)
@@ -182,21 +167,25 @@ def test_a_cut_can_have_one_direction(three_hosts: Network) -> None:
     send(a, b, "lost")
     send(b, a, "arrives")
     at_a.wait_for("got arrives")
-    three_hosts.heal_all()
-    send(a, b, "healed")
-    at_b.wait_for("got healed")
-    assert "lost" not in at_b.text()
+    assert_lost(three_hosts, a, b, at_b)
+
+
+def connection(a: Host, b: Host, timeout_ms: int) -> tuple[HostProcess, HostProcess]:
+    """The ends of a connection of `a` to `b`, which works: the listener, then the client. The
+    client gives up `timeout_ms` after something that was not confirmed; 0: as the kernel does."""
+    listener = b.start("python", "-c", LISTENER)
+    listener.wait_for("bound")
+    client = a.start("python", "-c", CLIENT, b.address, str(timeout_ms))
+    client.send("before\n")
+    listener.wait_for("got before")
+    return listener, client
 
 
 def test_a_cut_resets_no_connection_and_what_was_sent_arrives_once_it_is_healed(
     three_hosts: Network,
 ) -> None:
     _, a, b = three_hosts
-    listener = b.start("python", "-c", LISTENER)
-    listener.wait_for("bound")
-    client = a.start("python", "-c", CLIENT, b.address, "0")
-    client.send("before\n")
-    listener.wait_for("got before")
+    listener, client = connection(a, b, timeout_ms=0)
     with three_hosts.partition(a, b):
         client.send("meanwhile\n")
         client.wait_for("sent meanwhile")
@@ -206,11 +195,7 @@ def test_a_cut_resets_no_connection_and_what_was_sent_arrives_once_it_is_healed(
 
 def test_a_cut_leaves_a_connection_half_open(three_hosts: Network) -> None:
     _, a, b = three_hosts
-    listener = b.start("python", "-c", LISTENER)
-    listener.wait_for("bound")
-    client = a.start("python", "-c", CLIENT, b.address, "1000")
-    client.send("before\n")
-    listener.wait_for("got before")
+    listener, client = connection(a, b, timeout_ms=1000)
     three_hosts.cut(a, b)
     client.send("last\n")
     # The client's own time limit ends its side. The other side is never told.
@@ -242,10 +227,7 @@ def test_a_power_cut_kills_all_processes_and_keeps_the_disk_only(three_hosts: Ne
     send(a, b, "lost")
     send(a, head, "arrives")
     at_head.wait_for("got arrives")
-    three_hosts.heal_all()
-    send(a, b, "healed")
-    at_b.wait_for("got healed")
-    assert "lost" not in at_b.text()
+    assert_lost(three_hosts, a, b, at_b)
 
 
 def test_a_lost_host_never_comes_back(three_hosts: Network) -> None:

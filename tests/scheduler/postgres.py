@@ -27,10 +27,15 @@ def server_folder() -> Path | None:
 class PostgresServer:
     """Runs until `close`; every `database` is new and empty."""
 
-    def __init__(self, binaries: Path) -> None:
+    def __init__(self, binaries: Path, folder: Path | None = None) -> None:
+        """`folder`: a new folder for everything; absent: one of its own."""
         self._binaries = binaries
         # A short path, as those of sockets are; the server's user must be able to reach it.
-        self._folder = Path(tempfile.mkdtemp(prefix="plexrl-postgres-"))
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="plexrl-postgres-"))
+        else:
+            folder.mkdir()
+        self._folder = folder
         self._user = _server_user()
         self._count = itertools.count(1)
         if self._user is not None:
@@ -45,12 +50,12 @@ class PostgresServer:
         for process in (*server.children(recursive=True), server):
             process.send_signal(sig)
 
-    def database(self) -> str:
-        """The URL of a new database."""
+    def database(self, folder: str = "") -> str:
+        """The URL of a new database, for processes that see the server's folder as `folder`."""
         name = f"journal{next(self._count)}"
         with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
-        return f"postgresql://plexrl@/{name}?host={self._folder}"
+        return f"postgresql://plexrl@/{name}?host={folder or self._folder}"
 
     def start(self) -> None:
         """Start the server; also again, after `stop`."""

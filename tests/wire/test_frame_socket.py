@@ -36,9 +36,9 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     server = authority.credentials(Role.NODE, "n").server_context()
     client = authority.credentials(Role.ROUTER, "r").client_context()
     with ThreadPoolExecutor(1) as other_side:
-        accepting = other_side.submit(server.wrap_socket, right, server_side=True)
+        accepting = other_side.submit(TlsSocket, right, server, server_side=True)
         ours = client.wrap_socket(left)
-        theirs = TlsSocket(accepting.result(DEADLINE_S))
+        theirs = accepting.result(DEADLINE_S)
     yield ours, theirs
     theirs.close()
 

@@ -12,7 +12,7 @@ from plexrl.cli.cluster.up import options
 from plexrl.cli.terminal.context import Json, local_time, write_text
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.errors import InvalidRequestError
-from plexrl.events.config import PASSWORD_VARIABLE, broker_config
+from plexrl.events.config import PASSWORD_VARIABLE, usable_broker
 
 Below = Annotated[
     str, typer.Argument(help="First levels of the topics, such as jobs or jobs/TENANT.")
@@ -22,16 +22,10 @@ Below = Annotated[
 @with_option_groups
 def events(broker: options.Events, below: Below = "", as_json: Json = False) -> None:
     """Follow a cluster's events at its MQTT broker: the present states, then each change."""
-    if broker.mqtt is None:
+    named = broker.broker()
+    if named is None:
         raise InvalidRequestError("name the broker: --mqtt mqtt://HOST[:PORT][/PREFIX]")
-    config = broker_config(
-        broker.mqtt,
-        password=os.environ.get(PASSWORD_VARIABLE, ""),
-        password_file=broker.mqtt_password_file,
-        ca=broker.mqtt_ca,
-        certificate=broker.mqtt_certificate,
-        key=broker.mqtt_key,
-    )
+    config = usable_broker(named, os.environ.get(PASSWORD_VARIABLE, ""))
 
     async def follow() -> None:
         from plexrl.events.subscriber import events as all_events

@@ -1,9 +1,12 @@
 """`plexrl status`, `plexrl nodes` and `plexrl groups`."""
 
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from plexrl.cli.cluster.node import revoke_membership
 from plexrl.cli.terminal.context import (
     GIB,
     Access,
@@ -16,6 +19,7 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
+from plexrl.errors import NotFoundError
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
@@ -76,11 +80,14 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
         _refuse_lost_options(context)
         return
     with access.open() as cluster:
-        found = cluster.nodes()
+        show_nodes(cluster.nodes(), output)
+
+
+def show_nodes(found: list[dict[str, Any]], output: Output) -> None:
+    """Print two tables, because one with all columns is wider than a terminal. There is no second
+    one if nothing is known of where the nodes are."""
     cells: Cells = {
         "node": "node",
-        "type": "node_type",
-        "block": "block",
         "alive": lambda each: _yes(each["alive"]),
         "draining": lambda each: _yes(each["is_draining"]),
         "GPUs reserved": _reserved,
@@ -89,6 +96,19 @@ def nodes(context: typer.Context, access: Access, output: Output) -> None:
         "NVMe tier": lambda each: _gib(each["nvme_bytes"]),
     }
     output.table(cells, found)
+    if not output.as_json and any(each.get(name) for each in found for name in _PLACE.values()):
+        places: Cells = {"node": "node"} | {
+            title: partial(_text, name) for title, name in _PLACE.items()
+        }
+        print_records("Where they are", places, found)
+
+
+_PLACE = {"address": "host", "fabric": "fabric", "type": "node_type", "block": "block"}
+"""Field by heading. Only the operator is told addresses."""
+
+
+def _text(name: str, node: dict[str, Any]) -> str:
+    return str(node.get(name, ""))
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
@@ -123,10 +143,22 @@ def undrain(node: NodeName, access: Access, output: Output) -> None:
 @nodes_app.command("remove")
 @with_option_groups
 def remove(node: NodeName, access: Access, output: Output) -> None:
-    """Forget a node that has left or does not come back, and has no work (operator only)."""
+    """Forget a node that has left or does not come back, and has no work (operator only). On the
+    head this revokes the node's certificates too."""
     with access.open() as cluster:
         cluster.remove_node(node)
-    output.table({"node": "node", "removed": lambda _: "yes"}, [{"node": node}], {"node": node})
+    revoked = 0
+    if access.url is None:
+        # Only the head has the authority; a node without a certificate is not in its record.
+        with suppress(NotFoundError):
+            revoked = revoke_membership(access.data_dir, node)
+    found = {"node": node, "certificates_revoked": revoked}
+    cells: Cells = {
+        "node": "node",
+        "removed": lambda _: "yes",
+        "certificates revoked": "certificates_revoked",
+    }
+    output.table(cells, [found], found)
 
 
 @with_option_groups

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-import time
+import os
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -90,7 +90,7 @@ class DirectoryBlobStore:
                 LOG.error("the blob %s was not deleted: %s", ref, error)
 
     def payloads(self, *, older_than_s: float) -> list[BlobRef]:
-        limit = time.time() - older_than_s
+        limit = self._now() - older_than_s
         found = []
         for path in sorted(self._directory.glob(f"*{PAYLOAD_SUFFIX}")):
             with suppress(FileNotFoundError):
@@ -101,7 +101,7 @@ class DirectoryBlobStore:
     def discard_results(self, *, older_than_s: float) -> None:
         """Delete results older than `older_than_s` seconds, and partial files that a killed router
         left. Payloads are deleted by the scheduler's order."""
-        limit = time.time() - older_than_s
+        limit = self._now() - older_than_s
         for pattern in (f"*{RESULT_SUFFIX}", "*.part"):
             for path in self._directory.glob(pattern):
                 try:
@@ -110,6 +110,11 @@ class DirectoryBlobStore:
                 except FileNotFoundError:
                     # Another router deleted it first.
                     continue
+
+    def _now(self) -> float:
+        """The clock of the file system, which on a mount is another machine's."""
+        os.utime(self._directory)
+        return self._directory.stat().st_mtime
 
     def close(self) -> None:
         """Nothing runs in the background."""

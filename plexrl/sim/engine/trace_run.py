@@ -17,7 +17,7 @@ from plexrl.errors import (
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.checks.checker import Checker
+from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.fault_injector import FaultInjector
 from plexrl.sim.engine.job_run import AloneClock, JobRun, demand_of

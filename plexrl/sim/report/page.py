@@ -60,7 +60,7 @@ def write_report(
     own = with_own_prices(billed)
     # A search has one run per policy, each on a cluster of its own size.
     single = tuple(runs[:DRAWN_RUNS_MAX]) if plans else drawn(runs)
-    page = _template().render(
+    page = page_template("report.html.j2").render(
         title=title,
         scenario_lines=scenario_lines,
         headline=headline,
@@ -125,7 +125,12 @@ def plots(
     return tuple(plot for plot in found if plot is not None)
 
 
-def _template() -> "Template":
+def page_template(name: str) -> "Template":
+    """A template of this package's folder.
+
+    Raises:
+        InvalidRequestError: jinja2 is not installed.
+    """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
@@ -138,4 +143,4 @@ def _template() -> "Template":
         lstrip_blocks=True,
     )
     environment.filters.update(duration=duration, percent=percent)
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)

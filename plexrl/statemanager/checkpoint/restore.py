@@ -16,7 +16,7 @@ from plexrl.statemanager.checkpoint.format.safetensors import decode_head, head_
 from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, range_in_slice
 from plexrl.statemanager.checkpoint.places.choice import Location, place_at
 from plexrl.statemanager.checkpoint.places.directory import unreadable
-from plexrl.statemanager.checkpoint.places.place import CheckpointPlace
+from plexrl.statemanager.checkpoint.places.place import CheckpointPlace, Range
 from plexrl.statemanager.checkpoint.write.assembly import copy_common
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StatePart, StateSlice
@@ -42,6 +42,7 @@ class Checkpoint:
         self.record = self.place.read_record()
         self._files = self.place.open_files(self.record)
         self._checked: set[tuple[str, int]] = set()
+        """File and first byte of each prefetched block."""
         self._buffer = memoryview(bytearray(self.record.block_bytes))
         try:
             for file in self.record.files:
@@ -105,15 +106,20 @@ class Checkpoint:
         self.close()
 
     def _prefetch(self, wants: Sequence[StateSlice]) -> None:
-        ranges = []
+        wanted: dict[Range, tuple[TensorRecord, int]] = {}
         for want in wants:
             record = self._record_of(want)
             itemsize = DTYPE_BYTES[record.dtype]
-            for _, block in self._touched(want, record):
+            for index, block in self._touched(want, record):
                 start = record.start + block_start(block, record.shape) * itemsize
-                ranges.append((record.file, start, block.size * itemsize))
+                wanted[record.file, start, block.size * itemsize] = (record, index)
+
+        def arrived(found: Range, data: memoryview) -> None:
+            self._check(*wanted[found], data)
+            self._checked.add(found[:2])
+
         try:
-            self._files.prefetch(ranges)
+            self._files.prefetch(list(wanted), arrived)
         except FileNotFoundError as error:
             raise self._corrupt(str(error), "it is missing", None) from error
 
@@ -146,23 +152,25 @@ class Checkpoint:
 
     def _read(self, record: TensorRecord, index: int, block: Box) -> memoryview:
         itemsize = DTYPE_BYTES[record.dtype]
-        data = self._buffer[: block.size * itemsize]
+        buffer = self._buffer[: block.size * itemsize]
         start = record.start + block_start(block, record.shape) * itemsize
         name, file = record.key.name, record.file
         try:
-            filled = self._files.read_into(file, data, start)
+            data = self._files.read(file, start, buffer)
         except OSError as error:
             raise self._corrupt(file, f"{name} cannot be read: {error}", name) from error
-        if filled < len(data):
+        if len(data) < len(buffer):
             raise self._corrupt(file, f"it ends inside {name}", name)
-        self.bytes_read += filled
-        if (file, start) in self._checked:
-            return data
-        if xxhash.xxh3_128_hexdigest(data) != record.digests[index]:
-            raise self._corrupt(file, f"block {index} of {name} does not match its checksum", name)
-        if self._files.keeps_prefetched:
-            self._checked.add((file, start))
+        self.bytes_read += len(data)
+        if (file, start) not in self._checked:
+            self._check(record, index, data)
         return data
+
+    def _check(self, record: TensorRecord, index: int, data: memoryview) -> None:
+        if xxhash.xxh3_128_hexdigest(data) != record.digests[index]:
+            name = record.key.name
+            why = f"block {index} of {name} does not match its checksum"
+            raise self._corrupt(record.file, why, name)
 
     def _check_size(self, file: str, nbytes: int) -> None:
         try:
@@ -192,11 +200,9 @@ class Checkpoint:
                 raise self._corrupt(record.file, f"its header describes {name} as {there}", name)
 
     def _head(self, file: str) -> bytes:
-        start = bytearray(8)
-        self._files.read_into(file, memoryview(start), 0)
-        head = bytearray(head_bytes(bytes(start)))
-        read = self._files.read_into(file, memoryview(head), 0)
-        return bytes(head[:read])
+        start = self._files.read(file, 0, memoryview(bytearray(8)))
+        head = memoryview(bytearray(head_bytes(start.tobytes())))
+        return self._files.read(file, 0, head).tobytes()
 
     def _corrupt(self, file: str, why: str, key: str | None) -> CorruptStateError:
         details = {"file": file} if key is None else {"file": file, "key": key}

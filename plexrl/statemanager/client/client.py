@@ -351,9 +351,10 @@ class StateManagerClient:
         """The node's tiers, versions and arenas, and its first device, in bytes."""
         return self._call(Usage())
 
-    def release(self, deployment: str) -> None:
-        """Drop every version and registration of a deployment."""
-        self._call(Release(deployment=deployment))
+    def release(self, deployment: str, *, kept_ranks: tuple[int, ...] | None = None) -> None:
+        """Drop every version and registration of a deployment, or with `kept_ranks` the versions of
+        other ranks only."""
+        self._call(Release(deployment=deployment, kept_ranks=kept_ranks))
 
     def adopt(self, shard: StoredShard, fds: Sequence[int]) -> MoveReport:
         """Have the daemon store another daemon's version from its files. For the node agent.

@@ -209,6 +209,8 @@ class Release(Request, frozen=True, kw_only=True):
     """Drop everything kept for a deployment."""
 
     deployment: str
+    kept_ranks: tuple[int, ...] | None = None
+    """If present, only the versions of other ranks are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ after a timeout or a lost connection.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
@@ -53,6 +53,10 @@ class NodeState:
         self._key_file = ticket_key_file
         self._migrations: dict[_Move, asyncio.Task[MoveReport]] = {}
         self._may_migrate = asyncio.Semaphore(MIGRATIONS_MAX)
+        self._arrived: dict[str, set[int]] = {}
+        """By deployment, the ranks that were migrated to this node since its last launch."""
+        self._dropping = asyncio.Lock()
+        """Held while versions of former ranks are dropped, when none may arrive."""
         self._watch = StateWatch(self._client)
         self._hints: set[asyncio.Task[None]] = set()
 
@@ -69,6 +73,7 @@ class NodeState:
         """Drop a deployment's versions, including those that are migrating to this node."""
         del peer
         deployment = params["command"]["deployment"]
+        self._arrived.pop(deployment, None)
 
         def release() -> None:
             with closing(self._client()) as client:
@@ -79,6 +84,22 @@ class NodeState:
             await asyncio.wait(arriving)
         await asyncio.to_thread(release)
         return {}
+
+    async def keep_ranks(self, deployment: str, ranks: Iterable[int]) -> None:
+        """Drop the versions of ranks that ran on this node before a move and run on another now.
+        Call this when `ranks` are launched here, after every rank's version has arrived."""
+
+        def release(kept: set[int]) -> None:
+            with closing(self._client()) as client:
+                client.release(deployment, kept_ranks=tuple(sorted(kept)))
+
+        async with self._dropping:
+            # A late launch must not drop what a later move has brought.
+            kept = {*ranks, *self._arrived.pop(deployment, ())}
+            try:
+                await asyncio.to_thread(release, kept)
+            except PlexRLError as error:
+                LOG.warning("versions of former ranks of %s stay here: %s", deployment, error)
 
     async def watch(self, report: Callable[[list[Plain]], None]) -> None:
         """Call `report` with all locations of state, then with every change, until cancelled."""
@@ -113,6 +134,8 @@ class NodeState:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"malformed migrate_state: {error!r}") from error
         task = self._migrations.get(move)
+        if move[2] is not None:
+            self._arrived.setdefault(move[0], set()).update(move[2])
         if task is None:
             task = asyncio.create_task(self._migrate(move, sources))
             self._migrations[move] = task
@@ -169,6 +192,9 @@ class NodeState:
             network=self._network,
             ranks=ranks,
         )
+        async with self._dropping:
+            # An order from before this one drops nothing that arrives from now on.
+            pass
         async with self._may_migrate:
             report = await asyncio.wrap_future(_on_own_thread(work))
         LOG.info(

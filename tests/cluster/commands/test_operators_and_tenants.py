@@ -85,6 +85,7 @@ def test_cluster_options_reach_the_parts(small: EmbeddedCluster, operator: plexr
     assert [node["node_type"] for node in nodes] == ["fast", "slow"]
     assert [node["block"] for node in nodes] == ["row1", "row1"]
     assert all(node["nvme_bytes"] > 0 for node in nodes)
+    assert [(node["host"], node["fabric"]) for node in nodes] == [("", ""), ("", "")]
     assert not (small.data_dir / "journal.sqlite").exists()
     config = json.loads(next(small_config(small)).read_text())
     assert (config["policy"], config["ordering"]) == ("spread", "fifo-bursts")
@@ -417,6 +418,9 @@ def test_tables_are_readable(operator: plexrl.Cluster, tenant: plexrl.Cluster) -
     job = tenant.create_job("shown")
     job.train_deployment("actor", MODEL).barrier().result(120)
     assert "fast" in cli(operator, "nodes")
+    (shown, _) = json.loads(cli(tenant, "nodes", "--json"))
+    assert not {"host", "statemanager", "groups"} & shown.keys()
+    assert shown["fabric"] == ""
     assert f"{job.job}/actor" in cli(operator, "groups")
     assert own_name(operator) in cli(operator, "tenants", "list")
     (log,) = json.loads(cli(tenant, "logs", job.job, "--json"))

@@ -152,9 +152,12 @@ def test_a_nodes_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", [*CLUSTER_FILE, *NODE_FILE], ids=lambda each: each.name)
-def test_the_defaults_of_each_table_are_valid(section: Section) -> None:
-    """Otherwise every file with that table would have a problem of ours."""
-    section.kind(**section.stand_ins)
+def test_an_empty_table_is_valid_and_gets_the_documented_defaults(section: Section) -> None:
+    made = section.kind(**section.stand_ins)
+    own = set(section.settings()) - set(section.stand_ins) - set(MOVED.get(section.name, ()))
+    documented = section.defaults()
+    assert own
+    assert {name: getattr(made, name) for name in own} == {name: documented[name] for name in own}
 
 
 def test_effective_values_are_valid_toml_without_secrets() -> None:

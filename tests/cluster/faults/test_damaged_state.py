@@ -35,6 +35,7 @@ def damage_newest_on_nvme(cluster: EmbeddedCluster, actor: plexrl.TrainDeploymen
     """Flip a bit in the middle of each rank's newest version."""
     nvme = cluster.data_dir / "nodes" / "node0" / "nvme"
     name = quote(actor.deployment, safe="")
+    wait_until(lambda: actor.status()["nvme_bytes"] > 0, "its state is not shown on NVMe")
     seq = actor.status()["durable_seq"]
     daemon = process_of(cluster, STATE_MANAGER)
     daemon.suspend()
@@ -66,7 +67,10 @@ def undisturbed(embedded: EmbeddedCluster) -> bytes:
 
 @pytest.mark.parametrize(
     ("hurt", "host_memory_bytes"),
-    [(damage_newest_on_nvme, 64 << 10), (lose_host_tier, 64 << 20)],
+    [
+        (damage_newest_on_nvme, 64 << 10),
+        pytest.param(lose_host_tier, 64 << 20, marks=pytest.mark.slow),
+    ],
 )
 def test_a_damaged_newest_version_is_recomputed_bit_for_bit(
     tmp_path: Path, undisturbed: bytes, hurt: object, host_memory_bytes: int

@@ -23,14 +23,16 @@ def parsed(text: str) -> ConfigParser:
     return found
 
 
-def check(path: Path) -> None:
-    """The command line accepts ExecStart, and systemd the unit, where it is installed."""
+def checked(path: Path) -> str:
+    """The command of ExecStart. The command line accepts it, and systemd the unit, if it is
+    installed."""
     unit = parsed(path.read_text())
     words = shlex.split(unit["Service"]["ExecStart"].replace("%%", "%"))
     at = next(index for index, word in enumerate(words) if word.endswith("plexrl"))
-    command, arguments = get_command(app), words[at + 1 :]
+    command, arguments, names = get_command(app), words[at + 1 :], []
     while hasattr(command, "commands"):
         name, *arguments = arguments
+        names.append(name)
         command = command.commands[name]
     command.make_context("plexrl", list(arguments))
     analyze = shutil.which("systemd-analyze")
@@ -40,11 +42,19 @@ def check(path: Path) -> None:
         )
         ours = [line for line in done.stderr.splitlines() if path.name in line]
         assert (done.returncode, ours) == (0, [])
+    return " ".join(names)
 
 
-@pytest.mark.parametrize("name", ["plexrl-head.service", "plexrl-node.service"])
-def test_the_units_are_valid(name: str, tmp_path: Path) -> None:
-    check(Path(shutil.copy(UNITS / name, tmp_path)))
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("plexrl-head.service", "up"),
+        ("plexrl-node.service", "node join"),
+        ("plexrl-statemanager.service", "statemanager"),
+    ],
+)
+def test_the_units_are_valid(name: str, command: str, tmp_path: Path) -> None:
+    assert checked(Path(shutil.copy(UNITS / name, tmp_path))) == command
 
 
 def test_a_units_stop_leaves_time_and_a_node_that_left_stays_away() -> None:
@@ -57,7 +67,7 @@ def test_a_written_unit_survives_strange_folders_and_needs_no_token(tmp_path: Pa
     path = tmp_path / "plexrl-node.service"
     path.write_text(unit_text(folder, ["--name", "gpu7", "--gpus", "8"]))
     words = shlex.split(parsed(path.read_text())["Service"]["ExecStart"].replace("%%", "%"))
-    check(path)
+    assert checked(path) == "node join"
     assert words[1:] == [
         *("node", "join", "--name", "gpu7", "--gpus", "8", "--data-dir", str(folder))
     ]

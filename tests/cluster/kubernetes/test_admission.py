@@ -50,6 +50,7 @@ def test_the_api_server_accepts_every_object(
 
     install_crd(kubernetes.api())
     client = DynamicClient(kubernetes.api())
+    accepted = set()
     for each in render(VALUES[name], tmp_path, namespace=namespace):
         # Other namespaces of `operator.namespaces` do not exist here.
         elsewhere = each["metadata"].get("namespace", namespace) != namespace
@@ -58,7 +59,10 @@ def test_the_api_server_accepts_every_object(
         resource = client.resources.get(api_version=each["apiVersion"], kind=each["kind"])
         options = {"namespace": namespace} if resource.namespaced else {}
         strict = [("fieldValidation", "Strict")]
-        resource.create(body=each, query_params=strict, dry_run="All", **options)
+        made = resource.create(body=each, query_params=strict, dry_run="All", **options)
+        assert made.metadata.uid, "the API server did not get as far as making it"
+        accepted.add(each["kind"])
+    assert {"ConfigMap", "Deployment", "Service"} <= accepted
 
 
 def test_pods_are_admitted_under_the_restricted_standard(

@@ -210,6 +210,7 @@ def test_a_worker_that_cannot_serve_ends_with_a_reason(
     assert "ValidationError" in worker.exit_reason()
 
 
+@pytest.mark.slow
 def test_a_worker_runs_until_it_is_stopped(launcher: RayLauncher, tmp_path: Path) -> None:
     spec = DeploymentSpec(model=MODEL, kind="train", backend="fsdp", workers=2)
     worker = launcher.start(worker_config(tmp_path, spec.to_json()))

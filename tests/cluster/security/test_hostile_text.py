@@ -5,8 +5,10 @@ import sys
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 import plexrl
+from plexrl.cli.app import app
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from tests.cluster.tools import VOCABULARY
 
@@ -16,15 +18,10 @@ HOSTILE = f"{CLEAR}{BIDI}\r\x9b31m\nNAME      STATE"
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
 
-def cli(embedded: EmbeddedCluster, *words: str, ends_with: int = 0) -> str:
-    done = subprocess.run(
-        [*(sys.executable, "-m", "plexrl.cli.app"), *words, "--data-dir", str(embedded.data_dir)],
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == ends_with, done.stderr
-    return (done.stdout + done.stderr).decode()
+def cli(embedded: EmbeddedCluster, *words: str) -> str:
+    done = CliRunner().invoke(app, [*words, "--data-dir", str(embedded.data_dir)])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def assert_plain(shown: str) -> None:
@@ -56,7 +53,17 @@ def test_reasons_are_shown_with_escapes(embedded: EmbeddedCluster, cluster: plex
     for each in (logs, *shown):
         assert_plain(each)
     assert r"\u001b[2J" in shown[0].replace("\n", "").replace(" ", ""), "the reason is shown"
-    assert_plain(cli(embedded, "jobs", CLEAR, ends_with=1))
+    refused = subprocess.run(
+        [sys.executable, "-m", "plexrl.cli.app", "jobs", CLEAR, "--data-dir", embedded.data_dir],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert refused.returncode == 1
+    assert "all is well" in refused.stdout
+    assert_plain(refused.stdout)
 
 
 def test_names_with_control_characters_are_refused(

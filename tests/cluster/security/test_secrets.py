@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from plexrl.cluster.config.options import JOURNAL_VARIABLE
-from plexrl.cluster.embedded.start import start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import wait_until
 from tests.scheduler.postgres import PostgresServer, server_folder
@@ -125,20 +125,18 @@ def test_a_password_on_the_command_line_is_refused_with_a_remedy(tmp_path: Path)
     assert PASSWORD not in done.stdout + done.stderr
 
 
-def test_api_docs_are_served_only_if_enabled(tmp_path: Path) -> None:
-    for words, status in (((), 404), (("--api-docs",), 200)):
-        process = subprocess.Popen(
-            [*UP, *words, "--data-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
+def test_api_docs_are_served_only_if_enabled(embedded: EmbeddedCluster, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*UP, "--api-docs", "--data-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
-            url = json.loads(process.stdout.readline())["url"]
+            documented = json.loads(process.stdout.readline())["url"]
             for path in ("/docs", "/openapi.json", "/redoc"):
-                assert httpx.get(url + path, timeout=60).status_code == status, path
+                assert httpx.get(embedded.url + path, timeout=60).status_code == 404, path
+                assert httpx.get(documented + path, timeout=60).status_code == 200, path
         finally:
             process.terminate()
-            process.wait(60)
-            process.stdout.close()
 
 
 def test_an_embedded_clusters_journal_is_not_an_argument(tmp_path: Path) -> None:

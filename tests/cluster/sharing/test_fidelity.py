@@ -12,6 +12,7 @@ from plexrl.sim.fidelity.recording import overheads, recorded_run
 from plexrl.traces.convert.recorder import record
 
 CYCLES = 8
+pytestmark = pytest.mark.slow
 JOBS = (
     LiveJob(name="a", rows=4, hidden=64, rollout_s=0.05),
     LiveJob(name="b", rows=8, hidden=128, rollout_s=0.08),
@@ -31,7 +32,6 @@ def shared(crowded: EmbeddedCluster) -> LiveRun:
     return run_live(crowded, JOBS, label="shared", cycles=CYCLES, seed=3)
 
 
-@pytest.mark.slow
 def test_the_prediction_of_recorded_cycles_beats_no_waiting(shared: LiveRun) -> None:
     beyond = overheads(shared.operations)
     jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})

@@ -98,6 +98,7 @@ def weights(process: "subprocess.Popen[str]") -> bytes:
     return (Path(said.splitlines()[-1]) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_interrupted_script_of_an_embedded_cluster_is_resumed_with_the_same_bits(
     tmp_path: Path,
 ) -> None:

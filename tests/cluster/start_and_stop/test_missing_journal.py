@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import plexrl
-from plexrl.cluster.embedded.start import start_embedded
-from tests.cluster.tools import VOCABULARY, checkpoint_weights
 from tests.scheduler.postgres import PostgresServer, server_folder
 
 START_S = 60
@@ -21,15 +18,10 @@ START_S = 60
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A data directory with a checkpoint, whose journal is gone."""
-    running = start_embedded(tmp_path / "data", gpus_per_node=1)
-    with plexrl.connect(running.url, running.api_key) as cluster:
-        actor = cluster.create_job("kept", job_id="kept").train_deployment(
-            "actor", plexrl.tiny_qwen2(VOCABULARY)
-        )
-        checkpoint_weights(actor)
-    running.close()
-    (tmp_path / "data" / "journal.sqlite").unlink()
+    """A data directory with a checkpoint, and no journal."""
+    checkpoint = tmp_path / "data" / "checkpoints" / "kept" / "end"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
     return tmp_path / "data"
 
 

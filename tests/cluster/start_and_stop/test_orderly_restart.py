@@ -141,6 +141,7 @@ def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
     assert weights == undisturbed
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_replaced_with_a_warning(tmp_path: Path) -> None:
     running = start_embedded(tmp_path / "data", gpus_per_node=1)
     port = int(running.url.rpartition(":")[2])

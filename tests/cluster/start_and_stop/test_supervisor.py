@@ -11,19 +11,23 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner, Result
 
 import plexrl
+from plexrl.cli.app import app
 from plexrl.cluster.config.options import ClusterOptions
-from plexrl.cluster.embedded.start import start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.cluster.supervisor import Supervisor, run_supervisor
-from plexrl.errors import ConflictError
+from plexrl.errors import ConflictError, UnknownJobError
 from plexrl.process.folders.folders import Folders
 from tests.cluster.tools import VOCABULARY, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_every_process_and_removes_every_file(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
@@ -170,7 +174,12 @@ def test_restarted_parts_are_counted_in_health_and_status(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]")]
+    ("host", "own"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        pytest.param("0.0.0.0", "127.0.0.1", marks=pytest.mark.slow),
+        ("::", "[::1]"),
+    ],
 )
 def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     tmp_path: Path, host: str, own: str
@@ -206,44 +215,24 @@ def test_up_listens_on_the_given_host_warns_of_exposure_and_logs(
     assert endpoint["api_key"] not in log
 
 
-def test_two_clusters_on_one_data_directory_are_refused(tmp_path: Path) -> None:
-    running = start_embedded(tmp_path, gpus_per_node=1)
-    try:
-        with pytest.raises(ConflictError):
-            start_embedded(tmp_path, gpus_per_node=1)
-    finally:
-        running.close()
+def test_two_clusters_on_one_data_directory_are_refused(embedded: EmbeddedCluster) -> None:
+    with pytest.raises(ConflictError):
+        start_embedded(embedded.data_dir, gpus_per_node=1)
 
 
-def test_the_command_line_shows_the_running_cluster(tmp_path: Path) -> None:
-    running = start_embedded(tmp_path, gpus_per_node=3)
+def test_the_command_line_finds_a_cluster_by_its_data_directory(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, tmp_path: Path
+) -> None:
+    def cli(*words: str, data_dir: Path = embedded.data_dir) -> Result:
+        return CliRunner().invoke(app, [*words, "--data-dir", str(data_dir)])
 
-    def cli(*words: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "plexrl.cli.app", *words, "--data-dir", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    try:
-        with plexrl.connect(running.url, running.api_key) as cluster:
-            job = cluster.create_job("shown", job_id="shown")
-            job.train_deployment("actor", MODEL).barrier().result()
-            assert json.loads(cli("status", "--json").stdout)["gpus"] == 3
-            assert json.loads(cli("nodes", "--json").stdout)[0]["gpus_reserved"] == 1
-            assert json.loads(cli("jobs", "--json").stdout)[0]["job"] == "shown"
-            assert "actor" in cli("jobs", "shown").stdout
-            assert "is ready" in json.loads(cli("logs", "shown", "--json").stdout)[0]["text"]
-            missing = cli("jobs", "nobody", "--json")
-            assert missing.returncode == 1
-            assert json.loads(missing.stdout)["error"]["code"] == "unknown_job"
-            job.finish()
-            wait_until(
-                lambda: cluster.nodes()[0]["gpus_reserved"] == 0, "an ended job keeps its GPU"
-            )
-    finally:
-        running.close()
-    gone = cli("status")
-    assert gone.returncode == 1
-    assert "plexrl up" in gone.stderr
+    with cluster.create_job("shown", job_id="shown") as job:
+        job.train_deployment("actor", MODEL).barrier().result()
+        assert json.loads(cli("status", "--json").stdout)["gpus"] == 8
+        assert json.loads(cli("nodes", "--json").stdout)[0]["gpus_reserved"] >= 1
+        assert "shown" in [row["job"] for row in json.loads(cli("jobs", "--json").stdout)]
+        assert "actor" in cli("jobs", "shown").stdout
+        assert "is ready" in json.loads(cli("logs", "shown", "--json").stdout)[0]["text"]
+        assert isinstance(cli("jobs", "nobody").exception, UnknownJobError)
+    gone = cli("status", data_dir=tmp_path)
+    assert "plexrl up" in str(gone.exception)

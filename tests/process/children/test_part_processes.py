@@ -69,7 +69,7 @@ def started(file: Path) -> list[int]:
 def test_a_slow_start_that_makes_progress_is_not_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
-    part = starting_part(folders, pids, works_s=2.5)
+    part = starting_part(folders, pids, works_s=1.5)
 
     async def run() -> None:
         processes = PartProcesses(folders, start_sleep_s_max=1.0)
@@ -92,7 +92,7 @@ def test_a_slow_start_that_makes_progress_is_not_killed(tmp_path: Path) -> None:
 def test_a_part_that_works_while_stopping_is_not_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     folders = Folders(tmp_path / "data", tmp_path / "run", tmp_path / "memory")
-    part = starting_part(folders, pids, ends_s=2.5)
+    part = starting_part(folders, pids, ends_s=1.5)
 
     async def run() -> None:
         processes = PartProcesses(folders, stop_sleep_s_max=1.0)

@@ -81,7 +81,8 @@ def test_assigned_work_waits_for_an_unreachable_scheduler(tmp_path: Path) -> Non
         waiting = asyncio.create_task(specs.await_own("j/a"))
         running = asyncio.create_task(link.run())
         server = await scheduler_at(tmp_path / "s", [])
-        found = await asyncio.wait_for(waiting, 30)
+        async with asyncio.timeout(30):
+            found = await waiting
         running.cancel()
         server.close()
         return found

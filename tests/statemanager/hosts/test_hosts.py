@@ -9,7 +9,7 @@ import pytest
 from plexrl.statemanager.protocol.network import TRUSTED
 from tests.hosts.network import Network, hosts, why_impossible
 from tests.statemanager.conftest import wait_until
-from tests.statemanager.hosts.nodes import MIB, Node, start_nodes
+from tests.statemanager.hosts.nodes import MIB, Node, Rank, start_nodes
 
 MODEL = {"tensors": 4, "rows": 512, "columns": 512}
 MODEL_BYTES = 4 * 512 * 512 * 4
@@ -103,6 +103,18 @@ def pull_from(*sources: Node) -> dict[str, Any]:
     return {"seq": 1, "sources": [node.address for node in sources], "source": "job/actor"}
 
 
+def start_pull(a: Node, c: Node, timeout_s: float) -> tuple[Rank, int]:
+    """A rank of `c` that has a part of what it pulls from `a`, by a slow link; and the number of
+    its order."""
+    publish([a])
+    a.limit_sending(SLOW_LINK)
+    rollout = c.rank(deployment="job/rollout", timeout_s=timeout_s, **LARGE)
+    before = c.received_bytes()
+    pulling = rollout.ask("pull", **pull_from(a))
+    under_way(c, before, 8 * MIB)
+    return rollout, pulling
+
+
 @pytest.mark.slow
 @BOTH_FABRICS
 @pytest.mark.parametrize("ways", ["both ways", "one way"])
@@ -135,12 +147,7 @@ def test_a_pull_goes_on_when_its_only_link_is_healed(
     network: Network, tmp_path: Path, fabric: str
 ) -> None:
     a, _, c = start_nodes(network.hosts, tmp_path / "authority", fabric=fabric)
-    publish([a])
-    a.limit_sending(SLOW_LINK)
-    rollout = c.rank(deployment="job/rollout", timeout_s=600.0, **LARGE)
-    before = c.received_bytes()
-    pulling = rollout.ask("pull", **pull_from(a))
-    under_way(c, before, 8 * MIB)
+    rollout, pulling = start_pull(a, c, timeout_s=600.0)
     with network.partition(a.host, c.host):
         # Longer than the kernel waits for a machine that does not answer.
         wait_until(lambda: not connections(c, a))
@@ -163,12 +170,7 @@ def test_a_source_that_stays_unreachable_is_a_typed_error(
     network: Network, tmp_path: Path, fabric: str
 ) -> None:
     a, _, c = start_nodes(network.hosts, tmp_path / "authority", fabric=fabric)
-    publish([a])
-    a.limit_sending(SLOW_LINK)
-    rollout = c.rank(deployment="job/rollout", timeout_s=5.0, **LARGE)
-    before = c.received_bytes()
-    pulling = rollout.ask("pull", **pull_from(a))
-    under_way(c, before, 8 * MIB)
+    rollout, pulling = start_pull(a, c, timeout_s=5.0)
     network.cut(a.host, c.host)
     report = rollout.answer(pulling, BREAK_S)
     assert report["error"] == "unavailable"

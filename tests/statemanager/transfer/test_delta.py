@@ -50,7 +50,7 @@ def test_a_delta_carries_the_blocks_that_differ_and_leads_to_the_new_bytes(
         for at in range(0, len(new), block_bytes)
     ]
     assert flags.tolist() == slow
-    payload = encode(flags, old, new, block_bytes) if len(new) else b""
+    payload = encode(old, new, block_bytes) if len(new) else b""
     assert len(payload) <= len(new) + 1
     decoder = DeltaDecoder(memoryview(payload), block_bytes)
     result = old.copy()
@@ -62,7 +62,7 @@ def test_a_delta_carries_the_blocks_that_differ_and_leads_to_the_new_bytes(
 def test_a_delta_that_was_cut_or_is_too_long_is_refused() -> None:
     old = np.zeros(FORM_BYTES, np.uint8)
     for new in (changed_as(form) for form in Form if form != Form.NONE):
-        payload = encode(changed_blocks(old, new, 64), old, new, 64)
+        payload = encode(old, new, 64)
         with pytest.raises(CorruptStateError, match="shorter"):
             DeltaDecoder(memoryview(payload[:-1]), 64).apply(old.copy())
         decoder = DeltaDecoder(memoryview(payload + b"\0"), 64)
@@ -95,7 +95,7 @@ def changed_as(form: Form) -> Bytes:
 def test_each_form_is_taken_where_it_is_shortest_and_leads_to_the_new_bytes(form: Form) -> None:
     old = np.zeros(FORM_BYTES, np.uint8)
     new = changed_as(form)
-    payload = encode(changed_blocks(old, new, 64), old, new, 64)
+    payload = encode(old, new, 64)
     assert payload[0] == form
     result = old.copy()
     decoder = DeltaDecoder(memoryview(payload), 64)

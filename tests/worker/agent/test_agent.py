@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,18 @@ from typing import Any
 from plexrl.wire.rpc import Peer
 from plexrl.worker.agent.agent import Agent
 from plexrl.worker.config import AgentConfig, WorkerConfig
-from tests.statemanager.conftest import DEADLINE_S, Daemon, daemon, start_daemon
+from tests.statemanager.conftest import (
+    DEADLINE_S,
+    Daemon,
+    MakeShard,
+    StartDaemon,
+    daemon,
+    make_shard,
+    start_daemon,
+)
 from tests.statemanager.test_node_agent_state import run_dir
 
-__all__ = ["daemon", "run_dir", "start_daemon"]
+__all__ = ["daemon", "make_shard", "run_dir", "start_daemon"]
 
 Plain = dict[str, Any]
 
@@ -70,9 +78,15 @@ class Scheduler:
     def __init__(self, peer: Peer, ready: "asyncio.Queue[int]") -> None:
         self._peer, self._ready = peer, ready
 
-    async def launch(self, incarnation: int) -> None:
-        ranks = [{"node": "node0", "rank": 0, "gpu": 0}]
+    async def launch(self, incarnation: int, nodes: Sequence[str] = ("node0",)) -> None:
+        """Launch one rank on each of `nodes`."""
+        ranks = [{"node": node, "rank": rank, "gpu": 0} for rank, node in enumerate(nodes)]
         await self._send("launch", incarnation, kind="train", ranks=ranks)
+
+    async def migrate(self, source: Daemon, ranks: Sequence[int]) -> None:
+        """Order the node to fetch version 1 of these ranks."""
+        command = {"deployment": "j/actor", "seq": 1, "sources": [source.config.listen]}
+        await self._peer.call("migrate_state", {"command": {**command, "ranks": list(ranks)}})
 
     async def stop(self, incarnation: int) -> None:
         await self._send("stop", incarnation)
@@ -166,5 +180,51 @@ def test_a_late_stop_leaves_newer_workers_alone(run_dir: Path, daemon: Daemon) -
             assert launcher.living() == [2]
             await scheduler.stop(2)
             assert launcher.living() == []
+
+    asyncio.run(work())
+
+
+def offload_ranks(daemon: Daemon, make_shard: MakeShard, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        make_shard(daemon, deployment="j/actor", rank=rank, world_size=2).offload(1)
+
+
+def ranks_at(daemon: Daemon) -> list[int]:
+    """Ranks whose versions the daemon holds."""
+    with closing(daemon.agent(DEADLINE_S)) as client:
+        held = client.usage()["deployments"].get("j/actor", {}).get("versions", [])
+    return sorted(version["rank"] for version in held)
+
+
+def test_a_node_that_stays_with_other_ranks_drops_the_versions_of_the_former_ones(
+    run_dir: Path, daemon: Daemon, make_shard: MakeShard
+) -> None:
+    launcher = FakeLauncher()
+    offload_ranks(daemon, make_shard, (0, 1))
+
+    async def work() -> None:
+        async with agent_of(run_dir, daemon, launcher) as scheduler:
+            await scheduler.launch(2, ("elsewhere", "node0"))
+            assert await scheduler.ready() == 2
+            assert ranks_at(daemon) == [1]
+
+    asyncio.run(work())
+
+
+def test_a_late_launch_drops_nothing_that_a_later_move_has_brought(
+    run_dir: Path, start_daemon: StartDaemon, make_shard: MakeShard
+) -> None:
+    launcher = FakeLauncher()
+    source, daemon = start_daemon(), start_daemon()
+    offload_ranks(source, make_shard, (0,))
+    offload_ranks(daemon, make_shard, (1,))
+
+    async def work() -> None:
+        async with agent_of(run_dir, daemon, launcher) as scheduler:
+            await scheduler.migrate(source, [0])
+            await scheduler.launch(2, ("elsewhere", "node0"))
+            assert ranks_at(daemon) == [0, 1]
+            await scheduler.launch(3, ("node0", "elsewhere"))
+            assert ranks_at(daemon) == [0]
 
     asyncio.run(work())

@@ -9,7 +9,7 @@ import typer
 from plexrl.cli.terminal.context import DATA_DIR, DataDir
 from plexrl.cluster.config.network import JOIN_PORT, NODE_PORTS, SCHEDULER_PORT, ports_text
 from plexrl.cluster.config.options import JOURNAL_VARIABLE
-from plexrl.events.config import PASSWORD_VARIABLE
+from plexrl.events.config import PASSWORD_VARIABLE, BrokerConfig
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.placement.policies import POLICIES
 
@@ -187,6 +187,18 @@ class Events:
     mqtt_ca: Annotated[str, typer.Option(help="PEM file that signs the broker's certificate.")] = ""
     mqtt_certificate: Annotated[str, typer.Option(help="PEM file of the client certificate.")] = ""
     mqtt_key: Annotated[str, typer.Option(help="PEM file of its key.")] = ""
+
+    def broker(self) -> BrokerConfig | None:
+        """The broker; None if no URL was given. Raises `InvalidRequestError`."""
+        if self.mqtt is None:
+            return None
+        return BrokerConfig(
+            url=self.mqtt,
+            password_file=self.mqtt_password_file,
+            ca=self.mqtt_ca,
+            certificate=self.mqtt_certificate,
+            key=self.mqtt_key,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

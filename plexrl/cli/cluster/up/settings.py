@@ -12,7 +12,7 @@ from plexrl.cluster.config.network import NetworkOptions, parse_ports
 from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError
-from plexrl.events.config import BrokerConfig, absolute, broker_config, check_installed
+from plexrl.events.config import absolute, usable_broker
 
 if TYPE_CHECKING:
     from plexrl.cluster.config.file import ClusterFile
@@ -55,10 +55,11 @@ def chosen_options(
     path = given.local.config
     file = ClusterFile() if path is None else read_cluster_file(path)
     fields = _overridden(context, _fields(given), file.options)
+    broker = given.events.broker() or file.events
     cluster = ClusterOptions(
         **{**fields, "data_dir": data_dir_at(fields["data_dir"])},
         network=_network(context, given.network, file.network),
-        events=_broker(given.events, file.events, mqtt_password),
+        events=None if broker is None else usable_broker(broker, mqtt_password),
         settings=file.settings,
     )
     ray = _ray(context, given, file)
@@ -126,26 +127,6 @@ def _network(
     for name in ("tls_cert", "tls_key", "tls_ca"):
         values[name] = absolute(values[name])
     return NetworkOptions(**_overridden(context, values, {} if file is None else asdict(file)))
-
-
-def _broker(given: options.Events, file: BrokerConfig | None, password: str) -> BrokerConfig | None:
-    """Raises `InvalidRequestError`: the client is not installed, or a file cannot be used."""
-    if given.mqtt is not None:
-        return broker_config(
-            given.mqtt,
-            password=password,
-            password_file=given.mqtt_password_file,
-            ca=given.mqtt_ca,
-            certificate=given.mqtt_certificate,
-            key=given.mqtt_key,
-        )
-    if file is None:
-        return None
-    check_installed()
-    broker = replace(file, password="" if file.password_file else password)
-    broker.read_password()
-    broker.tls_context()
-    return broker
 
 
 def _ray(context: typer.Context, given: UpOptions, file: "ClusterFile") -> "RayOptions | None":

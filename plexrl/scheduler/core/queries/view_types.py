@@ -195,10 +195,15 @@ class NodeView(TypedDict):
     """Capacity of its NVMe tier."""
     node_type: str
     block: str
+    fabric: str
+    """`trusted`: groups may span it and other trusted nodes."""
     is_draining: bool
     alive: bool
     groups: NotRequired[list[GroupId]]
     """For operators only."""
+    host: NotRequired[str]
+    """Address at which other machines reach it; empty: it is on the scheduler's machine. For
+    operators only."""
     statemanager: NotRequired[str]
     """Address of its StateManager; for operators only."""
 

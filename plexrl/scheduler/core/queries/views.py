@@ -161,7 +161,7 @@ def group_view(cluster: Cluster, group: Group) -> GroupView:
 
 
 def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> NodeView:
-    """One node; for a tenant without the address of its StateManager and without its groups."""
+    """One node; for a tenant without its addresses and groups."""
     reserved = sum(
         gpu.node == node.node
         for name in cluster.inventory.groups_on(node.node)
@@ -176,11 +176,13 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         "nvme_bytes": node.nvme_bytes,
         "node_type": node.node_type,
         "block": node.block,
+        "fabric": node.fabric,
         "is_draining": node.is_draining,
         "alive": node.alive,
     }
     if tenant is None:
         view["groups"] = cluster.inventory.groups_on(node.node)
+        view["host"] = node.host
         view["statemanager"] = node.statemanager
     return view
 

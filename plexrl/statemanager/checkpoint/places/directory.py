@@ -14,7 +14,7 @@ from plexrl.statemanager.checkpoint.format.record import (
     decode_record,
     encode_record,
 )
-from plexrl.statemanager.checkpoint.places.place import Range, StoredFile
+from plexrl.statemanager.checkpoint.places.place import Arrived, Range, StoredFile
 from plexrl.statemanager.checkpoint.write import publish
 from plexrl.statemanager.checkpoint.write.stream import StreamFile
 
@@ -165,8 +165,6 @@ class DirectoryDraft:
 class LocalFiles:
     """Files of a directory, opened once."""
 
-    keeps_prefetched = False
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open = ExitStack()
@@ -175,16 +173,16 @@ class LocalFiles:
     def size(self, file: str) -> int:
         return os.fstat(self._fd(file)).st_size
 
-    def read_into(self, file: str, target: memoryview, start: int) -> int:
+    def read(self, file: str, start: int, buffer: memoryview) -> memoryview:
         filled = 0
-        while filled < len(target):
-            got = os.preadv(self._fd(file), [target[filled:]], start + filled)
+        while filled < len(buffer):
+            got = os.preadv(self._fd(file), [buffer[filled:]], start + filled)
             if got == 0:
                 break
             filled += got
-        return filled
+        return buffer[:filled]
 
-    def prefetch(self, ranges: Sequence[Range]) -> None:
+    def prefetch(self, ranges: Sequence[Range], arrived: Arrived) -> None:
         """Nothing: the kernel reads ahead."""
 
     def close(self) -> None:

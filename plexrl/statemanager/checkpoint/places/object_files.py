@@ -1,22 +1,22 @@
 """Ranged reads of a checkpoint's files in an object store, through a local temporary file.
 
-A load checks all ranks' parts before it changes any state, and then reads them again. The second
-read comes from the temporary file, which has as many bytes as this rank needs, and no name.
+A load checks all ranks' parts before it changes any state, and then reads them again. Bytes are
+checked as they arrive; the second read comes from the temporary file, which is mapped, has as many
+bytes as this rank needs, and no name.
 """
 
+import mmap
 import os
 import tempfile
 from collections.abc import Sequence
 
 from plexrl.errors import NO_SPACE, StorageError, StorageFullError
-from plexrl.statemanager.checkpoint.places.place import Range
-from plexrl.storage.object_store import ObjectStore
+from plexrl.statemanager.checkpoint.places.place import Arrived, Range
+from plexrl.storage.object_store import RANGE_BYTES, ObjectStore
 
 
 class ObjectFiles:
     """Files below one key."""
-
-    keeps_prefetched = True
 
     def __init__(self, store: ObjectStore, key: str) -> None:
         self._store = store
@@ -25,50 +25,51 @@ class ObjectFiles:
         self._spooled: dict[Range, int] = {}
         """Where the bytes of a range are in the temporary file."""
         self._end = 0
+        self._mapped = memoryview(b"")
 
     def size(self, file: str) -> int:
         return self._store.size(f"{self._key}/{file}")
 
-    def read_into(self, file: str, target: memoryview, start: int) -> int:
-        at = self._spooled.get((file, start, len(target)))
-        if at is None:
-            target[:] = self._store.read_range(f"{self._key}/{file}", start, start + len(target))
-            return len(target)
-        filled = 0
-        while filled < len(target):
-            filled += os.preadv(self._spool.fileno(), [target[filled:]], at + filled)
-        return filled
+    def read(self, file: str, start: int, buffer: memoryview) -> memoryview:
+        at = self._spooled.get((file, start, len(buffer)))
+        if at is not None:
+            return self._mapped[at : at + len(buffer)]
+        buffer[:] = self._store.read_range(f"{self._key}/{file}", start, start + len(buffer))
+        return buffer
 
-    def prefetch(self, ranges: Sequence[Range]) -> None:
-        missing = sorted({each for each in ranges if each not in self._spooled})
-        runs: list[tuple[str, int, int]] = []
-        places: dict[str, list[tuple[int, int, int]]] = {}
+    def prefetch(self, ranges: Sequence[Range], arrived: Arrived) -> None:
+        runs: list[list[Range]] = []
+        places: dict[Range, int] = {}
         end = self._end
-        new: dict[Range, int] = {}
-        for file, start, nbytes in missing:
-            key = f"{self._key}/{file}"
-            if runs and runs[-1][0] == key and runs[-1][2] == start:
-                runs[-1] = (key, runs[-1][1], start + nbytes)
-                places[key][-1] = (places[key][-1][0], start + nbytes, places[key][-1][2])
+        for each in sorted(set(ranges) - self._spooled.keys()):
+            file, start, nbytes = each
+            first = runs[-1][0] if runs else each
+            is_next = bool(runs) and (file, start) == (runs[-1][-1][0], sum(runs[-1][-1][1:]))
+            if is_next and start + nbytes - first[1] <= RANGE_BYTES:
+                runs[-1].append(each)
             else:
-                runs.append((key, start, start + nbytes))
-                places.setdefault(key, []).append((start, start + nbytes, end))
-            new[(file, start, nbytes)] = end
+                runs.append([each])
+            places[each] = end
             end += nbytes
 
-        def take(key: str, start: int, data: bytes) -> None:
-            first, _, at = next(run for run in places[key] if run[0] <= start < run[1])
-            self._write(data, at + start - first)
+        def fetch(run: Sequence[Range]) -> None:
+            file, first, _ = run[0]
+            stop = sum(run[-1][1:])
+            found = memoryview(self._store.read_range(f"{self._key}/{file}", first, stop))
+            for each in run:
+                arrived(each, found[each[1] - first :][: each[2]])
+            self._write(found, places[run[0]])
 
-        self._store.read_ranges(runs, take)
-        self._spooled |= new
+        self._store.each(fetch, runs)
+        if places:
+            self._mapped = memoryview(mmap.mmap(self._spool.fileno(), end, prot=mmap.PROT_READ))
+        self._spooled |= places
         self._end = end
 
     def close(self) -> None:
         self._spool.close()
 
-    def _write(self, data: bytes, at: int) -> None:
-        view = memoryview(data)
+    def _write(self, view: memoryview, at: int) -> None:
         try:
             while view.nbytes:
                 count = os.pwrite(self._spool.fileno(), view, at)

@@ -1,6 +1,6 @@
 """What a place of checkpoints can do. `choice` makes one of a path or URL."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +9,8 @@ from plexrl.statemanager.checkpoint.format.record import CheckpointRecord
 
 Range = tuple[str, int, int]
 """File, first byte, number of bytes."""
+Arrived = Callable[[Range, memoryview], None]
+"""Callback: a range and its bytes."""
 
 
 class FileStream(Protocol):
@@ -70,20 +72,18 @@ class Draft(Protocol):
 class OpenFiles(Protocol):
     """The large files of a published checkpoint, open for reading."""
 
-    keeps_prefetched: bool
-    """Whether what was prefetched is a private copy: it is checked once."""
-
     def size(self, file: str) -> int:
         """Size in bytes. Raises `FileNotFoundError`, `OSError`, `StoreUnavailableError`."""
         ...
 
-    def read_into(self, file: str, target: memoryview, start: int) -> int:
-        """Fill `target` from byte `start` on; fewer bytes were read only at the file's end. Raises
-        as `size`."""
+    def read(self, file: str, start: int, buffer: memoryview) -> memoryview:
+        """The bytes from `start` on, as many as `buffer` has, or fewer at the file's end. They are
+        in `buffer`, or are a prefetched range. Raises as `size`."""
         ...
 
-    def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Bring ranges here that are read next. Raises as `size`."""
+    def prefetch(self, ranges: Sequence[Range], arrived: Arrived) -> None:
+        """Bring ranges here that are read next, where a private copy makes that quicker; `arrived`
+        is called for each range of the copy, on any thread. Raises as `size`, and as `arrived`."""
         ...
 
     def close(self) -> None:

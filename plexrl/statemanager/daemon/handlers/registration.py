@@ -95,7 +95,13 @@ def _hand_over(previous: Registration | None, registration: Registration) -> Non
 
 
 def _release(caller: Caller, request: Release, _: Sequence[int]) -> Reply:
-    services = caller.services
+    services, kept_ranks = caller.services, request.kept_ranks
+    if kept_ranks is not None:
+        others = services.store.find(
+            lambda found: found.deployment == request.deployment and found.rank not in kept_ranks
+        )
+        services.store.drop(version.manifest.name for version in others)
+        return Reply({})
     services.registry.remove_deployment(request.deployment)
     services.incarnations.forget(request.deployment)
     services.store.release(request.deployment)

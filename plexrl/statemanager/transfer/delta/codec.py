@@ -40,21 +40,26 @@ class Form(IntEnum):
     RAW = 4
 
 
-def encode(flags: Flags, old: Bytes, new: Bytes, block_bytes: int) -> bytes:
-    """Encode one batch; `flags` marks the blocks that differ."""
-    changed = int(np.count_nonzero(flags))
-    if not changed:
-        return bytes([Form.NONE])
+def encode(old: Bytes, new: Bytes, block_bytes: int) -> bytes:
+    """Encode one batch; both memories have the same size."""
     even = len(new) // WORD_BYTES * WORD_BYTES
     words = new[:even].view(_WORD)
-    differs = old[:even].view(_WORD) != words
-    places = np.flatnonzero(differs)
-    gaps = np.diff(places, prepend=-1) - 1
-    goes_on = gaps // _GOES_ON
-    gap_bytes = len(places) + int(goes_on.sum())
+    places = np.flatnonzero(old[:even].view(_WORD) != words)
+    blocks = places // (block_bytes // WORD_BYTES)
+    changed = int(np.count_nonzero(np.diff(blocks))) + 1 if len(blocks) else 0
     tail = len(new) - even
+    if tail and old[-1] != new[-1] and (not changed or blocks[-1] != (len(new) - 1) // block_bytes):
+        blocks = np.append(blocks, (len(new) - 1) // block_bytes)
+        changed += 1
+    if not changed:
+        return bytes([Form.NONE])
+    gaps = np.diff(places, prepend=-1) - 1
+    # Dividing all gaps takes longer than looking for a wide one.
+    goes_on = gaps // _GOES_ON if len(gaps) and gaps.max() >= _GOES_ON else None
+    gap_bytes = len(places) + (0 if goes_on is None else int(goes_on.sum()))
+    block_count = -(-len(new) // block_bytes)
     sizes = {
-        Form.BLOCKS: -(-len(flags) // 8) + changed * block_bytes,
+        Form.BLOCKS: -(-block_count // 8) + changed * block_bytes,
         Form.GAPS: _GAPS_HEAD.size + gap_bytes + len(places) * WORD_BYTES + tail,
         Form.BITS: -(-len(words) // 8) + len(places) * WORD_BYTES + tail,
         Form.RAW: len(new),
@@ -63,15 +68,18 @@ def encode(flags: Flags, old: Bytes, new: Bytes, block_bytes: int) -> bytes:
     head = bytes([form])
     match form:
         case Form.BLOCKS:
+            flags = _flags(blocks, block_count)
             return head + np.packbits(flags).tobytes() + _blocks(flags, new, block_bytes)
         case Form.GAPS:
-            coded = np.full(gap_bytes, _GOES_ON, dtype=np.uint8)
-            coded[np.cumsum(goes_on + 1) - 1] = gaps % _GOES_ON
+            coded = gaps.astype(np.uint8)
+            if goes_on is not None:
+                coded = np.full(gap_bytes, _GOES_ON, dtype=np.uint8)
+                coded[np.cumsum(goes_on + 1) - 1] = gaps % _GOES_ON
             counts = _GAPS_HEAD.pack(len(places), gap_bytes)
             found = words[places].tobytes()
             return head + counts + coded.tobytes() + found + new[even:].tobytes()
         case Form.BITS:
-            bits = np.packbits(differs).tobytes()
+            bits = np.packbits(_flags(places, len(words))).tobytes()
             return head + bits + words[places].tobytes() + new[even:].tobytes()
         case _:
             return head + new.tobytes()
@@ -151,6 +159,12 @@ class DeltaDecoder:
             raise CorruptStateError("a delta is shorter than its batches: pull again")
         self._at += nbytes
         return taken
+
+
+def _flags(places: npt.NDArray[np.int64], count: int) -> Flags:
+    flags = np.zeros(count, dtype=np.bool_)
+    flags[places] = True
+    return flags
 
 
 def _blocks(flags: Flags, new: Bytes, block_bytes: int) -> bytes:

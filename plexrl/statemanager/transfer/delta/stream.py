@@ -32,8 +32,7 @@ def encode_delta(
     nbytes = 0
     for batch in batches(copies):
         before, after = _bytes_of(old, batch), _bytes_of(new, batch)
-        flags = changed_blocks(before, after, policy.block_bytes)
-        parts.append(encode(flags, before, after, policy.block_bytes))
+        parts.append(encode(before, after, policy.block_bytes))
         nbytes += len(parts[-1])
         if nbytes > bytes_max:
             return None

@@ -38,6 +38,8 @@ BYTES_PER_S = 3e9
 REQUEST_S = 20e-6
 BATCH_BYTES = 32 << 20
 """Size of one request, and so of what is requested again after a connection is lost."""
+DELTA_BATCH_BYTES = 4 << 20
+"""The same for a delta: the source compares one batch while the target applies the one before."""
 BATCH_COPIES = 1024
 """Limit of one request: two requests fit the socket buffers, so the ends cannot deadlock."""
 
@@ -110,7 +112,7 @@ class TcpConnection:
         verify = verify or delta is not None
         waiting = deque(
             batch.chosen(slice(at, at + BATCH_COPIES))
-            for batch in copies.batches(BATCH_BYTES)
+            for batch in copies.batches(BATCH_BYTES if delta is None else DELTA_BATCH_BYTES)
             for at in range(0, len(batch), BATCH_COPIES)
         )
         requested: deque[StridedCopies] = deque()

@@ -14,7 +14,7 @@ from plexrl.errors import InvariantError
 from plexrl.ids import NodeId, OperationId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.checks.checker import Checker
+from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.workload.policies import SIM_POLICIES

@@ -1,7 +1,7 @@
 """Checks the invariants of a simulated run from its events and commands. Pure.
 
-* No over-commit: `plexrl.sim.checks.occupancy`. At most one deployment runs operations on a group
-  at a time, moves included, with its own state on the GPUs.
+* No over-commit: `plexrl.sim.engine.checks.occupancy`. At most one deployment runs operations on a
+  group at a time, moves included, with its own state on the GPUs.
 * Conservation: every submitted operation completes exactly once, unless its workers were lost. A
   run takes as long as it reports, and all runs of a job take as long as its cycles were drawn.
 * Causality: time never decreases. A run follows its submission and the start of its workers; a
@@ -21,7 +21,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.operations.operations import MOVES, OWN_MARK
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.checks.occupancy import Allocation, Occupancy
+from plexrl.sim.engine.checks.occupancy import Allocation, Occupancy
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.wire.operations import OperationKind
 

@@ -1,0 +1,1 @@
+"""`plexrl simulate-rollout`."""

@@ -1,0 +1,133 @@
+"""Prints and writes the results of `plexrl simulate-rollout`."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from plexrl.cli.terminal.context import print_line, print_table, warn, write_text
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.results.result_json import dumps
+from plexrl.sim.rollout.report.histories import History
+from plexrl.sim.rollout.results.gains import gain_over_sync, gains
+from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.setting import Setting
+from plexrl.traces.io.files import write_whole
+
+NEEDS = ("jinja2", "matplotlib")
+"""Packages of the extra `simulator` that the report needs."""
+
+
+def output(
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    histories: Sequence[History],
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the results, and write them into the folder.
+
+    Raises:
+        InvalidRequestError: the folder cannot be written.
+    """
+    text = dumps(document(settings, outcomes))
+    if as_json:
+        write_text(text + "\n")
+    else:
+        for setting in settings:
+            show(setting, [each for each in outcomes if each.limit == setting.workload.limit])
+        for line in gain_lines(outcomes):
+            print_line(line)
+    if out is not None:
+        written = _write(settings, outcomes, histories, out, text)
+        if not as_json:
+            print_line("Written: " + ", ".join(map(str, written)))
+
+
+def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
+    """Print the runs of one limit as a table."""
+    workload = setting.workload
+    mean = sum(each.response_tokens for each in outcomes) / len(outcomes)
+    print_line(
+        f"{setting.gpus} GPUs, {setting.batch_groups} prompts of {workload.group_size} responses: "
+        f"{mean:,.0f} tokens on average, at most {workload.limit:,}"
+    )
+    rows = []
+    for each in outcomes:
+        gain = gain_over_sync(each, outcomes)
+        rows.append(
+            (
+                each.system.label,
+                f"{each.system.rollout_gpus or setting.gpus}",
+                f"{each.throughput:,.0f}",
+                "" if gain is None else f"{gain:.2f}",
+                f"{each.step_s:,.0f}",
+                f"{each.staleness_mean:.1f} ≤{each.staleness_max}",
+                f"{each.decode:.0%}",
+                f"{each.prefill:.0%}",
+                f"{each.train:.0%}",
+            )
+        )
+    columns = ("system", "rollout GPUs", "tokens/s", "gain", "step s", "staleness")
+    print_table("", (*columns, "decode", "prefill", "train"), rows)
+
+
+def gain_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """The gains of StaleFlow, one sentence per baseline."""
+    return [
+        f"staleflow over {each.over.value}: {each.mean:.2f} times the tokens/s on average, "
+        f"up to {each.largest:.2f}"
+        for each in gains(outcomes)
+    ]
+
+
+def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The results as JSON values; equal questions give equal values except `speed`."""
+    runs = [each.values() for each in outcomes]
+    return {
+        "version": version("plexrl"),
+        "settings": [asdict(each) for each in settings],
+        "speed": [{"decision_ms": run.pop("decision_ms")} for run in runs],
+        "runs": runs,
+        "gains": [
+            {
+                "over": each.over.value,
+                "mean": each.mean,
+                "largest": each.largest,
+                "ratios": [
+                    {"limit": limit, "staleness": bound, "ratio": ratio}
+                    for (limit, bound), ratio in each.ratios.items()
+                ],
+            }
+            for each in gains(outcomes)
+        ],
+    }
+
+
+def _write(
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    histories: Sequence[History],
+    folder: Path,
+    text: str,
+) -> list[Path]:
+    written = [folder / "results.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(written[0], text + "\n")
+        missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+        if missing:
+            warn(
+                f"plexrl: no report.html, as {' and '.join(missing)} cannot be found: "
+                "pip install 'plexrl[simulator]'"
+            )
+            return written
+        from plexrl.sim.rollout.report.page import write_report
+
+        written.append(write_report(settings, outcomes, histories, folder))
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write to {folder}: {error}") from error
+    return written

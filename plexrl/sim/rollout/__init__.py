@@ -1,0 +1,1 @@
+"""Simulates asynchronous rollout and training under a staleness bound, beside other systems."""

@@ -1,0 +1,1 @@
+"""One rollout instance: latencies, and continuous batching in a bounded KV cache."""

@@ -1,0 +1,38 @@
+"""A simulated trajectory: what it will generate, and who has generated what so far."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One stretch of decoding on one instance with one model version."""
+
+    instance: int
+    version: int
+    start_s: float
+    end_s: float
+    tokens: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One response. The simulator knows its length, the systems do not."""
+
+    number: int
+    group: int
+    """Index of its prompt."""
+    prompt_tokens: int
+    response_tokens: int
+    done_tokens: int = 0
+    version: int | None = None
+    """The oldest version that may generate it; absent before its first routing."""
+    segments: list[Segment] = field(default_factory=list)
+    prefill_tokens: int = 0
+    """Tokens whose KV cache was computed by prefill, over all its admissions."""
+    admissions: int = 0
+    finished_s: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response so far."""
+        return self.prompt_tokens + self.done_tokens

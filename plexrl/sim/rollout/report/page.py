@@ -1,0 +1,122 @@
+"""Builds the HTML page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plexrl.sim.report.page import page_template
+from plexrl.sim.report.tables import Table
+from plexrl.sim.report.units import percent
+from plexrl.sim.rollout.report.histories import (
+    History,
+    lane_plot,
+    load_plot,
+    staleness_plot,
+)
+from plexrl.sim.rollout.report.throughput import throughput_plot
+from plexrl.sim.rollout.results.gains import gain_over_sync, gains
+from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.setting import Setting, SystemName
+from plexrl.traces.io.files import write_whole
+
+
+def write_report(
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    histories: Sequence[History],
+    folder: Path,
+) -> Path:
+    """Write `report.html` into `folder` and return its path. Equal runs give equal bytes.
+
+    Raises:
+        InvalidRequestError: matplotlib or jinja2 is not installed.
+    """
+    plots = (
+        throughput_plot(outcomes),
+        staleness_plot(histories),
+        load_plot(histories),
+        lane_plot(histories),
+    )
+    page = page_template("rollout.html.j2").render(
+        title="Rollout and training, simulated",
+        headline=[
+            f"StaleFlow trains {each.mean:.2f} times the tokens/s of {each.over.value} on average, "
+            f"up to {each.largest:.2f} times."
+            for each in gains(outcomes)
+        ],
+        setting_lines=setting_lines(settings),
+        runs=run_table(outcomes),
+        plots=[plot for plot in plots if plot is not None],
+    )
+    path = folder / "report.html"
+    write_whole(path, page)
+    return path
+
+
+def run_table(outcomes: Sequence[Outcome]) -> Table:
+    """One row per run."""
+    columns = {
+        "system": [each.system.label for each in outcomes],
+        "limit": [f"{each.limit:,}" for each in outcomes],
+        "rollout": [_rollout_gpus(each) for each in outcomes],
+        "training": [f"{each.train_gpus}" for each in outcomes],
+        "tokens/s": [f"{each.throughput:,.0f}" for each in outcomes],
+        "gain": [_ratio(gain_over_sync(each, outcomes)) for each in outcomes],
+        "s a step": [f"{each.step_s:,.0f}" for each in outcomes],
+        "mean": [f"{each.staleness_mean:.2f}" for each in outcomes],
+        "largest": [f"{each.staleness_max}" for each in outcomes],
+        "decode": [percent(each.decode) for each in outcomes],
+        "prefill": [percent(each.prefill) for each in outcomes],
+        "pull": [percent(each.pull) for each in outcomes],
+        "busy": [percent(each.train) for each in outcomes],
+        "KV computed": [f"{each.prefills:.2f}" for each in outcomes],
+        "preemptions": [f"{each.preemptions:.2f}" for each in outcomes],
+    }
+    limits = [each.limit for each in outcomes]
+    return Table(
+        groups=(
+            ("", 2),
+            ("GPUs", 2),
+            ("throughput", 3),
+            ("staleness", 2),
+            ("instances", 3),
+            ("training", 1),
+            ("per trajectory", 2),
+        ),
+        columns=tuple(columns),
+        rows=tuple(zip(*columns.values(), strict=True)),
+        breaks=frozenset(at for at in range(1, len(limits)) if limits[at] != limits[at - 1]),
+    )
+
+
+def setting_lines(settings: Sequence[Setting]) -> list[tuple[str, str]]:
+    """(name, value) of what all runs have in common."""
+    first = settings[0]
+    workload, costs = first.workload, first.costs
+    limits = ", ".join(f"{each.workload.limit:,}" for each in settings)
+    return [
+        ("GPUs", f"{first.gpus}, {costs.gpus} for an instance"),
+        ("batch", f"{first.batch_groups} prompts, {workload.group_size} responses each"),
+        (
+            "response lengths",
+            f"{workload.scale:g} times {workload.lengths}, at most {limits} tokens",
+        ),
+        ("correlation within a prompt", f"{workload.correlation:g}"),
+        ("KV cache of an instance", f"{costs.kv_tokens:,} tokens"),
+        (
+            "decode step",
+            f"{costs.k1:g}·kv + max({costs.k2:g}, {costs.k3:g}·n) + {costs.k4:g} s",
+        ),
+        ("prefill", f"{costs.prefill_s_per_token:g} s a token"),
+        ("pull, push", f"{costs.pull_s:g} s, {costs.push_s:g} s"),
+        ("training", f"{costs.train_gpu_s_per_token:g} GPU-s a token, {costs.train_fixed_s:g} s"),
+        ("steps", f"{first.steps}, of which {first.warmup_steps} to warm up"),
+        ("seed", f"{workload.seed}"),
+    ]
+
+
+def _rollout_gpus(each: Outcome) -> str:
+    return "all" if each.system.name == SystemName.SYNC else f"{each.system.rollout_gpus}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,1 @@
+"""What runs have done: histories, figures, gains."""

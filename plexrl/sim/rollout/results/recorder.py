@@ -1,0 +1,136 @@
+"""What a run has done: training steps, staleness, load of the instances, trajectories."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from plexrl.errors import InvariantError
+from plexrl.sim.rollout.engine.instance import Instance
+from plexrl.sim.rollout.engine.trajectory import Segment, Trajectory
+
+SAMPLES_MAX = 1024
+"""Most samples of the load per instance; when there are more, every other one is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep:
+    """One training step, from version `version` to the next."""
+
+    version: int
+    start_s: float
+    end_s: float
+    tokens: int
+    """Tokens of prompts and responses."""
+    response_tokens: int
+    staleness: dict[int, int]
+    """Trajectories by V_buf - V_traj, where V_traj is the oldest version in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The load of one instance at one time."""
+
+    at_s: float
+    running: int
+    waiting: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A trained trajectory for the swimlanes."""
+
+    group: int
+    buffer: int
+    """Version that was trained with it."""
+    segments: tuple[Segment, ...]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects the history of one run."""
+
+    lanes_from: int | None = None
+    """First buffer whose trajectories are kept; None keeps neither them nor loads."""
+    sample_s: float = 10.0
+    """Seconds between two samples of the load; grows in long runs."""
+    steps: list[TrainStep] = field(default_factory=list)
+    loads: dict[int, list[Load]] = field(default_factory=dict)
+    lanes: list[Lane] = field(default_factory=list)
+    trained_numbers: set[int] = field(default_factory=set)
+    prefill_tokens: int = 0
+    admissions: int = 0
+    end_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    pull_s: float = 0.0
+    preemptions: int = 0
+    instances: int = 0
+    train_gpus: int = 0
+    decide_s: list[float] = field(default_factory=list)
+    """CPU seconds of each decision of the coordinator; all else is equal in equal runs."""
+
+    def trained(
+        self, version: int, start_s: float, end_s: float, trajectories: Sequence[Trajectory]
+    ) -> None:
+        """A training step on these trajectories begins.
+
+        Raises:
+            InvariantError: a trajectory is incomplete or was trained before.
+        """
+        staleness: Counter[int] = Counter()
+        for each in trajectories:
+            tokens = sum(segment.tokens for segment in each.segments)
+            if each.finished_s is None or tokens != each.response_tokens:
+                raise InvariantError(
+                    f"trajectory {each.number} is trained with {tokens} of its "
+                    f"{each.response_tokens} tokens"
+                )
+            if each.number in self.trained_numbers:
+                raise InvariantError(f"trajectory {each.number} is trained twice")
+            self.trained_numbers.add(each.number)
+            oldest = min(segment.version for segment in each.segments)
+            staleness[version - oldest] += 1
+            self.prefill_tokens += each.prefill_tokens
+            self.admissions += each.admissions
+            if self.lanes_from is not None and version >= self.lanes_from:
+                self.lanes.append(
+                    Lane(group=each.group, buffer=version, segments=tuple(each.segments))
+                )
+        self.steps.append(
+            TrainStep(
+                version=version,
+                start_s=start_s,
+                end_s=end_s,
+                tokens=sum(each.length for each in trajectories),
+                response_tokens=sum(each.response_tokens for each in trajectories),
+                staleness=dict(sorted(staleness.items())),
+            )
+        )
+
+    def sample(self, now: float, instances: Sequence[Instance]) -> None:
+        """Keep the load of each instance, without a change to it."""
+        for each in instances:
+            loads = self.loads.setdefault(each.number, [])
+            if len(loads) >= SAMPLES_MAX:
+                del loads[1::2]
+                self.sample_s *= 2.0 if each is instances[0] else 1.0
+            loads.append(
+                Load(
+                    at_s=now,
+                    running=each.running_count,
+                    waiting=len(each.waiting),
+                    version=each.version,
+                )
+            )
+
+    def ended(self, now: float, instances: Sequence[Instance], train_gpus: int) -> None:
+        """The run ended; sum what the instances did."""
+        self.end_s = now
+        self.instances = len(instances)
+        self.train_gpus = train_gpus
+        for each in instances:
+            self.decode_s += each.decode_s
+            self.prefill_s += each.prefill_s
+            self.pull_s += each.pull_s
+            self.preemptions += each.preemptions

@@ -1,0 +1,52 @@
+"""Runs one system."""
+
+from collections.abc import Callable
+
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.rollout.results.recorder import Recorder
+from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_split
+from plexrl.sim.rollout.systems.inflight import InFlight
+from plexrl.sim.rollout.systems.one_step import OneStep
+from plexrl.sim.rollout.systems.staleflow import StaleFlow
+from plexrl.sim.rollout.systems.synchronous import Synchronous
+from plexrl.sim.rollout.world import Policy, World
+
+LANE_BUFFERS = 4
+"""Last training steps whose trajectories a history keeps."""
+
+
+def simulate_rollout(
+    setting: Setting,
+    system: System,
+    *,
+    with_history: bool = False,
+    on_step: Callable[[int], None] | None = None,
+) -> Recorder:
+    """Simulate `system` for `setting.steps` training steps. Deterministic.
+
+    Raises:
+        InvalidRequestError: the split of GPUs leaves rollout or training without GPUs.
+        InvariantError: the run breaks one of its own invariants.
+    """
+    if system.name in SPLIT and not system.rollout_gpus:
+        raise InvalidRequestError(f"{system.label} has no rollout GPUs: give some")
+    check_split(setting, system)
+    lanes_from = max(0, setting.steps - LANE_BUFFERS) if with_history else None
+    recorder = Recorder(lanes_from=lanes_from)
+    world = World(setting, system, recorder)
+    world.run(_policy(world, system), on_step)
+    return recorder
+
+
+def _policy(world: World, system: System) -> Policy:
+    match system.name:
+        case SystemName.SYNC:
+            return Synchronous(world)
+        case SystemName.ONE_STEP:
+            return OneStep(world)
+        case SystemName.INFLIGHT:
+            return InFlight(world, system.staleness, in_order=True)
+        case SystemName.INFLIGHT_LOOSE:
+            return InFlight(world, system.staleness, in_order=False)
+        case SystemName.STALEFLOW:
+            return StaleFlow(world, system)

@@ -1,0 +1,134 @@
+"""What is simulated: cluster, batch, workload and system."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.sim.rollout.workload import Workload
+
+
+class SystemName(StrEnum):
+    """A way to overlap rollout and training."""
+
+    SYNC = "sync"
+    """Rollout on all GPUs, then training on all GPUs, as verl."""
+    ONE_STEP = "one-step"
+    """Batch i + 1 is generated while batch i is trained, as verl-pipeline."""
+    INFLIGHT = "inflight"
+    """At most (η + 1) batches in flight, trained in the order of the prompts, which keeps the
+    bound; every update interrupts all instances."""
+    INFLIGHT_LOOSE = "inflight-loose"
+    """The same in the order of completion, as AReaL: the bound is not kept for each trajectory."""
+    STALEFLOW = "staleflow"
+    """PlexRL's coordinator, as StaleFlow."""
+
+
+BOUNDED = (SystemName.INFLIGHT, SystemName.INFLIGHT_LOOSE, SystemName.STALEFLOW)
+"""Systems with a choice of η."""
+SPLIT = (SystemName.ONE_STEP, *BOUNDED)
+"""Systems with separate GPUs for rollout and training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Cluster, batch, workload and duration, equal for all systems."""
+
+    gpus: int = 128
+    batch_groups: int = 128
+    """Prompts of one training batch."""
+    workload: Workload = field(default_factory=Workload)
+    costs: EngineCosts = field(default_factory=EngineCosts)
+    steps: int = 16
+    """Training steps of a run."""
+    warmup_steps: int = 6
+    """Training steps at the start that the throughput leaves out, while pipelines fill."""
+    cycle_s: float = 1.0
+    """Seconds between two snapshots of the coordinator."""
+    command_s: float = 0.05
+    """Seconds from a decision to its effect."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "batch_groups", "steps"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)}: give at least 1")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise InvalidRequestError(
+                f"{self.warmup_steps} warm-up steps of {self.steps}: give 0 to {self.steps - 1}"
+            )
+        if self.cycle_s <= 0 or self.command_s < 0:
+            raise InvalidRequestError("cycle_s must be above 0 and command_s at least 0")
+        longest = self.workload.prompt_tokens + self.workload.limit
+        if longest + 1 > self.costs.kv_tokens:
+            raise InvalidRequestError(
+                f"a trajectory of {longest:,} tokens does not fit a KV cache of "
+                f"{self.costs.kv_tokens:,}: lower the limit or raise kv_tokens"
+            )
+        if self.gpus < self.costs.gpus:
+            raise InvalidRequestError(
+                f"{self.gpus} GPUs are fewer than the {self.costs.gpus} of one instance"
+            )
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories of one training batch."""
+        return self.batch_groups * self.workload.group_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategies:
+    """Which strategies are StaleFlow's; the others are their vanilla counterparts (§6.5)."""
+
+    routing: bool = True
+    synchronization: bool = True
+    migration: bool = True
+
+    @property
+    def label(self) -> str:
+        """`R`, `S` and `M` of those that are on; `vanilla` for none."""
+        letters = zip("RSM", (self.routing, self.synchronization, self.migration), strict=True)
+        return "".join(letter for letter, on in letters if on) or "vanilla"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One system and its own settings."""
+
+    name: SystemName
+    staleness: int = 0
+    """η."""
+    rollout_gpus: int = 0
+    """GPUs of rollout instances; the others train. `sync` uses all for both."""
+    strategies: Strategies = field(default_factory=Strategies)
+
+    def __post_init__(self) -> None:
+        fixed = {SystemName.SYNC: 0, SystemName.ONE_STEP: 1}.get(self.name)
+        if self.staleness < 0 or (fixed is not None and self.staleness != fixed):
+            wanted = "at least 0" if fixed is None else str(fixed)
+            raise InvalidRequestError(
+                f"staleness of {self.name.value} is {self.staleness}: give {wanted}"
+            )
+
+    @property
+    def label(self) -> str:
+        """Name, η and strategies, as text."""
+        parts = [self.name.value]
+        if self.name in BOUNDED:
+            parts.append(f"η={self.staleness}")
+        if self.name == SystemName.STALEFLOW and self.strategies != Strategies():
+            parts.append(self.strategies.label)
+        return " ".join(parts)
+
+
+def check_split(setting: Setting, system: System) -> None:
+    """Check a split that is given; 0 rollout GPUs mean that the best is searched for.
+
+    Raises:
+        InvalidRequestError: it leaves rollout or training without GPUs.
+    """
+    given = system.rollout_gpus
+    if system.name in SPLIT and given and not setting.costs.gpus <= given < setting.gpus:
+        raise InvalidRequestError(
+            f"{given} rollout GPUs of {setting.gpus}: give {setting.costs.gpus} to "
+            f"{setting.gpus - 1}, so that rollout and training have some each"
+        )

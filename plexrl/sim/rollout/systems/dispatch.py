@@ -1,0 +1,27 @@
+"""Distributes trajectories over instances that have the same version."""
+
+import heapq
+from collections.abc import Sequence
+
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.world import Policy, World
+
+
+def dispatch(world: World, policy: Policy, trajectories: Sequence[Trajectory]) -> None:
+    """Route each trajectory to the instance with the fewest requests.
+
+    Members of a group follow each other, so that they go to different instances. Balancing by
+    cached tokens instead gives an instance that has few of them most of the new prompts, which
+    then grow: in-flight-limited systems lose 2 to 20 % of their throughput.
+    """
+    instances = world.instances
+    counts = [(each.running_count + len(each.waiting), each.number) for each in instances]
+    heapq.heapify(counts)
+    chosen: dict[int, list[Trajectory]] = {}
+    for each in trajectories:
+        count, number = counts[0]
+        chosen.setdefault(number, []).append(each)
+        heapq.heapreplace(counts, (count + 1, number))
+    for number, routed in sorted(chosen.items()):
+        instances[number].route(routed, world.now)
+        world.touch(instances[number], policy)

@@ -1,0 +1,74 @@
+"""A limit on the data in flight, with interruptible generation, as AReaL.
+
+While version v is trained, at most (v + 1 + η)·B groups have been started (AReaL §5.1). Every
+update interrupts all instances; they load the new version, and what was running is routed anew and
+its KV cache computed again. Two orders of training are possible:
+
+* In the order of the prompts. The limit then bounds the staleness of every trajectory by η, since
+  batch v has no prompt that was started before version v - η. Training waits for the slowest
+  response of the batch.
+* In the order of completion, older prompts first, as AReaL does. Training waits for nobody, and the
+  bound is on the number of groups only: a long trajectory is trained later than η versions after
+  its start. The reported staleness shows it.
+"""
+
+from collections.abc import Sequence
+
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.systems.dispatch import dispatch
+from plexrl.sim.rollout.systems.groups import Groups
+from plexrl.sim.rollout.world import World
+
+
+class InFlight:
+    """At most (η + 1) batches in flight."""
+
+    def __init__(self, world: World, staleness: int, *, in_order: bool) -> None:
+        """`in_order`: whether prompts are trained in their order."""
+        self._world = world
+        self._staleness = staleness
+        self._in_order = in_order
+        self._groups = Groups(world.prompts)
+        self._ready: dict[int, list[Trajectory]] = {}
+
+    def start(self) -> None:
+        """See `Policy`."""
+        self._admit()
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """See `Policy`."""
+        for group in self._groups.finished(trajectories):
+            self._ready[group[0].group] = group
+        self._train()
+
+    def trained(self) -> None:
+        """See `Policy`."""
+        world = self._world
+        stopped = []
+        for each in world.instances:
+            stopped += each.interrupt_all(world.now)
+            world.touch(each, self)
+            each.pull(world.version, world.now)
+        stopped.sort(key=lambda each: each.number)
+        self._admit(stopped)
+        self._train()
+
+    def _admit(self, stopped: Sequence[Trajectory] = ()) -> None:
+        """Route stopped trajectories, then new ones up to the limit."""
+        world = self._world
+        limit = (world.version + 1 + self._staleness) * world.setting.batch_groups
+        new = self._groups.take(limit - self._groups.started)
+        dispatch(world, self, [*stopped, *new])
+
+    def _train(self) -> None:
+        world = self._world
+        batch = world.setting.batch_groups
+        if world.is_training:
+            return
+        if self._in_order:
+            first = world.version * batch
+            taken = [group for group in range(first, first + batch) if group in self._ready]
+        else:
+            taken = sorted(self._ready)[:batch]
+        if len(taken) == batch:
+            world.train([each for group in taken for each in self._ready.pop(group)], self)

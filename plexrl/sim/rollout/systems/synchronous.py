@@ -1,0 +1,39 @@
+"""Synchronous rollout and training on the same GPUs, as verl."""
+
+from collections.abc import Sequence
+
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.systems.dispatch import dispatch
+from plexrl.sim.rollout.systems.groups import Groups
+from plexrl.sim.rollout.world import World
+
+
+class Synchronous:
+    """Generates a batch on all GPUs, trains it on all GPUs, updates all instances, repeats."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups = Groups(world.prompts)
+        self._ready: list[Trajectory] = []
+
+    def start(self) -> None:
+        """See `Policy`."""
+        self._generate()
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """See `Policy`."""
+        for group in self._groups.finished(trajectories):
+            self._ready += group
+        if len(self._ready) == self._world.setting.batch_trajectories:
+            batch, self._ready = self._ready, []
+            self._world.train(batch, self)
+
+    def trained(self) -> None:
+        """See `Policy`."""
+        for each in self._world.instances:
+            each.pull(self._world.version, self._world.now)
+        self._generate()
+
+    def _generate(self) -> None:
+        world = self._world
+        dispatch(world, self, self._groups.take(world.setting.batch_groups))

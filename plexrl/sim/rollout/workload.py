@@ -1,0 +1,150 @@
+"""Prompts and the lengths of their responses.
+
+The lengths of prompt i are the same for every system. If the trace of lengths has several responses
+per prompt, a simulated prompt is one of the trace's. Otherwise lengths are drawn by a Gaussian
+copula: the normal score of response j to prompt i is √c·a_i + √(1 - c)·b_ij with standard normal a
+and b, so that every length has the trace's distribution, and c is the correlation within a prompt.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from plexrl.errors import InvalidRequestError
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.workload.counter_rng import normals, stream, uniform
+from plexrl.traces.bundled import bundled
+from plexrl.traces.formats import read_histogram
+from plexrl.traces.generate.distributions import STANDARD, Distribution, Histogram
+from plexrl.traces.generate.length_model import fit_lengths
+from plexrl.traces.schema import ResponseLength
+from plexrl.traces.sources import open_trace
+
+R1 = "r1"
+"""All response lengths of the bundled DeepSeek R1 distribution."""
+R1_LONG = "r1-long"
+"""Its long responses: those beyond the minimum between its two modes."""
+LONG_TOKENS = 2767
+"""The minimum between the modes: from here to 18 000 tokens lengths are log-uniform."""
+POINTS = 4096
+"""Quantiles of a tabulated distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the prompts of a run are."""
+
+    lengths: str = R1_LONG
+    """`r1`, `r1-long` or a trace of response lengths."""
+    scale: float = 1.25
+    """Factor on lengths. R1 was served with a limit of 32 000 tokens, of which 40 000 is 1.25."""
+    limit: int = 40_000
+    """Longest response in tokens; longer ones are cut there."""
+    correlation: float = 0.5
+    """Correlation of the responses to one prompt, if the trace does not determine it."""
+    group_size: int = 16
+    prompt_tokens: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("limit", 1), ("group_size", 1), ("prompt_tokens", 0)):
+            if getattr(self, name) < low:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)}: give at least {low}")
+        if not 0.0 <= self.correlation <= 1.0:
+            raise InvalidRequestError(f"correlation is {self.correlation}: give 0 to 1")
+        if not (self.scale > 0.0 and math.isfinite(self.scale)):
+            raise InvalidRequestError(f"scale is {self.scale}: give a number above 0")
+
+
+class Prompts:
+    """Draws the trajectories of prompt 0, 1, …"""
+
+    def __init__(self, workload: Workload) -> None:
+        """Raises:
+        InvalidRequestError: the trace of lengths cannot be read or has none.
+        """
+        self.workload = workload
+        self._source = _source(workload.lengths)
+        self._prompts = stream(workload.seed, "rollout prompts")
+        self._responses = stream(workload.seed, "rollout responses")
+
+    def group(self, prompt: int) -> list[Trajectory]:
+        """New trajectories for a prompt."""
+        workload = self.workload
+        size = workload.group_size
+        return [
+            Trajectory(
+                number=prompt * size + at,
+                group=prompt,
+                prompt_tokens=workload.prompt_tokens,
+                response_tokens=min(workload.limit, max(1, round(length * workload.scale))),
+            )
+            for at, length in enumerate(self._lengths(prompt))
+        ]
+
+    def _lengths(self, prompt: int) -> list[float]:
+        size = self.workload.group_size
+        first = prompt * size
+        if self._source.groups:
+            group = self._source.groups[
+                int(uniform(self._prompts, prompt) * len(self._source.groups))
+            ]
+            return [
+                group[int(uniform(self._responses, first + at) * len(group))] for at in range(size)
+            ]
+        known = self._source.correlation
+        correlation = self.workload.correlation if known is None else known
+        shared = math.sqrt(correlation) * normals(self._prompts, prompt)[0]
+        own = math.sqrt(1.0 - correlation)
+        scores = (shared + own * normals(self._responses, first + at)[0] for at in range(size))
+        table = self._source.quantiles
+        return [table[int(STANDARD.cdf(score) * (len(table) - 1e-9))] for score in scores]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Lengths of a trace."""
+
+    quantiles: tuple[float, ...] = ()
+    correlation: float | None = None
+    groups: tuple[tuple[float, ...], ...] = ()
+    """Lengths by prompt; empty if the trace has no groups."""
+
+
+@lru_cache(maxsize=8)
+def _source(lengths: str) -> _Source:
+    if lengths in (R1, R1_LONG):
+        histogram = read_histogram(bundled("r1-lengths"))
+        if lengths == R1_LONG:
+            histogram = Histogram(
+                bins=tuple(part for part in histogram.bins if part[0] >= LONG_TOKENS)
+            )
+        return _Source(quantiles=_tabulated(histogram))
+    source = open_trace(lengths)
+    if source.table.name != "lengths":
+        raise InvalidRequestError(
+            f"{lengths} contains {source.table.name}, not response lengths: use {R1!r}, "
+            f"{R1_LONG!r} or a trace of lengths"
+        )
+    rows = list(source.rows)
+    groups = _grouped(rows)
+    if groups:
+        return _Source(groups=groups)
+    model = fit_lengths(rows)
+    return _Source(quantiles=_tabulated(model.fit.distribution), correlation=model.correlation)
+
+
+def _grouped(rows: Sequence[ResponseLength]) -> tuple[tuple[float, ...], ...]:
+    """Lengths of the prompts with several responses, if there are several such prompts."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row.group:
+            found.setdefault(row.group, []).append(float(row.output_tokens))
+    several = [tuple(group) for group in found.values() if len(group) > 1]
+    return tuple(several) if len(several) > 1 else ()
+
+
+def _tabulated(distribution: Distribution) -> tuple[float, ...]:
+    """Quantiles at the midpoints of equal parts, so that their mean is the distribution's."""
+    return tuple(distribution.quantile((at + 0.5) / POINTS) for at in range(POINTS))

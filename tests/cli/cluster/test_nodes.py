@@ -1,0 +1,67 @@
+"""The tables of `plexrl nodes`."""
+
+import json
+from typing import Any
+
+import pytest
+
+from plexrl.cli.cluster.nodes import show_nodes
+from plexrl.cli.terminal.context import Output
+
+GIB = 1 << 30
+
+
+def node(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "node": name,
+        "gpus": 8,
+        "gpus_reserved": 6,
+        "gpu_memory_bytes": 141 * GIB,
+        "host_memory_bytes": 1536 * GIB,
+        "nvme_bytes": 3576 * GIB,
+        "node_type": "",
+        "block": "",
+        "fabric": "",
+        "is_draining": False,
+        "alive": True,
+        "host": "",
+        **changes,
+    }
+
+
+def shown(capsys: pytest.CaptureFixture[str], nodes: list[dict[str, Any]]) -> list[str]:
+    show_nodes(nodes, Output())
+    return capsys.readouterr().out.splitlines()
+
+
+def test_address_fabric_and_place_of_a_node_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    nodes = [
+        node("gpu-0117", host="203.0.113.117", fabric="trusted", block="row1/rack3"),
+        node("gpu-0118", host="gpu-0118.cluster.example", node_type="h200", is_draining=True),
+    ]
+    lines = shown(capsys, nodes)
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines]
+    assert ["gpu-0117", "203.0.113.117", "trusted", "-", "row1/rack3"] in rows
+    assert ["gpu-0118", "gpu-0118.cluster.example", "-", "h200", "-"] in rows
+    # No row is broken into a block or wrapped.
+    assert len([row for row in rows if row and row[0].startswith("gpu-")]) == 4
+
+
+def test_nodes_of_one_machine_have_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(shown(capsys, [node("node0"), node("node1")])) == 3
+
+
+def test_a_tenant_sees_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    without = node("gpu1", fabric="trusted")
+    del without["host"]
+    assert ["gpu1", "-", "trusted", "-", "-"] in [line.split() for line in shown(capsys, [without])]
+
+
+def test_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = [node("gpu1", host="203.0.113.1")]
+    show_nodes(nodes, Output(as_json=True))
+    assert json.loads(capsys.readouterr().out) == nodes
