@@ -63,6 +63,7 @@ class History:
             *[self.reward] * 3,
             *[self.trainer] * 2,
             self.kill,
+            self.deliver_late,
             self.join,
             self.fail,
             *[self.filter_group] * 2,
@@ -91,6 +92,10 @@ class History:
         engine = self.engine()
         if engine and engine.sent:
             self.fleet.deliver(engine)
+
+    def deliver_late(self) -> None:
+        if self.fleet.late:
+            self.fleet.handle(self.fleet.late.pop(0))
 
     def snapshot(self) -> None:
         # A snapshot that overtakes events of its own instance would break the protocol.
