@@ -115,7 +115,7 @@ class World:
 PLAIN_MODEL = plain.Coefficients(MODEL.k1, MODEL.k2, MODEL.k3, MODEL.k4, MODEL.k5)
 
 
-@hypothesis_settings(max_examples=300)
+@hypothesis_settings(max_examples=150)
 @given(seed=st.integers(0, 1 << 40))
 def test_routing_decides_as_algorithm_3(seed: int) -> None:
     world = World(Random(seed))
@@ -128,7 +128,7 @@ def test_routing_decides_as_algorithm_3(seed: int) -> None:
     assert [(each.trajectory, to.instance) for each, to in routed] == expected
 
 
-@hypothesis_settings(max_examples=300)
+@hypothesis_settings(max_examples=150)
 @given(seed=st.integers(0, 1 << 40))
 def test_synchronisation_decides_as_algorithm_4(seed: int) -> None:
     world = World(Random(seed))
