@@ -335,3 +335,18 @@ def test_a_pull_interrupts_also_what_the_snapshot_does_not_show() -> None:
     commands = led.show((A, [], [], 2))
     assert led.core.snapshots_used == pulled_away_at + 2
     assert commands[0] == Interrupt(instance=A, trajectories=ids(1))
+
+
+def test_a_trajectory_that_failed_may_be_on_its_way_to_the_same_instance_again() -> None:
+    """It is in two commands that stop it, of which it is in the second one only by now."""
+    led = Led(groups=2)
+    pulled_away(led)
+    failed = GenerationFailed(trajectory=TrajectoryId(1), instance=A, reason="out of memory")
+    assert led.do(failed) == [Route(instance=A, trajectories=ids(1))]
+    commands = led.do(GroupFiltered(group=SampleGroupId(1), reason="equal rewards"))
+    assert commands[0] == Abort(instance=A, trajectories=ids(1))
+    led.do(stopped(A))
+    led.do(Pulled(instance=A, version=1))
+    led.do(stopped(A, 1))
+    led.show((A, [2], [], 0), version=1)
+    assert led.core.snapshots_used == 3
