@@ -73,9 +73,10 @@ class SystemOptions:
     system: Annotated[
         str,
         typer.Option(
-            help="sync, one-step, inflight, inflight-loose, staleflow, with commas between."
+            help="sync, one-step, inflight, inflight-fixed, inflight-loose, staleflow, with "
+            "commas between."
         ),
-    ] = "sync,one-step,inflight,inflight-loose,staleflow"
+    ] = "sync,one-step,inflight,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
     ablation: Annotated[
         bool,

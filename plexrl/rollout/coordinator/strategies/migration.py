@@ -16,7 +16,7 @@ from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
-from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.staleness.buffers import Buffers
 
 Work = Callable[[InstanceLoad], tuple[list[Candidate], list[Candidate]]]
 """Running and waiting trajectories of an instance in the engine's order, without those that have
@@ -27,10 +27,10 @@ def to_migrate(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Sequence[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
     work: Work,
 ) -> list[tuple[InstanceLoad, list[Candidate]]]:
-    """The trajectories that instances return. Changes the plan only."""
+    """The trajectories that instances return. Nothing changes."""
     if settings.migration == "none":
         return []
     excess = {
@@ -38,7 +38,7 @@ def to_migrate(
         for load in loads
         if load.waiting > settings.waiting_max
     }
-    busiest = _to_redistribute(settings, model, loads, plan, work)
+    busiest = _to_redistribute(settings, model, loads, buffers, work)
     if busiest is not None:
         running, waiting = work(busiest)
         excess[busiest.index] = running + waiting
@@ -49,7 +49,7 @@ def _to_redistribute(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Sequence[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
     work: Work,
 ) -> InstanceLoad | None:
     """The instance with the highest throughput, if its work is to be redistributed."""
@@ -62,7 +62,7 @@ def _to_redistribute(
     empty.kv_cache, empty.running, empty.waiting = 0.0, 0, 0
     running, waiting = work(busiest)
     queue = ordered(running + waiting, set())
-    routed = route(make_router(settings, model, after, plan), plan, queue)
+    routed = route(make_router(settings, model, after, buffers), buffers, queue)
     if all(load is empty for _, load in routed):
         return None
     concerned = {busiest.index} | {load.index for _, load in routed}

@@ -23,25 +23,25 @@ from plexrl.rollout.coordinator.strategies.routing import (
     is_routable,
     make_router,
 )
-from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.staleness.buffers import Buffers
 
 
 def to_synchronise(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Sequence[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
     queue: Sequence[Candidate],
     newest: int,
 ) -> list[InstanceLoad]:
-    """The instances that pull version `newest`. Changes the plan and the loads: pass copies."""
+    """The instances that pull version `newest`. Changes the buffers and the loads: pass copies."""
     lagging = [load for load in loads if load.version < newest]
     if settings.synchronisation == "greedy" or not lagging:
         return lagging
-    useless = _versions_without_work({load.version for load in lagging}, plan, queue)
+    useless = _versions_without_work({load.version for load in lagging}, buffers, queue)
     newest_loaded = max(load.version for load in loads)
     too_new = any(c.version is not None and c.version > newest_loaded for c in queue)
-    router = make_router(settings, model, loads, plan)
+    router = make_router(settings, model, loads, buffers)
     asked = _Asked(router, [load for load in lagging if load.version in useless])
     for candidate in queue:
         if not asked.remaining and not too_new:
@@ -49,13 +49,13 @@ def to_synchronise(
         choice = router.choose(candidate)
         if candidate.version is not None and candidate.version > newest_loaded:
             asked.add(lagging)
-        if is_routable(plan, candidate, newest) and router.would_replace(newest, choice):
+        if is_routable(buffers, candidate, newest) and router.would_replace(newest, choice):
             asked.accept(candidate, choice)
         if choice is None:
             break
         router.take(candidate, choice)
         if candidate.version is None:
-            plan.reserve(candidate.group, choice.load.version)
+            buffers.assign(candidate.group, choice.load.version)
     return sorted(asked.accepted.values(), key=lambda load: load.index)
 
 
@@ -91,7 +91,7 @@ class _Asked:
 
 
 def _versions_without_work(
-    versions: set[int], plan: ReservationPlan, queue: Sequence[Candidate]
+    versions: set[int], buffers: Buffers, queue: Sequence[Candidate]
 ) -> set[int]:
     """Those of the versions that may run no trajectory of the queue."""
     oldest = min((c.version for c in queue if c.version is not None), default=None)
@@ -100,5 +100,5 @@ def _versions_without_work(
         version
         for version in versions
         if (oldest is None or oldest > version)
-        and not any(plan.admits(group, version) for group in groups)
+        and not any(buffers.admits(group, version) for group in groups)
     }
