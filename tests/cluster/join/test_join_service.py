@@ -323,6 +323,62 @@ def test_a_repeated_request_to_join_revokes_nothing(head: Head, machine: Certifi
     assert len(revoked(head)) == 2, "the answer that was lost had a certificate too"
 
 
+def test_a_join_that_revokes_nothing_does_not_send_every_process_a_new_list(
+    head: Head, machine: CertificateFiles
+) -> None:
+    before = head.ledger.crl.read_bytes()
+    become(head, machine)
+    assert head.ledger.crl.read_bytes() == before
+
+
+def test_a_spent_token_does_not_bring_a_revoked_machine_back(
+    head: Head, machine: CertificateFiles
+) -> None:
+    token = head.token()
+    head.join(token, files=machine)
+    revoke(head.ledger, head.authority, "a")
+    with pytest.raises(JoinTokenError, match="used"):
+        head.join(token, files=machine)
+    assert head.ledger.read().nodes == {}
+
+
+def test_a_revoked_certificate_is_refused_also_after_its_key_has_joined_again(
+    head: Head, machine: CertificateFiles, tmp_path: Path
+) -> None:
+    joined = head.join(head.token(), files=machine)
+    (tmp_path / "again").mkdir()
+    pending = (tmp_path / "machine" / "pending.key").read_bytes()
+    (tmp_path / "again" / "pending.key").write_bytes(pending)
+    machine.install(joined.membership.certificate, joined.membership.ca)
+    revoke(head.ledger, head.authority, "a")
+    again = CertificateFiles(tmp_path / "again")
+    become(head, again)
+    with pytest.raises(PermissionDeniedError, match="is revoked"):
+        head.run(lambda at: HeadClient(at, machine.tls).renew(machine.request()))
+    assert head.run(lambda at: HeadClient(at, again.tls).renew()).certificate == ""
+
+
+def test_a_renewal_forgets_certificates_that_have_expired(
+    head: Head, machine: CertificateFiles
+) -> None:
+    become(head, machine)
+    with head.ledger.change() as members:
+        members.nodes["a"].certificates["abc"] = time.time() - 1.0
+    head.run(lambda at: HeadClient(at, machine.tls).renew(machine.request()))
+    kept = head.ledger.read().nodes["a"].certificates
+    assert (len(kept), "abc" in kept) == (2, False)
+
+
+def test_a_node_that_joins_another_head_starts_without_the_former_ones_revocations(
+    head: Head, machine: CertificateFiles, tmp_path: Path
+) -> None:
+    become(head, machine)
+    Path(machine.tls.crl).write_bytes(head.ledger.crl.read_bytes())
+    (tmp_path / "second").mkdir()
+    become(Head(tmp_path / "second"), machine)
+    assert Credentials(machine.tls).revoked.number == 0
+
+
 def test_an_operator_revokes_a_members_certificates_until_they_expire(
     head: Head, machine: CertificateFiles
 ) -> None:
