@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from plexrl.cluster.join import messages
 from plexrl.cluster.join.attempts import FailedAttempts
 from plexrl.cluster.join.authority import LIFE, Authority
-from plexrl.cluster.join.ledger import Ledger, Member, Members, admit, revoke, valid
+from plexrl.cluster.join.ledger import Ledger, Member, Members, admit, valid
 from plexrl.cluster.join.tokens import secret_digest
 from plexrl.errors import (
     AuthenticationError,
@@ -192,7 +192,7 @@ class JoinService:
             case messages.Undrain():
                 return await self._cluster.drain(client.node, is_draining=False)
             case messages.Leave():
-                await asyncio.to_thread(self._forget, client.node)
+                await asyncio.to_thread(self._forget, client)
                 try:
                     await self._cluster.remove(client.node)
                 except PlexRLError as error:
@@ -279,10 +279,13 @@ class JoinService:
     def _told(self, certificate: bytes) -> messages.Membership:
         return msgspec.structs.replace(self._membership(), certificate=certificate.decode())
 
-    def _forget(self, node: str) -> None:
-        with suppress(NotFoundError):
-            revoke(self._ledger, self._authority, node)
-        LOG.warning("node %s has left", node)
+    def _forget(self, client: _Client) -> None:
+        with self._ledger.change() as members:
+            # Again, because another machine may have taken the name meanwhile.
+            _member(members, client)
+            members.forget(client.node)
+        self._ledger.publish(self._authority)
+        LOG.warning("node %s has left", client.node)
 
     def _check_name(self, node: str) -> None:
         if _NODE_NAME.fullmatch(node) is None:
