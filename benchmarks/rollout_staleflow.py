@@ -37,7 +37,12 @@ DECISION = sized(
 def setting(limit: int) -> Setting:
     """The paper's setting."""
     return Setting(
-        **CLUSTER, workload=Workload(limit=limit), steps=STEPS, warmup_steps=4, cycle_s=5.0
+        gpus=CLUSTER["gpus"],
+        batch_groups=CLUSTER["batch_groups"],
+        workload=Workload(limit=limit),
+        steps=STEPS,
+        warmup_steps=4,
+        cycle_s=5.0,
     )
 
 

@@ -90,7 +90,7 @@ class RunOptions:
 
     PANEL: ClassVar = "Runs"
 
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 12
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 16
     warmup_steps: Annotated[
         int, typer.Option(min=0, help="First steps that throughput leaves out.")
     ] = 4
