@@ -70,7 +70,7 @@ test: setup
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not slow and not gpu"
 
 test-all: $(VLLM_STAMP)
-	$(BIN)/python -m pytest
+	PLEXRL_EXAMPLES=4 $(BIN)/python -m pytest
 
 docs-check: setup
 	$(BIN)/python -m pytest tests/docs

@@ -4,12 +4,16 @@
 
 The hosts are simulated (`tests.hosts`), and `tc` limits the rate at which the trainer's host sends.
 The versions are those of consecutive AdamW steps of a transformer in fp32; the rollout has bf16.
-Every pull by delta is compared with the pull in full, bit for bit.
+Three ranks pull each version in turns: in full, by delta, and as "auto" chooses. All must have the
+same bits. All times are medians of the steps after the trials of "auto".
 """
 
 import statistics
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +21,19 @@ import numpy.typing as npt
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.statemanager.protocol.network import TRUSTED
+from plexrl.statemanager.transfer.delta.pace import TRIALS
 from tests.hosts.host import Host
 from tests.hosts.network import hosts, why_impossible
 from tests.statemanager.hosts.nodes import MIB, Node, Rank, start_nodes
 
 RATES = sized(("1gbit", "10gbit", "25gbit"), quick=("1gbit",))
 LEARNING_RATES = sized((1e-6,), quick=(1e-5,))
-STEPS = sized(12, quick=1)
+STEPS = sized(12, quick=2 * TRIALS)
 UNCOUNTED = sized(3, quick=1)
 """Optimizer steps before the first version: AdamW's first ones are larger."""
 WIDTH, LAYERS, WORDS = sized((512, 5, 512), quick=(128, 1, 64))
+
+MODES: dict[str, bool | str] = {"full": False, "delta": True, "auto": "auto"}
 
 Versions = list[npt.NDArray[np.float32]]
 
@@ -46,7 +53,10 @@ def main() -> None:
                 for host in (first, second):
                     host.power_off()
                     host.power_on()
-    columns = ("what", "full", "delta", "full / delta (medians)", "bytes of the delta")
+    columns = (
+        *("what", "full", "delta", "full / delta", "bytes of the delta"),
+        *("auto", "auto / better one", "auto chose"),
+    )
     report("Delta sync between hosts", columns, rows, figures)
 
 
@@ -96,43 +106,53 @@ def _measure(
         )
     trainer = source.rank(deployment="job/actor", **model)
     fields = {"dtype": "BF16", "digests": True, **model}
-    full, delta = (target.rank(deployment=f"job/{name}", **fields) for name in ("full", "delta"))
     seq = 0
     for rate in RATES:
         source.limit_sending(rate)
-        seconds: dict[str, list[float]] = {"full": [], "delta": []}
-        sent: list[float] = []
+        ranks = {name: target.rank(deployment=f"job/{name}", **fields) for name in MODES}
+        pulls: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
         for index, version in enumerate(versions):
             seq += 1
             _publish(trainer, source, version, seq)
-            whole = _pull(full, source, seq, delta=False)
-            changes = _pull(delta, source, seq, delta=index > 0)
-            assert changes["digest"] == whole["digest"], "a delta brought other bytes"
-            if index:
-                for name, found in (("full", whole), ("delta", changes)):
-                    seconds[name].append(found["ended"] - found["began"])
-                sent.append(changes["moved"] / changes["wanted"])
-        # The best of each: other work on the machine delays the computing of a delta most.
-        full_s, delta_s = (min(seconds[name]) for name in ("full", "delta"))
-        usual = statistics.median(seconds["full"]) / statistics.median(seconds["delta"])
+            names = list(MODES)
+            # The first pull of a version finds it in no cache.
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                pulls[name].append(_pull(ranks[name], source, seq, delta=MODES[name]))
+            digests = {found[-1]["digest"] for found in pulls.values()}
+            assert len(digests) == 1, "a delta brought other bytes"
+        for rank in ranks.values():
+            rank.process.end()
         kind = "tcp" if fabric else "tls"
-        name = f"{kind}_{rate}_{learning_rate:.0e}".replace("-0", "m")
-        figures |= {
-            f"{name}_full_s": full_s,
-            f"{name}_delta_s": delta_s,
-            f"{name}_gain": full_s / delta_s,
-            f"{name}_gain_usual": usual,
-            f"{name}_fraction": statistics.median(sent),
-        }
-        rows.append(
-            (
-                f"{kind}, {rate}, learning rate {learning_rate:.0e}",
-                f"{full_s * 1e3:.0f} ms",
-                f"{delta_s * 1e3:.0f} ms",
-                f"{full_s / delta_s:.2f} ({usual:.2f})",
-                f"{statistics.median(sent):.1%}",
-            )
-        )
+        _compare(f"{kind}, {rate}, learning rate {learning_rate:.0e}", pulls, rows, figures)
+    trainer.process.end()
+
+
+def _compare(
+    what: str,
+    pulls: Mapping[str, Sequence[Mapping[str, Any]]],
+    rows: list[tuple[str, ...]],
+    figures: dict[str, float],
+) -> None:
+    """Add the figures of one link."""
+    settled = {name: found[2 * TRIALS :] for name, found in pulls.items()}
+    full_s, delta_s, auto_s = (
+        statistics.median(each["ended"] - each["began"] for each in settled[name]) for name in MODES
+    )
+    fraction = statistics.median(each["moved"] / each["wanted"] for each in settled["delta"])
+    [(chosen, count)] = Counter(each["mode"] for each in settled["auto"]).most_common(1)
+    name = what.replace(", learning rate ", "_").replace(", ", "_").replace("-0", "m")
+    figures |= {
+        f"{name}_full_s": full_s,
+        f"{name}_delta_s": delta_s,
+        f"{name}_auto_s": auto_s,
+        f"{name}_gain": full_s / delta_s,
+        f"{name}_auto_loss": auto_s / min(full_s, delta_s),
+        f"{name}_fraction": fraction,
+    }
+    times = [f"{seconds * 1e3:.0f} ms" for seconds in (full_s, delta_s, auto_s)]
+    gain, loss = f"{full_s / delta_s:.2f}", f"{auto_s / min(full_s, delta_s):.2f}"
+    choice = f"{chosen} ({count} of {len(settled['auto'])})"
+    rows.append((what, *times[:2], gain, f"{fraction:.1%}", times[2], loss, choice))
 
 
 def _publish(trainer: Rank, source: Node, version: npt.NDArray[np.float32], seq: int) -> None:
@@ -141,7 +161,7 @@ def _publish(trainer: Rank, source: Node, version: npt.NDArray[np.float32], seq:
     trainer.do("publish", seq=seq, file=inside)
 
 
-def _pull(rank: Rank, source: Node, seq: int, *, delta: bool) -> dict[str, float]:
+def _pull(rank: Rank, source: Node, seq: int, *, delta: bool | str) -> dict[str, Any]:
     sources = [source.address]
     return rank.do("pull", seq=seq, sources=sources, source="job/actor", delta=delta)
 

@@ -4,8 +4,9 @@
 
 Each host is simulated (`tests.hosts`): network, mount, IPC and PID namespaces of its own. A trainer
 on one host has published its weights; ranks of a rollout on the other one pull them at the same
-time, each over a stream of its own. `iperf3` has as many streams. Two ranks have rows or columns of
-each tensor; one rank has everything.
+time, each over a stream of its own. Two ranks have rows or columns of each tensor; one rank has
+everything. `iperf3` has as many streams, and so has, beside TLS, plain `ssl.SSLSocket`
+(`benchmarks.tls_stream`), in turns with the pulls.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.statemanager.protocol.network import TRUSTED
-from tests.hosts.host import Host
+from tests.hosts.host import Host, HostProcess
 from tests.hosts.network import hosts, why_impossible
 from tests.statemanager.hosts.nodes import MIB, Node, Rank, start_nodes
 
@@ -54,7 +55,10 @@ def main() -> None:
             for host in (first, second):
                 host.power_off()
                 host.power_on()
-    columns = ("what", "GB/s", "iperf3", "ratio", "CPU s/GB", "iperf3")
+    columns = (
+        *("what", "GB/s", "iperf3", "ratio", "CPU s/GB", "iperf3"),
+        *("of plain ssl", "ssl: CPU s/GB"),
+    )
     report("Weight sync between hosts", columns, rows, figures)
 
 
@@ -79,14 +83,17 @@ def _measure(
         streams = 1 if split is None else 2
         part = {"deployment": f"job/{layout}", "world_size": streams, "split": split, **MODEL}
         ranks = [target.rank(rank=index, **part) for index in range(streams)]
-        ours, theirs = [], []
+        ours, theirs, bounds = [], [], []
         for _ in range(ROUNDS + 1):
             ours.append(_pull(ranks, source, target))
             theirs.append(_iperf3(first, second, streams))
+            if not fabric:
+                bounds.append(_plain_tls(source, target, streams))
         for rank in ranks:
             assert rank.do("check", seq=1)["holds"], "a pull brought other bytes"
             rank.process.end()
-        _compare(f"{kind}, {layout}, streams: {streams}", ours[1:], theirs[1:], rows, figures)
+        what = f"{kind}, {layout}, streams: {streams}"
+        _compare(what, ours[1:], theirs[1:], bounds[1:], rows, figures)
     trainer.process.end()
 
 
@@ -94,6 +101,7 @@ def _compare(
     what: str,
     ours: Sequence[Rate],
     theirs: Sequence[Rate],
+    bounds: Sequence[Rate],
     rows: list[tuple[str, ...]],
     figures: dict[str, float],
 ) -> None:
@@ -110,7 +118,14 @@ def _compare(
         f"{name}_iperf3_cpu_s_per_gb": costs[1],
     }
     texts = [f"{figure:.2f}" for figure in (*rates, ratio, *costs)]
-    rows.append((what, *texts))
+    if bounds:
+        of_bound = statistics.median(
+            mine.bytes_per_s / plain.bytes_per_s for mine, plain in zip(ours, bounds, strict=True)
+        )
+        cost = statistics.median(each.cpu_s_per_gb for each in bounds)
+        figures |= {f"{name}_ssl_ratio": of_bound, f"{name}_ssl_cpu_s_per_gb": cost}
+        texts += [f"{of_bound:.2f}", f"{cost:.2f}"]
+    rows.append((what, *texts, *[""] * (2 - 2 * bool(bounds))))
 
 
 def _pull(ranks: Sequence[Rank], source: Node, target: Node) -> Rate:
@@ -133,6 +148,27 @@ def _cpu_s(*nodes: Node) -> float:
     daemons = (process for node in nodes for process in node.host.processes("plexrl.statemanager"))
     times = [process.cpu_times() for process in (*found, *daemons)]
     return float(sum(each.user + each.system for each in times))
+
+
+def _plain_tls(source: Node, target: Node, streams: int) -> Rate:
+    """As many bytes as a pull moves, over `ssl.SSLSocket`."""
+    words = (source.host.address, str(PORT), str(streams), str(MODEL_BYTES))
+
+    def side(node: Node, name: str) -> HostProcess:
+        tls = node.config.tls
+        assert tls is not None
+        files = (tls.ca, tls.certificate, tls.key)
+        return node.host.start("python", "-m", "benchmarks.tls_stream", name, *words, *files)
+
+    sender = side(source, "send")
+    sender.wait_for("listening")
+    receiver = side(target, "receive")
+    ends = [json.loads(each.wait_for("done ").removeprefix("done ")) for each in (receiver, sender)]
+    for each in (receiver, sender):
+        each.wait(30)
+    return Rate(
+        MODEL_BYTES / ends[0]["seconds"], sum(end["cpu_s"] for end in ends) / (MODEL_BYTES / GB)
+    )
 
 
 def _iperf3(first: Host, second: Host, streams: int) -> Rate:

@@ -180,7 +180,7 @@ class Supervisor:
             await all_at_once(*starts)
             if self._head is not None:
                 service = await self._head.serve(key)
-                background.append(asyncio.create_task(self._head.renew(service)))
+                background.append(asyncio.create_task(self._head.renew()))
             if self._nodes.join:
                 await self._nodes.start()
             endpoint = self._endpoint(key, ports)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -49,6 +50,14 @@ def parse_config(text: bytes | str, kind: type[ConfigT], source: str) -> ConfigT
         return msgspec.convert(raw, kind)
     except msgspec.MsgspecError as error:
         raise InvalidRequestError(f"{source} is no valid {kind.__name__}: {error}") from error
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process as many open files as the system lets it have; returns their number, or
+    `resource.RLIM_INFINITY`."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 def print_ready(**details: object) -> None:

@@ -22,7 +22,7 @@ with rare_collections():
         make_connections,
     )
     from plexrl.router.http.server.guarded_protocol import guarded
-    from plexrl.router.http.server.https import ServerCertificate, guarded_https
+    from plexrl.router.http.server.https import guarded_https, server_certificate
 
 DRAIN_S = 3
 """Time for running requests to end once the router stops. Long polls end at once. A request that is
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     try:
         config = load_config(parser.parse_args().config, RouterConfig)
-        certificate = None if config.https is None else ServerCertificate(config.https)
+        certificate = None if config.https is None else server_certificate(config.https)
     except PlexRLError as error:
         print_refused(error)
         sys.exit(1)

@@ -15,7 +15,13 @@ from plexrl.process.garbage_collection import rare_collections
 
 with rare_collections():
     from plexrl.errors import LeaseLostError, PlexRLError
-    from plexrl.process.startup import load_config, print_ready, print_refused, run_until_signal
+    from plexrl.process.startup import (
+        load_config,
+        print_ready,
+        print_refused,
+        raise_descriptor_limit,
+        run_until_signal,
+    )
     from plexrl.scheduler.context.config import SchedulerConfig
     from plexrl.scheduler.service.journal.leadership import run_scheduler
 
@@ -31,6 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m plexrl.scheduler", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = load_config(parser.parse_args().config, SchedulerConfig)
+
+    raise_descriptor_limit()
 
     async def serve(stop: asyncio.Event) -> None:
         try:

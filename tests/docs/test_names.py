@@ -40,6 +40,8 @@ def test_a_command_is_accepted(command: Command) -> None:
     elif program == "pip":
         for extras in re.findall(r"plexrl\[([\w,]+)\]", command.text):
             assert set(extras.split(",")) <= EXTRAS
+    elif program == "python" and words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words[2:] if not word.startswith("-"))
     elif program == "python":
         assert (ROOT / words[0]).exists() or _is_module(words), words
     else:

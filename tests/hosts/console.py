@@ -2,7 +2,7 @@
 
 A session is a block of the language `console`. `gpu1$ COMMAND` is typed on the host `gpu1`; the
 lines below are its output, of which `…` stands for any text and a word of `VALUES` for a value that
-later commands contain. A block of TOML begins with the comment `# HOST:PATH` and is that file.
+later commands and files contain. A block that begins with the comment `# HOST:PATH` is that file.
 
 A host is what an operator finds on a bare machine, with these differences:
 
@@ -210,7 +210,8 @@ def start_unit(host: Host, path: str) -> HostProcess:
     service = parser["Service"]
     variables = [f"PATH={SERVICE_PATH}", *shlex.split(service.get("Environment", ""))]
     if "EnvironmentFile" in service:
-        variables += host.on_disk(service["EnvironmentFile"]).read_text().split()
+        lines = host.on_disk(service["EnvironmentFile"]).read_text().splitlines()
+        variables += [line for line in lines if not line.startswith("#")]
     user = service["User"]
     variables += [f"HOME=/home/{user}", f"USER={user}", f"LOGNAME={user}", "LANG=C.UTF-8"]
     # Where this machine's installation finds the sources under test.

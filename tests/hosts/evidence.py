@@ -69,8 +69,10 @@ class Edge:
 class History:
     """What a replay of the journal shows."""
 
-    submitted: list[str] = field(default_factory=list)
-    """Accepted operations, in order."""
+    submitted: set[str] = field(default_factory=set)
+    """Accepted operations."""
+    resent: int = 0
+    """Submissions that a controller repeated, because it had got no answer to the first."""
     cancelled: set[str] = field(default_factory=set)
     finished: dict[str, int] = field(default_factory=dict)
     """How often the completion of an operation counted, replays of lost state left out."""
@@ -105,11 +107,7 @@ def read_history(events: Iterable[tuple[Event, float]], config: SchedulerConfig)
     history, runs = History(), dict[str, RunOperation]()
     core = SchedulerCore(config)
     for event, at in events:
-        if isinstance(event, OperationSubmitted):
-            history.submitted.append(event.operation)
-        elif isinstance(event, OperationCancelled):
-            history.cancelled.add(event.operation)
-        elif isinstance(event, OperationFinished):
+        if isinstance(event, OperationFinished):
             run = runs.pop(event.operation, None)
             if run is not None and run.token == event.token and not run.replay:
                 count = history.finished.get(event.operation, 0)
@@ -118,9 +116,12 @@ def read_history(events: Iterable[tuple[Event, float]], config: SchedulerConfig)
             commands = core.handle(event, at)
         except PlexRLError:
             # Refused when it was live as well.
-            if isinstance(event, OperationSubmitted):
-                history.submitted.pop()
             continue
+        if isinstance(event, OperationSubmitted):
+            history.resent += event.operation in history.submitted
+            history.submitted.add(event.operation)
+        elif isinstance(event, OperationCancelled):
+            history.cancelled.add(event.operation)
         for command in commands:
             if isinstance(command, LaunchWorkers):
                 start = (command.deployment, command.incarnation)
@@ -135,10 +136,9 @@ def read_history(events: Iterable[tuple[Event, float]], config: SchedulerConfig)
 def check_operations(history: History) -> None:
     """Every accepted operation completed, once."""
     assert history.submitted, "the journal has no operation"
-    assert len(set(history.submitted)) == len(history.submitted), "accepted twice"
     lost = [
         each
-        for each in history.submitted
+        for each in sorted(history.submitted)
         if each not in history.finished and each not in history.cancelled
     ]
     assert not lost, f"{len(lost)} accepted operations were lost: {lost[:10]}"

@@ -20,6 +20,8 @@ class FaultReport:
     """Steps that each job made between the first fault and the end of the last."""
     operations: int = 0
     """Accepted operations."""
+    resent: int = 0
+    """Submissions of them that were repeated for want of an answer."""
     runs: int = 0
     """Of an operation on one rank."""
     failure: str = "the run did not end"
@@ -57,7 +59,8 @@ class FaultReport:
             rows.append(f"{kind:42}{planned:10}{done:14}")
         rows += ["", f"{'job':42}{'steps while faults happened':>30}"]
         rows += [f"{name:42}{count:30}" for name, count in self.steps.items()]
-        rows += ["", f"{self.operations} operations accepted, {self.runs} runs on a rank"]
+        rows += ["", f"{self.operations} operations accepted, {self.resent} of them sent again"]
+        rows.append(f"{self.runs} runs of an operation on a rank")
         rows.append(self.failure or "none lost, none doubled, one holder, equal final weights")
         return "\n".join(rows)
 

@@ -34,7 +34,7 @@ class Outcome:
     """When it took effect, in seconds from the start; None: it did not."""
     effect: str = "not injected"
     steps: int = 0
-    """Steps that all jobs had made by then."""
+    """Steps that all jobs had made when it was due."""
 
 
 class Injector:
@@ -81,7 +81,8 @@ class Injector:
         fault = outcome.fault
         network = self._cluster.network
         host = network[fault.host]
-        self._say(f"{fault}  (steps: {self._steps()})")
+        outcome.steps = self._steps()
+        self._say(f"{fault}  (steps: {outcome.steps})")
         if fault.what == KILL:
             self._kill(outcome, self._now_s() + VICTIM_S)
         elif fault.what == CUT:
@@ -99,7 +100,6 @@ class Injector:
     def _done(self, outcome: Outcome, effect: str, at_s: float | None = None) -> None:
         outcome.at_s = self._now_s() if at_s is None else at_s
         outcome.effect = effect
-        outcome.steps = self._steps()
         self._say(f"{outcome.at_s:7.1f} s    {effect}")
 
     def _kill(self, outcome: Outcome, latest_s: float) -> None:

@@ -57,11 +57,11 @@ def test_a_process_that_was_replaced_and_acts_still_is_found() -> None:
 
 
 def test_lost_and_doubled_operations_are_found() -> None:
-    check_operations(History(submitted=["o1"], finished={"o1": 1, "load": 1}))
-    check_operations(History(submitted=["o1", "o2"], finished={"o1": 1}, cancelled={"o2"}))
+    check_operations(History(submitted={"o1"}, finished={"o1": 1, "load": 1}))
+    check_operations(History(submitted={"o1", "o2"}, finished={"o1": 1}, cancelled={"o2"}))
     with pytest.raises(AssertionError, match="1 accepted operations were lost"):
-        check_operations(History(submitted=["o1", "o2"], finished={"o1": 1}))
+        check_operations(History(submitted={"o1", "o2"}, finished={"o1": 1}))
     with pytest.raises(AssertionError, match="completed twice"):
-        check_operations(History(submitted=["o1"], finished={"o1": 2}))
+        check_operations(History(submitted={"o1"}, finished={"o1": 2}))
     with pytest.raises(AssertionError, match="run again"):
-        check_operations(History(submitted=["o1"], finished={"o1": 1}, repeated=["o1"]))
+        check_operations(History(submitted={"o1"}, finished={"o1": 1}, repeated=["o1"]))

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from plexrl.scheduler.context.config import SchedulerConfig
 from tests.hosts.cluster import HostCluster, SoloCluster
 from tests.hosts.evidence import (
     Edge,
+    History,
     JournalCopy,
     check_one_holder,
     check_operations,
@@ -126,18 +127,23 @@ def run_with_faults(report: FaultReport, scratch: Path) -> None:
             say(f"the last fault is over; the jobs end after these steps: {steps}")
             jobs.end_at(steps)
             found = jobs.weights(check)
+            journal.take()
             cluster.end()
-            edges = edges_of(network)
+            check_evidence(report, read_history(journal, config), edges_of(network))
+            say("the same steps on one machine, without faults")
+            assert found == undisturbed(steps), "the final weights differ"
         except BaseException:
             keep_logs(network, scratch)
             raise
-    history = read_history(journal, config)
-    report.operations, report.runs = len(history.submitted), len(edges) // 2
+
+
+def check_evidence(report: FaultReport, history: History, edges: Sequence[Edge]) -> None:
+    """What journal and logs must show."""
+    report.operations, report.resent = len(history.submitted), history.resent
+    report.runs = len(edges) // 2
     check_operations(history)
     check_one_holder(edges, history.groups)
     report.check_effects()
-    say("the same steps on one machine, without faults")
-    assert found == undisturbed(steps)
 
 
 def scheduler_config(cluster: HostCluster) -> SchedulerConfig:

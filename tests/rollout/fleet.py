@@ -103,6 +103,8 @@ class Fleet:
         self.lengths: dict[TrajectoryId, int] = {}
         """Response length of each trajectory; set before it can complete."""
         self.to_reward: list[TrajectoryId] = []
+        self.late: list[Event] = []
+        """Events of lost instances, still on their way."""
         self.training: Train | None = None
         self.pushed = 0
         self.trained: list[Train] = []
@@ -130,7 +132,7 @@ class Fleet:
         self.handle(event)
 
     def kill(self, name: InstanceId) -> None:
-        del self.engines[name]
+        self.late += self.engines.pop(name).sent
         self.handle(InstanceLost(instance=name))
 
     def add_groups(self) -> None:

@@ -5,7 +5,6 @@ are trained, and then accounts for every trajectory that was ever added.
 """
 
 from random import Random
-from typing import TYPE_CHECKING
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.cost_model import CostModel
@@ -15,12 +14,25 @@ from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.fleet import PROMPT, Engine, Fleet
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 ENGINES_MAX = 4
 BUDGET = 24
 LENGTH_MAX = 12
+ACTIONS = {
+    "run_command": 4,
+    "decode": 6,
+    "deliver": 5,
+    "snapshot": 4,
+    "reward": 3,
+    "trainer": 2,
+    "kill": 1,
+    "deliver_late": 1,
+    "join": 1,
+    "fail": 1,
+    "filter_group": 2,
+    "add_groups": 1,
+}
+"""Methods of `History`, and how likely each is."""
+LIKELY = [name for name, weight in ACTIONS.items() for _ in range(weight)]
 
 
 def settings_from(random: Random) -> CoordinatorSettings:
@@ -55,23 +67,10 @@ class History:
         self.fleet = Fleet(settings_from(random))
         for _ in range(random.randint(1, ENGINES_MAX)):
             self.fleet.join(BUDGET)
-        self.actions: list[Callable[[], None]] = [
-            *[self.run_command] * 4,
-            *[self.decode] * 6,
-            *[self.deliver] * 5,
-            *[self.snapshot] * 4,
-            *[self.reward] * 3,
-            *[self.trainer] * 2,
-            self.kill,
-            self.join,
-            self.fail,
-            *[self.filter_group] * 2,
-            self.add_groups,
-        ]
 
     def act(self) -> None:
         """One action. Raises InvariantError: an invariant does not hold after it."""
-        self.random.choice(self.actions)()
+        getattr(self, self.random.choice(LIKELY))()
         self.fleet.core.check_invariants()
 
     def engine(self) -> Engine | None:
@@ -91,6 +90,10 @@ class History:
         engine = self.engine()
         if engine and engine.sent:
             self.fleet.deliver(engine)
+
+    def deliver_late(self) -> None:
+        if self.fleet.late:
+            self.fleet.handle(self.fleet.late.pop(0))
 
     def snapshot(self) -> None:
         # A snapshot that overtakes events of its own instance would break the protocol.

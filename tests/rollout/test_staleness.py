@@ -63,11 +63,11 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 
 TestProtocol = ProtocolMachine.TestCase
-TestProtocol.settings = hypothesis_settings(max_examples=40, stateful_step_count=30)
+TestProtocol.settings = hypothesis_settings(max_examples=25, stateful_step_count=30)
 
 
 def test_random_histories_are_as_ready_as_the_best_arrangement() -> None:
-    for seed in range(200):
+    for seed in range(100):
         run_protocol(seed, actions=40)
 
 

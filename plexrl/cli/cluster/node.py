@@ -29,6 +29,7 @@ from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
+    from plexrl.cluster.join.authority import Authority
     from plexrl.cluster.join.ledger import Ledger
     from plexrl.cluster.node.options import NodeOptions
     from plexrl.cluster.node.supervisor import RunningNode
@@ -116,15 +117,18 @@ def token(
     """Make a token with which a machine joins (on the head)."""
     from plexrl.cluster.join.tokens import create_token, revoke_token, token_id
 
-    ledger, fingerprint = _ledger(data_dir)
+    ledger, authority = _head_record(data_dir)
     if revoke is not None:
         revoked = token_id(revoke_token(ledger, revoke))
         if as_json:
             write_json({"id": revoked, "revoked": True})
         else:
-            print_line(f"The token {revoked} is revoked. Nodes that joined with it stay.")
+            print_line(
+                f"The token {revoked} is revoked. Nodes that joined with it stay; `plexrl node "
+                "revoke` ends them."
+            )
         return
-    made, entry = create_token(ledger, fingerprint, ttl_s=_seconds(ttl), uses=uses)
+    made, entry = create_token(ledger, authority.fingerprint, ttl_s=_seconds(ttl), uses=uses)
     address = _join_address(data_dir)
     command = f"plexrl node join {address or 'tls://HEAD:PORT'} --token {made}"
     if as_json:
@@ -147,7 +151,7 @@ def tokens(data_dir: DataDir = DATA_DIR, as_json: Json = False) -> None:
     """The tokens and the nodes that joined with them (on the head). Secrets are not stored."""
     from plexrl.cluster.join.tokens import token_id
 
-    ledger, _ = _ledger(data_dir)
+    ledger, _ = _head_record(data_dir)
     now = time.time()
     found = [
         {
@@ -174,17 +178,43 @@ def tokens(data_dir: DataDir = DATA_DIR, as_json: Json = False) -> None:
     print_records("", cells, found)
 
 
+@node_app.command("revoke")
+def revoke(
+    node: Annotated[str, typer.Argument(help="The node's name.")],
+    data_dir: DataDir = DATA_DIR,
+    as_json: Json = False,
+) -> None:
+    """End a node's membership at once, as after the theft of its key (on the head)."""
+    count = revoke_membership(data_dir, node)
+    if as_json:
+        write_json({"node": node, "certificates": count})
+    else:
+        print_line(
+            f"{node} is no member any more; {count} of its certificates are revoked. Its links end "
+            "within seconds, and its work moves when its lease has run out."
+        )
+
+
+def revoke_membership(data_dir: Path, node: str) -> int:
+    """End a node's membership on the head of this data directory; returns the number of revoked
+    certificates. Raises `NotFoundError`."""
+    from plexrl.cluster.join.ledger import revoke as revoke_node
+
+    ledger, authority = _head_record(data_dir)
+    return revoke_node(ledger, authority, node)
+
+
 def join_command(data_dir: str, address: str) -> tuple[str, float]:
     """(command that makes a machine a node, with a new token; hours for which it works)."""
     from plexrl.cluster.join.tokens import TTL_S, create_token
 
-    ledger, fingerprint = _ledger(Path(data_dir))
-    made, _ = create_token(ledger, fingerprint)
+    ledger, authority = _head_record(Path(data_dir))
+    made, _ = create_token(ledger, authority.fingerprint)
     return f"plexrl node join {address} --token {made}", TTL_S / 3600
 
 
-def _ledger(data_dir: Path) -> "tuple[Ledger, str]":
-    """(the head's record, the fingerprint of its authority)."""
+def _head_record(data_dir: Path) -> "tuple[Ledger, Authority]":
+    """The head's record of tokens and members, and its authority."""
     from plexrl.cluster.join.authority import CERTIFICATE, Authority
     from plexrl.cluster.join.head import AUTHORITY_FOLDER
     from plexrl.cluster.join.ledger import Ledger
@@ -195,7 +225,7 @@ def _ledger(data_dir: Path) -> "tuple[Ledger, str]":
             f"{folder.parent} is not the data directory of a head: start it with `plexrl up --tls`,"
             " or name its data directory with --data-dir"
         )
-    return Ledger(folder), Authority.open(folder).fingerprint
+    return Ledger(folder), Authority.open(folder)
 
 
 def _join_address(data_dir: Path) -> str:

@@ -1,10 +1,12 @@
 """`plexrl status`, `plexrl nodes` and `plexrl groups`."""
 
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from plexrl.cli.cluster.node import revoke_membership
 from plexrl.cli.terminal.context import (
     GIB,
     Access,
@@ -17,6 +19,7 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
+from plexrl.errors import NotFoundError
 
 nodes_app = typer.Typer(cls=CommandGroup)
 NodeName = Annotated[str, typer.Argument(help="The node's name.")]
@@ -140,10 +143,22 @@ def undrain(node: NodeName, access: Access, output: Output) -> None:
 @nodes_app.command("remove")
 @with_option_groups
 def remove(node: NodeName, access: Access, output: Output) -> None:
-    """Forget a node that has left or does not come back, and has no work (operator only)."""
+    """Forget a node that has left or does not come back, and has no work (operator only). On the
+    head this revokes the node's certificates too."""
     with access.open() as cluster:
         cluster.remove_node(node)
-    output.table({"node": "node", "removed": lambda _: "yes"}, [{"node": node}], {"node": node})
+    revoked = 0
+    if access.url is None:
+        # Only the head has the authority; a node without a certificate is not in its record.
+        with suppress(NotFoundError):
+            revoked = revoke_membership(access.data_dir, node)
+    found = {"node": node, "certificates_revoked": revoked}
+    cells: Cells = {
+        "node": "node",
+        "removed": lambda _: "yes",
+        "certificates revoked": "certificates_revoked",
+    }
+    output.table(cells, [found], found)
 
 
 @with_option_groups

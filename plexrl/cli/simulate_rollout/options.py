@@ -58,7 +58,7 @@ class ClusterOptions:
     costs: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file of latencies and KV cache (docs/rollout.md); default: "
+            help="JSON file of latencies and KV cache (docs/simulating_rollouts.md); default: "
             "Qwen3-30B-A3B on H20."
         ),
     ] = None

@@ -106,6 +106,23 @@ class Authority:
         )
         return certificate.public_bytes(serialization.Encoding.PEM)
 
+    def revoke(self, serials: Iterable[str], number: int) -> bytes:
+        """The signed list (PEM) of revoked certificates, by their serial numbers in hexadecimal.
+        `number` must increase from list to list."""
+        now = datetime.now(UTC)
+        listed = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self._certificate.subject)
+            .last_update(now - CLOCK_SKEW)
+            # Lists are replaced when they change, not at a time.
+            .next_update(self._certificate.not_valid_after_utc)
+            .add_extension(x509.CRLNumber(number), critical=False)
+        )
+        for serial in sorted(serials):
+            revoked = x509.RevokedCertificateBuilder().serial_number(int(serial, 16))
+            listed = listed.add_revoked_certificate(revoked.revocation_date(now).build())
+        return listed.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
     def issue(
         self, folder: Path, identity: Identity, hosts: Iterable[str] = (), life: timedelta = LIFE
     ) -> TlsFiles:

@@ -3,6 +3,7 @@
     current -> 3/           the files in use, by a link that is replaced at once
     3/ca.pem  3/node.pem  3/node.key
     pending.key             key of a request whose answer has not arrived
+    crl.pem                 revoked certificates of other nodes, as the scheduler last sent them
 
 A crash leaves the former or the new files, never a certificate with the wrong key. A request that
 is repeated after a crash has the same key, so that the head recognises it.
@@ -45,6 +46,7 @@ class CertificateFiles:
             ca=str(current / "ca.pem"),
             certificate=str(current / "node.pem"),
             key=str(current / "node.key"),
+            crl=str(self._folder / "crl.pem"),
         )
 
     @property

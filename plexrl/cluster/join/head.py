@@ -1,6 +1,6 @@
 """The head of a cluster of several machines: its certificates, its join service, its addresses.
 
-authority/   key and certificate of the authority, join tokens, members
+authority/   key and certificate of the authority, join tokens, members, revoked certificates
 tls/         certificates of the head's own processes, made anew at each start and renewed
 """
 
@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Head:
         )
         self._nodes = [f"node{index}" for index in range(options.nodes)]
         self._issued: dict[Identity, TlsFiles] = {}
+        self.ledger.publish(self.authority)
         for identity in self._identities():
             self._issue(identity)
 
@@ -140,7 +142,7 @@ class Head:
         await service.start(self._options.host, self.join_port)
         return service
 
-    async def renew(self, service: JoinService) -> None:
+    async def renew(self) -> None:
         """Renew certificates in time, until cancelled. Processes read the new files themselves."""
         while True:
             await asyncio.sleep(RENEWAL_CHECK_S)
@@ -148,7 +150,7 @@ class Head:
                 if renewal_time(Path(self.files(identity).certificate)) <= datetime.now(UTC):
                     await asyncio.to_thread(self._issue, identity)
                     LOG.info("the certificate of %s was renewed", identity)
-            service.reload()
+            await asyncio.to_thread(self.ledger.publish, self.authority)
 
     def _identities(self) -> list[Identity]:
         routers = [router_identity(index) for index in range(len(self._router_ports))]
@@ -159,9 +161,8 @@ class Head:
         hosts = {self.advertised, socket.gethostname(), *LOOPBACK}
         if not is_unspecified(self._options.host):
             hosts.add(self._options.host)
-        self._issued[identity] = self.authority.issue(
-            self._data / TLS_FOLDER, identity, sorted(hosts)
-        )
+        files = self.authority.issue(self._data / TLS_FOLDER, identity, sorted(hosts))
+        self._issued[identity] = replace(files, crl=str(self.ledger.crl))
 
 
 def router_identity(index: int) -> Identity:

@@ -3,21 +3,29 @@
 A change is written to a new file, synchronised to the disk and renamed, under a lock. So a token is
 spent for good before its certificate leaves the head, and a crash leaves the former or the new
 record. `plexrl node token` and the join service, which are two processes, change the same record.
+
+From the record follows the list of revoked certificates, `crl.pem`, which the head's processes
+follow, and which reaches the nodes by the scheduler's heartbeats.
 """
 
 import fcntl
 import hmac
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from cryptography import x509
 
-from plexrl.errors import ConflictError, JoinTokenError, StorageError
+from plexrl.cluster.join.authority import Authority
+from plexrl.errors import ConflictError, JoinTokenError, NotFoundError, StorageError
+from plexrl.process.folders.operator_key import write_private
 
 NAME = "members.json"
 LOCK = "members.lock"
+CRL = "crl.pem"
 
 
 class Token(msgspec.Struct, kw_only=True):
@@ -52,6 +60,8 @@ class Member(msgspec.Struct, kw_only=True):
     certified_until: float
     host: str = ""
     """Address from which the node last spoke to the head."""
+    certificates: dict[str, float] = {}
+    """End of each of its certificates' validity, by serial number in hexadecimal."""
 
 
 class Members(msgspec.Struct, kw_only=True):
@@ -59,6 +69,15 @@ class Members(msgspec.Struct, kw_only=True):
 
     tokens: list[Token] = []
     nodes: dict[str, Member] = {}
+    revoked: dict[str, float] = {}
+    """As `Member.certificates`: those that have been revoked and would still be valid."""
+
+    def forget(self, node: str) -> bool:
+        """End a membership and revoke its certificates; False if there is none."""
+        member = self.nodes.pop(node, None)
+        if member is not None:
+            self.revoked = _valid(self.revoked | member.certificates)
+        return member is not None
 
 
 class Ledger:
@@ -67,6 +86,8 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._lock = folder / LOCK
+        self.crl = folder / CRL
+        """The list of revoked certificates (PEM)."""
 
     def read(self) -> Members:
         """The record as it is now.
@@ -97,6 +118,28 @@ class Ledger:
             yield members
             self._write(msgspec.json.encode(members))
 
+    def publish(self, authority: Authority) -> None:
+        """Write the list of revoked certificates. It may be repeated at any time.
+
+        Raises:
+            StorageError: a file cannot be read or written.
+        """
+        with self._locked():
+            serials = _valid(self.read().revoked)
+            try:
+                # From the time, so that numbers increase even if the files are lost.
+                number = max(time.time_ns(), self._number() + 1)
+                write_private(self.crl, authority.revoke(serials, number).decode())
+            except OSError as error:
+                raise StorageError(f"{self.crl} cannot be written: {error}") from error
+
+    def _number(self) -> int:
+        try:
+            former = x509.load_pem_x509_crl(self.crl.read_bytes())
+            return former.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
+            return 0
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
@@ -125,6 +168,11 @@ class Ledger:
                 os.close(folder)
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error}") from error
+
+
+def _valid(certificates: dict[str, float]) -> dict[str, float]:
+    now = time.time()
+    return {serial: end for serial, end in certificates.items() if end > now}
 
 
 def admit(
@@ -162,3 +210,21 @@ def admit(
     if not is_repeated:
         token.admitted.append((node, key))
     return token
+
+
+def revoke(ledger: Ledger, authority: Authority, node: str) -> int:
+    """End a node's membership, and revoke its certificates; returns their number. It is durable
+    when this returns, and open links end within seconds.
+
+    Raises:
+        NotFoundError: no node of this name has joined.
+        StorageError: the record cannot be read or written.
+    """
+    with ledger.change() as members:
+        count = len(_valid(members.nodes[node].certificates)) if node in members.nodes else 0
+        if not members.forget(node):
+            raise NotFoundError(
+                f"no node {node!r} has joined this head: `plexrl node tokens` lists those that have"
+            )
+    ledger.publish(authority)
+    return count

@@ -9,15 +9,14 @@ compares the fingerprint with its token, and connects again, trusting this autho
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import re
 import ssl
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, assert_never
 
 import msgspec
@@ -27,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from plexrl.cluster.join import messages
 from plexrl.cluster.join.attempts import FailedAttempts
 from plexrl.cluster.join.authority import LIFE, Authority
-from plexrl.cluster.join.ledger import Ledger, Member, admit
+from plexrl.cluster.join.ledger import Ledger, Member, admit, revoke
 from plexrl.cluster.join.tokens import secret_digest
 from plexrl.errors import (
     AuthenticationError,
@@ -35,18 +34,24 @@ from plexrl.errors import (
     ConnectionLostError,
     InvalidRequestError,
     NotFoundError,
-    OverloadedError,
     PermissionDeniedError,
     PlexRLError,
     UnavailableError,
 )
-from plexrl.wire.links.credentials import Identity, Role, TlsFiles, identity_of
+from plexrl.wire.links.credentials import (
+    Identity,
+    Role,
+    TlsFiles,
+    identity_of,
+    tls_context,
+)
+from plexrl.wire.links.followed_files import FollowedFiles, renew_at_handshakes
+from plexrl.wire.links.handshakes import start_tls_server
 
 LOG = logging.getLogger(__name__)
 
 EXCHANGE_S = 15.0
 """Time limit for one connection."""
-CONNECTIONS_MAX = 256
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
@@ -87,6 +92,7 @@ class _Client:
     """The node that its certificate names; empty: it showed none."""
     key: str = ""
     """SHA-256 of the certificate's public key."""
+    certificate: x509.Certificate | None = None
 
 
 class JoinService:
@@ -105,13 +111,15 @@ class JoinService:
         own. `membership` is what every node is told."""
         self._authority = authority
         self._ledger = ledger
-        self._files = files
         self._cluster = cluster
         self._membership = membership
         self._reserved = frozenset(reserved)
         self._attempts = FailedAttempts()
-        self._open = 0
-        self._context = _context(files)
+        followed = (files.ca, files.certificate, files.key)
+        # A machine that joins has no certificate.
+        self._context = FollowedFiles(
+            followed, lambda: tls_context(files, ssl.PROTOCOL_TLS_SERVER, ssl.CERT_OPTIONAL)
+        )
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -120,14 +128,11 @@ class JoinService:
         Raises:
             UnavailableError: the address cannot be listened on.
         """
+        context = self._context.newest()
+        renew_at_handshakes(context, self._context.newest)
         try:
-            self._server = await asyncio.start_server(
-                self._serve,
-                host,
-                port,
-                ssl=self._context,
-                ssl_handshake_timeout=EXCHANGE_S,
-                limit=messages.MESSAGE_BYTES_MAX,
+            self._server = await start_tls_server(
+                self._serve, host, port, context, handshake_s=EXCHANGE_S
             )
         except OSError as error:
             raise UnavailableError(
@@ -136,21 +141,16 @@ class JoinService:
             ) from error
         return int(self._server.sockets[0].getsockname()[1])
 
-    def reload(self) -> None:
-        """Use the renewed certificate for new connections."""
-        self._context.load_cert_chain(self._files.certificate, self._files.key)
-
     async def close(self) -> None:
         """Stop listening."""
         if self._server is not None:
             self._server.close()
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(EXCHANGE_S):
                     await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = str(writer.get_extra_info("peername")[0])
-        self._open += 1
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 answer = messages.answer_of(await self._outcome(reader, writer, address))
@@ -158,18 +158,12 @@ class JoinService:
         except (TimeoutError, ConnectionLostError) as error:
             LOG.info("a connection from %s ended early: %s", address, error)
         finally:
-            self._open -= 1
             writer.close()
 
     async def _outcome(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
     ) -> msgspec.Struct | PlexRLError:
         try:
-            if self._open > CONNECTIONS_MAX:
-                raise OverloadedError(
-                    f"{CONNECTIONS_MAX} machines join at the same time: try again in 1 s",
-                    retry_after_s=1.0,
-                )
             request = messages.parse_request(await messages.read_message(reader))
             tls = writer.get_extra_info("ssl_object")
             return await self._answer(request, _client(tls, address))
@@ -237,17 +231,24 @@ class JoinService:
             admit(members, digest, node, key, now=time.time(), is_live=is_live)
             # Signed before the record is written: a request that cannot be signed spends nothing.
             certificate = self._sign(request.request, node)
+            former = members.nodes.get(node)
+            own = former.certificates if former is not None and key in former.keys else {}
+            if not own:
+                members.forget(node)
             members.nodes[node] = Member(
                 keys=[key],
                 joined_at=time.time(),
                 certified_until=time.time() + LIFE.total_seconds(),
                 host=request.host or client.address,
+                certificates=own | _entry(certificate),
             )
+        self._ledger.publish(self._authority)
         LOG.warning("node %s has joined from %s", node, client.address)
         return self._told(certificate)
 
     def _renew(self, request: messages.Renew, client: _Client) -> messages.Membership:
         if not request.request:
+            self._record(client)
             return self._told(b"")
         _check_clock(request.clock)
         key = _request_key(request.request)
@@ -258,8 +259,16 @@ class JoinService:
             member.keys = [client.key, key] if key != client.key else [key]
             member.certified_until = time.time() + LIFE.total_seconds()
             member.host = request.host or client.address
+            member.certificates |= _entry(client.certificate) | _entry(certificate)
         LOG.info("the certificate of node %s was renewed", client.node)
         return self._told(certificate)
+
+    def _record(self, client: _Client) -> None:
+        """Note the client's certificate, if the record of an earlier version lacks it."""
+        entry = _entry(client.certificate)
+        if not entry.keys() <= self._ledger.read().nodes[client.node].certificates.keys():
+            with self._ledger.change() as members:
+                members.nodes[client.node].certificates |= entry
 
     def _sign(self, request: str, node: str) -> bytes:
         # No host names: with one, a node could pass for the API to clients that check only that.
@@ -269,8 +278,8 @@ class JoinService:
         return msgspec.structs.replace(self._membership(), certificate=certificate.decode())
 
     def _forget(self, node: str) -> None:
-        with self._ledger.change() as members:
-            members.nodes.pop(node, None)
+        with suppress(NotFoundError):
+            revoke(self._ledger, self._authority, node)
         LOG.warning("node %s has left", node)
 
     def _check_member(self, client: _Client) -> None:
@@ -309,7 +318,17 @@ def _client(tls: ssl.SSLObject, address: str) -> _Client:
     identity = identity_of(tls.getpeercert())
     if identity.role != Role.NODE:
         raise PermissionDeniedError(f"the join service is for nodes; the certificate is {identity}")
-    return _Client(address, identity.name, _digest(x509.load_der_x509_certificate(body)))
+    certificate = x509.load_der_x509_certificate(body)
+    return _Client(address, identity.name, _digest(certificate), certificate)
+
+
+def _entry(certificate: x509.Certificate | bytes | None) -> dict[str, float]:
+    """The certificate (or its PEM) as in `Member.certificates`."""
+    if certificate is None:
+        return {}
+    if isinstance(certificate, bytes):
+        certificate = x509.load_pem_x509_certificate(certificate)
+    return {f"{certificate.serial_number:x}": certificate.not_valid_after_utc.timestamp()}
 
 
 def _request_key(request: str) -> str:
@@ -322,15 +341,3 @@ def _request_key(request: str) -> str:
 def _digest(signed: x509.Certificate | x509.CertificateSigningRequest) -> str:
     body = signed.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(body).hexdigest()
-
-
-def _context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that verifies the client's certificate if there is one: a machine that joins has
-    none."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0
-    context.verify_mode = ssl.CERT_OPTIONAL
-    context.load_verify_locations(cadata=Path(files.ca).read_text())
-    context.load_cert_chain(files.certificate, files.key)
-    return context

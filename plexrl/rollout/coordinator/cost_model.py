@@ -6,8 +6,13 @@ and yields `n` tokens. `k5` is the KV cache of one token.
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,15 @@ class CostModel:
             return after
         work = k3 * n
         return after - n / (self.k1 * load.kv_cache + (work if work > k2 else k2) + k4)
+
+    def gains(self, kv_cache: Floats, running: Floats, kv_budget: Floats, length: int) -> Floats:
+        """`gain` on many instances at once, [instance] each, whose own queues are empty."""
+        kv = kv_cache + self.k5 * length
+        more = running + 1
+        after = more / (self.k1 * kv + np.maximum(self.k3 * more, self.k2) + self.k4)
+        before = running / (self.k1 * kv_cache + np.maximum(self.k3 * running, self.k2) + self.k4)
+        gained: Floats = (after - before) * (kv <= kv_budget)
+        return gained
 
     def ideal_gain(self, length: int) -> float:
         """The gain on an idle instance, an upper bound (Eq. 4)."""

@@ -90,7 +90,8 @@ class Cycle:
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
             self._remove(load, moved, decision)
         reserved = entries.copy()
-        queue = ordered(self._queue, self._started)
+        if decision.interrupts:
+            queue = ordered(self._queue, self._started)
         router = make_router(settings, model, self._loads, reserved)
         for candidate, load in route(router, reserved, queue):
             decision.routes.append((candidate.trajectory, load.instance, load.version))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
-from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
+from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler.admission.admission import enqueue_deployment, patience_ends
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
 from plexrl.scheduler.context.config import SchedulerConfig, with_core_settings
@@ -423,6 +423,10 @@ class SchedulerCore:
     def list_nodes(self, tenant: TenantId | None = None) -> list[vt.NodeView]:
         """All nodes, as visible to a tenant or (None) the operator."""
         return [node_view(self._cluster, node, tenant) for node in self._state.nodes.values()]
+
+    def node_machines(self) -> dict[NodeId, str]:
+        """The machine of each node, as its agent last said; empty: unknown."""
+        return {node.node: node.machine for node in self._state.nodes.values()}
 
     def list_groups(self, now: float) -> list[vt.GroupView]:
         """All node groups."""

@@ -43,6 +43,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         host=event.host,
         ports=event.ports,
         fabric=event.fabric,
+        machine=event.machine,
         last_port=0 if known is None else known.last_port,
     )
     context.cluster.inventory.node_changed(state.nodes[event.node])

@@ -5,7 +5,7 @@ import socket
 from plexrl.errors import ConflictError, InvalidRequestError
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress, parse_address
-from plexrl.wire.links.credentials import Credentials, Role
+from plexrl.wire.links.credentials import Credentials, RevocationList, Role
 from plexrl.wire.links.dial import OnLink, Server, connect, serve
 
 ROLES = (Role.ROUTER, Role.NODE)
@@ -33,6 +33,11 @@ class Listeners:
         """The addresses, with the ports that the system chose while it listens."""
         chosen = [server.address for server in self._servers]
         return [str(address) for address in chosen or self._addresses]
+
+    @property
+    def revoked(self) -> RevocationList:
+        """The certificates that are refused."""
+        return RevocationList() if self._credentials is None else self._credentials.revoked
 
     async def open(self, on_link: OnLink) -> None:
         """Listen.

@@ -158,10 +158,10 @@ class Service:
         """Give nodes known before the restart the usual grace period to reconnect, and all leases
         that the former scheduler may have granted the time to run out."""
         now = asyncio.get_running_loop().time()
-        for view in self._core.list_nodes():
+        for node, machine in self._core.node_machines().items():
             if self._config.tls is not None:
-                self._leases.take_over(view["node"], now, self._former_lease_s)
-            self.node_disconnected(view["node"])
+                self._leases.take_over(node, machine, now, self._former_lease_s)
+            self.node_disconnected(node)
 
     async def _connected(self, link: Link) -> None:
         connection = Connection(self, self.shell, link.peer)
@@ -195,8 +195,9 @@ class Service:
                     LOG.warning("%s is silent; disconnected", connection.identity)
                     peer.abort()
 
-    def heartbeat(self, node: NodeId | None) -> Plain:
-        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's."""
+    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Plain:
+        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's.
+        `crl_number`: of its list of revoked certificates; None: it wants none."""
         answer: Plain = {
             "heartbeat_s": heartbeat_s(self._config),
             "silence_s": silence_s(self._config),
@@ -204,6 +205,8 @@ class Service:
         if node is not None:
             now = asyncio.get_running_loop().time()
             answer["lease_s"] = self._leases.grant(node, now, self._lead_confirmed_at())
+        if crl_number is not None and (revoked := self.listeners.revoked).number > crl_number:
+            answer["crl"] = revoked.pem
         return answer
 
     def check_machine(self, node: NodeId, machine: str) -> None:

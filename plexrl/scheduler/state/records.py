@@ -65,6 +65,8 @@ class Node:
     """First and last port at which ranks may meet; 0: none."""
     fabric: str = ""
     """`trusted`: WPGs may span it and other trusted nodes."""
+    machine: str = ""
+    """The machine on which its agent runs; empty: unknown."""
     last_port: int = 0
     """The port at which ranks were told last to meet; 0: none was."""
 

@@ -10,7 +10,9 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from plexrl.errors import (
@@ -24,14 +26,16 @@ from plexrl.errors import (
 from plexrl.process.startup import remove_socket
 from plexrl.wire.framing import read_frame, recv_frame, send_frame, write_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
-from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role, identity_of
+from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role
+from plexrl.wire.links.handshakes import BACKLOG, Handshakes, start_tls_server
 from plexrl.wire.links.tls_socket import TlsSocket
 
 LOG = logging.getLogger(__name__)
 
-BACKLOG = 1024
 CONNECT_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
+BLOCKING_HANDSHAKES_MAX = 256
+"""Unfinished handshakes of a listener with blocking sockets, which takes a thread for each."""
 HANDSHAKES_TIMEOUT_S = 30.0
 """The same for an asyncio server: hundreds of nodes may connect at once to a process that has just
 started."""
@@ -80,7 +84,8 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
             detect_loss(writer.get_extra_info("socket"))
-            peer = identity_of(writer.get_extra_info("ssl_object").getpeercert())
+            shown = writer.get_extra_info("ssl_object").getpeercert()
+            peer = needed(credentials, address).admit(shown, writer)
             check_server(address, peer, role)
             answer, _ = await read_frame(reader, payload_bytes_max=0)
             check_accepted(address, answer)
@@ -124,9 +129,12 @@ async def serve(
         listening = await asyncio.start_unix_server(local, address.path, backlog=BACKLOG)
         return Server(listening, address)
 
+    own = needed(credentials, address)
+
     async def remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         detect_loss(writer.get_extra_info("socket"))
-        peer, refusal = _greeted(writer.get_extra_info("ssl_object").getpeercert(), roles)
+        shown = writer.get_extra_info("ssl_object").getpeercert()
+        peer, refusal = _greeted(lambda: own.admit(shown, writer), roles)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await write_frame(writer, _greeting(refusal))
@@ -139,13 +147,9 @@ async def serve(
             return
         await on_link(Link(reader, writer, peer))
 
-    listening = await asyncio.start_server(
-        remote,
-        address.host,
-        address.port,
-        ssl=_needed(credentials, address).server_context(),
-        ssl_handshake_timeout=HANDSHAKES_TIMEOUT_S,
-        backlog=BACKLOG,
+    context = own.server_context()
+    listening = await start_tls_server(
+        remote, address.host, address.port, context, handshake_s=HANDSHAKES_TIMEOUT_S
     )
     port = listening.sockets[0].getsockname()[1]
     return Server(listening, TlsAddress(address.host, port, address.node))
@@ -173,7 +177,7 @@ def connect_blocking(
     try:
         detect_loss(raw)
         far = TlsSocket(raw, context)
-        peer = identity_of(far.getpeercert())
+        peer = needed(credentials, address).admit(far.getpeercert(), far)
         check_server(address, peer, role)
         answer, _ = recv_frame(far, payload_bytes_max=0)
         check_accepted(address, answer)
@@ -194,6 +198,7 @@ class Listener:
         OSError: the address cannot be listened on.
         """
         self._roles = roles
+        self._handshakes = Handshakes(BLOCKING_HANDSHAKES_MAX)
         if isinstance(address, UnixAddress):
             remove_socket(address.path)
             self._credentials = None
@@ -202,7 +207,7 @@ class Listener:
             self._socket.listen(BACKLOG)
             self.address: Address = address
             return
-        self._credentials = _needed(credentials, address)
+        self._credentials = needed(credentials, address)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.create_server(
             (address.host, address.port), family=family, backlog=BACKLOG
@@ -213,7 +218,10 @@ class Listener:
 
     def accept(self) -> socket.socket:
         """The next connection, which `greet` must still admit. Raises `OSError` after `close`."""
-        return self._socket.accept()[0]
+        accepted, peer = self._socket.accept()
+        if self._credentials is not None:
+            self._handshakes.begin(accepted, peer[0], partial(_shut_down, accepted))
+        return accepted
 
     def greet(self, accepted: socket.socket) -> tuple[BlockingSocket, Identity]:
         """Admit a connection. May take `HANDSHAKE_TIMEOUT_S`: call it on a thread of its own.
@@ -229,7 +237,8 @@ class Listener:
             accepted.settimeout(HANDSHAKE_TIMEOUT_S)
             context = self._credentials.server_context()
             secure = TlsSocket(accepted, context, server_side=True)
-            peer, refusal = _greeted(secure.getpeercert(), self._roles)
+            own, shown = self._credentials, secure.getpeercert()
+            peer, refusal = _greeted(lambda: own.admit(shown, secure), self._roles)
             send_frame(secure, _greeting(refusal))
             if refusal is not None:
                 raise refusal
@@ -239,6 +248,8 @@ class Listener:
             if isinstance(error, ssl.SSLError):
                 raise AuthenticationError(f"a client was refused: {error}") from error
             raise
+        finally:
+            self._handshakes.ended(accepted)
         secure.settimeout(None)
         return secure, peer
 
@@ -254,6 +265,12 @@ class Listener:
             remove_socket(self.address.path)
 
 
+def _shut_down(connected: socket.socket) -> None:
+    """End a connection on which another thread may wait."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
 def listen_blocking(
     address: Address, credentials: Credentials | None, *, roles: Collection[Role]
 ) -> Listener:
@@ -261,7 +278,8 @@ def listen_blocking(
     return Listener(address, credentials, roles)
 
 
-def _needed(credentials: Credentials | None, address: TlsAddress) -> Credentials:
+def needed(credentials: Credentials | None, address: TlsAddress) -> Credentials:
+    """The credentials of a process that uses `address`. Raises `InvalidRequestError`."""
     if credentials is None:
         raise InvalidRequestError(
             f"{address} needs a certificate: set `tls` (ca, certificate, key) in the configuration"
@@ -276,17 +294,17 @@ def client_context(credentials: Credentials | None, address: TlsAddress) -> ssl.
         InvalidRequestError: this process has no certificate.
         AuthenticationError: its certificate has expired.
     """
-    known = _needed(credentials, address)
+    known = needed(credentials, address)
     known.check_expiry()
     return known.client_context()
 
 
 def _greeted(
-    certificate: Any, roles: Collection[Role]
+    admit: Callable[[], Identity], roles: Collection[Role]
 ) -> tuple[Identity | None, PlexRLError | None]:
     """The client, or why it is refused."""
     try:
-        peer = identity_of(certificate)
+        peer = admit()
     except AuthenticationError as error:
         return None, error
     if peer.role in roles:

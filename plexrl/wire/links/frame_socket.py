@@ -24,13 +24,14 @@ from plexrl.wire.framing import (
     encode_head,
 )
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
-from plexrl.wire.links.credentials import Credentials, Role, identity_of
+from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import (
     CONNECT_TIMEOUT_S,
     check_accepted,
     check_server,
     client_context,
     detect_loss,
+    needed,
     raise_refusal,
 )
 
@@ -99,7 +100,8 @@ class FrameSocket:
         try:
             assert isinstance(link._stream, _TlsStream)
             await link._stream.handshake()
-            check_server(address, identity_of(secure.getpeercert()), role)
+            peer = needed(credentials, address).admit(secure.getpeercert(), secure)
+            check_server(address, peer, role)
             answer, _ = await link.receive()
             check_accepted(address, answer)
         except BaseException as error:

@@ -183,7 +183,9 @@ class StandingLink:
             await asyncio.sleep(heartbeat_s)
             sent_at = self._clock()
             try:
-                answer = await peer.call("beat", timeout_s=silence_s)
+                number = self._crl_number()
+                asked = {} if number is None else {"crl_number": number}
+                answer = await peer.call("beat", asked, timeout_s=silence_s)
             except ConnectionLostError:
                 return
             except PlexRLError as error:
@@ -192,6 +194,21 @@ class StandingLink:
                 return
             if self._on_heartbeat is not None:
                 self._on_heartbeat(sent_at, answer)
+            await asyncio.to_thread(self._learn, answer)
+
+    def _crl_number(self) -> int | None:
+        """The number of this process's list of revoked certificates; None: it keeps none."""
+        known = self._credentials
+        return known.revoked.number if known is not None and known.keeps_revoked else None
+
+    def _learn(self, answer: Plain) -> None:
+        """Take the list of revoked certificates in an answer, if there is a newer one."""
+        if "crl" not in answer or self._credentials is None:
+            return
+        try:
+            self._credentials.learn(str(answer["crl"]))
+        except (InvalidRequestError, OSError) as error:
+            LOG.error("a new list of revoked certificates cannot be used: %s", error)
 
 
 def _end_if_failed(session: asyncio.Future[None], peer: Peer) -> None:

@@ -21,8 +21,6 @@ from plexrl.wire.links.dial import BlockingSocket, listen_blocking
 LOG = logging.getLogger(__name__)
 
 REQUESTS_MAX = 1024
-GREETINGS_MAX = 256
-"""Most connections that may be on their way to being accepted; more are closed at once."""
 ACCEPT_RETRY_S = 0.1
 
 
@@ -81,7 +79,6 @@ class Server:
         self._listener = listen_blocking(address, credentials, roles=(Role.ROUTER,))
         self.address = self._listener.address
         """The address with the port that the system chose."""
-        self._greetings = threading.BoundedSemaphore(GREETINGS_MAX)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -93,10 +90,6 @@ class Server:
                 LOG.warning("a connection could not be accepted: %s", error)
                 time.sleep(ACCEPT_RETRY_S)
                 continue
-            if not self._greetings.acquire(blocking=False):
-                LOG.warning("%d connections are not greeted yet: one is closed", GREETINGS_MAX)
-                accepted.close()
-                continue
             threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
@@ -105,8 +98,6 @@ class Server:
         except (PlexRLError, OSError) as error:
             LOG.warning("a connection was refused: %s", error)
             return
-        finally:
-            self._greetings.release()
         LOG.info("%s is connected", peer)
         self._read(sock)
 

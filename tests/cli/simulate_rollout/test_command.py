@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
 
-DOCS = Path(__file__).parents[3] / "docs" / "rollout.md"
+DOCS = Path(__file__).parents[3] / "docs" / "simulating_rollouts.md"
 SMALL = (
     *("--gpus", "8", "--batch", "4", "--group-size", "4", "--limit", "8000"),
     *("--steps", "4", "--warmup-steps", "1", "--workers", "1", "--rollout-gpus", "5"),

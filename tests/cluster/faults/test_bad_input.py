@@ -359,6 +359,7 @@ def test_a_second_writer_with_a_stale_token_is_refused(
     actor.barrier().result()
 
 
+@pytest.mark.slow
 def test_requests_wait_for_a_full_journal_until_there_is_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,6 +35,7 @@ def damage_newest_on_nvme(cluster: EmbeddedCluster, actor: plexrl.TrainDeploymen
     """Flip a bit in the middle of each rank's newest version."""
     nvme = cluster.data_dir / "nodes" / "node0" / "nvme"
     name = quote(actor.deployment, safe="")
+    wait_until(lambda: actor.status()["nvme_bytes"] > 0, "its state is not shown on NVMe")
     seq = actor.status()["durable_seq"]
     daemon = process_of(cluster, STATE_MANAGER)
     daemon.suspend()

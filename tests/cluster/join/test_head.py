@@ -4,6 +4,8 @@ import asyncio
 import json
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,12 +17,14 @@ from plexrl.cluster.join.tokens import parse_token
 from plexrl.cluster.node.membership import Kept, NodeFolder
 from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.node.supervisor import Entry, join_once
-from plexrl.errors import AuthenticationError, JoinTokenError
+from plexrl.errors import AuthenticationError, JoinTokenError, PermissionDeniedError
 from plexrl.process.folders.folders import Folders
 from plexrl.wire.links.address import TlsAddress, parse_address
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
-from plexrl.wire.links.dial import connect
+from plexrl.wire.links.dial import connect, connect_blocking
+from plexrl.wire.links.handshakes import HANDSHAKES_MAX
 from tests.cluster.join.machines import Machines, Running, run, run_any
+from tests.half_open import half_open, is_ended
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +143,57 @@ def test_the_schedulers_port_accepts_only_certificates_of_the_cluster(
     assert asyncio.run(connected(own.certificates.tls)).role == Role.SCHEDULER
     with pytest.raises((AuthenticationError, OSError)):
         asyncio.run(connected(foreign))
+
+
+def test_half_open_handshakes_at_each_port_keep_nobody_out(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """At the scheduler's, the join service's and the API's."""
+    ports = json.loads((machines.head_dir / "network-ports.json").read_text())
+    api = urlsplit(machines.found["url"]).port
+    assert api is not None
+    scheduler, *others = (TlsAddress("127.0.0.2", port) for port in (ports[1], ports[0], api))
+    with ExitStack() as floods:
+        flood = floods.enter_context(half_open(scheduler, HANDSHAKES_MAX + 50))
+        for address in others:
+            floods.enter_context(half_open(address, HANDSHAKES_MAX + 50))
+        folder = tmp_path / "f"
+        join(machines, folder, machines.token(), "joined-f")
+        credentials = Credentials(NodeFolder(folder).certificates.tls)
+        link, _ = connect_blocking(scheduler, credentials, role=Role.SCHEDULER)
+        link.close()
+        assert all(is_ended(raw) for raw in flood[:50])
+        assert run("node", "leave", "--data-dir", str(folder))["left"]
+
+
+def test_a_revoked_node_is_refused_by_the_running_scheduler_and_the_join_service(
+    machines: Machines, tmp_path: Path
+) -> None:
+    ports = json.loads((machines.head_dir / "network-ports.json").read_text())
+    address = TlsAddress("127.0.0.2", ports[1])
+    folder = tmp_path / "r"
+    join(machines, folder, machines.token(), "joined-r")
+    stolen = Credentials(replace(NodeFolder(folder).certificates.tls, crl=""))
+
+    async def talk() -> None:
+        link = await connect(address, stolen, role=Role.SCHEDULER)
+        done = await asyncio.to_thread(
+            run, "node", "revoke", "joined-r", "--data-dir", str(machines.head_dir)
+        )
+        assert done == {"node": "joined-r", "certificates": 1}
+        assert await link.reader.read() == b""
+        with pytest.raises(AuthenticationError, match="revoked"):
+            await connect(address, stolen, role=Role.SCHEDULER)
+
+    asyncio.run(talk())
+    with pytest.raises(PermissionDeniedError, match="no member"):
+        join_once(NodeOptions(data_dir=folder, gpus=1), Entry())
+    found = run("node", "revoke", "joined-r", "--data-dir", str(machines.head_dir), fails=True)
+    assert found["code"] == "not_found"
+    # The machine may become a node again.
+    join(machines, folder, machines.token(), "joined-r")
+    left = run("node", "leave", "--data-dir", str(folder))
+    assert left == {"node": "joined-r", "left": True}
 
 
 def test_an_operators_own_certificate_serves_the_api(tmp_path: Path) -> None:

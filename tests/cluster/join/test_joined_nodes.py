@@ -106,6 +106,25 @@ def test_a_node_leaves_after_its_work_has_moved_and_may_join_again(machines: Mac
         assert norms == pytest.approx(trained(cluster, workers=2), rel=1e-4)
 
 
+def test_a_live_nodes_stolen_key_is_revoked_on_every_machine(machines: Machines) -> None:
+    stolen = NodeFolder(machines.node_dir("b")).certificates.tls
+    body = Path(stolen.certificate).read_bytes()
+    serial = x509.load_pem_x509_certificate(body).serial_number
+    found = run("node", "revoke", "b", "--data-dir", str(machines.head_dir))
+    assert found["certificates"] >= 1
+    # The other node hears of it from the scheduler; the revoked one is lost with its lease.
+    kept = Credentials(NodeFolder(machines.node_dir("a")).certificates.tls)
+    wait_until(lambda: serial in kept.revoked.serials, lambda: f"node a has {kept.revoked}")
+    machines.wait_for_live("a")
+    left = run("node", "leave", "--data-dir", str(machines.node_dir("b")))
+    assert left == {"node": "b", "left": True}
+    machines.nodes["b"].close()
+    removed = run("nodes", "remove", "b", "--data-dir", str(machines.head_dir))
+    assert removed == {"node": "b", "certificates_revoked": 0}
+    machines.start_node("b").ready()
+    machines.wait_for_live("a", "b")
+
+
 def test_a_certificate_is_renewed_while_its_node_serves(machines: Machines) -> None:
     files = NodeFolder(machines.node_dir("b")).certificates
     machines.nodes["b"].end()

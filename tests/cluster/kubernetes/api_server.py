@@ -58,7 +58,10 @@ def missing_tools() -> list[str]:
 class Kubernetes:
     """An API server and what tests do with it."""
 
-    kubeconfig: Path
+    kubeconfig: str
+    """As the variable `KUBECONFIG`: a path, or several."""
+    folder: Path
+    """For kubeconfigs of accounts."""
     url: str
     audit_log: Path | None = None
     """The API server's audit log; None: a cluster that is not ours."""
@@ -107,7 +110,7 @@ class Kubernetes:
             .create_namespaced_service_account_token(name, namespace, request)
             .status.token
         )
-        path = self.kubeconfig.with_name(f"{namespace}-{name}.kubeconfig")
+        path = self.folder / f"{namespace}-{name}.kubeconfig"
         given = self.api().configuration
         path.write_text(kubeconfig_text(given.host, token, given.ssl_ca_cert))
         return path
@@ -147,11 +150,13 @@ def kubeconfig_text(url: str, token: str, ca: str | None) -> str:
 
 
 @contextmanager
-def running_kubernetes(folder: Path) -> Iterator[Kubernetes]:
-    """The cluster of `KUBECONFIG`, or an API server of these tests; skips where there is none."""
+def running_kubernetes(folder: Path, address: str = "127.0.0.1") -> Iterator[Kubernetes]:
+    """The cluster of `KUBECONFIG`, or an API server of these tests at `address`; skips where there
+    is none."""
     given = os.environ.get("KUBECONFIG")
     if given:
-        found = Kubernetes(_copy(Path(given), folder), "")
+        # Not a copy: it may name certificates beside it.
+        found = Kubernetes(given, folder, "")
         found.url = found.api().configuration.host
         yield found
         found.close()
@@ -163,7 +168,7 @@ def running_kubernetes(folder: Path) -> Iterator[Kubernetes]:
             "`setup-envtest use -p path`, or KUBECONFIG to a cluster"
         )
     with ExitStack() as stack:
-        server = _start_server(folder, stack)
+        server = _start_server(folder, address, stack)
         controllers = tuple(
             name
             for name in ("kube-controller-manager", "kube-scheduler")
@@ -174,16 +179,10 @@ def running_kubernetes(folder: Path) -> Iterator[Kubernetes]:
         yield server
 
 
-def _copy(path: Path, folder: Path) -> Path:
-    copy = folder / "kubeconfig"
-    copy.write_text(path.read_text())
-    return copy
-
-
-def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
+def _start_server(folder: Path, address: str, stack: ExitStack) -> Kubernetes:
     peer, client, api = (_free_port() for _ in range(3))
     etcd = f"http://127.0.0.1:{client}"
-    _spawn(
+    spawn(
         stack,
         folder,
         "etcd",
@@ -197,14 +196,14 @@ def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
     (folder / "tokens.csv").write_text(f"{ADMIN},admin,admin,system:masters\n")
     (folder / "audit.yaml").write_text(POLICY)
     log = folder / "audit.log"
-    _spawn(
+    spawn(
         stack,
         folder,
         "kube-apiserver",
         f"--etcd-servers={etcd}",
         f"--cert-dir={folder / 'certificates'}",
         f"--secure-port={api}",
-        "--bind-address=127.0.0.1",
+        f"--bind-address={address}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={folder / 'accounts.key'}",
         f"--service-account-signing-key-file={folder / 'accounts.key'}",
@@ -215,11 +214,11 @@ def _start_server(folder: Path, stack: ExitStack) -> Kubernetes:
         f"--audit-log-path={log}",
         *_gang_options(),
     )
-    url = f"https://127.0.0.1:{api}"
+    url = f"https://{address}:{api}"
     _wait(lambda: _is_ready(url), "the API server", folder / "kube-apiserver.log")
     path = folder / "kubeconfig"
     path.write_text(kubeconfig_text(url, ADMIN, str(folder / "certificates" / "apiserver.crt")))
-    return Kubernetes(path, url, log)
+    return Kubernetes(str(path), folder, url, log)
 
 
 def _gang_options() -> tuple[str, ...]:
@@ -235,17 +234,19 @@ def _start_controller(name: str, server: Kubernetes, folder: Path, stack: ExitSt
     if name == "kube-controller-manager":
         options += [
             f"--service-account-private-key-file={folder / 'accounts.key'}",
+            f"--root-ca-file={folder / 'certificates' / 'apiserver.crt'}",
             "--use-service-account-credentials=false",
         ]
     elif _knows(name, "GangScheduling"):
         options += ["--feature-gates=GenericWorkload=true,GangScheduling=true"]
-    _spawn(stack, folder, name, *options, f"--secure-port={_free_port()}")
+    spawn(stack, folder, name, *options, f"--secure-port={_free_port()}")
     return True
 
 
-def _spawn(stack: ExitStack, folder: Path, name: str, *options: str) -> None:
+def spawn(stack: ExitStack, folder: Path, name: str, *options: str) -> None:
+    """Run a program until `stack` is closed; it writes to `NAME.log` in `folder`."""
     program = find_tool(name)
-    assert program is not None
+    assert program is not None, name
     log = stack.enter_context((folder / f"{name}.log").open("wb"))
     process = subprocess.Popen([program, *options], stdout=log, stderr=log, cwd=folder)
 

@@ -53,7 +53,12 @@ FULL: Plain = {
     },
     "operator": {"replicas": 2, "namespaces": ["team-a", "team-b"]},
     "images": {"prefix": "registry.example.com/ml/", "pullSecrets": [{"name": "registry"}]},
-    "networkPolicy": {"enabled": True, "egressTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    "networkPolicy": {
+        "enabled": True,
+        "apiFrom": [{"ipBlock": {"cidr": "10.2.0.0/16"}}],
+        "nodesFrom": [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
+        "egressTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+    },
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
 }
 SHARED_VOLUME: Plain = {

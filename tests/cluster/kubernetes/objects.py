@@ -206,6 +206,17 @@ def operator_process(
             process.wait()
 
 
+def make_node(core: Any, name: str, cpu: str = "8") -> None:
+    """A node that Kubernetes' scheduler finds ready."""
+    core.create_node({"metadata": {"name": name}})
+    core.patch_node(name, {"spec": {"taints": None}})
+    capacity = {"cpu": cpu, "memory": "16Gi", "pods": "100"}
+    conditions = [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}]
+    core.patch_node_status(
+        name, {"status": {"capacity": capacity, "allocatable": capacity, "conditions": conditions}}
+    )
+
+
 def dumps(found: Any) -> str:
     """As text, to search in."""
     return json.dumps(found, default=str)

@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import ssl
 import threading
+import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,15 +14,22 @@ import pytest
 from cryptography import x509
 
 from plexrl.cluster.join.authority import Authority, make_request
-from plexrl.cluster.kubernetes.certificates.issuer import AUDIENCE, Issuer, IssuerServer
+from plexrl.cluster.kubernetes.certificates.issuer import (
+    AUDIENCE,
+    CONNECTIONS_MAX,
+    Issuer,
+    IssuerServer,
+)
 from plexrl.cluster.kubernetes.certificates.keys import make_keys
 from plexrl.cluster.kubernetes.certificates.renewal import Renewal
 from plexrl.errors import AuthenticationError, PermissionDeniedError, UnavailableError
 from plexrl.statemanager.protocol.tickets import KEY_BYTES
+from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Credentials, Identity, Role, TlsFiles
 from tests.cluster.kubernetes.api_server import Kubernetes
 from tests.cluster.kubernetes.chart import needs_helm, of_kind, render
 from tests.cluster.kubernetes.objects import wait_for
+from tests.half_open import half_open, is_ended
 
 Plain = dict[str, Any]
 NODE = "certified-node"
@@ -30,10 +39,10 @@ ACCOUNTS = {"control": Role.SCHEDULER, "api": Role.ROUTER, "gpu": Role.NODE}
 class Pods:
     """Pods of a namespace, and tokens that are bound to them."""
 
-    def __init__(self, kubernetes: Kubernetes, namespace: str) -> None:
+    def __init__(self, kubernetes: Kubernetes, namespace: str, node: str) -> None:
         from kubernetes.client import CoreV1Api
 
-        self.core, self.namespace = CoreV1Api(kubernetes.api()), namespace
+        self.core, self.namespace, self.node = CoreV1Api(kubernetes.api()), namespace, node
         for name in (*ACCOUNTS, "stranger"):
             self.core.create_namespaced_service_account(namespace, {"metadata": {"name": name}})
 
@@ -44,7 +53,7 @@ class Pods:
             body = {
                 "metadata": {"name": f"{account}-pod"},
                 "spec": {
-                    "nodeName": NODE,
+                    "nodeName": self.node,
                     "serviceAccountName": account,
                     "containers": [{"name": "main", "image": "main"}],
                 },
@@ -64,12 +73,16 @@ class Pods:
 
 @pytest.fixture
 def pods(kubernetes: Kubernetes, namespace: str) -> Iterator[Pods]:
+    from kubernetes.client import CoreV1Api
+
+    core = CoreV1Api(kubernetes.api())
     if kubernetes.audit_log is None:
-        pytest.skip("this makes a node")
-    made = Pods(kubernetes, namespace)
-    made.core.create_node({"metadata": {"name": NODE}})
-    yield made
-    made.core.delete_node(NODE)
+        # The image of these pods does not exist, so a real node runs nothing.
+        yield Pods(kubernetes, namespace, core.list_node(limit=1).items[0].metadata.name)
+        return
+    core.create_node({"metadata": {"name": NODE}})
+    yield Pods(kubernetes, namespace, NODE)
+    core.delete_node(NODE)
 
 
 @pytest.fixture
@@ -92,7 +105,7 @@ def issuer(kubernetes: Kubernetes, pods: Pods, tmp_path: Path) -> Issuer:
 def test_the_api_server_says_who_a_pod_is(issuer: Issuer, pods: Pods) -> None:
     assert issuer.identity(pods.token("control")) == Identity(Role.SCHEDULER)
     assert issuer.identity(pods.token("api")) == Identity(Role.ROUTER, "api-pod")
-    assert issuer.identity(pods.token("gpu")) == Identity(Role.NODE, NODE)
+    assert issuer.identity(pods.token("gpu")) == Identity(Role.NODE, pods.node)
 
 
 def test_other_tokens_get_no_certificate(issuer: Issuer, pods: Pods) -> None:
@@ -109,7 +122,7 @@ def test_other_tokens_get_no_certificate(issuer: Issuer, pods: Pods) -> None:
 @pytest.mark.slow
 def test_the_token_of_a_deleted_pod_is_refused(issuer: Issuer, pods: Pods) -> None:
     token = pods.token("gpu")
-    assert issuer.identity(token).name == NODE
+    assert issuer.identity(token).name == pods.node
     pods.core.delete_namespaced_pod("gpu-pod", pods.namespace, grace_period_seconds=0)
 
     def is_refused() -> bool:
@@ -121,6 +134,21 @@ def test_the_token_of_a_deleted_pod_is_refused(issuer: Issuer, pods: Pods) -> No
 
     # The API server keeps reviewed tokens for some seconds.
     wait_for(is_refused, "the refusal")
+
+
+def test_half_open_handshakes_keep_no_pod_from_the_issuer(tmp_path: Path) -> None:
+    from kubernetes.client import ApiClient
+
+    authority = Authority.open(tmp_path)
+    server = IssuerServer(Issuer(ApiClient(), authority, {}), "127.0.0.1", 0, ["127.0.0.1"])
+    server.start()
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    with half_open(TlsAddress("127.0.0.1", server.port), CONNECTIONS_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        url = f"https://127.0.0.1:{server.port}/healthz"
+        with urllib.request.urlopen(url, timeout=60.0, context=context) as answer:
+            assert answer.status == 200
+    server.close()
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
@@ -145,7 +173,7 @@ def test_a_pod_gets_and_renews_its_certificate(issuer: Issuer, pods: Pods, tmp_p
             key=str(folder / "key.pem"),
         )
         credentials = Credentials(files)
-        assert credentials.identity == Identity(Role.NODE, NODE)
+        assert credentials.identity == Identity(Role.NODE, pods.node)
         first = (folder / "certificate.pem").read_bytes()
         renewal.renew()
         assert (folder / "certificate.pem").read_bytes() != first

@@ -135,7 +135,9 @@ def test_settings_are_those_that_the_processes_read(name: str, tmp_path: Path) -
 def test_pods_meet_the_restricted_standard_unless_they_need_folders_of_the_node(
     name: str, tmp_path: Path
 ) -> None:
-    for where, spec in pod_specs(render(VALUES[name], tmp_path)).items():
+    specs = pod_specs(render(VALUES[name], tmp_path))
+    assert {"Deployment/demo-plexrl-scheduler", "Deployment/demo-plexrl-router"} <= specs.keys()
+    for where, spec in specs.items():
         if where == "DaemonSet/demo-plexrl-node-cpu":
             # Workers as pods need hostPath: the privileged standard.
             continue
@@ -173,13 +175,15 @@ def test_a_token_of_the_api_server_is_mounted_only_where_it_is_used(
 
 def test_no_role_reads_secrets_but_those_of_the_hook(tmp_path: Path) -> None:
     objects = render(FULL, tmp_path)
+    with_secrets = set()
     for kind in ("Role", "ClusterRole"):
         for name, role in of_kind(objects, kind).items():
             for rule in role["rules"]:
                 assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
                 if "secrets" in rule["resources"]:
-                    assert name == "demo-plexrl-keys"
+                    with_secrets.add(name)
                     assert rule["verbs"] == ["create"] or rule["resourceNames"]
+    assert with_secrets == {"demo-plexrl-keys"}
 
 
 def test_secrets_are_in_no_configuration_of_the_release(tmp_path: Path) -> None:
@@ -217,6 +221,53 @@ def test_the_node_takes_all_its_gpus_in_one_container(tmp_path: Path) -> None:
     assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
     memory = next(volume for volume in spec["volumes"] if volume["name"] == "memory")
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Gi"}
+
+
+def test_folders_of_the_node_get_the_pods_user_and_only_they_do(tmp_path: Path) -> None:
+    specs = pod_specs(render(FULL, tmp_path))
+    first, *others = specs["DaemonSet/demo-plexrl-node-cpu"]["initContainers"]
+    folders = ["/dev/shm", "/var/lib/plexrl/nvme", "/var/lib/plexrl/data", "/run/plexrl"]
+    assert first["command"] == ["chown", "10001:10001", *folders]
+    assert [each["mountPath"] for each in first["volumeMounts"]] == folders
+    assert first["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    rest = [*others, *specs["DaemonSet/demo-plexrl-node-h200"]["initContainers"]]
+    assert all("runAsUser" not in each["securityContext"] for each in rest)
+
+
+def test_policies_admit_nodes_of_the_host_network_the_operator_and_rljobs(tmp_path: Path) -> None:
+    policies = of_kind(render(FULL, tmp_path), "NetworkPolicy")
+    machines = {"ipBlock": {"cidr": "10.1.0.0/16"}}
+    for name in ("scheduler", "issuer", "node"):
+        assert machines in policies[f"demo-plexrl-{name}"]["spec"]["ingress"][0]["from"], name
+    admitted = policies["demo-plexrl-router"]["spec"]["ingress"][0]["from"]
+    own = {"app.kubernetes.io/name": "plexrl", "app.kubernetes.io/instance": "demo"}
+    assert {"podSelector": {"matchLabels": own}} in admitted
+    jobs = next(each for each in admitted if "namespaceSelector" in each)
+    assert jobs["podSelector"]["matchExpressions"][0]["key"] == "plexrl.dev/rljob"
+    namespaces = jobs["namespaceSelector"]["matchExpressions"][0]["values"]
+    assert namespaces == ["team-a", "team-b"]
+    pool = {"name": "a", "hostNetwork": True}
+    values = {"nodePools": [pool], "networkPolicy": {"enabled": True}}
+    assert "networkPolicy.nodesFrom" in refused(values, tmp_path)
+
+
+def test_private_folders_lie_below_a_folder_of_their_own(tmp_path: Path) -> None:
+    """An emptyDir is writable for all without a sticky bit, in which they would be refused."""
+    objects = render({"nodePools": [{"name": "a"}], "data": {"url": "s3://b"}}, tmp_path)
+    maps = of_kind(objects, "ConfigMap")
+    router = json.loads(maps["demo-plexrl-router"]["data"]["router.json"])
+    node = json.loads(maps["demo-plexrl-node-a"]["data"]["node.json"])
+    paths = [router["data_dir"]]
+    paths += [node["statemanager"][name] for name in ("host_dir", "nvme_dir")]
+    paths += [node["statemanager"]["checkpoint_url"], node["agent"]["data_dir"]]
+    specs = pod_specs(objects)
+    mounts = {
+        mount["mountPath"]
+        for name in ("Deployment/demo-plexrl-router", "DaemonSet/demo-plexrl-node-a")
+        for mount in specs[name]["containers"][0]["volumeMounts"]
+    }
+    assert not mounts & set(paths)
+    assert not mounts & {str(Path(path).parent) for path in paths[1:3]}
 
 
 def test_an_installation_with_own_keys_gets_none_of_the_chart(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from plexrl.process.children.processes import PartProcesses
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.folders.folders import Folders
 from tests.cluster.kubernetes.api_server import Kubernetes
-from tests.cluster.kubernetes.objects import wait_for
+from tests.cluster.kubernetes.objects import make_node, wait_for
 from tests.cluster.kubernetes.pod_runner import PodRunner
 from tests.cluster.tools import VOCABULARY, some_batch
 
@@ -103,7 +103,7 @@ def pod_cluster(
     from kubernetes.client import CoreV1Api
 
     core = CoreV1Api(kubernetes.api())
-    make_node(core)
+    make_node(core, NODE)
     monkeypatch.setenv("KUBECONFIG", str(make_account(kubernetes, namespace, tmp_path)))
     runner = PodRunner(kubernetes.api(), namespace, NODE, tmp_path)
     runner.start()
@@ -137,17 +137,6 @@ def pod_cluster(
         loop.close()
         runner.close()
         core.delete_node(NODE)
-
-
-def make_node(core: Any) -> None:
-    """A node that Kubernetes' scheduler finds ready."""
-    core.create_node({"metadata": {"name": NODE}})
-    core.patch_node(NODE, {"spec": {"taints": None}})
-    capacity = {"cpu": "8", "memory": "16Gi", "pods": "100"}
-    conditions = [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}]
-    core.patch_node_status(
-        NODE, {"status": {"capacity": capacity, "allocatable": capacity, "conditions": conditions}}
-    )
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import plexrl
 from plexrl.cluster.embedded.start import start_embedded
 from tests.cluster.tools import VOCABULARY, some_batch, wait_until
@@ -15,6 +17,7 @@ def step(actor: plexrl.TrainDeployment, seed: int) -> None:
     actor.optim_step(learning_rate=1e-2).result()
 
 
+@pytest.mark.slow
 def test_spilled_state_is_shown_on_nvme(tmp_path: Path) -> None:
     running = start_embedded(tmp_path, gpus_per_node=1, host_memory_bytes=HOST_BYTES)
     try:

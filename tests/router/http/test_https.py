@@ -1,10 +1,11 @@
 """The API over HTTPS: what the SDK and the CLI accept, limits on handshakes, new certificates."""
 
 import asyncio
+import random
 import shutil
 import socket
 import ssl
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import plexrl
 from plexrl import errors
 from plexrl.cli.app import app
 from plexrl.router.config import HttpsFiles
-from plexrl.router.http.server.https import ServerCertificate
+from plexrl.router.http.server.https import server_certificate
 from plexrl.wire.links.credentials import Role, TlsFiles
 from tests.certificates import TestAuthority
 from tests.router.live_router import OPERATOR_KEY, live_router
@@ -95,6 +96,25 @@ def test_clients_that_never_end_their_handshake_lock_nobody_out(ours: TestAuthor
             assert cluster.status()["routers"] == 1
 
 
+def test_noise_in_place_of_a_handshake_ends_its_connection_and_nothing_else(
+    ours: TestAuthority,
+) -> None:
+    files, chance = files_of(ours), random.Random(5)
+    with (
+        live_router(https_files=files) as router,
+        plexrl.connect(router.url, OPERATOR_KEY, ca=files.ca) as cluster,
+    ):
+        assert cluster.status()["routers"] == 1
+        for _ in range(20):
+            with socket.create_connection((HOST, router.port), PATIENCE_S) as raw:
+                raw.sendall(b"\xff" + chance.randbytes(chance.randrange(1, 2000)))
+                with suppress(ConnectionResetError):
+                    # At most an alert of TLS.
+                    assert len(raw.recv(1 << 16)) < 16
+                    assert raw.recv(1 << 16) == b""
+        assert cluster.status()["routers"] == 1
+
+
 def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
     ours: TestAuthority, tmp_path: Path
 ) -> None:
@@ -117,14 +137,14 @@ def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
 
 def test_files_that_are_no_certificate_and_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidRequestError, match="PEM files"):
-        ServerCertificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
+        server_certificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
     (tmp_path / "c").write_text("x")
     (tmp_path / "k").write_text("x")
     with pytest.raises(errors.InvalidRequestError, match="PEM files"):
-        ServerCertificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
+        server_certificate(HttpsFiles(certificate=str(tmp_path / "c"), key=str(tmp_path / "k")))
 
 
 def test_old_versions_of_tls_are_refused(ours: TestAuthority) -> None:
     files = files_of(ours)
-    context = ServerCertificate(HttpsFiles(certificate=files.certificate, key=files.key)).context
+    context = server_certificate(HttpsFiles(certificate=files.certificate, key=files.key)).newest()
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2

@@ -15,6 +15,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
+from tests.examples import examples
 from tests.scheduler.admission.slow_admission import SlowAdmission
 from tests.scheduler.fake_cluster import FakeCluster
 
@@ -110,7 +111,7 @@ def end_a_job(cluster: FakeCluster, chosen: int) -> tuple[Cluster, ev.JobFinishe
 endings = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from(POLICIES), requests, endings, st.booleans())
 def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
     policy: str, wanted: list[Request], ending: list[int], is_tight: bool
@@ -127,7 +128,7 @@ def test_a_pass_places_the_same_as_a_scan_of_all_waiting_deployments(
         assert waited - set(cluster.core._context.cluster.waiting) == set(expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(("isolated", "pack")), requests, endings, st.booleans())
 def test_a_pass_places_what_an_independent_oracle_places(
     policy: str, wanted: list[Request], ending: list[int], is_tight: bool

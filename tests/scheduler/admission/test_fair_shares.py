@@ -73,7 +73,14 @@ class Load:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("workers", "length_s", "backlog"),
-    [(4, 3600.0, 2), (2, 1800.0, 2), (1, 900.0, 2), (4, 3600.0, 30), (1, 900.0, 60)],
+    [
+        (1, 900.0, 2),
+        (4, 3600.0, 30),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((4, 3600.0, 2), (2, 1800.0, 2), (1, 900.0, 60))
+        ),
+    ],
 )
 def test_tenants_with_open_backlogs_get_gpu_seconds_by_weight(
     policy: str, workers: int, length_s: float, backlog: int

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 
@@ -127,7 +128,7 @@ class History(RuleBasedStateMachine):
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(
-    max_examples=150,
+    max_examples=examples(60),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -13,12 +13,13 @@ from plexrl.errors import UnknownOperationError
 from plexrl.ids import OperationId
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.messages import events as ev
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 from tests.scheduler.random_history import History
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=examples(60), deadline=None, database=None)
 @given(st.integers(0, 1 << 62), st.sampled_from((10, 40, 90)))
 def test_every_accepted_operation_has_a_cause_to_go_on_and_ends(seed: int, steps: int) -> None:
     history = History(seed, check_part=0.2)
@@ -26,7 +27,7 @@ def test_every_accepted_operation_has_a_cause_to_go_on_and_ends(seed: int, steps
     assert unfinished(history) == []
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(examples(40)))
 def test_fixed_histories_end(seed: int) -> None:
     history = History(seed)
     history.run(90)

@@ -18,6 +18,7 @@ from plexrl import errors
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import RunOperation
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.liveness import stuck
 
@@ -278,7 +279,7 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(
-    max_examples=120,
+    max_examples=examples(40),
     stateful_step_count=50,
     deadline=None,
     # Shrinking and explaining a failure of this size takes many minutes, without an end in sight.

@@ -11,6 +11,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import Command
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 NODES = ("n1", "n2", "n3")
@@ -89,7 +90,7 @@ def answer(core: SchedulerCore, event: ev.Event, now: float) -> list[Command] | 
         return str(error)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_a_restored_scheduler_goes_on_as_the_one_that_wrote_the_snapshot(seed: int) -> None:
     random = Random(seed)
     cluster = history(random)

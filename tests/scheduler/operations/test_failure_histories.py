@@ -15,6 +15,7 @@ from plexrl.scheduler.core.queries.view_types import OperationView
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.commands import RunOperation
 from plexrl.wire.operations import MUTATING
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 
 DEPLOYMENTS = ("a/actor", "a/rollout")
@@ -174,7 +175,7 @@ class Job(RuleBasedStateMachine):
 
 TestJob = Job.TestCase
 TestJob.settings = settings(
-    max_examples=100,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     # Shrinking a history of this size takes minutes.

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from plexrl.ids import NodeId
 from plexrl.scheduler.service.connections.node_leases import DRIFT, FENCING_S, NodeLeases
 from plexrl.worker.agent.node_lease import NodeLease
+from tests.examples import examples
 
 NODE = NodeId("n")
 LEASE_S = 15.0
@@ -125,7 +126,7 @@ class Histories(RuleBasedStateMachine):
         local = one.clock.at(self.now)
         one.confirmed_at = local
         one.leases = NodeLeases(LEASE_S, LEAD_S)
-        one.leases.take_over(NODE, local, LEASE_S)
+        one.leases.take_over(NODE, "", local, LEASE_S)
 
     @precondition(lambda self: not self.given_away)
     @rule()
@@ -152,7 +153,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 
 
 def test_the_model_finds_a_scheduler_that_does_not_wait() -> None:
@@ -177,7 +178,7 @@ def test_the_model_finds_a_scheduler_that_does_not_wait() -> None:
 def test_a_successor_waits_for_the_last_lease_that_the_former_leader_may_grant() -> None:
     """The former leader is cut off from the journal, but not from the node."""
     former, successor = NodeLeases(LEASE_S, LEAD_S), NodeLeases(LEASE_S, LEAD_S)
-    successor.take_over(NODE, 0.0, LEASE_S)
+    successor.take_over(NODE, "", 0.0, LEASE_S)
     assert former.grant(NODE, LEAD_S, lead_confirmed_at=0.0) == LEASE_S
     assert successor.left_s(NODE, LEAD_S + LEASE_S) >= FENCING_S
     assert former.grant(NODE, LEAD_S + 0.1, lead_confirmed_at=0.0) == 0.0

@@ -1,9 +1,11 @@
 """The scheduler's TLS port: who may say what, broken frames, heartbeats, leases, rotation."""
 
 import asyncio
+import random
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -205,6 +207,25 @@ def test_fuzzed_frames_end_their_connection_and_nothing_else(
         loop.close()
 
 
+def test_noise_in_place_of_a_handshake_ends_its_connection_and_nothing_else(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    async def talk() -> None:
+        chance = random.Random(5)
+        async with networked(tmp_path, ours) as cluster:
+            agent = await cluster.agent("n", credentials=ours.credentials(Role.NODE, "n"))
+            address = cluster.tls_address
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(b"\xff" + chance.randbytes(chance.randrange(1, 2000)))
+                # At most an alert of TLS.
+                assert len(await answer_of(reader)) < 16
+                writer.close()
+            assert "lease_s" in await agent.call("beat")
+
+    run_live(talk)
+
+
 def test_new_certificates_are_used_without_a_restart_and_open_links_go_on(
     tmp_path: Path, ours: TestAuthority
 ) -> None:
@@ -220,6 +241,30 @@ def test_new_certificates_are_used_without_a_restart_and_open_links_go_on(
             assert ssl.DER_cert_to_PEM_cert(shown) == newest
             link.writer.close()
             assert "lease_s" in await agent.call("beat")
+
+    run_live(talk)
+
+
+def test_a_revoked_node_is_disconnected_and_the_others_are_told(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    async def talk() -> None:
+        async with networked(tmp_path, ours) as cluster:
+            stolen = ours.files(Role.NODE, "stolen")
+            thief = Credentials(replace(stolen, crl=""))
+            lost = await cluster.agent("stolen", credentials=thief)
+            honest = await cluster.agent("n", credentials=ours.credentials(Role.NODE, "n"))
+            assert "crl" not in await honest.call("beat", {"crl_number": 0})
+            ours.revoke(stolen)
+            told = (await honest.call("beat", {"crl_number": 0}))["crl"]
+            assert told == await asyncio.to_thread(ours.crl.read_text)
+            known = ours.credentials(Role.ROUTER, "r").revoked
+            assert "crl" not in await honest.call("beat", {"crl_number": known.number})
+            assert "crl" not in await honest.call("beat"), "a process that keeps no list"
+            await ended(lost)
+            with pytest.raises(errors.AuthenticationError, match="revoked"):
+                await cluster.agent("stolen", credentials=thief)
+            assert "lease_s" in await honest.call("beat")
 
     run_live(talk)
 
@@ -283,6 +328,24 @@ def test_a_second_machine_with_a_nodes_name_waits_for_the_lease_of_the_first(
             with pytest.raises(errors.UnavailableError, match="another machine"):
                 await cluster.agent("n", credentials=credentials, machine="b")
             await due(LEASE_S * 0.2)
+            await cluster.agent("n", credentials=credentials, machine="b")
+
+    run_live(talk)
+
+
+def test_a_restarted_scheduler_knows_on_which_machine_each_node_was(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    async def talk() -> None:
+        credentials = ours.credentials(Role.NODE, "n")
+        async with networked(tmp_path, ours) as cluster:
+            await cluster.agent("n", credentials=credentials, machine="a")
+        async with networked(tmp_path, ours) as cluster:
+            with pytest.raises(errors.UnavailableError, match="another machine"):
+                await cluster.agent("n", credentials=credentials, machine="b")
+            first = await cluster.agent("n", credentials=credentials, machine="a")
+            await cluster.leave(first)
+            await due(LEASE_S * 1.2)
             await cluster.agent("n", credentials=credentials, machine="b")
 
     run_live(talk)

@@ -18,6 +18,7 @@ import pytest
 from plexrl.errors import StaleTokenError, StateLostError, UnavailableError
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.store.store import Store
+from tests.examples import examples
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -29,7 +30,7 @@ from tests.statemanager.conftest import (
 )
 from tests.statemanager.host_memory import HostMemory
 
-KILLS = 30
+KILLS = examples(5)
 
 
 def test_a_killed_daemon_loses_no_complete_version(daemon: Daemon, make_shard: MakeShard) -> None:
@@ -122,7 +123,7 @@ def test_a_daemon_killed_during_an_offload_leaves_no_partial_version(
     typical_s = shard.offload(2, keep_seq=1).seconds
     seconds_of_kill = []
     with ThreadPoolExecutor(1) as pool:
-        for seq in range(3, 3 + KILLS // 2):
+        for seq in range(3, 3 + KILLS):
             expected = shard.fill(seq)
             seconds_of_kill.append(chance.uniform(0, 1.5 * typical_s))
             killer = threading.Timer(seconds_of_kill[-1], daemon.kill)

@@ -13,10 +13,11 @@ import pytest
 from plexrl.errors import ConflictError, DeviceMemoryFullError, StateLostError
 from plexrl.statemanager.device.segments import segment_sizes
 from plexrl.statemanager.protocol.messages import Attach, Detach
+from tests.examples import examples
 from tests.statemanager.conftest import MIB, Daemon, MakeShard, Shard, StartDaemon, wait_until
 from tests.statemanager.memory_files import memory_file_bytes
 
-KILLS = 50
+KILLS = examples(15)
 
 
 def lent_bytes(observer: Shard) -> int:
@@ -162,7 +163,7 @@ def _kill(worker: BaseProcess) -> None:
     worker.join()
 
 
-def test_fifty_killed_workers_leave_no_memory_behind(
+def test_killed_workers_leave_no_memory_behind(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     """The capacity fits the live workers, so a leaked allocation would cause a refusal."""

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from plexrl.errors import ConflictError, PermissionDeniedError, StateLostError
 from plexrl.statemanager.protocol.tickets import Role, job_of
 from plexrl.statemanager.transfer.migration import migrate
+from tests.examples import examples
 from tests.statemanager.conftest import DEADLINE_S, MIB, Daemon, StartDaemon, wait_until
 from tests.statemanager.soak_model import Shelf
 from tests.statemanager.soak_worker import STATE_BYTES, Command, Identity, Worker
@@ -179,7 +180,7 @@ def test_any_history_keeps_complete_versions_exact(start_daemon: StartDaemon) ->
     run_state_machine_as_test(
         History,
         settings=settings(
-            max_examples=12,
+            max_examples=examples(6),
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import examples
 from tests.free_ports import free_port
 from tests.statemanager.conftest import MIB, StartDaemon, wait_until
 from tests.statemanager.memory_files import memory_file_bytes
@@ -56,7 +57,7 @@ def soak(start_daemon: StartDaemon, folder: Path, *, kills: int, seed: int) -> N
 
 def test_a_short_soak(start_daemon: StartDaemon, tmp_path: Path) -> None:
     seed = int(os.environ.get("PLEXRL_SOAK_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    soak(start_daemon, tmp_path / "checkpoints", kills=25, seed=seed)
+    soak(start_daemon, tmp_path / "checkpoints", kills=examples(8), seed=seed)
 
 
 @pytest.mark.slow

@@ -128,9 +128,10 @@ class Rank:
         return {}
 
     def pull(
-        self, seq: int, sources: list[str], source: str, *, delta: bool = False
+        self, seq: int, sources: list[str], source: str, *, delta: bool | str = False
     ) -> dict[str, Any]:
-        """Pull version `seq`: the changes since the last pull, or everything into empty memory."""
+        """Pull version `seq`: the changes since the last pull, or everything into empty memory, or
+        with `delta` "auto" what was quicker lately."""
         if not delta:
             self._memory()[:] = 0
         began = time.monotonic()
@@ -139,7 +140,7 @@ class Rank:
             source=source,
             seq=seq,
             wants=self._slices,
-            delta=DeltaPolicy() if delta else None,
+            delta=DeltaPolicy(only_where_quicker=delta == "auto") if delta else None,
         )
         ended = time.monotonic()
         return {

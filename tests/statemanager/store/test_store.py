@@ -32,6 +32,7 @@ from plexrl.statemanager.store.versions.lease import Lease
 from plexrl.statemanager.store.versions.versions import Extent, Manifest, Section, VersionKind
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES, THREADED_BYTES_MIN
 from plexrl.statemanager.transfer.copy.file_data import FileData
+from tests.examples import examples
 from tests.statemanager.host_memory import HostMemory
 
 PAGE = 4096
@@ -320,7 +321,8 @@ class LargeStoreHistory(StoreHistory):
 
 def test_any_history_keeps_whole_versions_within_the_capacities() -> None:
     run_state_machine_as_test(
-        StoreHistory, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        StoreHistory,
+        settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None),
     )
 
 

@@ -1,7 +1,6 @@
 """Loads between any two layouts against copies of whole tensors, which share no code with plans."""
 
 import itertools
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -30,6 +29,7 @@ from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.copy.strided_copy import copy_strided
 from plexrl.statemanager.transfer.relayout_load import Relayouter
+from tests.examples import examples
 from tests.statemanager.host_memory import HostMemory
 from tests.statemanager.relayouts import arena_bytes, box_of, view
 
@@ -109,7 +109,7 @@ def put(store: Store, slices: tuple[StateSlice, ...], rank: int, ranks: int) -> 
     arena.close()
 
 
-@settings(deadline=None, max_examples=int(os.environ.get("PLEXRL_EXAMPLES", "40")))
+@settings(deadline=None, max_examples=examples(20))
 @given(before=layouts(), after=layouts(), in_host=st.booleans(), lost=st.booleans())
 def test_any_layout_is_loaded_from_any_other(
     before: list[list[tuple[int, Box]]],
@@ -186,7 +186,7 @@ def some_copies(draw: st.DrawFn) -> StridedCopies:
     return StridedCopies(**dict(zip(names, columns, strict=True)))
 
 
-@settings(deadline=None, max_examples=int(os.environ.get("PLEXRL_EXAMPLES", "150")))
+@settings(deadline=None, max_examples=examples(60))
 @given(copies=some_copies(), window=st.sampled_from([4096, 8192, 65536]))
 def test_windows_together_bring_what_the_runs_bring(copies: StridedCopies, window: int) -> None:
     ends = copies.dst_offsets + np.maximum(copies.dst_strides, copies.row_bytes()) * copies.counts

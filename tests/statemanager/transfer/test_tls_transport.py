@@ -26,8 +26,11 @@ from plexrl.statemanager.transfer.transport.handshake import greet_server
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import open_states
 from plexrl.wire.framing import encode_head
+from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Credentials, Role, TlsFiles
+from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX
 from tests.certificates import TestAuthority
+from tests.half_open import half_open, is_ended
 from tests.statemanager.conftest import (
     DEADLINE_S,
     MIB,
@@ -137,6 +140,12 @@ def test_a_version_migrates_by_tls_each_rank_to_its_own_node(
             versions = agent.usage()["deployments"][NAME]["versions"]
         assert sorted(version["rank"] for version in versions) == list(ranks)
     assert moved == 4 * state
+
+
+def keep_asking(connection: TcpConnection) -> None:
+    """Return by the exception that says that the connection has ended."""
+    while True:
+        connection.ask({"type": "confirm"})
 
 
 def refusal(node: Daemon, network: Network) -> PlexRLError:
@@ -259,6 +268,30 @@ def test_a_renewed_certificate_is_used_without_a_restart(
         Path(getattr(node.config.tls, name)).write_bytes(Path(getattr(files, name)).read_bytes())
     check_serves(node, Network(new.credentials(Role.NODE, "gpu1")))
     assert isinstance(refusal(node, network), AuthenticationError)
+
+
+def test_half_open_handshakes_take_no_places_of_other_nodes(
+    start_node: StartDaemon, network: Network
+) -> None:
+    node = start_node(connections_max=2)
+    with half_open(TlsAddress(*endpoint(node)), BLOCKING_HANDSHAKES_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        check_serves(node, network)
+
+
+def test_a_revoked_node_is_refused_and_its_open_connections_end(
+    node: Daemon, network: Network, authority: TestAuthority
+) -> None:
+    stolen = authority.files(Role.NODE, "stolen")
+    thief = Network(Credentials(replace(stolen, crl="")))
+    with contextlib.closing(agent_connection(node, thief)) as connection:
+        assert connection.ask({"type": "confirm"}) == {}
+        authority.revoke(stolen)
+        with pytest.raises(AuthenticationError, match="revoked"):
+            agent_connection(node, thief)
+        with pytest.raises((PlexRLError, OSError)):
+            keep_asking(connection)
+    check_serves(node, network)
 
 
 Send = Callable[[random.Random], bytes]

@@ -1,19 +1,25 @@
 """A worker's socket outlives whatever is sent to it."""
 
+import random
 import socket
+import ssl
 import struct
 import threading
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import PermissionDeniedError
+from plexrl.errors import AuthenticationError, ConnectionLostError, PermissionDeniedError
 from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
-from plexrl.wire.links.credentials import Role
-from plexrl.wire.links.dial import connect_blocking
+from plexrl.wire.links.credentials import Credentials, Role
+from plexrl.wire.links.dial import BLOCKING_HANDSHAKES_MAX, connect_blocking
 from plexrl.worker.process.server import Server, WorkerName
 from tests.certificates import TestAuthority
+from tests.half_open import half_open, is_ended
 
 LENGTHS = struct.Struct("<IQ")
 WORKER = WorkerName("job/actor", 1, 7)
@@ -91,6 +97,91 @@ def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path:
         header, payload = recv_frame(sock)
         assert (header, len(payload)) == ({"reply": "finished"}, 3 << 20)
         sock.close()
+
+
+@pytest.mark.parametrize("kind", ["none", "foreign", "expired"])
+def test_over_tls_a_worker_refuses_clients_without_a_valid_certificate(
+    tmp_path: Path, kind: str
+) -> None:
+    authority = TestAuthority(tmp_path / "ours")
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if kind != "none":
+        issuer = authority if kind == "expired" else TestAuthority(tmp_path / "theirs")
+        life = timedelta(seconds=-1) if kind == "expired" else timedelta(days=1)
+        files = issuer.files(Role.ROUTER, "r", life=life)
+        context.load_cert_chain(files.certificate, files.key)
+    with (
+        socket.create_connection((server.address.host, server.address.port)) as raw,
+        suppress(ssl.SSLError, ConnectionResetError),
+        context.wrap_socket(raw) as secure,
+    ):
+        # In TLS 1.3 the refusal arrives after the client's side of the handshake.
+        send_frame(secure, RUN)
+        assert secure.recv(1) == b""
+    served, _ = connect_blocking(
+        server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+    )
+    send_frame(served, RUN)
+    assert server.requests.get(timeout=60.0).header == RUN
+    served.close()
+    assert server.requests.empty(), "the refused client's request was taken"
+
+
+def test_over_tls_noise_ends_its_connection_and_nothing_else(tmp_path: Path) -> None:
+    """Before the handshake, and in place of frames after it."""
+    authority, chance = TestAuthority(tmp_path), random.Random(5)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    router = authority.credentials(Role.ROUTER, "r")
+    witness, _ = connect_blocking(server.address, router, role=Role.NODE)
+    for _ in range(20):
+        with socket.create_connection((server.address.host, server.address.port)) as raw:
+            raw.sendall(b"\xff" + chance.randbytes(chance.randrange(1, 2000)))
+            assert is_ended(raw)
+        secure, _ = connect_blocking(server.address, router, role=Role.NODE)
+        with suppress(OSError):
+            secure.sendall(b"\xff" * 12 + chance.randbytes(chance.randrange(1, 2000)))
+            assert secure.recv(1 << 16) == b""
+        secure.close()
+    assert server.requests.empty()
+    send_frame(witness, RUN)
+    assert server.requests.get(timeout=60.0).header == RUN
+    witness.close()
+
+
+def test_half_open_handshakes_do_not_keep_a_router_out(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    assert isinstance(server.address, TlsAddress)
+    with half_open(server.address, BLOCKING_HANDSHAKES_MAX + 50) as flood:
+        assert all(is_ended(raw) for raw in flood[:50]), "the oldest are replaced"
+        sock, _ = connect_blocking(
+            server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+        )
+        send_frame(sock, RUN)
+        assert server.requests.get(timeout=60.0).header == RUN
+        sock.close()
+
+
+def test_over_tls_a_worker_refuses_a_revoked_router(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    server = Server(TlsAddress("127.0.0.1", 0), WORKER, authority.credentials(Role.NODE, "n1"))
+    stolen = authority.files(Role.ROUTER, "stolen")
+    thief = Credentials(replace(stolen, crl=""))
+    sock, _ = connect_blocking(server.address, thief, role=Role.NODE)
+    authority.revoke(stolen)
+    with pytest.raises(AuthenticationError, match="revoked"):
+        connect_blocking(server.address, thief, role=Role.NODE)
+    with pytest.raises(ConnectionLostError):
+        recv_frame(sock)
+    sock.close()
+    again, _ = connect_blocking(
+        server.address, authority.credentials(Role.ROUTER, "r"), role=Role.NODE
+    )
+    again.close()
 
 
 @pytest.mark.parametrize(("role", "name"), [(Role.NODE, "n1"), (Role.SCHEDULER, "s")])

@@ -8,12 +8,16 @@ leaves it.
 
 import json
 import logging
+import socket
 import ssl
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +33,7 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.wire.links.credentials import Identity, Role
+from plexrl.wire.links.handshakes import Handshakes
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -40,6 +45,7 @@ AUDIENCE = "plexrl-issuer"
 PATH = "/v1/certificate"
 BODY_BYTES_MAX = 64 << 10
 READ_TIMEOUT_S = 10.0
+CONNECTIONS_MAX = 256
 _POD = "authentication.kubernetes.io/pod-name"
 _NODE = "authentication.kubernetes.io/node-name"
 _ACCOUNT = "system:serviceaccount:"
@@ -130,8 +136,7 @@ class IssuerServer:
         """`names` are those at which clients reach it."""
         self._issuer, self._names = issuer, names
         handler = type("Handler", (_Handler,), {"issuer": issuer})
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), handler)
         self._server.socket = self._context().wrap_socket(
             self._server.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -160,6 +165,38 @@ class IssuerServer:
         """Stop."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, within a bound that a flood cannot use up."""
+
+    daemon_threads = True
+    request_queue_size = CONNECTIONS_MAX
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open = Handshakes(CONNECTIONS_MAX)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread of its own."""
+        self._open.begin(request, client_address[0], partial(_shut_down, request))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has ended."""
+        self._open.ended(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what ended a connection, such as a handshake that failed."""
+        del request
+        LOG.info("a connection from %s ended: %s", client_address[0], sys.exc_info()[1])
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with suppress(OSError):
+        # Not `SSLSocket.shutdown`, which drops the TLS state that its thread uses.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

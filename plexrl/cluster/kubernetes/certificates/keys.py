@@ -49,12 +49,11 @@ def make_keys(
         "Opaque",
         {OPERATOR_KEY: new_api_key().encode(), TICKET_KEY: secrets.token_bytes(KEY_BYTES)},
     )
-    with tempfile.TemporaryDirectory() as folder:
-        made = Authority.open(Path(folder), namespace)
-        entries = {
-            TLS_CERTIFICATE: made.pem,
-            TLS_KEY: (Path(folder) / KEY).read_bytes(),
-        }
+    with tempfile.TemporaryDirectory() as scratch:
+        # A pod's /tmp has no sticky bit, so the folder must be below one that is ours.
+        folder = Path(scratch, "authority")
+        made = Authority.open(folder, namespace)
+        entries = {TLS_CERTIFICATE: made.pem, TLS_KEY: (folder / KEY).read_bytes()}
     found = _secret(core, namespace, authority, "kubernetes.io/tls", entries)
     _config_map(core, namespace, certificate, found[TLS_CERTIFICATE].decode())
 

@@ -27,6 +27,8 @@ TOKEN = "token"
 TIMEOUT_S = 30.0
 RETRY_S = 2.0
 RETRY_S_MAX = 60.0
+RETRY_FIRST_S_MAX = 4.0
+"""While the pod waits for its first certificate."""
 
 
 class Renewal:
@@ -73,13 +75,13 @@ class Renewal:
 
     def keep(self, stop: threading.Event) -> None:
         """Renew until `stop`; what fails is tried again, less and less often."""
-        retry_s = RETRY_S
+        retry_s, retry_s_max = RETRY_S, RETRY_FIRST_S_MAX
         while not stop.is_set():
             try:
                 wait_s = self.renew()
-                retry_s = RETRY_S
+                retry_s, retry_s_max = RETRY_S, RETRY_S_MAX
                 LOG.info("got a certificate; the next one in %.0f s", wait_s)
             except UnavailableError as error:
                 LOG.warning("%s; trying again in %.0f s", error, retry_s)
-                wait_s, retry_s = retry_s, min(2 * retry_s, RETRY_S_MAX)
+                wait_s, retry_s = retry_s, min(2 * retry_s, retry_s_max)
             stop.wait(wait_s)

@@ -56,7 +56,7 @@ class PodLauncher:
 
         self._core, self._objects = CoreV1Api(api), CustomObjectsApi(api)
         self._config, self._run_dir = config, run_dir
-        self._groups_version = _groups_version(api) if config.pod_groups else None
+        self._groups_version = groups_version(api) if config.pod_groups else None
         if config.pod_groups and self._groups_version is None:
             LOG.warning("the API server has no PodGroups: workers are bound to the node directly")
 
@@ -257,7 +257,7 @@ class PodWorker:
         return bool(select.select([self._lifeline], [], [], timeout_s)[0])
 
 
-def _groups_version(api: "ApiClient") -> str | None:
+def groups_version(api: "ApiClient") -> str | None:
     """The newest version of PodGroups that the API server has."""
     from kubernetes.client import ApiException, ApisApi, CustomObjectsApi
 

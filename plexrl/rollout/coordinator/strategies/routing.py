@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Protocol
 
+import numpy as np
+
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
@@ -116,14 +118,32 @@ def make_router(
 
 
 class _Level:
-    """The instances of one version, in a heap by gain for one length."""
+    """The instances of one version, with their gains for one length."""
 
-    __slots__ = ("heap", "length", "loads")
+    __slots__ = ("budget", "free", "gains", "kv_cache", "length", "loads", "place", "running")
 
-    def __init__(self) -> None:
-        self.loads: list[InstanceLoad] = []
-        self.heap: list[tuple[float, int, InstanceLoad]] = []
+    def __init__(self, loads: list[InstanceLoad]) -> None:
+        """`loads`: by index ascending."""
+        self.loads = loads
+        self.place = {load.index: place for place, load in enumerate(loads)}
+        self.kv_cache = np.array([load.kv_cache for load in loads])
+        self.budget = np.array([load.kv_budget for load in loads])
+        self.running = np.array([float(load.running) for load in loads])
+        self.free = np.array([not load.waiting for load in loads])
+        self.gains = np.zeros(len(loads))
         self.length = -1
+
+    def compare(self, model: CostModel, length: int) -> None:
+        """Computes the gains for this length."""
+        self.gains = model.gains(self.kv_cache, self.running, self.budget, length) * self.free
+        self.length = length
+
+    def took(self, model: CostModel, load: InstanceLoad) -> None:
+        """The load of an instance has changed."""
+        place = self.place[load.index]
+        self.kv_cache[place] = load.kv_cache
+        self.running[place] = load.running
+        self.gains[place] = model.gain(load, self.length)
 
 
 class ThroughputRouter:
@@ -142,9 +162,10 @@ class ThroughputRouter:
         self._model = model
         self._gain_part_min = gain_part_min
         self._length_step = length_step
-        self._levels: dict[int, _Level] = {}
+        by_version: dict[int, list[InstanceLoad]] = {}
         for load in sorted(loads, key=lambda load: (load.version, load.index)):
-            self._levels.setdefault(load.version, _Level()).loads.append(load)
+            by_version.setdefault(load.version, []).append(load)
+        self._levels = {version: _Level(each) for version, each in by_version.items()}
 
     def choose(self, candidate: Candidate) -> Choice | None:
         """Goes through the versions from the oldest one on (the waterfall of Alg. 3)."""
@@ -154,10 +175,11 @@ class ThroughputRouter:
             if not is_routable(self._buffers, candidate, version):
                 continue
             if level.length != length:
-                self._sort(level, length)
-            gain, _, load = level.heap[0]
-            if -gain >= least:
-                return Choice(load, -gain)
+                level.compare(self._model, length)
+            best = int(level.gains.argmax())
+            gain = float(level.gains[best])
+            if gain >= least:
+                return Choice(level.loads[best], gain)
         return None
 
     def comparable_length(self, length: int) -> int:
@@ -178,14 +200,7 @@ class ThroughputRouter:
         load = choice.load
         load.kv_cache += self._model.k5 * candidate.length
         load.running += 1
-        level = self._levels[load.version]
-        heapreplace(level.heap, (-self._model.gain(load, level.length), load.index, load))
-
-    def _sort(self, level: _Level, length: int) -> None:
-        gain = self._model.gain
-        level.heap = [(-gain(load, length), load.index, load) for load in level.loads]
-        heapify(level.heap)
-        level.length = length
+        self._levels[load.version].took(self._model, load)
 
 
 class CountRouter:

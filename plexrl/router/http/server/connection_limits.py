@@ -6,6 +6,7 @@ import resource
 import time
 from typing import Any
 
+from plexrl.process.startup import raise_descriptor_limit
 from plexrl.router.config import RouterConfig
 from plexrl.router.http.server.connections import (
     CONNECTIONS_MAX,
@@ -24,8 +25,7 @@ SHED_COUNT = 64
 def make_connections(config: RouterConfig) -> Connections:
     """Connections bounded as configured and by the descriptor limit, which is raised to its
     maximum."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = raise_descriptor_limit()
     wanted = config.connections_max or CONNECTIONS_MAX
     possible = wanted if hard == resource.RLIM_INFINITY else connections_possible(hard)
     if config.connections_max is not None and possible < wanted:

@@ -6,10 +6,11 @@ the one that has been idle longest; if there is neither, the new connection is c
 clients that hold connections open cannot lock out clients with a key.
 """
 
-import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from plexrl.wire.links.handshakes import client_network
 
 CONNECTIONS_MAX = 16_384
 """Default bound of one router. A connection takes some hundred kilobytes of memory at worst."""
@@ -63,7 +64,7 @@ class Connections:
 
         `address` is the client's.
         """
-        network = _network(address)
+        network = client_network(address)
         own = self._by_address.get(network)
         if own is not None and own.count >= self._address_connections_max and not self._shed(own):
             return False
@@ -120,13 +121,3 @@ class Connections:
 def connections_possible(descriptors: int) -> int:
     """How many connections a process may have with this many descriptors."""
     return max(1, descriptors - max(DESCRIPTORS_KEPT, descriptors // 4))
-
-
-def _network(address: str) -> str:
-    """An IPv4 address itself; an IPv6 address's /64, since one client may use all of it."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((parsed, 64), strict=False))

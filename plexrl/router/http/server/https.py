@@ -6,68 +6,39 @@ connections than others.
 """
 
 import asyncio
-import logging
 import math
 import ssl
 from asyncio.sslproto import SSLProtocol
-from pathlib import Path
 from typing import Any, cast
 
 from plexrl.errors import InvalidRequestError
 from plexrl.router.config import HttpsFiles
 from plexrl.router.http.server.connections import Connections
 from plexrl.router.http.server.guarded_protocol import GuardedProtocol
-
-LOG = logging.getLogger(__name__)
-
-_Stamp = tuple[tuple[int, int, int], ...]
+from plexrl.wire.links.followed_files import FollowedFiles
 
 
-class ServerCertificate:
-    """The API's certificate. Each handshake uses the newest files."""
+def server_certificate(files: HttpsFiles) -> FollowedFiles[ssl.SSLContext]:
+    """The API's certificate. Each handshake uses the newest files.
 
-    def __init__(self, files: HttpsFiles) -> None:
-        """Raises:
+    Raises:
         InvalidRequestError: the files cannot be used.
-        """
-        self._files = files
-        self._stamp = self._stamp_now()
-        self.context = self._load()
+    """
 
-    def refresh(self) -> None:
-        """Load the files again if they have changed. If they cannot be used, the former stay."""
-        try:
-            stamp = self._stamp_now()
-            if stamp == self._stamp:
-                return
-            self.context, self._stamp = self._load(), stamp
-        except InvalidRequestError as error:
-            LOG.warning("the API's former certificate is used for now: %s", error)
-            return
-        LOG.info("the API uses %s from now on", self._files.certificate)
-
-    def _stamp_now(self) -> _Stamp:
-        try:
-            found = [Path(path).stat() for path in (self._files.certificate, self._files.key)]
-        except OSError as error:
-            raise self._unusable(error) from error
-        return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
-
-    def _load(self) -> ssl.SSLContext:
+    def load() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            context.load_cert_chain(self._files.certificate, self._files.key)
+            context.load_cert_chain(files.certificate, files.key)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise InvalidRequestError(
+                f"https: {files.certificate} and {files.key} cannot be used: {error}: give PEM "
+                "files of a certificate and of its key"
+            ) from error
         return context
 
-    def _unusable(self, error: OSError) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"https: {self._files.certificate} and {self._files.key} cannot be used: {error}: give "
-            "PEM files of a certificate and of its key"
-        )
+    return FollowedFiles((files.certificate, files.key), load)
 
 
 class GuardedTls(SSLProtocol):
@@ -117,14 +88,13 @@ class GuardedTls(SSLProtocol):
 
 
 def guarded_https(
-    connections: Connections, header_timeout_s: float, certificate: ServerCertificate
+    connections: Connections, header_timeout_s: float, certificate: FollowedFiles[ssl.SSLContext]
 ) -> type[asyncio.Protocol]:
     """What uvicorn makes connections with."""
 
     def make(**arguments: Any) -> GuardedTls:
-        certificate.refresh()
         app = GuardedProtocol(connections, header_timeout_s, **arguments)
-        tls = GuardedTls(connections, header_timeout_s, certificate.context, app)
+        tls = GuardedTls(connections, header_timeout_s, certificate.newest(), app)
         app.on_made = tls.handshake_ended
         return tls
 

@@ -42,8 +42,9 @@ class Owner(Protocol):
         """Run `work` in the background, at most as long as the service lives."""
         ...
 
-    def heartbeat(self, node: NodeId | None) -> Plain:
-        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's."""
+    def heartbeat(self, node: NodeId | None, crl_number: int | None) -> Plain:
+        """The answer to `hello` or a heartbeat of another machine's process; `node`: an agent's.
+        `crl_number`: of its list of revoked certificates; None: it wants none."""
         ...
 
     def check_machine(self, node: NodeId, machine: str) -> None:
@@ -129,11 +130,10 @@ class Connection:
             self._check_identity(peer, Identity(Role.ROUTER, router))
             await self._hello_router(peer, router)
         elif role == "agent":
-            machine = str(rest.pop("machine", ""))
             joined = calls.parse(ev.NodeJoined, rest)
             self._check_identity(peer, Identity(Role.NODE, joined.node))
             if self.identity != LOCAL:
-                self._owner.check_machine(joined.node, machine)
+                self._owner.check_machine(joined.node, joined.machine)
             await self._hello_agent(peer, joined)
         else:
             raise InvalidRequestError(f"role {role!r} is unknown: say router or agent")
@@ -151,19 +151,20 @@ class Connection:
         )
 
     async def _beat(self, peer: Peer, params: Plain) -> Plain:
-        del peer, params
+        del peer
         if self._greeted is None:
             raise PermissionDeniedError("say hello before 'beat'")
-        return self._heartbeat()
+        number = params.get("crl_number")
+        return self._heartbeat(number if isinstance(number, int) else None)
 
-    def _heartbeat(self) -> Plain:
+    def _heartbeat(self, crl_number: int | None = None) -> Plain:
         """Take in a heartbeat. On a Unix socket there are none."""
         if self.identity == LOCAL:
             return {}
         assert self._greeted is not None, "hello was accepted"
         self.heard_at = asyncio.get_running_loop().time()
         link = self._greeted.link
-        return self._owner.heartbeat(None if link is None else link.node)
+        return self._owner.heartbeat(None if link is None else link.node, crl_number)
 
     async def _hello_router(self, peer: Peer, router: RouterId) -> None:
         self._greeted = _Greeted("router", router=router)

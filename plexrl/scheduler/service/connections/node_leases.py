@@ -42,9 +42,12 @@ class NodeLeases:
         self._ends[node] = now + _waited(self.lease_s)
         return self.lease_s
 
-    def take_over(self, node: NodeId, now: float, lease_s: float) -> None:
-        """The former scheduler may have granted the node leases of `lease_s` seconds."""
+    def take_over(self, node: NodeId, machine: str, now: float, lease_s: float) -> None:
+        """The former scheduler may have granted the node, on this machine, leases of `lease_s`
+        seconds. An empty `machine` is unknown."""
         self._ends[node] = now + self._lead_s + _waited(lease_s)
+        if machine:
+            self._machines[node] = machine
 
     def wait_s(self, node: NodeId, machine: str, now: float) -> float:
         """How long an agent on `machine` must wait before it may be the node: until the lease of

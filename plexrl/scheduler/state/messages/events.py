@@ -66,6 +66,9 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     encrypted. Empty: WPGs do not span this node and others. Without effect if `host` is empty."""
     was_fenced: bool = False
     """The agent has ended its workers, because its lease had run out while it was cut off."""
+    machine: str = ""
+    """The machine on which the agent runs; another one cannot be this node as long as its lease
+    lasts. Empty: the scheduler's own, or unknown."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):

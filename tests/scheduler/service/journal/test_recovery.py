@@ -25,6 +25,7 @@ from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import State
+from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster, config
 
 TTL_S = 3600.0
@@ -149,7 +150,7 @@ def open_copy(empty: Path, folder: Path) -> SqlJournal:
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

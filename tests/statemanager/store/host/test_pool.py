@@ -26,6 +26,7 @@ from plexrl.statemanager.store.tiers.host.free_ranges import FreeRanges, Piece, 
 from plexrl.statemanager.store.tiers.host.numa import memory_nodes, set_memory_policy
 from plexrl.statemanager.store.tiers.host.pool import HostPool
 from plexrl.statemanager.store.tiers.host.segment import HostSegment
+from tests.examples import examples
 from tests.statemanager.conftest import MIB, wait_until
 
 PAGE = 4096
@@ -191,7 +192,8 @@ class PoolHistory(RuleBasedStateMachine):
 
 def test_any_history_keeps_the_pools_invariants() -> None:
     run_state_machine_as_test(
-        PoolHistory, settings=settings(max_examples=100, stateful_step_count=30, deadline=None)
+        PoolHistory,
+        settings=settings(max_examples=examples(40), stateful_step_count=30, deadline=None),
     )
 
 

@@ -10,7 +10,7 @@ import socket
 import threading
 from contextlib import ExitStack, suppress
 
-from plexrl.errors import ConnectionLostError, PlexRLError
+from plexrl.errors import ConnectionLostError, OverloadedError, PlexRLError
 from plexrl.statemanager.daemon.handlers.caller import Services
 from plexrl.statemanager.protocol.address import NIXL_SCHEME, TCP_SCHEME
 from plexrl.statemanager.transfer.transport.handshake import greet_client
@@ -76,20 +76,10 @@ class TcpServer:
                     return
                 LOG.warning("no remote reader can be accepted: %s", error)
                 continue
-            with self._lock:
-                is_full = len(self._served) >= self._connections_max
-                if not is_full:
-                    self._served.add(connection)
-            if is_full:
-                LOG.warning("a reader was refused: %d connections", self._connections_max)
-                connection.close()
-                continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except RuntimeError as error:
                 LOG.warning("a reader was refused: %s", error)
-                with self._lock:
-                    self._served.discard(connection)
                 connection.close()
 
     def _serve(self, accepted: socket.socket) -> None:
@@ -113,7 +103,6 @@ class TcpServer:
         finally:
             with self._lock:
                 self._served.discard(connection)
-                self._served.discard(accepted)
             connection.close()
 
     def _greeted(self, accepted: socket.socket) -> BlockingSocket:
@@ -123,8 +112,12 @@ class TcpServer:
             self._services.counters.count_refusal(error.code)
             raise
         with self._lock:
-            self._served.discard(accepted)
-            self._served.add(connection)
+            is_full = len(self._served) >= self._connections_max
+            if not is_full:
+                self._served.add(connection)
+        if is_full:
+            connection.close()
+            raise OverloadedError(f"{self._connections_max} readers are connected")
         if self._closing.is_set():
             connection.close()
             raise ConnectionLostError("this StateManager ends")
