@@ -253,6 +253,7 @@ def migrated(
     loads: list[InstanceLoad],
     running: dict[int, list[Candidate]],
     waiting: dict[int, list[Candidate]] | None = None,
+    queue: Sequence[Candidate] = (),
     **more: object,
 ) -> list[tuple[int, list[int]]]:
     buffers = manager_at(5).buffers
@@ -260,7 +261,7 @@ def migrated(
     def work(each: InstanceLoad) -> tuple[list[Candidate], list[Candidate]]:
         return running.get(each.index, []), (waiting or {}).get(each.index, [])
 
-    found = to_migrate(settings(**more), MODEL, loads, buffers, work)
+    found = to_migrate(settings(**more), MODEL, loads, buffers, queue, work)
     return [(each.index, [c.trajectory for c in moved]) for each, moved in found]
 
 
@@ -277,6 +278,13 @@ def test_the_work_of_the_fastest_instance_is_redistributed_if_that_helps() -> No
     held = [candidate(number, 5) for number in range(9)]
     assert migrated([busy, idle], {0: held}) == [(0, list(range(9)))]
     assert migrated([busy, idle], {0: held}, migration_gain_min=0.5) == []
+
+
+def test_work_is_not_returned_for_an_instance_that_gets_other_work_now() -> None:
+    busy, idle = load(0, 5, kv=90, running=9), load(1, 5, kv=0, running=0)
+    held = [candidate(number, 5) for number in range(9)]
+    queue = [candidate(20 + number, 5) for number in range(5)]
+    assert migrated([busy, idle], {0: held}, queue=queue) == []
 
 
 def test_the_last_trajectory_does_not_wander() -> None:

@@ -80,7 +80,9 @@ class Cycle:
             load.kv_cache, load.running, load.waiting, load.version = 0.0, 0, 0, newest
             self._work[load.index] = ([], [])
             decision.pulls.append(load.instance)
-        for load, moved in to_migrate(settings, model, self._loads, entries, self._held):
+        if decision.interrupts:
+            queue = ordered(self._queue, self._started)
+        for load, moved in to_migrate(settings, model, self._loads, entries, queue, self._held):
             running, waiting = self._held(load)
             gone = {each.trajectory for each in moved}
             kept = [each for each in running if each.trajectory not in gone]
@@ -90,7 +92,7 @@ class Cycle:
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
             self._remove(load, moved, decision)
         reserved = entries.copy()
-        if decision.interrupts:
+        if len(self._queue) > len(queue):
             queue = ordered(self._queue, self._started)
         router = make_router(settings, model, self._loads, reserved)
         for candidate, load in route(router, reserved, queue):
