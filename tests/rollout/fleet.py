@@ -103,6 +103,8 @@ class Fleet:
         self.lengths: dict[TrajectoryId, int] = {}
         """Response length of each trajectory; set before it can complete."""
         self.to_reward: list[TrajectoryId] = []
+        self.log: list[tuple[Event, list[Command]]] = []
+        """Every event that was handled, with its commands."""
         self.late: list[Event] = []
         """Events of lost instances, still on their way."""
         self.training: Train | None = None
@@ -113,7 +115,9 @@ class Fleet:
         self.groups_added = 0
 
     def handle(self, event: Event) -> None:
-        for command in self.core.handle(event):
+        commands = self.core.handle(event)
+        self.log.append((event, commands))
+        for command in commands:
             match command:
                 case Train():
                     assert self.training is None

@@ -101,13 +101,19 @@ def synchronisation(
     k: Coefficients,
     mu: float,
     newest: int,
+    *,
+    by_version_only: bool,
 ) -> list[str]:
-    """Alg. 4."""
+    """Alg. 4. Its first step asks whether a trajectory could be routed to the instance by its
+    version; if not `by_version_only`, whether one is routed to it."""
     found = []
+    useful = {name for _, name in routing(snapshot, manager, waiting, k, mu)}
     for name, instance in snapshot.items():
-        if instance.version >= newest:
-            continue
-        if any(check_routable(manager, each, instance) for each in waiting):
+        if by_version_only:
+            can_route = any(check_routable(manager, each, instance) for each in waiting)
+        else:
+            can_route = name in useful
+        if instance.version >= newest or can_route:
             continue
         tentative = snapshot | {name: replace(instance, version=newest)}
         if name in {to for _, to in routing(tentative, manager, waiting, k, mu)}:

@@ -265,6 +265,18 @@ def test_a_failed_generation_is_tried_again_and_never_counted_with_a_reward() ->
     assert led.core.snapshots_refused == 0
 
 
+def test_a_trajectory_that_fits_nowhere_is_reported_and_stops_nothing() -> None:
+    led = Led(groups=0, failures_max=1)
+    led.do(GroupAdded(group=SampleGroupId(0), prompt_tokens=1000))
+    led.do(GroupAdded(group=SampleGroupId(1), prompt_tokens=PROMPT))
+    assert led.show((A, [], [], 0)) == [Route(instance=A, trajectories=ids(0))]
+    failed = GenerationFailed(trajectory=TrajectoryId(0), instance=A, reason="too long")
+    assert led.do(failed) == [
+        ReportDroppedGroup(group=SampleGroupId(0), reason="trajectory 0 failed 1 times: too long")
+    ]
+    assert led.show((A, [], [], 0)) == [Route(instance=A, trajectories=ids(1))]
+
+
 def test_no_more_groups_are_taken_than_the_bound_allows() -> None:
     led = Led(groups=2)
     assert led.core.groups_wanted == 0

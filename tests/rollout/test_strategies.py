@@ -130,17 +130,20 @@ def test_routing_decides_as_algorithm_3(seed: int) -> None:
 
 @hypothesis_settings(max_examples=150)
 @given(seed=st.integers(0, 1 << 40))
-def test_synchronisation_decides_as_algorithm_4(seed: int) -> None:
+def test_synchronisation_decides_as_algorithm_4_with_its_first_step_by_routing(seed: int) -> None:
     world = World(Random(seed))
-    expected = plain.synchronisation(
-        world.plain_snapshot,
-        world.manager,
-        world.plain_queue,
-        PLAIN_MODEL,
-        world.mu,
-        world.newest,
+    expected, by_version_only = (
+        plain.synchronisation(
+            world.plain_snapshot,
+            world.manager,
+            world.plain_queue,
+            PLAIN_MODEL,
+            world.mu,
+            world.newest,
+            by_version_only=by_version_only,
+        )
+        for by_version_only in (False, True)
     )
-    newest_loaded = max(each.version for each in world.loads)
     found = to_synchronise(
         settings(gain_part_min=world.mu),
         MODEL,
@@ -149,12 +152,8 @@ def test_synchronisation_decides_as_algorithm_4(seed: int) -> None:
         world.queue,
         world.newest,
     )
-    names = [each.instance for each in found]
-    if any(c.version is not None and c.version > newest_loaded for c in world.queue):
-        # Our addition: more instances may pull.
-        assert set(expected) <= set(names)
-    else:
-        assert names == expected
+    assert [each.instance for each in found] == expected
+    assert set(by_version_only) <= set(expected)
 
 
 def routed(
@@ -236,6 +235,13 @@ def test_an_instance_that_can_take_work_does_not_pull() -> None:
 
 def test_an_instance_does_not_pull_for_nothing() -> None:
     assert synchronised([load(0, 0, kv=0, running=0)], [], 3) == []
+
+
+def test_an_idle_instance_pulls_for_a_trajectory_that_is_too_new_for_it() -> None:
+    """It could run the one behind, which must not overtake."""
+    busy = load(1, 2, kv=95, running=9)
+    queue = [candidate(0, 2), candidate(2, None)]
+    assert synchronised([load(0, 1, kv=0, running=0), busy], queue, 3) == [0]
 
 
 def test_a_trajectory_whose_instance_was_lost_makes_others_pull() -> None:
