@@ -167,6 +167,7 @@ def test_the_best_split_is_not_worse_than_its_neighbours() -> None:
     assert all(each.throughput <= best.throughput for each in near)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_answer() -> None:
     asked = [(SMALL, System(name=SystemName.SYNC)), (SMALL, SYSTEMS[2])]
     with runner(1) as here, runner(2) as there:
