@@ -59,11 +59,13 @@ class Led:
         instances: tuple[InstanceId, ...] = (A,),
         extra_samples: int = 0,
         failures_max: int = 3,
+        throughput_ratio_max: float = 5.0,
     ) -> None:
         settings = CoordinatorSettings(
             staleness=StalenessSettings(staleness=1, batch_groups=1, extra_samples=extra_samples),
             cost_model=MODEL,
             failures_max=failures_max,
+            throughput_ratio_max=throughput_ratio_max,
         )
         self.core = RolloutCoordinator(settings)
         for name in instances:
@@ -275,6 +277,19 @@ def test_a_trajectory_that_fits_nowhere_is_reported_and_stops_nothing() -> None:
         ReportDroppedGroup(group=SampleGroupId(0), reason="trajectory 0 failed 1 times: too long")
     ]
     assert led.show((A, [], [], 0)) == [Route(instance=A, trajectories=ids(1))]
+
+
+def test_redistributed_work_goes_to_all_instances_when_it_has_arrived() -> None:
+    """The instance that returns its work gets a part of it back, since its KV cache is free."""
+    led = Led(groups=2, extra_samples=2, throughput_ratio_max=2.0)
+    assert led.show((A, [], [], 0)) == [Route(instance=A, trajectories=ids(0, 1, 2, 3, 4, 5))]
+    led.do(InstanceJoined(instance=B, version=0, kv_budget=100))
+    assert led.show((A, [0, 1, 2, 3, 4], [5], 0), (B, [], [], 0)) == [
+        Interrupt(instance=A, trajectories=ids(0, 1, 2, 3, 4, 5))
+    ]
+    routes = led.do(stopped(A, 0, 1, 2, 3, 4, 5))
+    counts = {each.instance: len(each.trajectories) for each in routes if isinstance(each, Route)}
+    assert counts == {A: 3, B: 3}
 
 
 def test_no_more_groups_are_taken_than_the_bound_allows() -> None:

@@ -166,6 +166,20 @@ def test_a_group_has_the_version_of_its_oldest_member() -> None:
     assert found.buffers.version(third) == 1
 
 
+def test_an_older_member_may_change_places_with_another_group() -> None:
+    found = manager(2, 1, group_size=2)
+    first = SampleGroupId(9)
+    for member in range(2):
+        found.reserve(first, TrajectoryId(member), 0)
+        found.complete(first, TrajectoryId(member))
+    found.consume()
+    for group in range(3):
+        found.reserve(SampleGroupId(group), TrajectoryId(10 + group), 1)
+    assert shown(found) == {1: ([2], []), 2: ([1], []), 3: ([0], [])}
+    found.reserve(SampleGroupId(0), TrajectoryId(20), 0)
+    assert shown(found) == {1: ([0], []), 2: ([1], []), 3: ([2], [])}
+
+
 def test_surplus_groups_of_a_full_buffer_are_dropped() -> None:
     """StaleFlow Fig. 8 (b): a batch of 2 groups of which 3 are started."""
     found = manager(0, 2, extra_groups=1)
