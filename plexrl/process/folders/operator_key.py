@@ -1,5 +1,6 @@
 """The operator's API key, in a private file of the data directory."""
 
+import os
 import secrets
 from pathlib import Path
 
@@ -32,5 +33,9 @@ def stage_private(path: Path, text: str) -> Path:
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     part.touch(mode=0o600, exist_ok=False)
-    part.write_text(text)
+    with part.open("w") as file:
+        file.write(text)
+        file.flush()
+        # Else a power cut may leave an empty or damaged file under the final name.
+        os.fsync(file.fileno())
     return part

@@ -174,7 +174,8 @@ class SchedulerConfig:
     """A burst that has lasted this long yields at the next operation boundary. Longer than any
     cycle's work on a group, because an interrupted burst costs two more switches."""
     launch_attempts: int = 3
-    """Consecutive launches without a completed operation before the job fails."""
+    """Losses of a WPG's processes in a row, at the same operation or before any, after which one
+    more ends the job. So does one more after ten times as many without new work in between."""
     residents_max: int = 8
     """Maximum members of a node group."""
     pending_operations_max: int = 1024

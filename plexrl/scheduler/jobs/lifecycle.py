@@ -47,6 +47,10 @@ _DEVICE: Final = Residency.DEVICE
 RETRY_LAUNCH_S = 2.0
 """Pause between two launches that find no free disk space, or no free port."""
 
+LOSSES_FACTOR = 10
+"""Losses of a WPG without new work, as a multiple of `launch_attempts`, after which its job fails:
+each may have been at another operation of a long repetition."""
+
 ENDINGS = {
     "completed": JobTrigger.COMPLETED,
     "failed": JobTrigger.FAILED,
@@ -243,7 +247,7 @@ def stop(
     state = context.state
     job = state.job(deployment.job)
     if counts:
-        deployment.processes.fail()
+        deployment.processes.fail(deployment.running)
     interrupted = [name for name, command in deployment.running.items() if not command.replay]
     deployment.running.clear()
     for name in interrupted:
@@ -262,15 +266,9 @@ def stop(
         # A new move, with a new name, is made when it is needed.
         del state.operations[deployment.moving.operation]
         deployment.moving = None
-    if deployment.processes.failures > context.settings.config.launch_attempts:
-        end_job(
-            context,
-            job,
-            JobTrigger.FAILED,
-            f"the workers of {deployment.deployment!r} were lost {deployment.processes.failures} "
-            f"times without completing an operation; the last time: {reason}",
-            now,
-        )
+    losses = _too_many_losses(context.settings, deployment)
+    if losses is not None:
+        end_job(context, job, JobTrigger.FAILED, f"{losses}; the last time: {reason}", now)
         return False
     deployment.replay.end_replay()
     forget_open_cycle(deployment)
@@ -287,6 +285,19 @@ def stop(
     )
     wpg.interrupt(deployment)
     return True
+
+
+def _too_many_losses(settings: Settings, deployment: Deployment) -> str | None:
+    """Why the WPG is not launched again; None: it is."""
+    processes, attempts = deployment.processes, settings.config.launch_attempts
+    lost = f"the workers of {deployment.deployment!r} were lost"
+    if processes.failures > attempts:
+        found = ", ".join(repr(name) for name in processes.suspects[:3])
+        when = f"while they executed {found}" if found else "before they executed an operation"
+        return f"{lost} {processes.failures} times in a row {when}"
+    if processes.losses > LOSSES_FACTOR * attempts:
+        return f"{lost} {processes.losses} times without completing an operation"
+    return None
 
 
 def worker_ready(

@@ -92,12 +92,12 @@ def republish(
     if deployment.shares:
         # It would hold the group while it waits, and the trainer may be another member.
         return False
-    if deployment.processes.failures >= settings.config.launch_attempts:
+    if deployment.processes.losses >= settings.config.launch_attempts:
         return False
-    deployment.processes.fail()
+    deployment.processes.fail((operation.operation,))
     del deployment.running[operation.operation]
     trainer = state.deployment(operation.source)
-    name = publish_name(state, operation.operation, str(deployment.processes.failures))
+    name = publish_name(state, operation.operation, str(deployment.processes.losses))
     operation.after = name
     enqueue_publish(state, effects, trainer, name, operation.operation, now)
     return True

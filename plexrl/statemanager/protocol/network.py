@@ -46,6 +46,10 @@ class Listening(Protocol):
         """
         ...
 
+    def refuse(self, accepted: socket.socket) -> None:
+        """Close a connection that nothing can `greet`."""
+        ...
+
     def close(self) -> None:
         """Stop listening; accepted connections go on."""
         ...
@@ -121,6 +125,9 @@ class _PlainListener:
         detect_loss(accepted)
         # Whoever reaches this port counts as a node; its ticket says what it may read.
         return accepted, Identity(Role.NODE)
+
+    def refuse(self, accepted: socket.socket) -> None:
+        accepted.close()
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)

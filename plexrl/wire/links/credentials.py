@@ -262,7 +262,7 @@ class Credentials:
             crl = x509.load_pem_x509_crl(body)
             number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
             trusted = x509.load_pem_x509_certificates(Path(self._files.ca).read_bytes())
-        except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        except (OSError, ValueError, x509.DuplicateExtension, x509.ExtensionNotFound) as error:
             raise InvalidRequestError(
                 f"{self._files.crl} is no numbered list of revoked certificates (PEM): {error}: "
                 "copy authority/crl.pem of the head's data directory"

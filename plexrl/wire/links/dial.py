@@ -253,6 +253,11 @@ class Listener:
         secure.settimeout(None)
         return secure, peer
 
+    def refuse(self, accepted: socket.socket) -> None:
+        """Close a connection that nothing can `greet`."""
+        self._handshakes.ended(accepted)
+        accepted.close()
+
     def close(self) -> None:
         """Stop listening; a waiting `accept` raises. Accepted connections go on."""
         try:

@@ -90,7 +90,12 @@ class Server:
                 LOG.warning("a connection could not be accepted: %s", error)
                 time.sleep(ACCEPT_RETRY_S)
                 continue
-            threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
+            except RuntimeError as error:
+                # There are too many threads now; routers connect again.
+                LOG.warning("a connection was refused: %s", error)
+                self._listener.refuse(accepted)
 
     def _serve(self, accepted: socket.socket) -> None:
         try:

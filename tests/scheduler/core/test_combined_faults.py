@@ -208,6 +208,57 @@ def test_an_idle_job_outlives_any_number_of_restarts_of_its_node() -> None:
     assert cluster.state_of("a1") == "finished"
 
 
+def _lose_workers_at(cluster: FakeCluster, operation: str) -> None:
+    """Let the WPG repeat its operations up to this one, and kill a worker while it runs."""
+    while not (cluster.runs and cluster.runs[0].operation == operation):
+        if cluster.launches:
+            cluster.launch(cluster.launches[0])
+        else:
+            cluster.execute(cluster.runs[0])
+    cluster.kill("a/train")
+
+
+def test_faults_at_several_operations_of_a_repetition_end_no_job() -> None:
+    cluster = _started(launch_attempts=1, snapshot_operations=64)
+    for number in range(6):
+        cluster.submit(f"a{number}", "a/train", "forward_backward")
+    cluster.settle()
+    cluster.kill("a/train")
+    cluster.submit("new", "a/train", "forward_backward")
+    for number in (3, 1, 4, 2, 5):
+        _lose_workers_at(cluster, f"a{number}")
+    cluster.settle()
+    assert cluster.state_of("new") == "finished"
+
+
+def test_faults_without_end_and_without_new_work_end_a_job() -> None:
+    cluster = _started(launch_attempts=1, snapshot_operations=64)
+    for number in range(6):
+        cluster.submit(f"a{number}", "a/train", "forward_backward")
+    cluster.settle()
+    cluster.kill("a/train")
+    cluster.submit("new", "a/train", "forward_backward")
+    for number in range(10):
+        _lose_workers_at(cluster, f"a{number % 2 + 1}")
+    view = cluster.core.job_view("a", cluster.now)
+    assert view["state"] == "FAILED"
+    assert "11 times without completing an operation" in view["reason"]
+
+
+def test_a_repetition_that_kills_its_worker_names_the_operation() -> None:
+    cluster = _started(launch_attempts=2, snapshot_operations=64)
+    for number in range(3):
+        cluster.submit(f"a{number}", "a/train", "forward_backward")
+    cluster.settle()
+    cluster.kill("a/train")
+    cluster.submit("new", "a/train", "forward_backward")
+    for _ in range(3):
+        _lose_workers_at(cluster, "a1")
+    view = cluster.core.job_view("a", cluster.now)
+    assert view["state"] == "FAILED"
+    assert "3 times in a row while they executed 'a1'" in view["reason"]
+
+
 def test_a_report_cannot_name_another_operation_as_the_one_that_failed() -> None:
     cluster = FakeCluster()
     cluster.start_node()

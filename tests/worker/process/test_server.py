@@ -59,6 +59,31 @@ def test_a_malformed_frame_ends_its_own_connection_only(
         sock.close()
 
 
+def test_a_connection_without_a_thread_is_refused_and_the_next_one_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = TestAuthority(tmp_path)
+    server = Server(
+        TlsAddress("127.0.0.1", 0, "n1"), WORKER, authority.credentials(Role.NODE, "n1")
+    )
+    router = authority.credentials(Role.ROUTER)
+    assert isinstance(server.address, TlsAddress)
+    where = server.address.host, server.address.port
+    begin = threading.Thread.start
+
+    def no_more_threads(_: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", begin)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    with socket.create_connection(where, timeout=20.0) as refused:
+        assert refused.recv(1) == b""
+    good, _ = connect_blocking(server.address, router, role=Role.NODE, timeout_s=20.0)
+    send_frame(good, RUN, b"payload")
+    assert server.requests.get(timeout=60.0).header == RUN
+    good.close()
+
+
 @pytest.mark.parametrize(
     "worker",
     [["job/critic", 1, 7], ["job/actor", 0, 7], ["job/actor", 1, 6], ["job/actor", 1, 8], None, 5],

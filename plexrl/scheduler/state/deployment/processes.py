@@ -1,6 +1,9 @@
 """The worker processes of a WPG."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+from plexrl.ids import OperationId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,7 +19,11 @@ class Processes:
     ready_at: float = 0.0
     """When all processes were last ready."""
     failures: int = 0
-    """Launches since an operation last completed."""
+    """Launches in a row that were lost at the same operation."""
+    suspects: tuple[OperationId, ...] = ()
+    """Operations that ran each time; empty: none ran."""
+    losses: int = 0
+    """Lost launches since an operation that was no repetition last completed."""
     launch_at: float | None = None
     """When the processes are started: their last start found no free disk space, or there was no
     port at which they could meet. None: they are being started, or run."""
@@ -67,10 +74,20 @@ class Processes:
         """Reports of the present incarnation no longer count."""
         self.incarnation += 1
 
-    def fail(self) -> None:
-        """A launch or a run failed."""
-        self.failures += 1
+    def fail(self, running: Collection[OperationId]) -> None:
+        """A launch failed, or the processes were lost while these operations ran. Only losses at
+        the same operation speak against the WPG: faults of machines hit operations at random."""
+        common = tuple(sorted(set(self.suspects).intersection(running)))
+        if self.losses and (common or not (running or self.suspects)):
+            self.failures += 1
+            self.suspects = common
+        else:
+            self.failures = 1
+            self.suspects = tuple(sorted(running))
+        self.losses += 1
 
     def succeed(self) -> None:
-        """An operation completed."""
+        """An operation that was no repetition completed."""
         self.failures = 0
+        self.suspects = ()
+        self.losses = 0

@@ -80,7 +80,7 @@ class TcpServer:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except RuntimeError as error:
                 LOG.warning("a reader was refused: %s", error)
-                connection.close()
+                self._listening.refuse(connection)
 
     def _serve(self, accepted: socket.socket) -> None:
         connection: BlockingSocket = accepted
