@@ -124,6 +124,12 @@ class SamplingParams:
     """A sample ends when its last tokens equal one of these sequences."""
     ignore_eos: bool = False
     """The model's end token ends no sample."""
+    first_sample: int = 0
+    """Number of the first sample in the seed's random streams; the next samples have the next ones.
+    Calls with one seed and separate numbers draw what one call would draw."""
+    drawn_tokens: int = 0
+    """Tokens at the end of the prompts that were drawn earlier, as for a partial sample: its random
+    stream continues after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,8 @@ BOUNDS: Final[dict[type, dict[str, Bounds]]] = {
         "top_p": Bounds(0, 1),
         "top_k": Bounds(0, COUNT_MAX, is_whole=True),
         "seed": Bounds(0, 2**63 - 1, is_whole=True, may_be_absent=True),
+        "first_sample": Bounds(0, COUNT_MAX, is_whole=True),
+        "drawn_tokens": Bounds(0, COUNT_MAX, is_whole=True),
     },
     GenerateParams: {"samples_per_prompt": Bounds(1, SAMPLES_MAX, is_whole=True)},
     ForwardParams: {"micro_batch_tokens": _COUNT},

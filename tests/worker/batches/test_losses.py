@@ -125,14 +125,15 @@ def decoupled_by_hand(
             weight = min(weight, spec.weight_cap or math.inf) * in_range
             new, advantage = logprobs[row, t].double(), given["advantages"][row, t]
             ratio = torch.exp(new - given["prox_logprobs"][row, t])
-            clipped = min(max(ratio, 1 - spec.clip_low), 1 + spec.clip_high)
+            clipped = torch.clip(ratio, 1 - spec.clip_low, 1 + spec.clip_high)
             kl = spec.kl_coef * (
                 torch.exp(given["ref_logprobs"][row, t] - new)
                 - 1
                 - (given["ref_logprobs"][row, t] - new)
             )
             per_row = len(used) if spec.reduction == "sequence_mean" else 1
-            total = total + (kl - weight * min(ratio * advantage, clipped * advantage)) / per_row
+            worse = torch.minimum(ratio * advantage, clipped * advantage)
+            total = total + (kl - weight * worse) / per_row
     return total / denominator
 
 
