@@ -218,8 +218,10 @@ class Job:
         Each batch has `prompts` prompts with `samples` samples each, and no token of it was drawn
         with weights that are more than `staleness` batches older than those that it trains. With a
         `staleness` of 0 that is synchronous training: the samples are those that `generate` draws
-        with the `seed` of `sampling`, which is needed. The other arguments are as in
-        `rollout_deployment`.
+        with the `seed` of `sampling`, which is needed.
+
+        `model`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes` and
+        `node_type` are as in `rollout_deployment`, for each instance.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
