@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from urllib.parse import quote
 
-from plexrl.client.blocking.asynchronous_rollout import AsynchronousRollout
+from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,
@@ -25,7 +25,7 @@ from plexrl.client.calls.download import download
 from plexrl.client.calls.heartbeats import send_heartbeats
 from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_if_unfinished
 from plexrl.client.calls.transport import Transport
-from plexrl.client.data.argument_checks import with_reward_head
+from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row, read_rows
 from plexrl.client.display.handle_repr import handle_repr
@@ -210,7 +210,7 @@ class Job:
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
         node_type: str = "",
-    ) -> AsynchronousRollout:
+    ) -> BoundedRollout:
         """Create `instances` rollout deployments, called `name`-0 and so on, that generate while
         `source` is trained, or return the existing ones. `batches` of the result gives what to
         train on.
@@ -242,14 +242,16 @@ class Job:
             )
         order = {
             "name": name,
-            "source": source.deployment.rpartition("/")[2],
+            "source": source_deployment(source).rpartition("/")[2],
             "instances": names,
             "staleness": staleness,
             "prompts": prompts,
             "samples": samples,
             "sampling": asdict(sampling),
         }
-        return AsynchronousRollout(self._transport, self.job, order, source)
+        # Not `source` itself, which may be of an `async` controller.
+        trainer = TrainDeployment(self._transport, source.deployment)
+        return BoundedRollout(self._transport, self.job, order, trainer)
 
     def reference_deployment(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import plexrl
-from plexrl.client.blocking.asynchronous_rollout import AsynchronousRollout, RolloutBatch
+from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import ConflictError, InvalidRequestError
 from tests.cluster.tools import checkpoint_weights, kill_worker, process_of, wait_until
@@ -59,7 +59,7 @@ def asynchronous(
     actor: plexrl.TrainDeployment,
     staleness: int,
     sampling: plexrl.SamplingParams = SAMPLING,
-) -> AsynchronousRollout:
+) -> BoundedRollout:
     return job.asynchronous_rollout(
         "rollout",
         MODEL,
@@ -76,7 +76,7 @@ def run(
     job: plexrl.Job,
     staleness: int,
     steps: int,
-    meanwhile: Callable[[int, AsynchronousRollout], None] = lambda _, __: None,
+    meanwhile: Callable[[int, BoundedRollout], None] = lambda _, __: None,
     sampling: plexrl.SamplingParams = SAMPLING,
 ) -> tuple[list[RolloutBatch], plexrl.TrainDeployment]:
     """Train `steps` steps; `meanwhile` is called before each one with the number of its batch."""
@@ -157,7 +157,7 @@ class Killer(threading.Thread):
         super().__init__(daemon=True)
         self._embedded = embedded
         self._job = job
-        self.rollout: AsynchronousRollout | None = None
+        self.rollout: BoundedRollout | None = None
         self.began = threading.Event()
         self.killed: list[str] = []
 
@@ -173,9 +173,9 @@ class Killer(threading.Thread):
 
     def _is_busy(self) -> bool:
         assert self.rollout is not None
-        return self.rollout.status()["instances"]["rollout-1"]["trajectories"] > 0
+        return bool(self.rollout.status()["instances"]["rollout-1"]["trajectories"])
 
-    def begin(self, version: int, rollout: AsynchronousRollout) -> None:
+    def begin(self, version: int, rollout: BoundedRollout) -> None:
         self.rollout = rollout
         if version == 1:
             self.began.set()
@@ -216,16 +216,21 @@ def test_a_failed_reward_drops_its_prompt_and_is_no_reward_of_zero(job: plexrl.J
 
 def test_wrong_settings_are_refused(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
-    settings = {"instances": 1, "staleness": 0, "prompts": 2, "samples": 2}
+
+    def make(staleness: int, sampling: plexrl.SamplingParams) -> plexrl.BoundedRollout:
+        return job.asynchronous_rollout(
+            *("rollout", MODEL, actor),
+            instances=1,
+            staleness=staleness,
+            prompts=2,
+            samples=2,
+            sampling=sampling,
+        )
+
     with pytest.raises(InvalidRequestError, match=r"sampling\.seed is missing"):
-        job.asynchronous_rollout(
-            "rollout", MODEL, actor, sampling=plexrl.SamplingParams(), **settings
-        )
-    made = job.asynchronous_rollout("rollout", MODEL, actor, sampling=SAMPLING, **settings)
+        make(0, plexrl.SamplingParams())
+    made = make(0, SAMPLING)
     with pytest.raises(ConflictError, match="other settings"):
-        job.asynchronous_rollout(
-            "rollout", MODEL, actor, sampling=SAMPLING, **{**settings, "staleness": 1}
-        )
-    few = prompts()
+        make(1, SAMPLING)
     with pytest.raises(InvalidRequestError, match="give more prompts"):
-        list(made.batches([next(few)], reward, steps=2))
+        list(made.batches([next(prompts())], reward, steps=2))

@@ -2,12 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from plexrl.client.blocking.deployment_kinds import TrainDeployment
 from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.data.batch_rows import split_rows
 from plexrl.client.data.results import Sample, WeightsSpan
@@ -15,7 +16,6 @@ from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from plexrl.client.blocking.deployment_kinds import TrainDeployment
     from plexrl.wire.tensors import Arrays
 
 LOG = logging.getLogger(__name__)
@@ -45,11 +45,12 @@ class RolloutBatch:
     least `version` - staleness."""
 
 
-class AsynchronousRollout:
-    """Several instances of a model that generate ahead of the training."""
+class BoundedRollout:
+    """Several instances of a model that generate ahead of the training, within a bound on the
+    staleness of what is trained."""
 
     def __init__(
-        self, transport: Transport, job: str, order: Plain, source: "TrainDeployment"
+        self, transport: Transport, job: str, order: Plain, source: TrainDeployment
     ) -> None:
         """Creates the rollout, or finds the existing one, and waits until all instances have the
         weights of `source`."""
@@ -84,6 +85,12 @@ class AsynchronousRollout:
             PlexRLError: the rollout failed.
             InvalidRequestError: there are too few prompts.
         """
+        return self._started(prompts, reward, steps)
+
+    def _started(
+        self, prompts: Iterable[Sequence[int]], reward: Reward, steps: int
+    ) -> Generator[RolloutBatch]:
+        """As `batches`; closing it ends the thread."""
         feeder = _Feeder(self, iter(prompts), reward, steps * int(self._order["prompts"]))
         feeder.start()
         try:
@@ -106,7 +113,7 @@ class AsynchronousRollout:
             if response.status_code != 202:
                 return _decode_batch(response.content, int(self._order["samples"]))
 
-    def exchange(self, body: Plain) -> "tuple[Plain, Arrays]":
+    def _exchange(self, body: Plain) -> "tuple[Plain, Arrays]":
         """Give prompts and rewards, and take samples; see the HTTP API."""
         from plexrl.wire.tensors import decode_body
 
@@ -122,7 +129,7 @@ class _Feeder(threading.Thread):
 
     def __init__(
         self,
-        rollout: AsynchronousRollout,
+        rollout: BoundedRollout,
         prompts: Iterator[Sequence[int]],
         reward: Reward,
         needed: int,
@@ -162,7 +169,7 @@ class _Feeder(threading.Thread):
         cursor, dropped = 0, 0
         while not self._stopped.is_set():
             body = {"first": given, "prompts": rows, "rewards": rewards, "after": cursor}
-            answer, arrays = self._rollout.exchange(body)
+            answer, arrays = self._rollout._exchange(body)
             if answer["dropped"] > dropped:
                 dropped = answer["dropped"]
                 LOG.warning(
