@@ -5,8 +5,8 @@
 The setting of StaleFlow §6: Qwen3-30B-A3B on 128 GPUs, 128 prompts of 16 responses each, at most
 20 000 and 40 000 tokens, a staleness bound of 1, 2 and 3. Each system has the split of GPUs between
 rollout and training with which it is fastest. All figures but `decision_ms` follow from the model
-of docs/rollout.md, and are the same on every machine. `gain_vs_inflight_loose` is over AReaL's
-order of training, which does not keep the bound; StaleFlow's does.
+of docs/simulating_rollouts.md, and are the same on every machine. `gain_vs_inflight_loose` is over
+AReaL's order of training, which does not keep the bound; StaleFlow's does.
 """
 
 import sys
@@ -37,7 +37,12 @@ DECISION = sized(
 def setting(limit: int) -> Setting:
     """The paper's setting."""
     return Setting(
-        **CLUSTER, workload=Workload(limit=limit), steps=STEPS, warmup_steps=4, cycle_s=5.0
+        gpus=CLUSTER["gpus"],
+        batch_groups=CLUSTER["batch_groups"],
+        workload=Workload(limit=limit),
+        steps=STEPS,
+        warmup_steps=4,
+        cycle_s=5.0,
     )
 
 

@@ -72,7 +72,8 @@ class _S3Upload:
         self._etags: dict[int, str] = {}
 
     def send(self, number: int, data: bytes) -> None:
-        sent = self._call("upload_part", **self._upload, PartNumber=number, Body=data)
+        limit = self._store.limit(len(data))
+        sent = self._call("upload_part", **self._upload, PartNumber=number, Body=data, **limit)
         self._etags[number] = sent["ETag"]
 
     def publish(self) -> None:

@@ -40,6 +40,12 @@ BACKOFF_S = 0.2
 """Delay before the second attempt; doubles for each later one."""
 ATTEMPTS_S = 10.0
 """No attempt begins later than this after the first one."""
+REQUEST_S = 5.0
+"""Longest wait for the answer to a small request."""
+BYTES_PER_S_MIN = 256 << 10
+"""A request that sends or reads bytes may take longer by their number divided by this."""
+CONNECT_S, SILENCE_S = 5.0, 15.0
+"""Longest time to connect to an S3 store, and longest pause in its answer to any request."""
 RETRY_AFTER_S = 2.0
 REQUESTS_MAX = 16
 """Concurrent requests of one `ObjectStore`."""
@@ -80,11 +86,15 @@ class ObjectStore:
 
     def write(self, key: str, data: bytes) -> None:
         """Store an object, in place of one of the same key. Raises `StoreUnavailableError`."""
-        self.call(f"write {key}", lambda: self.filesystem.pipe_file(self.path(key), data))
+        limit = self.limit(len(data))
+        self.call(f"write {key}", lambda: self.filesystem.pipe_file(self.path(key), data, **limit))
 
     def write_file(self, key: str, path: Path) -> None:
         """Store a file's bytes, a large file in several parts at a time. Raises as `write`."""
-        self.call(f"write {key}", lambda: self.filesystem.put_file(str(path), self.path(key)))
+        limit = self.limit(path.stat().st_size)
+        self.call(
+            f"write {key}", lambda: self.filesystem.put_file(str(path), self.path(key), **limit)
+        )
 
     def create(self, key: str, data: bytes) -> bool:
         """Store an object if there is none of this key; returns whether it was stored.
@@ -98,7 +108,9 @@ class ObjectStore:
 
         def attempt() -> bool:
             try:
-                self.filesystem.pipe_file(self.path(key), data, mode="create")
+                self.filesystem.pipe_file(
+                    self.path(key), data, mode="create", **self.limit(len(data))
+                )
             except FileExistsError:
                 return False
             except OSError as error:
@@ -127,7 +139,8 @@ class ObjectStore:
         """The bytes `start` to `stop` of an object that has them. Raises as `read`."""
 
         def attempt() -> bytes:
-            found: bytes = self.filesystem.cat_file(self.path(key), start=start, end=stop)
+            limit = self.limit(stop - start)
+            found: bytes = self.filesystem.cat_file(self.path(key), start=start, end=stop, **limit)
             if len(found) != stop - start:
                 raise OSError(errno.EIO, f"{len(found)} of {stop - start} bytes were read")
             return found
@@ -155,7 +168,7 @@ class ObjectStore:
     def describe(self, key: str) -> StoredObject:
         """An object's size and time. Raises as `read`."""
         found: dict[str, Any] = self.call(
-            f"look up {key}", lambda: self.filesystem.info(self.path(key))
+            f"look up {key}", lambda: self.filesystem.info(self.path(key), **self.limit(0))
         )
         return StoredObject(key, int(found["size"] or 0), _modified(found))
 
@@ -247,6 +260,16 @@ class ObjectStore:
                 self._closing.wait(BACKOFF_S * 2**number * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable")
 
+    def limit(self, nbytes: int) -> dict[str, float]:
+        """The time limit of one request for `nbytes`, as an argument of `filesystem`'s methods.
+
+        The limits of an S3 client leave out the time in which it sends: without this one, a write
+        to a store that hangs would never end.
+        """
+        if not self.filesystem.async_impl:
+            return {}
+        return {"timeout": REQUEST_S + nbytes / BYTES_PER_S_MIN}
+
     def unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         """The error of a failed request."""
         mend = "check that the store runs and that this machine reaches it"
@@ -254,8 +277,9 @@ class ObjectStore:
             mend = "set this machine's clock, for example with `timedatectl set-ntp true`"
         elif isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
             mend = "check the credentials in the environment of the cluster's processes"
+        no_answer = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
         return StoreUnavailableError(
-            f"the object store {self.url} could not {what} ({error or type(error).__name__}): "
+            f"the object store {self.url} could not {what} ({str(error) or no_answer}): "
             f"{mend}; the same request succeeds then",
             retry_after_s=RETRY_AFTER_S,
         )
@@ -267,7 +291,7 @@ class ObjectStore:
 
     def _delete(self, key: str) -> None:
         def attempt() -> None:
-            self.filesystem.rm_file(self.path(key))
+            self.filesystem.rm_file(self.path(key), **self.limit(0))
 
         try:
             self.call(f"delete {key}", attempt)
@@ -285,7 +309,8 @@ def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol in ("s3", "s3a"):
         # `ObjectStore` repeats failed requests. Some stores accept equal parts only.
-        options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+        waits = {"connect_timeout": CONNECT_S, "read_timeout": SILENCE_S}
+        options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}, **waits}}
         options |= {"fixed_upload_size": True}
     try:
         import fsspec
@@ -299,7 +324,7 @@ def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
             "fsspec package of that protocol"
         ) from error
     if protocol in ("s3", "s3a"):
-        filesystem.retries = 2
+        filesystem.retries = 1
     return filesystem, str(root).rstrip("/")
 
 

@@ -103,15 +103,21 @@ class Fleet:
         self.lengths: dict[TrajectoryId, int] = {}
         """Response length of each trajectory; set before it can complete."""
         self.to_reward: list[TrajectoryId] = []
+        self.log: list[tuple[Event, list[Command]]] = []
+        """Every event that was handled, with its commands."""
+        self.late: list[Event] = []
+        """Events of lost instances, still on their way."""
         self.training: Train | None = None
         self.pushed = 0
         self.trained: list[Train] = []
         self.dropped: list[SampleGroupId] = []
         self._joined = 0
-        self._groups = 0
+        self.groups_added = 0
 
     def handle(self, event: Event) -> None:
-        for command in self.core.handle(event):
+        commands = self.core.handle(event)
+        self.log.append((event, commands))
+        for command in commands:
             match command:
                 case Train():
                     assert self.training is None
@@ -130,13 +136,13 @@ class Fleet:
         self.handle(event)
 
     def kill(self, name: InstanceId) -> None:
-        del self.engines[name]
+        self.late += self.engines.pop(name).sent
         self.handle(InstanceLost(instance=name))
 
     def add_groups(self) -> None:
         while self.core.groups_wanted:
-            self.handle(GroupAdded(group=SampleGroupId(self._groups), prompt_tokens=PROMPT))
-            self._groups += 1
+            self.handle(GroupAdded(group=SampleGroupId(self.groups_added), prompt_tokens=PROMPT))
+            self.groups_added += 1
 
     def run_command(self, engine: Engine) -> None:
         """The engine runs the oldest command that it has not run."""

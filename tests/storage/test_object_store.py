@@ -1,7 +1,8 @@
 """Objects in a real S3 server that is killed, hung and closed to the client."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,30 @@ def test_a_store_that_is_down_is_reported_with_a_remedy(
     finally:
         server.start()
     assert store.read("one") == b"1"
+
+
+@pytest.mark.slow
+def test_every_request_to_a_store_that_hangs_ends(server: S3Server, store: ObjectStore) -> None:
+    store.write("one", b"1")
+    requests: dict[str, Callable[[], object]] = {
+        "look up": lambda: store.size("one"),
+        "read": lambda: store.read("one"),
+        "list": lambda: store.find(""),
+        "write": lambda: store.write("one", b"2"),
+        "create": lambda: store.create("two", b"2"),
+        "delete": lambda: store.delete(["one"]),
+    }
+    server.suspend()
+    try:
+        with ThreadPoolExecutor(len(requests)) as threads:
+            futures = {what: threads.submit(send) for what, send in requests.items()}
+            for what, future in futures.items():
+                with pytest.raises(StoreUnavailableError, match=f"{what}.*check that the store"):
+                    future.result()
+    finally:
+        server.resume()
+    store.write("one", b"3")
+    assert store.read("one") == b"3"
 
 
 def test_refused_credentials_are_reported_at_once_with_a_remedy(

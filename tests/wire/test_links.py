@@ -348,6 +348,20 @@ def test_bytes_that_are_no_handshake_end_their_connection_only(
     assert isinstance(refused[0], AuthenticationError | OSError)
 
 
+def test_a_tls_socket_that_another_thread_closes_raises_an_os_error(ours: TestAuthority) -> None:
+    class ClosedMeanwhile(socket.socket):
+        """Is closed between its answer that there is nothing and the wait for something."""
+
+        def recv_into(self, *_: Any) -> int:
+            self.close()
+            raise BlockingIOError
+
+    near, far = socket.socketpair()
+    context = ours.credentials(Role.ROUTER, "r").client_context()
+    with far, pytest.raises(OSError, match="Bad file descriptor"):
+        TlsSocket(ClosedMeanwhile(fileno=near.detach()), context)
+
+
 def test_a_tls_socket_sends_while_another_thread_reads(ours: TestAuthority) -> None:
     listener = listen_blocking(ANY_PORT, ours.credentials(Role.NODE, "a"), roles={Role.ROUTER})
     sent = os.urandom(8 << 20)

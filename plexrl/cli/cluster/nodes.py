@@ -19,6 +19,7 @@ from plexrl.cli.terminal.context import (
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import given_options, option_name, with_option_groups
+from plexrl.cluster.data_dir.folder import data_dir_at
 from plexrl.errors import NotFoundError
 
 nodes_app = typer.Typer(cls=CommandGroup)
@@ -148,7 +149,7 @@ def remove(node: NodeName, access: Access, output: Output) -> None:
     with access.open() as cluster:
         cluster.remove_node(node)
     revoked = 0
-    if access.url is None:
+    if _is_on_head(access):
         # Only the head has the authority; a node without a certificate is not in its record.
         with suppress(NotFoundError):
             revoked = revoke_membership(access.data_dir, node)
@@ -159,6 +160,16 @@ def remove(node: NodeName, access: Access, output: Output) -> None:
         "certificates revoked": "certificates_revoked",
     }
     output.table(cells, [found], found)
+
+
+def _is_on_head(access: Access) -> bool:
+    """Whether the data directory is that of the cluster; with a URL it may be another's."""
+    from plexrl.cluster.data_dir.endpoint import read_endpoint
+
+    if access.url is None:
+        return True
+    endpoint = read_endpoint(data_dir_at(access.data_dir))
+    return endpoint is not None and endpoint.serves(access.url)
 
 
 @with_option_groups

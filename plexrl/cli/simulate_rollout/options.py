@@ -58,7 +58,7 @@ class ClusterOptions:
     costs: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file of latencies and KV cache (docs/rollout.md); default: "
+            help="JSON file of latencies and KV cache (docs/simulating_rollouts.md); default: "
             "Qwen3-30B-A3B on H20."
         ),
     ] = None
@@ -73,9 +73,10 @@ class SystemOptions:
     system: Annotated[
         str,
         typer.Option(
-            help="sync, one-step, inflight, inflight-loose, staleflow, with commas between."
+            help="sync, one-step, inflight, inflight-fixed, inflight-loose, staleflow, with "
+            "commas between."
         ),
-    ] = "sync,one-step,inflight,inflight-loose,staleflow"
+    ] = "sync,one-step,inflight,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
     ablation: Annotated[
         bool,
@@ -89,7 +90,7 @@ class RunOptions:
 
     PANEL: ClassVar = "Runs"
 
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 12
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 16
     warmup_steps: Annotated[
         int, typer.Option(min=0, help="First steps that throughput leaves out.")
     ] = 4

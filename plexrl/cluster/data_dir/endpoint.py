@@ -51,6 +51,11 @@ class Endpoint:
         body = {"url": self.url, "pid": self.pid, "embedded": self.is_embedded}
         return json.dumps({**body, **self._network()})
 
+    def serves(self, urls: str) -> bool:
+        """Whether one of these URLs, separated by commas, is this cluster's."""
+        own = f"{self.url},{self.public_url}".split(",")
+        return any(url.strip().rstrip("/") in own for url in urls.split(",") if url.strip())
+
     def _network(self) -> dict[str, str]:
         return {"ca": self.ca, "public_url": self.public_url, "join_address": self.join_address}
 

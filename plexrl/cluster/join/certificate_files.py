@@ -96,6 +96,9 @@ class CertificateFiles:
         former = self._numbers()
         new = self._folder / str(max(former, default=0) + 1)
         try:
+            if self.exist and Path(self.tls.ca).read_text() != ca:
+                # Processes refuse a list of an authority that they do not trust.
+                Path(self.tls.crl).unlink(missing_ok=True)
             make_private_folder(new)
             for name, text in (
                 ("ca.pem", ca),

@@ -26,7 +26,13 @@ from plexrl.cluster.join.authority import CERTIFICATE, Authority
 from plexrl.cluster.join.certificate_files import renewal_time
 from plexrl.cluster.join.ledger import Ledger
 from plexrl.cluster.join.service import JoinService
-from plexrl.errors import InvalidRequestError, NotFoundError, UnavailableError, from_wire
+from plexrl.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PlexRLError,
+    UnavailableError,
+    from_wire,
+)
 from plexrl.statemanager.protocol.ticket_key import make_ticket_key
 from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Identity, Role, TlsFiles
@@ -147,11 +153,17 @@ class Head:
         """Renew certificates in time, until cancelled. Processes read the new files themselves."""
         while True:
             await asyncio.sleep(RENEWAL_CHECK_S)
-            for identity in self._identities():
-                if renewal_time(Path(self.files(identity).certificate)) <= datetime.now(UTC):
-                    await asyncio.to_thread(self._issue, identity)
-                    LOG.info("the certificate of %s was renewed", identity)
-            await asyncio.to_thread(self.ledger.publish, self.authority)
+            try:
+                await asyncio.to_thread(self._renew_due)
+            except (PlexRLError, OSError) as error:
+                LOG.error("certificates of the head were not renewed: %s; trying again", error)
+
+    def _renew_due(self) -> None:
+        for identity in self._identities():
+            if renewal_time(Path(self.files(identity).certificate)) <= datetime.now(UTC):
+                self._issue(identity)
+                LOG.info("the certificate of %s was renewed", identity)
+        self.ledger.publish(self.authority)
 
     def _identities(self) -> list[Identity]:
         routers = [router_identity(index) for index in range(len(self._router_ports))]

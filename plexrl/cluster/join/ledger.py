@@ -76,7 +76,7 @@ class Members(msgspec.Struct, kw_only=True):
         """End a membership and revoke its certificates; False if there is none."""
         member = self.nodes.pop(node, None)
         if member is not None:
-            self.revoked = _valid(self.revoked | member.certificates)
+            self.revoked = valid(self.revoked | member.certificates)
         return member is not None
 
 
@@ -125,7 +125,7 @@ class Ledger:
             StorageError: a file cannot be read or written.
         """
         with self._locked():
-            serials = _valid(self.read().revoked)
+            serials = valid(self.read().revoked)
             try:
                 # From the time, so that numbers increase even if the files are lost.
                 number = max(time.time_ns(), self._number() + 1)
@@ -170,7 +170,8 @@ class Ledger:
             raise StorageError(f"{self._path} cannot be written: {error}") from error
 
 
-def _valid(certificates: dict[str, float]) -> dict[str, float]:
+def valid(certificates: dict[str, float]) -> dict[str, float]:
+    """Those of `Member.certificates` that have not expired."""
     now = time.time()
     return {serial: end for serial, end in certificates.items() if end > now}
 
@@ -179,7 +180,7 @@ def admit(
     members: Members, digest: str, node: str, key: str, *, now: float, is_live: bool
 ) -> Token:
     """Spend one use of a token on a node with this key. A repeated request of the same node with
-    the same key, whose answer was lost, spends nothing.
+    the same key, whose answer was lost, spends nothing as long as its membership lasts.
 
     Raises:
         ConflictError: a live node has the name.
@@ -193,15 +194,16 @@ def admit(
             "the head does not know this join token: run `plexrl node token` on it for a new one",
             reason="unknown",
         )
-    is_repeated = (node, key) in token.admitted
+    known = members.nodes.get(node)
+    is_own = known is not None and key in known.keys
+    is_repeated = is_own and (node, key) in token.admitted
     reason = token.refusal(now)
     if reason and not (reason == "used" and is_repeated):
         raise JoinTokenError(
             f"this join token is {reason}: run `plexrl node token` on the head for a new one",
             reason=reason,
         )
-    known = members.nodes.get(node)
-    if is_live and (known is None or key not in known.keys):
+    if is_live and not is_own:
         raise ConflictError(
             f"a live node is named {node!r}: choose another name with --name, or end that node "
             "with `plexrl node leave` on its machine first",
@@ -221,7 +223,7 @@ def revoke(ledger: Ledger, authority: Authority, node: str) -> int:
         StorageError: the record cannot be read or written.
     """
     with ledger.change() as members:
-        count = len(_valid(members.nodes[node].certificates)) if node in members.nodes else 0
+        count = len(valid(members.nodes[node].certificates)) if node in members.nodes else 0
         if not members.forget(node):
             raise NotFoundError(
                 f"no node {node!r} has joined this head: `plexrl node tokens` lists those that have"

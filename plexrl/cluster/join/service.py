@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from plexrl.cluster.join import messages
 from plexrl.cluster.join.attempts import FailedAttempts
 from plexrl.cluster.join.authority import LIFE, Authority
-from plexrl.cluster.join.ledger import Ledger, Member, admit, revoke
+from plexrl.cluster.join.ledger import Ledger, Member, Members, admit, valid
 from plexrl.cluster.join.tokens import secret_digest
 from plexrl.errors import (
     AuthenticationError,
@@ -183,7 +183,7 @@ class JoinService:
             return await self._join(request, client)
         if not client.node:
             raise AuthenticationError("show the certificate of a node, or join with a token first")
-        await asyncio.to_thread(self._check_member, client)
+        await asyncio.to_thread(lambda: _member(self._ledger.read(), client))
         match request:
             case messages.Renew():
                 return await asyncio.to_thread(self._renew, request, client)
@@ -192,7 +192,7 @@ class JoinService:
             case messages.Undrain():
                 return await self._cluster.drain(client.node, is_draining=False)
             case messages.Leave():
-                await asyncio.to_thread(self._forget, client.node)
+                await asyncio.to_thread(self._forget, client)
                 try:
                     await self._cluster.remove(client.node)
                 except PlexRLError as error:
@@ -233,8 +233,7 @@ class JoinService:
             certificate = self._sign(request.request, node)
             former = members.nodes.get(node)
             own = former.certificates if former is not None and key in former.keys else {}
-            if not own:
-                members.forget(node)
+            is_replaced = not own and members.forget(node)
             members.nodes[node] = Member(
                 keys=[key],
                 joined_at=time.time(),
@@ -242,7 +241,8 @@ class JoinService:
                 host=request.host or client.address,
                 certificates=own | _entry(certificate),
             )
-        self._ledger.publish(self._authority)
+        if is_replaced:
+            self._ledger.publish(self._authority)
         LOG.warning("node %s has joined from %s", node, client.address)
         return self._told(certificate)
 
@@ -253,22 +253,24 @@ class JoinService:
         _check_clock(request.clock)
         key = _request_key(request.request)
         with self._ledger.change() as members:
-            member = members.nodes[client.node]
+            # Again, because the operator may have revoked the membership meanwhile.
+            member = _member(members, client)
             certificate = self._sign(request.request, client.node)
             # The node keeps its former certificate until it has this answer.
             member.keys = [client.key, key] if key != client.key else [key]
             member.certified_until = time.time() + LIFE.total_seconds()
             member.host = request.host or client.address
-            member.certificates |= _entry(client.certificate) | _entry(certificate)
+            known = member.certificates | _entry(client.certificate) | _entry(certificate)
+            member.certificates = valid(known)
         LOG.info("the certificate of node %s was renewed", client.node)
         return self._told(certificate)
 
     def _record(self, client: _Client) -> None:
         """Note the client's certificate, if the record of an earlier version lacks it."""
         entry = _entry(client.certificate)
-        if not entry.keys() <= self._ledger.read().nodes[client.node].certificates.keys():
+        if not entry.keys() <= _member(self._ledger.read(), client).certificates.keys():
             with self._ledger.change() as members:
-                members.nodes[client.node].certificates |= entry
+                _member(members, client).certificates |= entry
 
     def _sign(self, request: str, node: str) -> bytes:
         # No host names: with one, a node could pass for the API to clients that check only that.
@@ -277,23 +279,13 @@ class JoinService:
     def _told(self, certificate: bytes) -> messages.Membership:
         return msgspec.structs.replace(self._membership(), certificate=certificate.decode())
 
-    def _forget(self, node: str) -> None:
-        with suppress(NotFoundError):
-            revoke(self._ledger, self._authority, node)
-        LOG.warning("node %s has left", node)
-
-    def _check_member(self, client: _Client) -> None:
-        member = self._ledger.read().nodes.get(client.node)
-        if member is None:
-            raise PermissionDeniedError(
-                f"node {client.node!r} is no member of this cluster any more: join again with a "
-                "token"
-            )
-        if client.key not in member.keys:
-            raise PermissionDeniedError(
-                f"another machine has joined as {client.node!r} since: join again with a token and "
-                "another --name"
-            )
+    def _forget(self, client: _Client) -> None:
+        with self._ledger.change() as members:
+            # Again, because another machine may have taken the name meanwhile.
+            _member(members, client)
+            members.forget(client.node)
+        self._ledger.publish(self._authority)
+        LOG.warning("node %s has left", client.node)
 
     def _check_name(self, node: str) -> None:
         if _NODE_NAME.fullmatch(node) is None:
@@ -303,6 +295,25 @@ class JoinService:
             )
         if node in self._reserved:
             raise ConflictError(f"{node!r} is a node of the head itself: choose another --name")
+
+
+def _member(members: Members, client: _Client) -> Member:
+    """The client's membership. Raises `PermissionDeniedError`."""
+    member = members.nodes.get(client.node)
+    if member is None:
+        raise PermissionDeniedError(
+            f"node {client.node!r} is no member of this cluster any more: join again with a token"
+        )
+    if client.key not in member.keys:
+        raise PermissionDeniedError(
+            f"another machine has joined as {client.node!r} since: join again with a token and "
+            "another --name"
+        )
+    if not members.revoked.keys().isdisjoint(_entry(client.certificate)):
+        raise PermissionDeniedError(
+            f"the certificate of node {client.node!r} is revoked: join again with a token"
+        )
+    return member
 
 
 def _check_clock(clock: float) -> None:

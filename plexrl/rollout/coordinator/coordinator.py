@@ -136,7 +136,7 @@ class RolloutCoordinator:
             self.settings,
             self._fit.model,
             self.trajectories,
-            self.manager,
+            self.manager.buffers,
             event.instances,
             budgets,
         )
@@ -251,7 +251,7 @@ class RolloutCoordinator:
         return commands + self._train_if_ready()
 
     def _on_filtered(self, event: GroupFiltered) -> list[Command]:
-        if event.group not in self.trajectories.groups:
+        if not self.trajectories.holds(event.group):
             return []
         return self._drop(event.group, event.reason)
 

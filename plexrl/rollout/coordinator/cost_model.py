@@ -2,12 +2,21 @@
 
 A decode step of `n` trajectories with `kv` of KV cache takes `k1 kv + max(k2, k3 n) + k4` seconds
 and yields `n` tokens. `k5` is the KV cache of one token.
+
+An instance without work takes also a trajectory that is longer than its KV cache: the engine
+refuses it, which is reported and dropped in the end. Otherwise it would wait for ever, and all
+behind it.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +54,16 @@ class CostModel:
 
     def fits(self, load: InstanceLoad, length: int) -> bool:
         """True if a trajectory of this length would run at once (Eq. 3)."""
-        return not load.waiting and load.kv_cache + self.k5 * length <= load.kv_budget
+        kv = load.kv_cache + self.k5 * length
+        return not load.waiting and (kv <= load.kv_budget or not load.running)
 
     def gain(self, load: InstanceLoad, length: int) -> float:
         """Tokens per second gained by routing a trajectory of `length` tokens to the instance
         (Eq. 3); 0 if it would wait there."""
         kv = load.kv_cache + self.k5 * length
-        if load.waiting or kv > load.kv_budget:
-            return 0.0
         n = load.running
+        if load.waiting or (n and kv > load.kv_budget):
+            return 0.0
         k2, k3, k4 = self.k2, self.k3, self.k4
         work = k3 * (n + 1)
         after = (n + 1) / (self.k1 * kv + (work if work > k2 else k2) + k4)
@@ -61,6 +71,15 @@ class CostModel:
             return after
         work = k3 * n
         return after - n / (self.k1 * load.kv_cache + (work if work > k2 else k2) + k4)
+
+    def gains(self, kv_cache: Floats, running: Floats, kv_budget: Floats, length: int) -> Floats:
+        """`gain` on many instances at once, [instance] each, whose own queues are empty."""
+        kv = kv_cache + self.k5 * length
+        more = running + 1
+        after = more / (self.k1 * kv + np.maximum(self.k3 * more, self.k2) + self.k4)
+        before = running / (self.k1 * kv_cache + np.maximum(self.k3 * running, self.k2) + self.k4)
+        gained: Floats = (after - before) * ((kv <= kv_budget) | (running == 0))
+        return gained
 
     def ideal_gain(self, length: int) -> float:
         """The gain on an idle instance, an upper bound (Eq. 4)."""

@@ -10,8 +10,8 @@ from plexrl.rollout.coordinator.snapshot import InstanceLoad, InstanceSnapshot
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
 from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
-from plexrl.rollout.staleness.manager import StalenessManager
-from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId, TrajectoryState
+from plexrl.rollout.staleness.buffers import Buffers
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.rollout.trajectories.server import TrajectoryServer
 
 
@@ -26,21 +26,24 @@ class Decision:
 
 
 class Cycle:
-    """The state of one cycle. It reads the server and the manager and changes neither."""
+    """The state of one cycle. It reads the server and the buffers and changes neither.
+
+    Every command is answered when a snapshot is accepted, so what an instance holds is routed.
+    """
 
     def __init__(
         self,
         settings: CoordinatorSettings,
         model: CostModel,
         server: TrajectoryServer,
-        manager: StalenessManager,
+        buffers: Buffers,
         snapshots: Iterable[InstanceSnapshot],
         kv_budgets: Mapping[InstanceId, float],
     ) -> None:
         self._settings = settings
         self._model = model
         self._server = server
-        self._manager = manager
+        self._entries = buffers
         self._snapshots = sorted(snapshots, key=lambda each: each.instance)
         self._loads = [
             InstanceLoad(
@@ -59,19 +62,17 @@ class Cycle:
             Candidate(each.id, each.group, each.version, each.length)
             for each in server.waiting.values()
         ]
-        self._started = {
-            group for group in server.groups if manager.buffers.place(group) is not None
-        }
+        self._started = {group for group in server.groups if buffers.place(group) is not None}
 
     def decide(self, newest: int) -> Decision:
         """Synchronisation, migration and routing; `newest` is the parameter server's version."""
         decision = Decision()
         if not self._loads:
             return decision
-        settings, model, plan = self._settings, self._model, self._manager.plan
+        settings, model, entries = self._settings, self._model, self._entries
         loads = [copy(load) for load in self._loads]
         queue = ordered(self._queue, self._started)
-        for found in to_synchronise(settings, model, loads, plan(), queue, newest):
+        for found in to_synchronise(settings, model, loads, entries.copy(), queue, newest):
             load = self._loads[found.index]
             running, waiting = self._held(load)
             # Also what has completed since the snapshot leaves the load.
@@ -79,7 +80,9 @@ class Cycle:
             load.kv_cache, load.running, load.waiting, load.version = 0.0, 0, 0, newest
             self._work[load.index] = ([], [])
             decision.pulls.append(load.instance)
-        for load, moved in to_migrate(settings, model, self._loads, plan(), self._held):
+        if decision.interrupts:
+            queue = ordered(self._queue, self._started)
+        for load, moved in to_migrate(settings, model, self._loads, entries, queue, self._held):
             running, waiting = self._held(load)
             gone = {each.trajectory for each in moved}
             kept = [each for each in running if each.trajectory not in gone]
@@ -88,8 +91,9 @@ class Cycle:
             removed_tokens = sum(c.length for c in running) - sum(c.length for c in kept)
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
             self._remove(load, moved, decision)
-        reserved = plan()
-        queue = ordered(self._queue, self._started)
+        reserved = entries.copy()
+        if len(self._queue) > len(queue):
+            queue = ordered(self._queue, self._started)
         router = make_router(settings, model, self._loads, reserved)
         for candidate, load in route(router, reserved, queue):
             decision.routes.append((candidate.trajectory, load.instance, load.version))
@@ -111,7 +115,7 @@ class Cycle:
             running += [
                 Candidate(each.id, each.group, each.version, each.length)
                 for each in self._server.on_instance(shown.instance)
-                if each.id not in seen and each.state is TrajectoryState.ROUTED
+                if each.id not in seen
             ]
             self._work[load.index] = (running, waiting)
         return self._work[load.index]
@@ -122,10 +126,6 @@ class Cycle:
         found = []
         for trajectory, length in zip(ids, lengths, strict=True):
             record = self._server.get(trajectory)
-            if (
-                record is not None
-                and record.state is TrajectoryState.ROUTED
-                and record.instance == shown.instance
-            ):
+            if record is not None and record.instance == shown.instance:
                 found.append(Candidate(trajectory, record.group, record.version, length))
         return found

@@ -32,8 +32,9 @@ class CoordinatorSettings:
     throughput_ratio_max: float = 5.0
     """φ_throughput: ratio of the instances' throughputs beyond which work is redistributed."""
     migration_gain_min: float = 0.05
-    """Least part by which a redistribution must raise the throughput of the instances concerned.
-    Without it, an idle instance would make the busiest one return its work in every cycle."""
+    """Least gain of a redistribution, as part of the throughput of the instance whose work is
+    returned. Without it, an idle instance would make the busiest one return its work in every
+    cycle."""
     length_step_tokens: int = 256
     """Lengths are rounded down to multiples of this when gains are compared, so that trajectories
     of similar lengths share the work; 1 compares exact gains."""

@@ -28,10 +28,10 @@ class ExpectedInstance:
     pulls: int = 0
     """Pulls issued so far."""
     pulls_unanswered: int = 0
-    stops: deque[tuple[TrajectoryId, ...]] = field(default_factory=deque)
-    """Trajectories of each `Interrupt` and `Abort` that is not answered, in the order of issue."""
-    leaving: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Trajectories of `stops` that have not ended, and `pulls` when the command was issued."""
+    stops: deque[dict[TrajectoryId, int]] = field(default_factory=deque)
+    """Each `Interrupt` and `Abort` that is not answered, in the order of issue: its trajectories
+    that have not ended there, and `pulls` when it was issued. A trajectory is in one at most: one
+    that failed there can be routed there again, and be in a later command."""
 
 
 class SpeculativeState:
@@ -80,13 +80,11 @@ class SpeculativeState:
         """An `Interrupt` or `Abort` was issued."""
         expected = self.instances[instance]
         expected.trajectories -= len(trajectories)
-        expected.stops.append(tuple(trajectories))
-        for each in trajectories:
-            expected.leaving[each] = expected.pulls
+        expected.stops.append(dict.fromkeys(trajectories, expected.pulls))
 
     def stopped(self, instance: InstanceId) -> tuple[TrajectoryId, ...]:
         """The oldest unanswered `Interrupt` or `Abort` is answered: those of its trajectories
-        that had not ended before. Changes nothing until `left` is called for each.
+        that have not ended. Changes nothing; `answered` does.
 
         Raises InvalidRequestError: there is no such command.
         """
@@ -95,26 +93,30 @@ class SpeculativeState:
             raise InvalidRequestError(
                 f"instance {instance} has no unanswered Interrupt or Abort: send one `Stopped` each"
             )
-        return tuple(each for each in expected.stops[0] if each in expected.leaving)
+        return tuple(expected.stops[0])
 
     def answered(self, instance: InstanceId) -> None:
         """Forgets the oldest unanswered `Interrupt` or `Abort` with its trajectories."""
-        expected = self.instances[instance]
-        for each in expected.stops.popleft():
-            expected.leaving.pop(each, None)
+        self.instances[instance].stops.popleft()
 
     def completed(self, instance: InstanceId, trajectory: TrajectoryId) -> None:
         """A trajectory completed there: it is counted again if it was to leave."""
         expected = self.instances[instance]
-        issued_at = expected.leaving.pop(trajectory, None)
-        if issued_at == expected.pulls:
+        if self._ended(expected, trajectory) == expected.pulls:
             expected.trajectories += 1
 
     def failed(self, instance: InstanceId, trajectory: TrajectoryId) -> None:
         """A trajectory failed there, and the instance does not count it any more."""
         expected = self.instances[instance]
-        if expected.leaving.pop(trajectory, None) is None:
+        if self._ended(expected, trajectory) is None:
             expected.trajectories -= 1
+
+    def _ended(self, expected: ExpectedInstance, trajectory: TrajectoryId) -> int | None:
+        """Takes the trajectory out of the command that was to stop it; returns `pulls` then."""
+        for stop in expected.stops:
+            if trajectory in stop:
+                return stop.pop(trajectory)
+        return None
 
     def matches(self, snapshots: Iterable[InstanceSnapshot]) -> bool:
         """True if every command is answered and the snapshot shows every instance as it is

@@ -60,6 +60,17 @@ class Buffers:
         self._place: dict[SampleGroupId, int] = {}
         """The buffer of each entry."""
 
+    def copy(self) -> "Buffers":
+        """Equal buffers that change on their own: what would happen is tried on them."""
+        other = Buffers(staleness=self.staleness, size=self.size, extra=self.extra)
+        other.next_version = self.next_version
+        other._place = self._place.copy()
+        other._buffers = {
+            version: Buffer(reserved=each.reserved.copy(), occupied=each.occupied.copy())
+            for version, each in self._buffers.items()
+        }
+        return other
+
     def buffer(self, version: int) -> Buffer:
         """Entries of the buffer; empty for one that was never used."""
         return self._buffers.get(version) or Buffer()
@@ -102,11 +113,6 @@ class Buffers:
             return 0
         return self.size + self.extra - len(buffer.occupied) - len(buffer.reserved)
 
-    def rooms(self) -> list[int]:
-        """Room of the buffers from `next_version` to `next_version + staleness`."""
-        first = self.next_version
-        return [self.room(v) for v in range(first, first + self.staleness + 1)]
-
     def reservable(self, version: int) -> int | None:
         """The buffer that a reservation of this version would get: the latest one with room."""
         for place in range(version + self.staleness, self.next_version - 1, -1):
@@ -114,48 +120,47 @@ class Buffers:
                 return place
         return None
 
-    def reserve(self, group: SampleGroupId, version: int) -> int:
-        """Reserves an entry and returns its buffer.
-
-        Raises:
-            ConflictError: the group has an entry, the version does not exist, or there is no room.
-        """
-        if group in self._place:
-            raise ConflictError(f"group {group} has an entry in the staleness buffers already")
+    def admits(self, group: SampleGroupId, version: int) -> bool:
+        """True if `assign` would succeed: the discriminator. Nothing changes."""
         if not 0 <= version <= self.next_version:
-            raise ConflictError(
-                f"group {group} has version {version}, but the newest model is of version "
-                f"{self.next_version} at most: assign the version of an instance's weights"
-            )
-        place = self.reservable(version)
+            return False
+        place = self._place.get(group)
         if place is None:
-            raise ConflictError(
-                f"no staleness buffer from {self.next_version} to {version + self.staleness} has "
-                f"room for group {group} of version {version}: assign a newer version"
-            )
-        self._put(group, version, place, occupied=False)
-        return place
-
-    def lower(self, group: SampleGroupId, version: int) -> int:
-        """Gives a reservation an older version, and returns the buffer that it has then.
-
-        Raises ConflictError: as `reserve`, or the group has no reservation. Nothing changes.
-        """
+            return self.reservable(version) is not None
+        own = self._buffers[place].reserved.get(group)
+        if own is None:
+            return False
         latest = version + self.staleness
-        if self.hole_after_release(group) > latest and self.reservable(version) is None:
-            raise ConflictError(
-                f"no staleness buffer up to {latest} has room for group {group}: assign a newer "
-                "version"
-            )
-        self._take_reserved(group)
-        return self.reserve(group, version)
+        return (
+            own <= version
+            or place <= latest
+            or self._hole_after_release(group) <= latest
+            or self.reservable(version) is not None
+        )
 
-    def hole_after_release(self, group: SampleGroupId) -> int:
-        """The buffer that gains room if the group's reservation is released."""
-        hole = self._placed(group)
-        while (source := self._movable(hole, leaving_out=group)) is not None:
-            hole = source[1]
-        return hole
+    def assign(self, group: SampleGroupId, version: int) -> None:
+        """Gives a member of the group this version. The group reserves an entry if it has none; a
+        version older than that of its entry moves the entry to a buffer that allows it.
+
+        Raises ConflictError: the version does not exist or breaks the staleness bound, or the
+        group is complete. Nothing changes.
+        """
+        if not self.admits(group, version):
+            raise ConflictError(
+                f"group {group} cannot have version {version}: versions exist up to "
+                f"{self.next_version}, and its entry must fit into a staleness buffer up to "
+                f"{version + self.staleness}; assign a newer version",
+                group=group,
+                version=version,
+            )
+        place = self._place.get(group)
+        if place is not None:
+            if self._buffers[place].reserved[group] <= version:
+                return
+            self._take_reserved(group)
+        latest = self.reservable(version)
+        assert latest is not None, "the version is admitted"
+        self._put(group, version, latest, occupied=False)
 
     def occupy(self, group: SampleGroupId) -> int:
         """Turns the reservation into an occupied entry and returns its buffer.
@@ -204,6 +209,13 @@ class Buffers:
             del self._place[group]
         self.next_version = version + 1
         return buffer.occupied
+
+    def _hole_after_release(self, group: SampleGroupId) -> int:
+        """The buffer that would gain room if the group's reservation were released."""
+        hole = self._place[group]
+        while (source := self._movable(hole, leaving_out=group)) is not None:
+            hole = source[1]
+        return hole
 
     def _placed(self, group: SampleGroupId) -> int:
         place = self._place.get(group)
@@ -272,8 +284,8 @@ class Buffers:
             group, version = max(self._buffers[last].occupied.items(), key=lambda e: (e[1], e[0]))
             del self._buffers[last].occupied[group]
             self._forget(group, last)
+            # No reservation moves into the place that this leaves: by the last invariant none may.
             self._put(group, version, place, occupied=True)
-            self._fill(last)
 
     def check_invariants(self) -> None:
         """Raises InvariantError: an invariant of this module does not hold."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.staleness.buffers import Buffers, BufferState
-from plexrl.rollout.staleness.plan import ReservationPlan
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 
 
@@ -71,53 +70,16 @@ class StalenessManager:
         )
         self._members: dict[SampleGroupId, _Members] = {}
 
-    def plan(self) -> ReservationPlan:
-        """A plan on the entries as they are now; it must not outlive the next change."""
-        buffers = self.buffers
-        return ReservationPlan(
-            buffers.rooms(),
-            first=buffers.next_version,
-            staleness=buffers.staleness,
-            entry=self._entry,
-        )
-
-    def admits(self, group: SampleGroupId, version: int) -> bool:
-        """True if `reserve` would succeed. Nothing changes."""
-        if version > self.buffers.next_version:
-            return False
-        place = self.buffers.place(group)
-        if place is None:
-            return self.buffers.reservable(version) is not None
-        if self.buffers.is_occupied(group):
-            return False
-        latest = version + self.settings.staleness
-        if self.buffers.version(group) <= version or place <= latest:
-            return True
-        hole = self.buffers.hole_after_release(group)
-        return hole <= latest or self.buffers.reservable(version) is not None
-
     def reserve(self, group: SampleGroupId, trajectory: TrajectoryId, version: int) -> None:
-        """Assigns the version to the trajectory. A first member reserves the group's entry; a
-        member older than the entry moves it to a buffer that its version allows.
+        """Assigns the version to the trajectory; see `Buffers.admits` and `Buffers.assign`.
 
-        Raises:
-            ConflictError: the version breaks the bound, or the trajectory has a version.
+        Raises ConflictError: the version breaks the bound, or the trajectory has a version.
         """
         members = self._members.get(group)
         if members is not None and trajectory in members.versions:
             raise ConflictError(f"trajectory {trajectory} has a version already")
-        if not self.admits(group, version):
-            raise ConflictError(
-                f"version {version} of group {group} breaks the staleness bound "
-                f"{self.settings.staleness}: no buffer up to {version + self.settings.staleness} "
-                "has room; assign a newer version"
-            )
-        if members is None:
-            self.buffers.reserve(group, version)
-            members = self._members[group] = _Members()
-        elif version < self.buffers.version(group):
-            self.buffers.lower(group, version)
-        members.versions[trajectory] = version
+        self.buffers.assign(group, version)
+        self._members.setdefault(group, _Members()).versions[trajectory] = version
 
     def complete(
         self, group: SampleGroupId, trajectory: TrajectoryId
@@ -155,10 +117,6 @@ class StalenessManager:
             dropped += self._drop_surplus(version)
         return tuple(dropped)
 
-    def state(self, version: int) -> BufferState:
-        """State of a buffer."""
-        return self.buffers.state(version)
-
     def is_ready(self) -> bool:
         """True if the next buffer can be consumed."""
         return self.buffers.state(self.buffers.next_version) is BufferState.READY
@@ -170,10 +128,6 @@ class StalenessManager:
         """
         groups = sorted(self.buffers.consume())
         return {group: tuple(sorted(self._members.pop(group).versions)) for group in groups}
-
-    def _entry(self, group: SampleGroupId) -> tuple[int, int] | None:
-        place = self.buffers.place(group)
-        return None if place is None else (self.buffers.version(group), place)
 
     def _drop_surplus(self, version: int) -> tuple[SampleGroupId, ...]:
         """Releases what is reserved in a buffer that is full."""

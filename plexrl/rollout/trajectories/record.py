@@ -112,15 +112,12 @@ class Trajectory:
     instance: InstanceId | None = None
     """The instance that holds it; None on the trajectory server and after generation."""
     segments: list[Segment] = field(default_factory=list)
+    response_tokens: int = 0
+    """Number of tokens of `segments`."""
     failures: int = 0
     """Failed generations so far."""
     reward: float | None = None
     """None until the reward is computed."""
-
-    @property
-    def response_tokens(self) -> int:
-        """Number of tokens generated so far."""
-        return sum(each.tokens for each in self.segments)
 
     @property
     def length(self) -> int:
@@ -153,3 +150,4 @@ class Trajectory:
         """Appends generated segments. Raises InvalidRequestError: see `check_segments`."""
         self.check_segments(segments)
         self.segments.extend(segments)
+        self.response_tokens += sum(each.tokens for each in segments)

@@ -65,6 +65,17 @@ class TrajectoryServer:
             )
         return found
 
+    def holds(self, group: SampleGroupId) -> bool:
+        """True for a group that is neither consumed nor dropped.
+
+        Raises InvalidRequestError: there never was such a group.
+        """
+        if not 0 <= group < self._next_group:
+            raise InvalidRequestError(
+                f"there is no group {group}: ids are below {self._next_group}"
+            )
+        return group in self.groups
+
     def members(self, group: SampleGroupId) -> Iterator[Trajectory]:
         """Records of a held group's members that are not aborted."""
         found = (self._all.get(each) for each in self.groups[group].members)

@@ -45,7 +45,9 @@ def _policy(world: World, system: System) -> Policy:
         case SystemName.ONE_STEP:
             return OneStep(world)
         case SystemName.INFLIGHT:
-            return InFlight(world, system.staleness, in_order=True)
+            return InFlight(world, system.staleness)
+        case SystemName.INFLIGHT_FIXED:
+            return InFlight(world, system.staleness, is_fixed=True)
         case SystemName.INFLIGHT_LOOSE:
             return InFlight(world, system.staleness, in_order=False)
         case SystemName.STALEFLOW:

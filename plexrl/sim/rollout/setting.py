@@ -18,13 +18,21 @@ class SystemName(StrEnum):
     INFLIGHT = "inflight"
     """At most (η + 1) batches in flight, trained in the order of the prompts, which keeps the
     bound; every update interrupts all instances."""
+    INFLIGHT_FIXED = "inflight-fixed"
+    """The same, and a trajectory stays on its first instance."""
     INFLIGHT_LOOSE = "inflight-loose"
-    """The same in the order of completion, as AReaL: the bound is not kept for each trajectory."""
+    """As inflight in the order of completion, as AReaL: the bound is not kept for each
+    trajectory."""
     STALEFLOW = "staleflow"
     """PlexRL's coordinator, as StaleFlow."""
 
 
-BOUNDED = (SystemName.INFLIGHT, SystemName.INFLIGHT_LOOSE, SystemName.STALEFLOW)
+BOUNDED = (
+    SystemName.INFLIGHT,
+    SystemName.INFLIGHT_FIXED,
+    SystemName.INFLIGHT_LOOSE,
+    SystemName.STALEFLOW,
+)
 """Systems with a choice of η."""
 SPLIT = (SystemName.ONE_STEP, *BOUNDED)
 """Systems with separate GPUs for rollout and training."""

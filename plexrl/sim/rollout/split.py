@@ -23,7 +23,7 @@ from plexrl.sim.rollout.setting import SPLIT, Setting, System
 
 Result = TypeVar("Result")
 
-COARSE = (0.5, 0.625, 0.75)
+COARSE = (0.5, 0.625)
 """Parts of the GPUs that roll out, in the coarse grid."""
 NODE_GPUS = 8
 """Splits are whole nodes, if the cluster has several."""

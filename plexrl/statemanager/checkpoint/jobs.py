@@ -3,6 +3,8 @@
 Invariants:
 
 - An accepted checkpoint pins its versions until it is written, failed or cancelled.
+- A checkpoint is announced from its acceptance to its end, and the announcement renewed. If a load
+  ended the announcement, the checkpoint fails.
 - Checkpoints of one name are written in the order of their acceptance.
 - A full file system, or an object store that does not answer, delays a checkpoint and later ones of
   its name; it fails none.
@@ -16,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from plexrl.errors import (
@@ -27,6 +29,7 @@ from plexrl.errors import (
     StorageFullError,
     StoreUnavailableError,
 )
+from plexrl.statemanager.checkpoint.announcement import RENEW_S, lost_to_a_load
 from plexrl.statemanager.checkpoint.folder import retain
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
 from plexrl.statemanager.checkpoint.places.choice import root_at
@@ -66,6 +69,7 @@ class Task:
 class _Entry:
     task: Task
     progress: Progress
+    is_announced: bool = True
     state: CheckpointState = CheckpointState.WAITING
     error: PlexRLError | None = None
     over: threading.Event = field(default_factory=threading.Event)
@@ -84,8 +88,12 @@ class CheckpointJobs:
         self._lock = threading.Lock()
         self._entries: OrderedDict[CheckpointPlace, _Entry] = OrderedDict()
         self._queue: queue.Queue[_Entry | None] = queue.Queue()
-        self._active = 0
+        self._active: list[_Entry] = []
+        """Those that are not over, by time of acceptance."""
         self._clean_up()
+        self._ended = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name="announcements", daemon=True)
+        self._renewing.start()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -101,18 +109,18 @@ class CheckpointJobs:
         bytes_per_s = self._config.checkpoint_bytes_per_s or None
         entry = _Entry(task, Progress(bytes_per_s=bytes_per_s))
         with self._lock:
-            if self._active > self._config.checkpoints_waiting_max:
+            if len(self._active) > self._config.checkpoints_waiting_max:
                 for one in self._entries.values():
                     if isinstance(one.error, HELD):
                         # The queue does not move before there is space, or an answer.
                         raise one.error
                 raise OverloadedError(
-                    f"{self._active - 1} checkpoints wait on {self._config.node!r} already: try "
-                    "again when one is written, or raise checkpoints_waiting_max",
+                    f"{len(self._active) - 1} checkpoints wait on {self._config.node!r} already: "
+                    "try again when one is written, or raise checkpoints_waiting_max",
                     retry_after_s=RETRY_AFTER_S,
                 )
             task.wanted.target.announce(task.wanted.node)
-            self._active += 1
+            self._active.append(entry)
             self._entries.pop(task.wanted.target, None)
             self._entries[task.wanted.target] = entry
             self._forget_oldest()
@@ -167,6 +175,8 @@ class CheckpointJobs:
         for entry in entries:
             entry.progress.cancel()
         self._thread.join()
+        self._ended.set()
+        self._renewing.join()
 
     def _run(self) -> None:
         # Checkpoints that could not be stored yet, the oldest first. They are retried.
@@ -194,6 +204,7 @@ class CheckpointJobs:
             entry.state = CheckpointState.WRITING
         try:
             entry.progress.add(0)
+            self._check_announced(entry)
             write_checkpoint(wanted, task.readers, task.extras_fd, entry.progress)
         except HELD as held:
             if entry.error is None:
@@ -207,12 +218,44 @@ class CheckpointJobs:
             LOG.exception("a checkpoint failed")
             error = PlexRLError("the checkpoint failed: see the StateManager's log")
         task.held.close()
-        wanted.target.announce_end(wanted.node)
+        self._announce_end(entry)
         self._end(entry, error)
         with self._lock:
-            self._active -= 1
+            self._active.remove(entry)
         entry.over.set()
         return True
+
+    def _check_announced(self, entry: _Entry) -> None:
+        wanted = entry.task.wanted
+        if not entry.is_announced:
+            wanted.target.announce(wanted.node)
+            entry.is_announced = True
+        elif wanted.node not in wanted.target.announced():
+            raise lost_to_a_load(wanted.target, wanted.node)
+
+    def _announce_end(self, entry: _Entry) -> None:
+        """End the announcement of a checkpoint, and begin it for later ones of that name."""
+        wanted = entry.task.wanted
+        with self._lock:
+            wanted.target.announce_end(wanted.node)
+            later = [e for e in self._active if e.task.wanted.target == wanted.target]
+            later.remove(entry)
+            for each in later:
+                each.is_announced = False
+                # Otherwise it is announced when its turn comes.
+                with suppress(PlexRLError):
+                    wanted.target.announce(wanted.node)
+                    each.is_announced = True
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            with self._lock:
+                active = [entry.task.wanted for entry in self._active]
+            for wanted in active:
+                try:
+                    wanted.target.renew(wanted.node)
+                except (OSError, PlexRLError) as error:
+                    LOG.info("the announcement of %s is not renewed: %s", wanted.target, error)
 
     def _end(self, entry: _Entry, error: PlexRLError | None) -> None:
         """Record the outcome of a checkpoint, and apply its retention policy."""

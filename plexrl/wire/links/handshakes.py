@@ -102,6 +102,9 @@ async def start_tls_server(
     async def serve(transport: asyncio.Transport) -> None:
         reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        if transport.is_closing():
+            # It was ended already, and `start_tls` would wait for it until its time limit.
+            return
         try:
             secure = await loop.start_tls(
                 transport, protocol, context, server_side=True, ssl_handshake_timeout=handshake_s

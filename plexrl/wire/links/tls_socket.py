@@ -5,11 +5,14 @@ time. `ssl.SSLSocket` would need two system calls for each received record of 16
 safe if one thread reads while another writes.
 """
 
+import errno
+import os
 import selectors
 import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -105,8 +108,9 @@ class TlsSocket:
                     self._send_pending()
                     self._fetch(deadline)
                 except ssl.SSLError:
-                    # The alert says why.
-                    self._send_pending()
+                    # The alert says why, if the other side is there to read it.
+                    with suppress(OSError):
+                        self._send_pending()
                     raise
                 else:
                     self._send_pending()
@@ -163,8 +167,12 @@ class TlsSocket:
             try:
                 return step()
             except BlockingIOError:
+                descriptor = self._socket.fileno()
+                if descriptor < 0:
+                    # Another thread closed it since.
+                    raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
                 with selectors.PollSelector() as ready:
-                    ready.register(self._socket.fileno(), event)
+                    ready.register(descriptor, event)
                     left_s = None if deadline is None else max(0.0, deadline - monotonic())
                     if not ready.select(left_s):
                         raise TimeoutError("the other side is silent") from None

@@ -8,8 +8,6 @@ import io
 import os
 import tarfile
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -20,10 +18,10 @@ from plexrl.errors import (
     BatchShapeError,
     CheckpointNotFoundError,
     CorruptStateError,
-    DeadlineExceededError,
     PlexRLError,
 )
 from plexrl.model.spec import ModelSpec
+from plexrl.statemanager.checkpoint.announcement import wait_until_written
 from plexrl.statemanager.checkpoint.format.record import RECORD
 from plexrl.statemanager.checkpoint.places.choice import Location, place_at
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace
@@ -34,11 +32,6 @@ from plexrl.worker.state.rank_agreement import on_all_ranks
 
 if TYPE_CHECKING:
     import torch
-
-COMING_TIMEOUT_S = 600.0
-"""Longest wait of a load for a checkpoint that is being written."""
-POLL_S = 0.02
-POLL_S_MAX = 1.0
 
 
 def fill_from_checkpoint(
@@ -81,7 +74,7 @@ def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.T
         StoreUnavailableError: the object store does not answer.
     """
     place = place_at(path)
-    _wait_until_written(place)
+    wait_until_written(place)
     if is_url(str(path)) or (directory(str(path)) / RECORD).exists():
         return _recorded_parts(place, slices)
     found = _hf_parameters(directory(str(path)))
@@ -158,7 +151,7 @@ def pack_files(files: Mapping[str, bytes]) -> int:
 def _opened(path: Location, wants: Sequence[StateSlice]) -> Checkpoint:
     """The checkpoint, after a check of everything that `wants` needs."""
     place = place_at(path)
-    _wait_until_written(place)
+    wait_until_written(place)
     checkpoint = Checkpoint(place)
     try:
         checkpoint.verify(wants)
@@ -166,21 +159,6 @@ def _opened(path: Location, wants: Sequence[StateSlice]) -> Checkpoint:
         checkpoint.close()
         raise
     return checkpoint
-
-
-def _wait_until_written(place: CheckpointPlace) -> None:
-    pause = threading.Event()
-    deadline = time.monotonic() + COMING_TIMEOUT_S
-    pause_s = POLL_S
-    while place.is_coming():
-        if time.monotonic() > deadline:
-            raise DeadlineExceededError(
-                f"checkpoint {place.name!r} is still being written after {COMING_TIMEOUT_S:g} s: "
-                "load it later"
-            )
-        pause.wait(pause_s)
-        # A request to an object store costs more than a look at a directory.
-        pause_s = min(POLL_S_MAX, 1.5 * pause_s)
 
 
 def _recorded_parts(

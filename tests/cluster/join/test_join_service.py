@@ -5,129 +5,30 @@ import base64
 import os
 import ssl
 import time
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-from cryptography import x509
 
 from plexrl.cluster.join import messages
 from plexrl.cluster.join.attempts import FAILURES_MAX
 from plexrl.cluster.join.authority import CLOCK_SKEW, Authority
 from plexrl.cluster.join.certificate_files import CertificateFiles
 from plexrl.cluster.join.client import HeadClient, Joined, join
-from plexrl.cluster.join.ledger import Ledger, revoke
-from plexrl.cluster.join.service import JoinService
-from plexrl.cluster.join.tokens import JoinToken, create_token, parse_token, revoke_token
+from plexrl.cluster.join.tokens import JoinToken, parse_token, revoke_token
 from plexrl.errors import (
     AuthenticationError,
     ClockDifferenceError,
     ConflictError,
     InvalidRequestError,
     JoinTokenError,
-    NotFoundError,
     OverloadedError,
     PermissionDeniedError,
     UnavailableError,
 )
 from plexrl.wire.links.address import TlsAddress
 from plexrl.wire.links.credentials import Credentials, Identity, Role
-
-ResultT = TypeVar("ResultT")
-HOUR = 3600.0
-
-
-class Cluster:
-    """The cluster's answers, which the tests set."""
-
-    def __init__(self) -> None:
-        self.live: set[str] = set()
-        self.draining: set[str] = set()
-        self.answers = True
-
-    async def live_nodes(self) -> set[str]:
-        if not self.answers:
-            raise UnavailableError("the router starts")
-        return self.live
-
-    async def remove(self, node: str) -> None:
-        self.live.discard(node)
-
-    async def drain(self, node: str, *, is_draining: bool) -> messages.DrainProgress:
-        (self.draining.add if is_draining else self.draining.discard)(node)
-        return messages.DrainProgress(gpus_reserved=2, groups=["group0"])
-
-
-class Head:
-    """A head: authority, ledger and a service on a port of this machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self.authority = Authority.open(folder / "authority")
-        self.ledger = Ledger(folder)
-        self.ledger.publish(self.authority)
-        self.cluster = Cluster()
-        self.files = self.authority.issue(folder / "tls", Identity(Role.HEAD))
-        self.folder = folder
-
-    def service(self) -> JoinService:
-        return JoinService(
-            self.authority, self.ledger, self.files, self.cluster, self.told, reserved=("node0",)
-        )
-
-    def told(self) -> messages.Membership:
-        return messages.Membership(
-            ca=self.authority.pem.decode(),
-            schedulers=["tls://127.0.0.1:1"],
-            routers=["https://127.0.0.1:2"],
-            ticket_key=base64.b64encode(b"k" * 32).decode(),
-        )
-
-    def token(self, *, ttl_s: float = HOUR, uses: int = 1) -> JoinToken:
-        return create_token(self.ledger, self.authority.fingerprint, ttl_s=ttl_s, uses=uses)[0]
-
-    def run(self, use: Callable[[TlsAddress], Awaitable[ResultT]]) -> ResultT:
-        """Run `use` with the address of the running service."""
-
-        async def main() -> ResultT:
-            service = self.service()
-            port = await service.start("127.0.0.1", 0)
-            try:
-                return await use(TlsAddress("127.0.0.1", port))
-            finally:
-                await service.close()
-
-        return asyncio.run(main())
-
-    def join(
-        self,
-        token: JoinToken,
-        node: str = "a",
-        *,
-        files: CertificateFiles | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> Joined:
-        folder = files or CertificateFiles(self.folder / "joining" / node)
-        request = folder.request()
-        return self.run(lambda at: join(at, token, node=node, request=request, clock=clock))
-
-
-@pytest.fixture
-def head(tmp_path: Path) -> Head:
-    (tmp_path / "head").mkdir()
-    return Head(tmp_path / "head")
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> CertificateFiles:
-    return CertificateFiles(tmp_path / "machine")
-
-
-def become(head: Head, machine: CertificateFiles, node: str = "a") -> Joined:
-    joined = head.join(head.token(), node, files=machine)
-    machine.install(joined.membership.certificate, joined.membership.ca)
-    return joined
+from tests.cluster.join.head_service import HOUR, Head, become
 
 
 def test_a_token_admits_a_node_which_gets_its_certificate_and_the_clusters_settings(
@@ -285,73 +186,6 @@ def test_only_the_newest_machine_of_a_name_and_only_members_are_served(
     head.run(lambda at: HeadClient(at, successor.tls).leave())
     with pytest.raises(PermissionDeniedError, match="no member"):
         head.run(lambda at: HeadClient(at, successor.tls).renew())
-
-
-def revoked(head: Head) -> set[int]:
-    """Serial numbers in the head's list."""
-    return {each.serial_number for each in x509.load_pem_x509_crl(head.ledger.crl.read_bytes())}
-
-
-def serial(machine: CertificateFiles) -> int:
-    """Of a machine's certificate."""
-    body = Path(machine.tls.certificate).read_bytes()
-    return x509.load_pem_x509_certificate(body).serial_number
-
-
-def test_all_certificates_of_a_node_that_leaves_or_is_replaced_are_revoked(
-    head: Head, machine: CertificateFiles, tmp_path: Path
-) -> None:
-    become(head, machine)
-    first = serial(machine)
-    told = head.run(lambda at: HeadClient(at, machine.tls).renew(machine.request()))
-    machine.install(told.certificate, told.ca)
-    second = serial(machine)
-    assert revoked(head) == set()
-    successor = CertificateFiles(tmp_path / "successor")
-    become(head, successor)
-    assert revoked(head) == {first, second}
-    head.run(lambda at: HeadClient(at, successor.tls).leave())
-    assert revoked(head) == {first, second, serial(successor)}
-
-
-def test_a_repeated_request_to_join_revokes_nothing(head: Head, machine: CertificateFiles) -> None:
-    token = head.token()
-    head.join(token, files=machine)
-    head.join(token, files=machine)
-    assert revoked(head) == set()
-    revoke(head.ledger, head.authority, "a")
-    assert len(revoked(head)) == 2, "the answer that was lost had a certificate too"
-
-
-def test_an_operator_revokes_a_members_certificates_until_they_expire(
-    head: Head, machine: CertificateFiles
-) -> None:
-    with pytest.raises(NotFoundError, match="no node 'a' has joined"):
-        revoke(head.ledger, head.authority, "a")
-    become(head, machine)
-    assert revoke(head.ledger, head.authority, "a") == 1
-    with pytest.raises(PermissionDeniedError, match="no member"):
-        head.run(lambda at: HeadClient(at, machine.tls).renew())
-    listed = x509.load_pem_x509_crl(head.ledger.crl.read_bytes())
-    number = listed.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    with head.ledger.change() as members:
-        (only,) = members.revoked
-        members.revoked[only] = time.time() - 1.0
-    head.ledger.publish(head.authority)
-    listed = x509.load_pem_x509_crl(head.ledger.crl.read_bytes())
-    assert len(listed) == 0
-    assert listed.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number > number
-
-
-def test_the_certificate_of_a_member_whom_an_earlier_version_admitted_can_be_revoked(
-    head: Head, machine: CertificateFiles
-) -> None:
-    become(head, machine)
-    with head.ledger.change() as members:
-        members.nodes["a"].certificates = {}
-    head.run(lambda at: HeadClient(at, machine.tls).renew())
-    revoke(head.ledger, head.authority, "a")
-    assert revoked(head) == {serial(machine)}
 
 
 def test_a_node_drains_itself_only_with_its_certificate(

@@ -27,7 +27,8 @@ def drain(instance: Instance) -> None:
 
 def step_by_step(costs: EngineCosts, work: list[Trajectory]) -> dict[int, float]:
     """End times by trajectory, one decode step at a time: an oracle without closed forms."""
-    waiting, running, at_s = list(work), [], 0.0
+    waiting, at_s = list(work), 0.0
+    running: list[Trajectory] = []
     done = {each.number: 0 for each in work}
     ended = {}
 
@@ -36,7 +37,7 @@ def step_by_step(costs: EngineCosts, work: list[Trajectory]) -> dict[int, float]
 
     def admit() -> None:
         nonlocal at_s
-        new = []
+        new: list[Trajectory] = []
         while waiting:
             cached = sum(map(length, running + new))
             count = len(running) + len(new)
@@ -116,8 +117,8 @@ def test_random_commands_generate_every_token_once(seed: int) -> None:
             held = []
         instance.check_invariants()
     instances[0].route(held, now)
-    for each in instances:
-        drain(each)
+    for instance in instances:
+        drain(instance)
     ended = [each for instance in instances for each in instance.finished]
     assert sorted(each.number for each in ended) == list(range(30))
     for each in ended:

@@ -24,6 +24,7 @@ from plexrl.errors import (
 )
 from plexrl.statemanager.checkpoint.format.plan import CheckpointFormat
 from plexrl.statemanager.checkpoint.format.retention import RetentionPolicy
+from plexrl.statemanager.checkpoint.places.choice import place_at
 from plexrl.statemanager.checkpoint.requests import (
     CancelCheckpoint,
     CheckpointReport,
@@ -236,6 +237,21 @@ def test_a_killed_daemon_leaves_nothing_and_the_request_is_repeated(
     write(shard.client, "one", 1)
     assert finished(shard.client, "one").state == CheckpointState.DURABLE
     assert weights(folder, "one") == weights_of([shard], 1)
+
+
+def test_a_checkpoint_stays_announced_when_an_earlier_one_of_its_name_ends(
+    start: StartDaemon, make_shard: MakeShard, folder: Path
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=2 * MIB)
+    (shard,) = ranks(make_shard, daemon, 1)
+    snapshot([shard], 1)
+    for name in ("one", "two", "one"):
+        write(shard.client, name, 1, overwrite=True, asked_by=name + random.randbytes(4).hex())
+    wait_until(lambda: status(shard.client, "two").bytes_done > 0)
+    assert (folder / "job" / "one").exists()
+    place = place_at(folder / "job" / "one")
+    renewal = place.announced()["node0"]
+    wait_until(lambda: place.announced()["node0"] != renewal)
 
 
 def test_a_clean_exit_finishes_what_was_taken_in(

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load
 
 from plexrl.errors import CheckpointNotFoundError
+from plexrl.statemanager.checkpoint.announcement import RENEW_S, wait_until_written
 from plexrl.statemanager.checkpoint.places.choice import place_at, root_at
 from plexrl.statemanager.checkpoint.requests import CheckpointState
 from tests.s3_server import S3Server, s3_server
@@ -69,6 +70,29 @@ def test_the_ranks_of_two_machines_make_one_checkpoint(
 
 
 @pytest.mark.slow
+def test_a_load_waits_for_a_daemon_that_lives_and_not_for_a_killed_one(
+    start: StartDaemon, make_shard: MakeShard, url: str
+) -> None:
+    daemon = start(checkpoint_bytes_per_s=MIB // 2)
+    (shard,) = ranks(make_shard, daemon, 1)
+    snapshot([shard], 1)
+    place = place_at(f"{url}/job/one")
+    write(shard.client, "one", 1)
+    wait_until_written(place, lost_s=4 * RENEW_S)
+    assert place.read_record().seq == 1
+    assert finished(shard.client, "one").seconds > 4 * RENEW_S
+    for name in ("one", "two"):
+        write(shard.client, name, 1, overwrite=True)
+    wait_until(lambda: status(shard.client, "one").bytes_done > MIB)
+    daemon.kill()
+    with pytest.raises(CheckpointNotFoundError, match="node 'node0' was writing it"):
+        wait_until_written(place_at(f"{url}/job/two"), lost_s=RENEW_S)
+    wait_until_written(place, lost_s=RENEW_S)
+    assert weights(url, "one") == weights_of([shard], 1)
+    assert not place.announced()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     server: S3Server, start: StartDaemon, make_shard: MakeShard, url: str, seed: int
@@ -87,7 +111,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     assert weights(url, "one") in (old, new)
     daemon.start()
     place = place_at(f"{url}/job/one")
-    assert not place.is_coming()
+    assert not place.announced()
     # The files of the killed attempt are gone, unless it was published.
     names = server.files(url.removeprefix("s3://plexrl/"))
     attempts = {name.split("/")[3] for name in names if not name.endswith("checkpoint.json")}

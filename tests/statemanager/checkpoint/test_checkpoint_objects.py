@@ -240,8 +240,8 @@ def test_files_of_a_killed_writer_go_when_its_node_starts_again_and_as_garbage(
     assert root.use(["job"], ("job", "by-n"))[0] == 2
     [removed] = root.sweep("n")
     assert "by-n" in removed
-    assert not root.place("job", "by-n").is_coming()
-    assert root.place("job", "by-m").is_coming()
+    assert not root.place("job", "by-n").announced()
+    assert root.place("job", "by-m").announced()
     assert not [name for name in files(server, url) if "by-n" in name]
     root.collect_garbage("job")
     assert [name for name in files(server, url) if name.startswith("job/by-m/")]

@@ -4,9 +4,10 @@
 2. If the highest throughput of an instance is more than `throughput_ratio_max` times the lowest,
    all trajectories of the instance with the highest one.
 
-The paper's second rule has no condition: an instance without work, which cannot get any, would make
-the busiest instance return its work in each cycle. Here the rule applies only if routing those
-trajectories anew raises the throughput by `migration_gain_min` or more, by the cost model.
+The paper's second rule has no condition: an instance without work, which cannot get any or is about
+to get some, would make the busiest instance return its work in each cycle. Here the throughputs are
+those after the waiting trajectories have been routed, and the rule applies only if routing the
+returned ones anew raises the throughput by `migration_gain_min` or more, by the cost model.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
-from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.staleness.buffers import Buffers
 
 Work = Callable[[InstanceLoad], tuple[list[Candidate], list[Candidate]]]
 """Running and waiting trajectories of an instance in the engine's order, without those that have
@@ -27,10 +28,12 @@ def to_migrate(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Sequence[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
+    queue: Sequence[Candidate],
     work: Work,
 ) -> list[tuple[InstanceLoad, list[Candidate]]]:
-    """The trajectories that instances return. Changes the plan only."""
+    """The trajectories that instances return. `queue`: what is waiting to be routed. Nothing
+    changes."""
     if settings.migration == "none":
         return []
     excess = {
@@ -38,7 +41,7 @@ def to_migrate(
         for load in loads
         if load.waiting > settings.waiting_max
     }
-    busiest = _to_redistribute(settings, model, loads, plan, work)
+    busiest = _to_redistribute(settings, model, loads, buffers, queue, work)
     if busiest is not None:
         running, waiting = work(busiest)
         excess[busiest.index] = running + waiting
@@ -49,25 +52,39 @@ def _to_redistribute(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Sequence[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
+    queue: Sequence[Candidate],
     work: Work,
 ) -> InstanceLoad | None:
     """The instance with the highest throughput, if its work is to be redistributed."""
-    rates = [model.throughput(load.kv_cache, load.running) for load in loads]
-    if len(rates) < 2 or max(rates) <= settings.throughput_ratio_max * min(rates):
+    if _busiest(settings, model, loads) is None:
         return None
-    busiest = loads[rates.index(max(rates))]
-    after = [copy(load) for load in loads]
-    empty = after[rates.index(max(rates))]
-    empty.kv_cache, empty.running, empty.waiting = 0.0, 0, 0
+    before = [copy(load) for load in loads]
+    tried = buffers.copy()
+    route(make_router(settings, model, before, tried), tried, queue)
+    busiest = _busiest(settings, model, before)
+    if busiest is None:
+        return None
+    after = [copy(load) for load in before]
     running, waiting = work(busiest)
-    queue = ordered(running + waiting, set())
-    routed = route(make_router(settings, model, after, plan), plan, queue)
-    if all(load is empty for _, load in routed):
+    emptied = next(load for load in after if load.index == busiest.index)
+    tokens = sum(each.length for each in running)
+    emptied.kv_cache = max(0.0, emptied.kv_cache - model.k5 * tokens)
+    emptied.running = max(0, emptied.running - len(running))
+    emptied.waiting = 0
+    returned = ordered(running + waiting, set())
+    route(make_router(settings, model, after, tried), tried, returned)
+    gained = sum(model.throughput(load.kv_cache, load.running) for load in after)
+    held = sum(model.throughput(load.kv_cache, load.running) for load in before)
+    least = settings.migration_gain_min * model.throughput(busiest.kv_cache, busiest.running)
+    return busiest if running and gained > held + least else None
+
+
+def _busiest(
+    settings: CoordinatorSettings, model: CostModel, loads: Sequence[InstanceLoad]
+) -> InstanceLoad | None:
+    """The instance with the highest throughput, if the lowest one is far below it."""
+    rates = [model.throughput(load.kv_cache, load.running) for load in loads]
+    if max(rates) <= settings.throughput_ratio_max * min(rates):
         return None
-    concerned = {busiest.index} | {load.index for _, load in routed}
-    pairs = [(a, r) for a, r in zip(after, rates, strict=True) if a.index in concerned]
-    gained = sum(model.throughput(load.kv_cache, load.running) for load, _ in pairs)
-    if gained < (1 + settings.migration_gain_min) * sum(rate for _, rate in pairs):
-        return None
-    return busiest
+    return loads[rates.index(max(rates))]

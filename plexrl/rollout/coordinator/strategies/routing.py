@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Protocol
 
+import numpy as np
+
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
-from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 
 
@@ -60,10 +62,10 @@ class Router(Protocol):
         """Adds the candidate to the load of the chosen instance."""
 
 
-def is_routable(plan: ReservationPlan, candidate: Candidate, version: int) -> bool:
+def is_routable(buffers: Buffers, candidate: Candidate, version: int) -> bool:
     """True if the candidate may run on weights of this version (Alg. 2)."""
     if candidate.version is None:
-        return plan.admits(candidate.group, version)
+        return buffers.admits(candidate.group, version)
     return candidate.version <= version
 
 
@@ -79,11 +81,11 @@ def ordered(candidates: Iterable[Candidate], started: set[SampleGroupId]) -> lis
 
 
 def route(
-    router: Router, plan: ReservationPlan, queue: Iterable[Candidate]
+    router: Router, buffers: Buffers, queue: Iterable[Candidate]
 ) -> list[tuple[Candidate, InstanceLoad]]:
     """Routes from the head of the queue until no instance takes a trajectory.
 
-    Changes the loads behind the router and the plan.
+    Changes the loads behind the router and the buffers: pass copies.
     """
     routed = []
     for candidate in queue:
@@ -92,7 +94,7 @@ def route(
             break
         router.take(candidate, choice)
         if candidate.version is None:
-            plan.reserve(candidate.group, choice.load.version)
+            buffers.assign(candidate.group, choice.load.version)
         routed.append((candidate, choice.load))
     return routed
 
@@ -101,14 +103,14 @@ def make_router(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Iterable[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
 ) -> Router:
     """The router that the settings name."""
     if settings.routing == "count":
-        return CountRouter(loads, plan, model)
+        return CountRouter(loads, buffers, model)
     return ThroughputRouter(
         loads,
-        plan,
+        buffers,
         model,
         gain_part_min=settings.gain_part_min,
         length_step=settings.length_step_tokens,
@@ -116,14 +118,32 @@ def make_router(
 
 
 class _Level:
-    """The instances of one version, in a heap by gain for one length."""
+    """The instances of one version, with their gains for one length."""
 
-    __slots__ = ("heap", "length", "loads")
+    __slots__ = ("budget", "free", "gains", "kv_cache", "length", "loads", "place", "running")
 
-    def __init__(self) -> None:
-        self.loads: list[InstanceLoad] = []
-        self.heap: list[tuple[float, int, InstanceLoad]] = []
+    def __init__(self, loads: list[InstanceLoad]) -> None:
+        """`loads`: by index ascending."""
+        self.loads = loads
+        self.place = {load.index: place for place, load in enumerate(loads)}
+        self.kv_cache = np.array([load.kv_cache for load in loads])
+        self.budget = np.array([load.kv_budget for load in loads])
+        self.running = np.array([float(load.running) for load in loads])
+        self.free = np.array([not load.waiting for load in loads])
+        self.gains = np.zeros(len(loads))
         self.length = -1
+
+    def compare(self, model: CostModel, length: int) -> None:
+        """Computes the gains for this length."""
+        self.gains = model.gains(self.kv_cache, self.running, self.budget, length) * self.free
+        self.length = length
+
+    def took(self, model: CostModel, load: InstanceLoad) -> None:
+        """The load of an instance has changed."""
+        place = self.place[load.index]
+        self.kv_cache[place] = load.kv_cache
+        self.running[place] = load.running
+        self.gains[place] = model.gain(load, self.length)
 
 
 class ThroughputRouter:
@@ -132,32 +152,34 @@ class ThroughputRouter:
     def __init__(
         self,
         loads: Iterable[InstanceLoad],
-        plan: ReservationPlan,
+        buffers: Buffers,
         model: CostModel,
         *,
         gain_part_min: float,
         length_step: int,
     ) -> None:
-        self._plan = plan
+        self._buffers = buffers
         self._model = model
         self._gain_part_min = gain_part_min
         self._length_step = length_step
-        self._levels: dict[int, _Level] = {}
+        by_version: dict[int, list[InstanceLoad]] = {}
         for load in sorted(loads, key=lambda load: (load.version, load.index)):
-            self._levels.setdefault(load.version, _Level()).loads.append(load)
+            by_version.setdefault(load.version, []).append(load)
+        self._levels = {version: _Level(each) for version, each in by_version.items()}
 
     def choose(self, candidate: Candidate) -> Choice | None:
         """Goes through the versions from the oldest one on (the waterfall of Alg. 3)."""
         length = self.comparable_length(candidate.length)
         least = self._gain_part_min * self._model.ideal_gain(length)
         for version, level in self._levels.items():
-            if not is_routable(self._plan, candidate, version):
+            if not is_routable(self._buffers, candidate, version):
                 continue
             if level.length != length:
-                self._sort(level, length)
-            gain, _, load = level.heap[0]
-            if -gain >= least:
-                return Choice(load, -gain)
+                level.compare(self._model, length)
+            best = int(level.gains.argmax())
+            gain = float(level.gains[best])
+            if gain >= least:
+                return Choice(level.loads[best], gain)
         return None
 
     def comparable_length(self, length: int) -> int:
@@ -178,23 +200,14 @@ class ThroughputRouter:
         load = choice.load
         load.kv_cache += self._model.k5 * candidate.length
         load.running += 1
-        level = self._levels[load.version]
-        heapreplace(level.heap, (-self._model.gain(load, level.length), load.index, load))
-
-    def _sort(self, level: _Level, length: int) -> None:
-        gain = self._model.gain
-        level.heap = [(-gain(load, length), load.index, load) for load in level.loads]
-        heapify(level.heap)
-        level.length = length
+        self._levels[load.version].took(self._model, load)
 
 
 class CountRouter:
     """The instance with the fewest trajectories (StaleFlow §6.5, vanilla routing)."""
 
-    def __init__(
-        self, loads: Iterable[InstanceLoad], plan: ReservationPlan, model: CostModel
-    ) -> None:
-        self._plan = plan
+    def __init__(self, loads: Iterable[InstanceLoad], buffers: Buffers, model: CostModel) -> None:
+        self._buffers = buffers
         self._model = model
         self._by_version: dict[int, list[tuple[int, int, InstanceLoad]]] = {}
         for load in loads:
@@ -208,7 +221,7 @@ class CountRouter:
         tops = [
             heap[0]
             for version, heap in self._by_version.items()
-            if is_routable(self._plan, candidate, version)
+            if is_routable(self._buffers, candidate, version)
         ]
         if not tops:
             return None

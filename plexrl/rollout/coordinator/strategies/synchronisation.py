@@ -1,14 +1,14 @@
 """Which instances pull the newest parameters (StaleFlow §5.3, Alg. 4).
 
-An instance pulls if it lags behind the parameter server, can take no waiting trajectory as it is,
-and would get one after the pull. The paper simulates the routing once for each such instance. Here
+An instance pulls if it lags behind the parameter server, the routing gives it nothing as it is, and
+would give it something after the pull. The paper simulates the routing once for each instance. Here
 one walk serves all: until an instance gets its first trajectory, its simulation equals the routing
 without it, so each step of that routing asks every instance whether it would be chosen instead.
 
 As in the paper, the simulation keeps the instance's load, and instances are asked independently of
-each other. One case is added, since the paper's rule would wait for ever in it: where the next
-trajectory in the queue is too new for every instance (its instance was lost), all that lag are
-asked, even if they could take a later trajectory.
+each other. The paper asks only instances whose version no waiting trajectory may have. That leaves
+out an idle instance which could run a trajectory further back in the queue, behind one that is too
+new for it: it would stay idle until others make room, and for ever if those were lost.
 """
 
 from collections.abc import Sequence
@@ -23,44 +23,40 @@ from plexrl.rollout.coordinator.strategies.routing import (
     is_routable,
     make_router,
 )
-from plexrl.rollout.staleness.plan import ReservationPlan
+from plexrl.rollout.staleness.buffers import Buffers
 
 
 def to_synchronise(
     settings: CoordinatorSettings,
     model: CostModel,
     loads: Sequence[InstanceLoad],
-    plan: ReservationPlan,
+    buffers: Buffers,
     queue: Sequence[Candidate],
     newest: int,
 ) -> list[InstanceLoad]:
-    """The instances that pull version `newest`. Changes the plan and the loads: pass copies."""
+    """The instances that pull version `newest`. Changes the buffers and the loads: pass copies."""
     lagging = [load for load in loads if load.version < newest]
     if settings.synchronisation == "greedy" or not lagging:
         return lagging
-    useless = _versions_without_work({load.version for load in lagging}, plan, queue)
-    newest_loaded = max(load.version for load in loads)
-    too_new = any(c.version is not None and c.version > newest_loaded for c in queue)
-    router = make_router(settings, model, loads, plan)
-    asked = _Asked(router, [load for load in lagging if load.version in useless])
+    router = make_router(settings, model, loads, buffers)
+    asked = _Asked(router, lagging)
     for candidate in queue:
-        if not asked.remaining and not too_new:
+        if not asked.remaining and not asked.accepted:
             break
         choice = router.choose(candidate)
-        if candidate.version is not None and candidate.version > newest_loaded:
-            asked.add(lagging)
-        if is_routable(plan, candidate, newest) and router.would_replace(newest, choice):
+        if is_routable(buffers, candidate, newest) and router.would_replace(newest, choice):
             asked.accept(candidate, choice)
         if choice is None:
             break
+        asked.remove(choice.load)
         router.take(candidate, choice)
         if candidate.version is None:
-            plan.reserve(candidate.group, choice.load.version)
+            buffers.assign(candidate.group, choice.load.version)
     return sorted(asked.accepted.values(), key=lambda load: load.index)
 
 
 class _Asked:
-    """Instances that would pull, and those of them that would get a trajectory then."""
+    """Instances that lag and get nothing, and those of them that would get something."""
 
     def __init__(self, router: Router, loads: Sequence[InstanceLoad]) -> None:
         self.accepted: dict[int, InstanceLoad] = {}
@@ -69,11 +65,10 @@ class _Asked:
         self._ranked: dict[int, list[tuple[float, int]]] = {}
         """(score, -index) by comparable length, the best one last: these loads do not change."""
 
-    def add(self, loads: Sequence[InstanceLoad]) -> None:
-        """Asks more instances."""
-        self._ranked.clear()
-        new = {load.index: load for load in loads if load.index not in self.accepted}
-        self.remaining.update(new)
+    def remove(self, load: InstanceLoad) -> None:
+        """The instance gets a trajectory as it is."""
+        self.accepted.pop(load.index, None)
+        self.remaining.pop(load.index, None)
 
     def accept(self, candidate: Candidate, choice: Choice | None) -> None:
         """Accepts those that would be chosen for the candidate instead of the choice."""
@@ -88,17 +83,3 @@ class _Asked:
             index = -ranked.pop()[1]
             if index in self.remaining:
                 self.accepted[index] = self.remaining.pop(index)
-
-
-def _versions_without_work(
-    versions: set[int], plan: ReservationPlan, queue: Sequence[Candidate]
-) -> set[int]:
-    """Those of the versions that may run no trajectory of the queue."""
-    oldest = min((c.version for c in queue if c.version is not None), default=None)
-    groups = {c.group for c in queue if c.version is None}
-    return {
-        version
-        for version in versions
-        if (oldest is None or oldest > version)
-        and not any(plan.admits(group, version) for group in groups)
-    }

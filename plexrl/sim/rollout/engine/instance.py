@@ -21,12 +21,14 @@ from plexrl.sim.rollout.engine.trajectory import Segment, Trajectory
 class _Run:
     """A trajectory in the batch."""
 
-    __slots__ = ("base", "start_s", "trajectory")
+    __slots__ = ("base", "offset", "start_s", "trajectory")
 
     def __init__(self, trajectory: Trajectory, base: int, start_s: float) -> None:
         self.trajectory = trajectory
         self.base = base
         """The instance's number of steps minus the tokens of the trajectory, at its admission."""
+        self.offset = trajectory.prompt_tokens - base
+        """The length minus the number of steps, constant."""
         self.start_s = start_s
 
 
@@ -66,6 +68,12 @@ class Instance:
         for run in self._running.values():
             run.trajectory.done_tokens = self.steps - run.base
         return [run.trajectory for run in self._running.values()]
+
+    def batch(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers and lengths of the trajectories of the batch, in the order of admission."""
+        steps = self.steps
+        lengths = tuple([steps + run.offset for run in self._running.values()])
+        return tuple(self._running), lengths
 
     def next_event_s(self) -> float | None:
         """The next time at which the batch changes by itself; None if it is empty."""

@@ -1,8 +1,9 @@
 """A limit on the data in flight, with interruptible generation, as AReaL.
 
 While version v is trained, at most (v + 1 + η)·B groups have been started (AReaL §5.1). Every
-update interrupts all instances; they load the new version, and what was running is routed anew and
-its KV cache computed again. Two orders of training are possible:
+update interrupts all instances; they load the new version, and the KV cache of what was running is
+computed again: on the instance with the fewest requests, or on the same one (`is_fixed`), which is
+how StaleFlow §2.4 describes such systems. Two orders of training are possible:
 
 * In the order of the prompts. The limit then bounds the staleness of every trajectory by η, since
   batch v has no prompt that was started before version v - η. Training waits for the slowest
@@ -23,11 +24,15 @@ from plexrl.sim.rollout.world import World
 class InFlight:
     """At most (η + 1) batches in flight."""
 
-    def __init__(self, world: World, staleness: int, *, in_order: bool) -> None:
-        """`in_order`: whether prompts are trained in their order."""
+    def __init__(
+        self, world: World, staleness: int, *, in_order: bool = True, is_fixed: bool = False
+    ) -> None:
+        """`in_order`: prompts are trained in their order. `is_fixed`: a trajectory stays on its
+        first instance."""
         self._world = world
         self._staleness = staleness
         self._in_order = in_order
+        self._is_fixed = is_fixed
         self._groups = Groups(world.prompts)
         self._ready: dict[int, list[Trajectory]] = {}
 
@@ -46,9 +51,14 @@ class InFlight:
         world = self._world
         stopped = []
         for each in world.instances:
-            stopped += each.interrupt_all(world.now)
+            removed = each.interrupt_all(world.now)
             world.touch(each, self)
             each.pull(world.version, world.now)
+            if self._is_fixed:
+                each.route(removed, world.now)
+                world.touch(each, self)
+            else:
+                stopped += removed
         stopped.sort(key=lambda each: each.number)
         self._admit(stopped)
         self._train()

@@ -7,6 +7,7 @@ computed at once. New parameters reach the parameter server `push_s` after their
 
 from collections.abc import Sequence
 from time import thread_time
+from typing import cast
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
@@ -181,13 +182,13 @@ def _name(instance: Instance) -> InstanceId:
 
 
 def _snapshot(name: InstanceId, instance: Instance) -> InstanceSnapshot:
-    running = instance.running()
+    running, lengths = instance.batch()
     return InstanceSnapshot(
         instance=name,
         version=instance.version,
         kv_cache=float(instance.kv),
-        running=tuple(TrajectoryId(each.number) for each in running),
-        running_tokens=tuple(each.length for each in running),
+        running=cast("tuple[TrajectoryId, ...]", running),
+        running_tokens=lengths,
         waiting=tuple(TrajectoryId(each.number) for each in instance.waiting),
         waiting_tokens=tuple(each.length for each in instance.waiting),
         completed=instance.completed,

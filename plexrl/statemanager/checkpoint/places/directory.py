@@ -65,8 +65,11 @@ class DirectoryPlace:
     def announce_end(self, node: str) -> None:
         publish.announce_end(self.path, node)
 
-    def is_coming(self) -> bool:
-        return publish.is_coming(self.path)
+    def renew(self, node: str) -> None:
+        publish.renew(self.path, node)
+
+    def announced(self) -> dict[str, str]:
+        return publish.announced(self.path)
 
     def draft(self, node: str) -> "DirectoryDraft":
         return DirectoryDraft(self.path, node)

@@ -67,6 +67,8 @@ class ObjectFiles:
         self._end = end
 
     def close(self) -> None:
+        # The file's blocks are freed once it is not mapped either.
+        self._mapped = memoryview(b"")
         self._spool.close()
 
     def _write(self, view: memoryview, at: int) -> None:

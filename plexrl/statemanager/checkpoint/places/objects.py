@@ -3,6 +3,7 @@
     <root>/<job>/<name>/checkpoint.json       the manifest, which names the attempt; written last
     <root>/<job>/<name>/<attempt>/<file>      all other files of one attempt to write it
     <root>/.coming/<node>/<job>/<name>        it waits or is being written; holds <attempt>
+    <root>/.renewed/<node>                    changes while the node lives and writes checkpoints
 
 A checkpoint exists if its manifest does. The manifest is one object, so a checkpoint exists as a
 whole or not at all. Nothing is renamed. Files of an attempt that no manifest names are deleted when
@@ -36,7 +37,7 @@ from plexrl.storage.object_store import ObjectStore
 
 LOG = logging.getLogger(__name__)
 
-COMING = ".coming"
+COMING, RENEWED = ".coming", ".renewed"
 GARBAGE_AGE_S = 3600.0
 """Age of files from which on they may be garbage. A writer announces its checkpoint, and a reader
 that began before an overwrite has this time to end."""
@@ -98,13 +99,23 @@ class ObjectPlace:
             # The next start of the node's daemon deletes it.
             LOG.warning("%s is announced although it is written: %s", self, error)
 
-    def is_coming(self) -> bool:
-        ending = f"/{self.job}/{self.name}"
-        return any(each.key.endswith(ending) for each in self.store.find(COMING))
+    def renew(self, node: str) -> None:
+        self.store.write(f"{RENEWED}/{node}", uuid.uuid4().hex.encode())
+
+    def announced(self) -> dict[str, str]:
+        found = (each.key.split("/") for each in self.store.find(COMING))
+        nodes = [node for _, node, *place in found if place == [self.job, self.name]]
+        return {node: self._renewal(node) for node in nodes}
 
     def coming_key(self, node: str) -> str:
         """Key of the announcement by a node."""
         return f"{COMING}/{node}/{self.job}/{self.name}"
+
+    def _renewal(self, node: str) -> str:
+        try:
+            return self.store.read(f"{RENEWED}/{node}").decode()
+        except FileNotFoundError:
+            return ""
 
     def announced_attempt(self, node: str) -> str:
         """The attempt that a node has announced, '' if none has begun."""

@@ -147,8 +147,13 @@ class CheckpointPlace(Protocol):
         """End what `announce` began. A published checkpoint stays."""
         ...
 
-    def is_coming(self) -> bool:
-        """Whether some node has announced it."""
+    def renew(self, node: str) -> None:
+        """Show that the node lives, for its announcement. Raises `OSError` and as
+        `read_record`."""
+        ...
+
+    def announced(self) -> dict[str, str]:
+        """The nodes that have announced it, each with a text that `renew` changes."""
         ...
 
     def draft(self, node: str) -> Draft:

@@ -10,6 +10,7 @@ import errno
 import glob
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from plexrl.errors import CheckpointExistsError
@@ -55,12 +56,34 @@ def begin(part: Path) -> None:
 
 def announce_end(target: Path, node: str) -> None:
     """Remove the temporary directory; a published checkpoint stays."""
-    shutil.rmtree(part_of(target, node), ignore_errors=True)
+    gone = _gone(target, node)
+    shutil.rmtree(gone, ignore_errors=True)
+    # It loses its name first: a writer that lives in spite of all publishes it whole or not at all.
+    with suppress(OSError):
+        part_of(target, node).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
-def is_coming(target: Path) -> bool:
-    """Whether some node is writing, or will write, a checkpoint of that name."""
-    return any(target.parent.glob(f".{glob.escape(target.name)}.*.part"))
+def renew(target: Path, node: str) -> None:
+    """Change the times of the temporary directory. Raises `OSError`."""
+    with suppress(FileNotFoundError):
+        os.utime(part_of(target, node))
+
+
+def announced(target: Path) -> dict[str, str]:
+    """The nodes that write, or will write, a checkpoint of that name, with a text that `renew`
+    changes."""
+    found = {}
+    prefix = f".{target.name}."
+    for part in target.parent.glob(f"{glob.escape(prefix)}*.part"):
+        with suppress(FileNotFoundError):
+            # An NFS client asks the server for the times of what it opens.
+            fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found[part.name[len(prefix) : -len(".part")]] = str(os.fstat(fd).st_mtime_ns)
+            finally:
+                os.close(fd)
+    return found
 
 
 def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
@@ -115,7 +138,7 @@ def sweep(folder: Path, node: str) -> list[Path]:
 
 def delete(target: Path, node: str) -> None:
     """Remove a checkpoint. It loses its name first, so that no reader finds a part of it."""
-    gone = target.with_name(f".{target.name}.{node}.gone")
+    gone = _gone(target, node)
     shutil.rmtree(gone, ignore_errors=True)
     target.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -135,6 +158,10 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _gone(target: Path, node: str) -> Path:
+    return target.with_name(f".{target.name}.{node}.gone")
 
 
 def _rename(source: Path, target: Path, flags: int) -> None:

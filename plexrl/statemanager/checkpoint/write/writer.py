@@ -16,6 +16,7 @@ from plexrl.errors import (
     StorageFullError,
     StoreUnavailableError,
 )
+from plexrl.statemanager.checkpoint.announcement import lost_to_a_load
 from plexrl.statemanager.checkpoint.format.plan import (
     CheckpointFormat,
     Plan,
@@ -85,6 +86,7 @@ def write_checkpoint(
         CorruptStateError: a version cannot be read, or two replicas differ.
         OperationCancelledError: it was cancelled.
         CheckpointExistsError: the name exists.
+        CheckpointNotFoundError: a load has ended the announcement.
     """
     draft = wanted.target.draft(wanted.node)
     try:
@@ -104,6 +106,8 @@ def write_checkpoint(
             record = _write_files(wanted, plan, readers, draft, progress)
             for reader in readers:
                 reader.confirm()
+            if wanted.node not in wanted.target.announced():
+                raise lost_to_a_load(wanted.target, wanted.node)
             draft.publish(record, overwrite=wanted.overwrite)
         except OSError as error:
             file = str(error.filename or wanted.target)

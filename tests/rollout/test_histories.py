@@ -1,0 +1,59 @@
+"""Random histories of a fleet keep every invariant and lose no trajectory."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.rollout.history import ACTIONS, History, run_history
+
+LENGTH = 40
+"""Actions of a history."""
+
+
+def test_histories_with_interrupts_migrations_aborts_and_lost_instances(
+    pytestconfig: pytest.Config,
+) -> None:
+    """The number of histories is `--rollout-histories`; a failure names the seed."""
+    batches = 0
+    for seed in range(int(pytestconfig.getoption("--rollout-histories"))):
+        try:
+            batches += run_history(seed, LENGTH)
+        except Exception as error:
+            error.add_note(f"run_history({seed}, {LENGTH})")
+            raise
+    assert batches > 0
+
+
+@hypothesis_settings(max_examples=30)
+@given(seed=st.integers(0, (1 << 63) - 1), actions=st.integers(0, 120))
+def test_histories_of_any_length_end_with_trained_batches(seed: int, actions: int) -> None:
+    assert run_history(seed, actions) > 0
+
+
+class HistoryMachine(RuleBasedStateMachine):
+    """The same actions in an order that hypothesis chooses, and shortens when it fails."""
+
+    @initialize(seed=st.integers(0, (1 << 32) - 1))
+    def begin(self, seed: int) -> None:
+        self.history = History(Random(seed))
+
+    @rule(name=st.sampled_from(sorted(ACTIONS)), number=st.integers(0, 255))
+    def act(self, name: str, number: int) -> None:
+        self.history.random.seed(number)
+        getattr(self.history, name)()
+
+    @invariant()
+    def invariants_hold(self) -> None:
+        self.history.fleet.core.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "history"):
+            self.history.finish()
+
+
+TestHistory = HistoryMachine.TestCase
+TestHistory.settings = hypothesis_settings(max_examples=50, stateful_step_count=50)
