@@ -11,6 +11,7 @@ from plexrl.rollout.coordinator.messages import (
     Generated,
     GenerationFailed,
     InstanceJoined,
+    InstanceLost,
     Interrupt,
     Pull,
     Pulled,
@@ -45,13 +46,19 @@ class InstanceWork:
         }
         return [each for each in self.held if each not in later]
 
+    def add(self, command: InstanceCommand) -> None:
+        """The instance is told something."""
+        self.unanswered.append(command)
+        self._settle()
+
+    def answered(self) -> None:
+        """The oldest stop or pull is answered."""
+        self.unanswered.popleft()
+        self._settle()
+
     def _settle(self) -> None:
         while self.unanswered and isinstance(self.unanswered[0], Route):
             self.unanswered.popleft()
-
-    def _answered(self) -> None:
-        self.unanswered.popleft()
-        self._settle()
 
 
 class Instances:
@@ -73,8 +80,7 @@ class Instances:
                 for each in command.trajectories:
                     self._routed[each] += 1
                     work.held[each] = self._routed[each]
-            work.unanswered.append(command)
-            work._settle()
+            work.add(command)
             found.append(command)
         return found
 
@@ -84,26 +90,32 @@ class Instances:
             self._routed.pop(each, None)
 
     def _note_event(self, event: Event) -> None:
-        match event:
-            case InstanceJoined():
-                self.work[event.instance] = InstanceWork(
-                    version=event.version, kv_budget=event.kv_budget
-                )
-            case Generated():
-                work = self.work[event.instance]
-                work.held.pop(event.trajectory, None)
+        if isinstance(event, InstanceJoined):
+            self.work[event.instance] = InstanceWork(
+                version=event.version, kv_budget=event.kv_budget
+            )
+        elif isinstance(event, InstanceLost):
+            self.work.pop(event.instance, None)
+        elif isinstance(event, Generated | GenerationFailed | Stopped | Pulled):
+            work = self.work.get(event.instance)
+            if work is not None:  # otherwise it is lost
+                _note_answer(work, event)
+
+
+def _note_answer(
+    work: InstanceWork, event: Generated | GenerationFailed | Stopped | Pulled
+) -> None:
+    match event:
+        case Generated():
+            if work.held.pop(event.trajectory, None) is not None:
                 work.completed += 1
-            case GenerationFailed():
-                self.work[event.instance].held.pop(event.trajectory, None)
-            case Stopped():
-                work = self.work[event.instance]
-                for each in event.trajectories:
-                    work.held.pop(each.trajectory, None)
-                work._answered()
-            case Pulled():
-                work = self.work[event.instance]
-                work.version, work.completed = event.version, 0
-                work.pulls += 1
-                work._answered()
-            case _:
-                pass
+        case GenerationFailed():
+            work.held.pop(event.trajectory, None)
+        case Stopped():
+            for each in event.trajectories:
+                work.held.pop(each.trajectory, None)
+            work.answered()
+        case Pulled():
+            work.version, work.completed = event.version, 0
+            work.pulls += 1
+            work.answered()
