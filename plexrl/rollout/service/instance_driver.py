@@ -182,7 +182,9 @@ class InstanceDriver:
         rollout.handle(Stopped(instance=self._instance, trajectories=tuple(stopped)), parts=parts)
 
     async def _cancel(self, trajectory: TrajectoryId) -> None:
-        generating = self._generating[trajectory]
+        generating = self._generating.get(trajectory)
+        if generating is None:
+            return  # it has ended meanwhile
         # The order to end an operation that is unknown yet would be refused.
         if await asyncio.shield(generating.begun) and trajectory in self._generating:
             with suppress(NotFoundError):

@@ -43,6 +43,7 @@ class RolloutService:
         self._rollouts: dict[tuple[str, str], LiveRollout] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._peers: set[Peer] = set()
         key = operator_key(Path(config.data_dir))
         self._transport = AsyncTransport(config.routers, key, SILENCE_S_MAX, config.ca or None)
         self._handlers = {
@@ -81,6 +82,8 @@ class RolloutService:
 
     async def close(self) -> None:
         """End the tasks; close the connections to routers, and the stores."""
+        for peer in self._peers:
+            peer.close()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -89,7 +92,12 @@ class RolloutService:
             each.store.close()
 
     async def _on_link(self, link: Link) -> None:
-        await Peer(link.reader, link.writer, self._handlers).run()
+        peer = Peer(link.reader, link.writer, self._handlers)
+        self._peers.add(peer)
+        try:
+            await peer.run()
+        finally:
+            self._peers.discard(peer)
 
     def _add(self, order: RolloutOrder, store: RolloutStore) -> LiveRollout:
         calls = ClusterCalls(self._transport, order.job)
