@@ -4,6 +4,7 @@ A controller imports this package and nothing heavy comes with it: no torch, no 
 """
 
 from plexrl import errors, losses
+from plexrl.client.asynchronous.bounded_rollout import AsyncBoundedRollout
 from plexrl.client.asynchronous.cluster import AsyncCluster, connect_async
 from plexrl.client.asynchronous.deployment_kinds import (
     AsyncReferenceDeployment,
@@ -12,6 +13,7 @@ from plexrl.client.asynchronous.deployment_kinds import (
     AsyncTrainDeployment,
 )
 from plexrl.client.asynchronous.job import AsyncJob
+from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.client.blocking.cluster import Cluster, connect
 from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
@@ -50,6 +52,7 @@ __all__ = [
     "BOS",
     "EOS",
     "PAD",
+    "AsyncBoundedRollout",
     "AsyncCheckpointFuture",
     "AsyncCluster",
     "AsyncFuture",
@@ -60,6 +63,7 @@ __all__ = [
     "AsyncRolloutDeployment",
     "AsyncTrainDeployment",
     "Batch",
+    "BoundedRollout",
     "CheckpointFuture",
     "Chunk",
     "Cluster",
@@ -78,6 +82,7 @@ __all__ = [
     "Progress",
     "ReferenceDeployment",
     "RewardDeployment",
+    "RolloutBatch",
     "RolloutDeployment",
     "Sample",
     "SamplingParams",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.cluster.config.options import GIB, ClusterOptions
-from plexrl.cluster.join.head import SCHEDULER, Head, router_identity
+from plexrl.cluster.join.head import ROLLOUT, SCHEDULER, Head, router_identity
 from plexrl.errors import InvalidRequestError
 from plexrl.process.children.part import Part
 from plexrl.process.folders.folders import SHARED_MEMORY, Folders
@@ -116,6 +116,7 @@ def router_parts(
             {
                 "router": f"router{index}",
                 "scheduler": [scheduler_address(folders)],
+                "rollout": rollout_address(folders),
                 "tls": None if head is None else asdict(head.files(router_identity(index))),
                 "https": None if head is None else head.https(index),
                 "host": options.host,
@@ -132,6 +133,23 @@ def router_parts(
         )
         for index, port in enumerate(ports)
     ]
+
+
+def rollout_part(
+    options: ClusterOptions, folders: Folders, ports: Sequence[int], head: Head | None = None
+) -> Part:
+    """The rollout service, which reaches the cluster by the routers at `ports`."""
+    return Part(
+        "rollout",
+        "plexrl.rollout",
+        {
+            "listen": [rollout_address(folders)],
+            "routers": options.url(ports).split(","),
+            "ca": "" if head is None else head.api_ca,
+            "tls": None if head is None else asdict(head.files(ROLLOUT)),
+            "data_dir": str(folders.data),
+        },
+    )
 
 
 def node_parts(
@@ -262,6 +280,11 @@ def check_shared_memory(options: ClusterOptions, folder: Path = SHARED_MEMORY) -
 def scheduler_address(folders: Folders) -> str:
     """Where the scheduler listens for processes of this machine."""
     return str(UnixAddress(str(folders.run / "scheduler.sock")))
+
+
+def rollout_address(folders: Folders) -> str:
+    """Where the rollout service listens for processes of this machine."""
+    return str(UnixAddress(str(folders.run / "rollout.sock")))
 
 
 def _journal(options: ClusterOptions, folders: Folders) -> str:

@@ -22,6 +22,7 @@ from plexrl.cluster.parts import (
     check_shared_memory,
     head_node_links,
     node_parts,
+    rollout_part,
     router_parts,
     scheduler_part,
 )
@@ -160,7 +161,7 @@ class Supervisor:
         endpoint_file.unlink(missing_ok=True)
         processes = PartProcesses(self._folders, self._record)
         scheduler: Part | None = None
-        routers: list[Part] = []
+        others: list[Part] = []
         background: list[asyncio.Task[None]] = []
         service: JoinService | None = None
         try:
@@ -171,10 +172,10 @@ class Supervisor:
             ports = choose_ports(self._options, self._folders.data)
             if self._options.network is not None:
                 self._head = Head(self._options, ports)
-            scheduler, *routers = self._control_plane(key, ports)
+            scheduler, *others = self._control_plane(key, ports)
             # Nodes and routers wait for the scheduler. A node's agent loads torch meanwhile, which
             # takes longest.
-            starts = [processes.start(part) for part in (scheduler, *routers)]
+            starts = [processes.start(part) for part in (scheduler, *others)]
             if not self._nodes.join:
                 starts.append(self._nodes.start())
             await all_at_once(*starts)
@@ -187,7 +188,7 @@ class Supervisor:
             writing = _write_with_retries(endpoint_file, endpoint.to_file())
             background.append(asyncio.create_task(writing))
             await asyncio.sleep(0)
-            processes.watch((scheduler, *routers))
+            processes.watch((scheduler, *others))
             LOG.info("the cluster is up: process %d, %s", endpoint.pid, endpoint.url)
             if self._options.is_exposed and self._head is None:
                 LOG.warning(EXPOSED, self._options.host)
@@ -206,8 +207,8 @@ class Supervisor:
             if service is not None:
                 await service.close()
             await processes.unwatch()
-            for router in reversed(routers):
-                await processes.end(router)
+            for part in reversed(others):
+                await processes.end(part)
             await self._nodes.stop()
             if scheduler is not None:
                 await processes.end(scheduler)
@@ -215,11 +216,12 @@ class Supervisor:
             LOG.info("the cluster has ended")
 
     def _control_plane(self, key: str, ports: Sequence[int]) -> list[Part]:
-        """The scheduler and the routers."""
+        """The scheduler, the routers and the rollout service."""
         options, folders = self._options, self._folders
         digest = hashlib.sha256(key.encode()).hexdigest()
         scheduler = scheduler_part(options, folders, digest, self._settings, self._head)
-        return [scheduler, *router_parts(options, folders, ports, self._head)]
+        routers = router_parts(options, folders, ports, self._head)
+        return [scheduler, *routers, rollout_part(options, folders, ports, self._head)]
 
     def _endpoint(self, key: str, ports: Sequence[int]) -> Endpoint:
         head = self._head

@@ -36,6 +36,8 @@ class RouterConfig:
     data_url: str = ""
     """Where all routers keep blobs and metrics: a directory, or an object store as
     `s3://bucket/prefix`; empty: `data_dir`."""
+    rollout: str = ""
+    """Address of the rollout service; empty: jobs have no asynchronous rollouts."""
     checkpoint_url: str = ""
     """Where StateManagers write checkpoints, likewise; empty: `data_dir`/checkpoints."""
     blob_cache_bytes_max: int = 8 << 30

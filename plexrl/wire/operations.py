@@ -124,6 +124,12 @@ class SamplingParams:
     """A sample ends when its last tokens equal one of these sequences."""
     ignore_eos: bool = False
     """The model's end token ends no sample."""
+    first_sample: int = 0
+    """Number of the first sample in the seed's random streams; the next samples have the next ones.
+    Calls with one seed and separate numbers draw what one call would draw."""
+    drawn_tokens: int = 0
+    """Tokens at the end of the prompts that were drawn earlier, as for a partial sample: its random
+    stream continues after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,9 @@ class AdamParams:
     """Largest global gradient norm; 0 does not clip."""
 
 
-LossName = Literal["cross_entropy", "importance_sampling", "ppo", "grpo", "dapo", "custom"]
+LossName = Literal[
+    "cross_entropy", "importance_sampling", "ppo", "grpo", "dapo", "decoupled_ppo", "custom"
+]
 
 Reduction = Literal["token_mean", "sequence_mean", "sum"]
 
@@ -159,6 +167,7 @@ class LossSpec:
     cross_entropy          mask
     importance_sampling    mask, logprobs, advantages
     ppo, grpo, dapo        mask, logprobs, advantages; `ref_logprobs` where `kl_coef` > 0
+    decoupled_ppo          mask, logprobs, prox_logprobs, advantages; `ref_logprobs` as above
     custom                 weights: the loss is -Σ weights·logprob, so `weights` is the negative
                            gradient of the controller's own loss by each token's logprob
     =====================  ==================================================================
@@ -172,10 +181,18 @@ class LossSpec:
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. DAPO's higher upper bound is 0.28."""
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy ‖ reference) (GRPO)."""
+    weight_cap: float | None = None
+    """decoupled_ppo: largest importance weight of a token. Absent: no bound."""
+    token_range: tuple[float, float] | None = None
+    """decoupled_ppo: a token whose importance weight is outside has weight 0. Absent: none has."""
+    sequence_range: tuple[float, float] | None = None
+    """decoupled_ppo: all tokens of a row have weight 0 if the geometric mean of the row's
+    importance weights is outside. Absent: none have."""
     reduction: Reduction | None = None
     """How token losses are reduced. `token_mean`: Σ/Σmask over the batch (the default of
-    cross_entropy, importance_sampling, ppo, dapo). `sequence_mean`: mean over rows of each row's
-    token mean (the default of grpo). `sum`: the default of custom. Absent: the loss's default."""
+    cross_entropy, importance_sampling, ppo, dapo, decoupled_ppo). `sequence_mean`: mean over rows
+    of each row's token mean (the default of grpo). `sum`: the default of custom. Absent: the loss's
+    default."""
 
 
 LOSS_INPUTS: dict[str, tuple[str, ...]] = {
@@ -184,6 +201,7 @@ LOSS_INPUTS: dict[str, tuple[str, ...]] = {
     "ppo": ("mask", "logprobs", "advantages"),
     "grpo": ("mask", "logprobs", "advantages"),
     "dapo": ("mask", "logprobs", "advantages"),
+    "decoupled_ppo": ("mask", "logprobs", "prox_logprobs", "advantages"),
     "custom": ("weights",),
 }
 """Per-token arrays that each loss needs; with `kl_coef` > 0 also `ref_logprobs`."""
@@ -194,6 +212,7 @@ DEFAULT_REDUCTION: dict[str, Reduction] = {
     "ppo": "token_mean",
     "grpo": "sequence_mean",
     "dapo": "token_mean",
+    "decoupled_ppo": "token_mean",
     "custom": "sum",
 }
 

@@ -79,13 +79,20 @@ BOUNDS: Final[dict[type, dict[str, Bounds]]] = {
         "weight_decay": Bounds(0),
         "grad_clip_norm": Bounds(0),
     },
-    LossSpec: {"clip_low": Bounds(0), "clip_high": Bounds(0), "kl_coef": Bounds(0)},
+    LossSpec: {
+        "clip_low": Bounds(0),
+        "clip_high": Bounds(0),
+        "kl_coef": Bounds(0),
+        "weight_cap": Bounds(0, may_be_absent=True),
+    },
     SamplingParams: {
         "max_tokens": _COUNT,
         "temperature": Bounds(0),
         "top_p": Bounds(0, 1),
         "top_k": Bounds(0, COUNT_MAX, is_whole=True),
         "seed": Bounds(0, 2**63 - 1, is_whole=True, may_be_absent=True),
+        "first_sample": Bounds(0, COUNT_MAX, is_whole=True),
+        "drawn_tokens": Bounds(0, COUNT_MAX, is_whole=True),
     },
     GenerateParams: {"samples_per_prompt": Bounds(1, SAMPLES_MAX, is_whole=True)},
     ForwardParams: {"micro_batch_tokens": _COUNT},
@@ -169,6 +176,8 @@ def check_loss(loss: object) -> None:
         )
     for name, bounds in BOUNDS[LossSpec].items():
         bounds.check(f"loss.{name}", getattr(loss, name))
+    for name in ("token_range", "sequence_range"):
+        _check_range(f"loss.{name}", getattr(loss, name))
     if loss.reduction is not None and loss.reduction not in REDUCTIONS:
         raise InvalidRequestError(
             f"loss.reduction is {loss.reduction!r}: use {', '.join(REDUCTIONS)}, or leave it out",
@@ -180,6 +189,22 @@ def check_loss(loss: object) -> None:
             "is a sum, so include any mean in its weights",
             parameter="loss.reduction",
         )
+
+
+def _check_range(name: str, bounds: Any) -> None:
+    if bounds is None:
+        return
+    is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2 and all(map(_is_finite, bounds))
+    if not is_pair or not 0 <= bounds[0] <= bounds[1]:
+        raise InvalidRequestError(
+            f"{name} is {short(bounds)}: give two finite numbers (low, high), 0 <= low <= high, "
+            "such as (0.5, 2.0), or leave it out",
+            parameter=name,
+        )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_name(what: str, name: object) -> None:

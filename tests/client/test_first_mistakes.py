@@ -61,6 +61,12 @@ def rollout(job: plexrl.Job) -> plexrl.RolloutDeployment:
         (plexrl.LossSpec(name="dpo"), "there is no loss 'dpo'"),  # type: ignore[arg-type]
         (losses.ppo(clip_low=NAN), "loss.clip_low is nan; it must be a finite number"),
         (losses.ppo(clip_high=-1.0), "loss.clip_high is -1.0; it must be .* at least 0"),
+        (
+            losses.decoupled_ppo(weight_cap=-1.0),
+            "loss.weight_cap is -1.0; it must be .* at least 0",
+        ),
+        (losses.decoupled_ppo(token_range=(2.0, 1.0)), r"loss.token_range is .*\(low, high\)"),
+        (losses.decoupled_ppo(sequence_range=(0.5, float("nan"))), "loss.sequence_range is"),
         (losses.grpo(kl_coef="much"), "loss.kl_coef is 'much'"),  # type: ignore[arg-type]
         (losses.ppo(reduction="mean"), "loss.reduction is 'mean': use token_mean"),  # type: ignore[arg-type]
     ],

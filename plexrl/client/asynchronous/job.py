@@ -4,6 +4,7 @@ import asyncio
 from threading import Event
 from types import TracebackType
 
+from plexrl.client.asynchronous.bounded_rollout import AsyncBoundedRollout
 from plexrl.client.asynchronous.deployment_kinds import (
     AsyncReferenceDeployment,
     AsyncRewardDeployment,
@@ -57,6 +58,7 @@ class AsyncJob:
 
     train_deployment = wrapped_in_thread(Job.train_deployment, AsyncTrainDeployment)
     rollout_deployment = wrapped_in_thread(Job.rollout_deployment, AsyncRolloutDeployment)
+    asynchronous_rollout = wrapped_in_thread(Job.asynchronous_rollout, AsyncBoundedRollout)
     reference_deployment = wrapped_in_thread(Job.reference_deployment, AsyncReferenceDeployment)
     reward_deployment = wrapped_in_thread(Job.reward_deployment, AsyncRewardDeployment)
 

@@ -5,12 +5,14 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from urllib.parse import quote
 
+from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,
@@ -23,13 +25,15 @@ from plexrl.client.calls.download import download
 from plexrl.client.calls.heartbeats import send_heartbeats
 from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_if_unfinished
 from plexrl.client.calls.transport import Transport
-from plexrl.client.data.argument_checks import with_reward_head
+from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row, read_rows
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.futures.futures import wait_final
 from plexrl.model.parallelism import Parallelism
+from plexrl.wire.operations import SamplingParams
+from plexrl.wire.parameter_checks import check_parameters
 
 if TYPE_CHECKING:
     from plexrl.model.lora import LoraSpec
@@ -189,6 +193,65 @@ class Job:
             "node_type": node_type,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
+
+    def asynchronous_rollout(
+        self,
+        name: str,
+        model: "ModelSpec",
+        source: TrainDeployment,
+        *,
+        instances: int,
+        staleness: int,
+        prompts: int,
+        samples: int,
+        sampling: SamplingParams,
+        dtype: Dtype = "float32",
+        max_sequence_tokens: int = 512,
+        max_concurrent_samples: int = 256,
+        kv_cache_bytes: int | None = None,
+        node_type: str = "",
+    ) -> BoundedRollout:
+        """Create `instances` rollout deployments, called `name`-0 and so on, that generate while
+        `source` is trained, or return the existing ones. `batches` of the result gives what to
+        train on.
+
+        Each batch has `prompts` prompts with `samples` samples each, and no token of it was drawn
+        with weights that are more than `staleness` batches older than those that it trains. With a
+        `staleness` of 0 that is synchronous training: the samples are those that `generate` draws
+        with the `seed` of `sampling`, which is needed.
+
+        `model`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes` and
+        `node_type` are as in `rollout_deployment`, for each instance.
+
+        Raises:
+            InvalidRequestError: a number is out of range, or `sampling` has no seed.
+            ConflictError: `name` has other settings, or `source` has made steps since.
+            ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
+        """
+        check_parameters(sampling)
+        names = [f"{name}-{index}" for index in range(instances)]
+        for each in names:
+            self.rollout_deployment(
+                each,
+                model,
+                dtype=dtype,
+                max_sequence_tokens=max_sequence_tokens,
+                max_concurrent_samples=max_concurrent_samples,
+                kv_cache_bytes=kv_cache_bytes,
+                node_type=node_type,
+            )
+        order = {
+            "name": name,
+            "source": source_deployment(source).rpartition("/")[2],
+            "instances": names,
+            "staleness": staleness,
+            "prompts": prompts,
+            "samples": samples,
+            "sampling": asdict(sampling),
+        }
+        # Not `source` itself, which may be of an `async` controller.
+        trainer = TrainDeployment(self._transport, source.deployment)
+        return BoundedRollout(self._transport, self.job, order, trainer)
 
     def reference_deployment(
         self,

@@ -36,6 +36,8 @@ class Batch:
     - `mask`: the weight of a token in the loss, mostly 0 or 1; 0 drops it (a prompt's tokens).
     - `logprobs`: of each token under the policy that drew it, in nats (`Sample.logprobs`).
     - `advantages`: how much to raise a token's likelihood; the caller centres and scales them.
+    - `prox_logprobs`: of each token under the train deployment before the first step with this
+      batch, in nats, for `decoupled_ppo`.
     - `ref_logprobs`: of each token under the reference policy, in nats, for a loss with a `kl_coef`
       above 0.
     - `weights`: minus the gradient of the controller's own loss by each token's logprob.

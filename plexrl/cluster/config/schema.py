@@ -86,7 +86,7 @@ _ROUTER = Section(
     frozenset(
         {
             *("router", "scheduler", "host", "port", "data_dir", "data_url", "checkpoint_url"),
-            *("parts_file", "tls", "https"),
+            *("parts_file", "tls", "https", "rollout"),
         }
     ),
     {"router": "router0", "scheduler": _UNIX, "host": "127.0.0.1", "port": 0, "data_dir": "/"},

@@ -46,6 +46,7 @@ RENEWAL_CHECK_S = 3600.0
 API_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SCHEDULER = Identity(Role.SCHEDULER, "scheduler")
+ROLLOUT = Identity(Role.ROLLOUT, "rollout")
 
 
 class Head:
@@ -167,7 +168,7 @@ class Head:
     def _identities(self) -> list[Identity]:
         routers = [router_identity(index) for index in range(len(self._router_ports))]
         nodes = [Identity(Role.NODE, name) for name in self._nodes]
-        return [Identity(Role.HEAD), SCHEDULER, *routers, *nodes]
+        return [Identity(Role.HEAD), SCHEDULER, ROLLOUT, *routers, *nodes]
 
     def _issue(self, identity: Identity) -> None:
         hosts = {self.advertised, socket.gethostname(), *LOOPBACK}

@@ -17,7 +17,9 @@ next token of a slot may be on another rank. So the inputs of a slot refer to th
 - `tokens` is 0 at padding, `positions` int32 `[T]` is each slot's position in its row;
 - `targets` int32 `[T]` is the token after the slot, -1 if the row has none;
 - per-token arrays, and the rank's results, hold the target's entry, 0 if there is none;
-- `row_mask` float32 `[R]`, if there is a `mask`: its sum over the row's targets, of all ranks.
+- `row_mask` float32 `[R]`, if there is a `mask`: its sum over the row's targets, of all ranks;
+- `row_log_weight` float32 `[R]`, if there are `prox_logprobs`: the sum of mask · (prox_logprobs -
+  logprobs) over the row's targets, of all ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,6 +85,10 @@ class DispatchPlan:
         per_row: Arrays = {}
         if "mask" in arrays:
             per_row["row_mask"] = row_masks(arrays["mask"], self.lengths).astype(np.float32)
+        if "prox_logprobs" in arrays:
+            log_weights = arrays["prox_logprobs"].astype(np.float64) - arrays["logprobs"]
+            whole = row_masks(arrays["mask"] * log_weights, self.lengths)
+            per_row["row_log_weight"] = whole.astype(np.float32)
         return [
             self._chunks(arrays, per_row, shard, cp_rank)
             for shard in self.shards

@@ -23,10 +23,19 @@ from plexrl.router.config import RouterConfig
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
+from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.http.authentication import KeyCache
 from plexrl.router.http.error_responses import error_response, public_error
-from plexrl.router.http.routes import cluster, deployments, jobs, operations, rollouts, streams
+from plexrl.router.http.routes import (
+    asynchronous_rollouts,
+    cluster,
+    deployments,
+    jobs,
+    operations,
+    rollouts,
+    streams,
+)
 from plexrl.router.http.schemas import ErrorResponse
 from plexrl.router.http.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.http.server.shutdown import RetryOnShutdown
@@ -86,7 +95,8 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     )
     # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
     # come before the path that ends with the id. After that the busiest come first.
-    for subject in (streams, rollouts, operations, deployments, jobs, cluster):
+    subjects = (streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster)
+    for subject in subjects:
         app.include_router(subject.ROUTES)
     return app, services
 
@@ -108,6 +118,7 @@ async def _background_tasks(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await services.rollouts.close()
         await services.executor.close()
         # Waits for requests to the object store.
         await asyncio.to_thread(_close_stores, services)
@@ -159,6 +170,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         checkpoint_quota=quota,
         keys=keys,
         engines=Engines(executor),
+        rollouts=RolloutLink(config.rollout, credentials),
         disconnects=CancelOnDisconnect(scheduler),
         health=ClusterHealth(scheduler, data_dir, parts_file),
         data_dir=data_dir,

@@ -241,3 +241,32 @@ class ErrorResponse(BaseModel):
     """Every error's body."""
 
     error: ErrorBody
+
+
+class RolloutRequest(_Strict):
+    """An asynchronous rollout to create. The rollout service checks the values."""
+
+    name: str = Field(description="unique in the job")
+    source: str = Field(description="name of the train deployment whose weights are pulled")
+    instances: list[str] = Field(description="names of the rollout deployments that generate")
+    staleness: Count = Field(description="η: versions by which a trained sample may be old")
+    prompts: Count = Field(description="prompts of one batch")
+    samples: Count = Field(1, description="samples of each prompt")
+    sampling: dict[str, Any] = Field(description="as `sampling` of `generate`, with a `seed`")
+
+
+class ExchangeRequest(_Strict):
+    """Prompts and rewards for an asynchronous rollout."""
+
+    first: Count = Field(0, description="number of the first of `prompts` in the whole rollout")
+    prompts: list[list[Count]] = Field([], description="token ids")
+    rewards: list[tuple[Count, float | None, str]] = Field(
+        [], description="trajectory, reward (null: it failed, and the group is dropped), reason"
+    )
+    after: Count = Field(0, description="cursor of the latest answer")
+
+
+class BatchRequest(_Strict):
+    """A batch to take."""
+
+    trainer_step: Count = Field(description="the trainer's steps so far")

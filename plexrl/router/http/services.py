@@ -23,6 +23,7 @@ from plexrl.router.blobs.upload_admission import UploadAdmission, timed_chunks
 from plexrl.router.execution.deployment_specs import DeploymentSpecs
 from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
+from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.http.authentication import Caller, KeyCache, bearer_key
 from plexrl.router.http.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
@@ -55,6 +56,7 @@ class RouterServices:
     checkpoint_quota: CheckpointQuota
     keys: KeyCache
     engines: Engines
+    rollouts: RolloutLink
     disconnects: CancelOnDisconnect
     health: ClusterHealth
     data_dir: Path

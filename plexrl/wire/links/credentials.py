@@ -46,6 +46,8 @@ class Role(StrEnum):
     ROUTER = "router"
     NODE = "node"
     """A node's agent, StateManager and workers."""
+    ROLLOUT = "rollout"
+    """The rollout service."""
     HEAD = "head"
     """The service at which nodes join."""
     LOCAL = "local"

@@ -9,6 +9,8 @@ whole batch over all ranks, so the sum over ranks and micro-batches is the batch
     ppo                   term = -min(ratio·A, clip(ratio)·A)    (Schulman et al. 2017)
     grpo                  ppo, + kl_coef·k3(ref), mean of rows   (Shao et al. 2024)
     dapo                  ppo with its own upper clip, mean of tokens (Yu et al. 2025)
+    decoupled_ppo         ppo with ratio = exp(logprob - prox), times the constant w of `_weights`
+                          (Hilton et al. 2021; Fu et al. 2025)
     custom                term = -logprob, weighted by the controller's own weights
 """
 
@@ -39,7 +41,8 @@ def compute_loss(
     """The loss of `spec` on one micro-batch.
 
     `inputs` holds float32 `[B, L]` tensors by the names in `LOSS_INPUTS`. If several ranks share
-    rows, it also holds `row_mask` `[B]`: the sum of the mask over each row, over those ranks.
+    rows, it also holds sums `[B]` over each whole row, over those ranks: `row_mask` of the mask,
+    and `row_log_weight` of mask · (prox_logprobs - logprobs) if there are `prox_logprobs`.
 
     Raises:
         InvalidRequestError: there is no such loss.
@@ -75,7 +78,8 @@ def _policy_terms(
     sums: Tensors,
 ) -> torch.Tensor:
     # Masked tokens may have any value; its exp must not enter the sum as 0 times infinity.
-    change_BL = torch.where(mask_BL > 0, logprobs_BL - inputs["logprobs"], 0.0)
+    old_BL = inputs["prox_logprobs" if spec.name == "decoupled_ppo" else "logprobs"]
+    change_BL = torch.where(mask_BL > 0, logprobs_BL - old_BL, 0.0)
     ratio_BL = torch.exp(change_BL)
     advantages_BL = inputs["advantages"]
     terms_BL = -ratio_BL * advantages_BL
@@ -84,6 +88,8 @@ def _policy_terms(
         bounded_BL = -clipped_BL * advantages_BL
         sums["clip_fraction"] = (mask_BL * (bounded_BL > terms_BL)).sum().detach()
         terms_BL = torch.maximum(terms_BL, bounded_BL)
+    if spec.name == "decoupled_ppo":
+        terms_BL = _weights(spec, inputs, mask_BL, sums) * terms_BL
     sums["ratio"] = (mask_BL * ratio_BL).sum().detach()
     sums["old_kl"] = (mask_BL * (ratio_BL - 1.0 - change_BL)).sum().detach()
     if spec.kl_coef > 0:
@@ -92,6 +98,33 @@ def _policy_terms(
         sums["ref_kl"] = (mask_BL * k3_BL).sum().detach()
         terms_BL = terms_BL + spec.kl_coef * k3_BL
     return terms_BL
+
+
+def _weights(spec: LossSpec, inputs: Tensors, mask_BL: torch.Tensor, sums: Tensors) -> torch.Tensor:
+    """The importance weights of tokens `[B, L]`: exp(prox - logprobs), 0 outside the ranges, and at
+    most the cap."""
+    log_BL = torch.where(mask_BL > 0, inputs["prox_logprobs"] - inputs["logprobs"], 0.0)
+    kept_BL = torch.ones_like(mask_BL, dtype=torch.bool)
+    if spec.token_range is not None:
+        kept_BL &= _is_inside(log_BL, spec.token_range)
+    if spec.sequence_range is not None:
+        row_log_B = inputs.get("row_log_weight", (mask_BL * log_BL).sum(dim=1))
+        row_mask_B = inputs.get("row_mask", mask_BL.sum(dim=1))
+        mean_B = row_log_B / row_mask_B.clamp(min=1e-9)
+        kept_BL &= _is_inside(mean_B, spec.sequence_range)[:, None]
+    # exp of a dropped token may be infinite, and infinity times 0 is not 0.
+    weights_BL = torch.where(kept_BL, torch.exp(torch.where(kept_BL, log_BL, 0.0)), 0.0)
+    if spec.weight_cap is not None:
+        sums["capped_fraction"] = (mask_BL * (weights_BL > spec.weight_cap)).sum()
+        weights_BL = weights_BL.clamp(max=spec.weight_cap)
+    sums["weight"] = (mask_BL * weights_BL).sum()
+    sums["dropped_fraction"] = (mask_BL * ~kept_BL).sum()
+    return weights_BL
+
+
+def _is_inside(log_weights: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
+    weights = torch.exp(log_weights)
+    return (weights >= bounds[0]) & (weights <= bounds[1])
 
 
 Terms = Callable[[LossSpec, torch.Tensor, Tensors, torch.Tensor, Tensors], torch.Tensor]
@@ -104,6 +137,7 @@ TERMS: dict[str, Terms] = {
     "ppo": _policy_terms,
     "grpo": _policy_terms,
     "dapo": _policy_terms,
+    "decoupled_ppo": _policy_terms,
     "custom": _likelihood_terms,
 }
 """All losses."""

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.batches.packing import MicroBatch, padded_rows
 
-PER_ROW = frozenset({"lengths", "micro_batch_rows", "row_mask"})
+ROW_SUMS = frozenset({"row_mask", "row_log_weight"})
+PER_ROW = frozenset({"lengths", "micro_batch_rows"}) | ROW_SUMS
 PER_POSITION = frozenset({"tokens", "positions", "targets"})
 
 
@@ -46,7 +47,6 @@ def _shifted(batch: MicroBatch, arrays: Arrays, rows: slice) -> MicroBatch:
     real = batch.index_BL >= 0
     targets_BL = np.full(batch.index_BL.shape, -1, dtype=np.int64)
     targets_BL[real] = arrays["targets"][batch.index_BL[real]]
-    whole_B = arrays.get("row_mask", np.empty(0, dtype=np.float32))[rows]
     return replace(
         batch,
         tokens_BL=pad(batch.tokens_BL, (0, 1)),
@@ -54,8 +54,14 @@ def _shifted(batch: MicroBatch, arrays: Arrays, rows: slice) -> MicroBatch:
         per_token_BL={name: pad(value, (1, 0)) for name, value in batch.per_token_BL.items()},
         index_BL=_shift_right(batch.index_BL),
         targets_BL=pad(torch.from_numpy(targets_BL), (0, 1), value=-1),
-        row_mask_B=torch.from_numpy(whole_B.copy()) if len(whole_B) else None,
+        row_sums_B=_row_sums(arrays, rows),
     )
+
+
+def _row_sums(arrays: Arrays, rows: slice) -> dict[str, torch.Tensor]:
+    if rows.start == rows.stop:
+        return {}  # the row of padding has no sums
+    return {name: torch.from_numpy(arrays[name][rows].copy()) for name in ROW_SUMS & set(arrays)}
 
 
 def _shift_right(index_BL: Array) -> Array:

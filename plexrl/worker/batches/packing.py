@@ -4,7 +4,7 @@ Shapes: T tokens of all rows end to end, R rows, B rows of a micro-batch, L its 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,9 @@ class MicroBatch:
     targets_BL: torch.Tensor | None = None
     """int64: the token that each position predicts, whose result is in the next column; -1: none.
     Absent for whole rows, where it is the token of the next column."""
-    row_mask_B: torch.Tensor | None = None
-    """float32: sum of the mask over each row, over all ranks that share the row. Absent for whole
-    rows, or if there is no mask."""
+    row_sums_B: dict[str, torch.Tensor] = field(default_factory=dict)
+    """float32: sums over each row, over all ranks that share the row, by the names in
+    `packed_batches.ROW_SUMS`. Empty for whole rows, or if there is no mask."""
 
     @property
     def rows(self) -> int:

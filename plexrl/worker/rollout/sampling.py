@@ -32,9 +32,11 @@ class RowSampling:
     """int64: a hash of seed and sample that identifies the row's random stream."""
 
 
-def stream_of(seed: int, sample: int) -> int:
-    """The id of a sample's random stream, an int64."""
+def stream_of(seed: int, sample: int, drawn: int = 0) -> int:
+    """The id of a sample's random stream after its first `drawn` tokens, an int64."""
     mixed = _mix_int((_mix_int(seed) + sample * _ODD_1 % (1 << 63)) & _ALL_BITS)
+    # `gumbel` adds the position times the same number.
+    mixed = (mixed + drawn * _ODD_2) & _ALL_BITS
     return mixed - (1 << 64) if mixed >> 63 else mixed
 
 

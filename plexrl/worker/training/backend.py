@@ -27,7 +27,7 @@ from plexrl.worker.training.flat_state import STEP
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
 
-LOSS_ARRAYS = ("mask", "weights", "logprobs", "advantages", "ref_logprobs")
+LOSS_ARRAYS = ("mask", "weights", "logprobs", "prox_logprobs", "advantages", "ref_logprobs")
 
 
 class TrainingBackend(Backend):
@@ -201,8 +201,7 @@ class TrainingBackend(Backend):
 
 def _inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
     if batch.per_token_BL:
-        whole_rows = {} if batch.row_mask_B is None else {"row_mask": batch.row_mask_B}
-        return batch.per_token_BL | whole_rows
+        return batch.per_token_BL | batch.row_sums_B
     return dict.fromkeys(LOSS_ARRAYS, torch.zeros(batch.tokens_BL.shape))
 
 

@@ -161,6 +161,26 @@ def test_context_parts_contain_the_mask_sums_of_whole_rows() -> None:
         assert part["row_mask"].dtype == np.float32
 
 
+def test_context_parts_contain_the_summed_log_weights_of_whole_rows() -> None:
+    lengths = [5, 1, 9]
+    rng = np.random.default_rng(4)
+    arrays = batch(lengths, seed=3)
+    for name in ("logprobs", "prox_logprobs"):
+        arrays[name] = rng.normal(-3, 0.2, sum(lengths)).astype(np.float32)
+    plan = plan_of(Parallelism(cp=2), lengths)
+    starts = [0, 5, 6]
+    for part in plan.inputs(arrays):
+        wanted = []
+        for row in plan.shards[0].rows:
+            tokens = range(starts[row] + 1, starts[row] + lengths[row])
+            gaps = [
+                float(arrays["prox_logprobs"][t]) - float(arrays["logprobs"][t]) for t in tokens
+            ]
+            weights = [float(arrays["mask"][t]) for t in tokens]
+            wanted.append(sum(m * gap for m, gap in zip(weights, gaps, strict=True)))
+        assert np.allclose(part["row_log_weight"], wanted, atol=1e-6)
+
+
 def test_ranks_without_rows_get_empty_parts() -> None:
     for packs in (False, True):
         plan = plan_of(Parallelism(dp=3), [4], packs=packs)

@@ -14,7 +14,7 @@ from plexrl.wire.operations import DEFAULT_REDUCTION, LOSS_INPUTS, LossName, Los
 from plexrl.worker.batches.losses import TERMS, compute_loss
 
 ROWS, TOKENS = 3, 5
-NAMES = ("mask", "logprobs", "advantages", "ref_logprobs", "weights")
+NAMES = ("mask", "logprobs", "prox_logprobs", "advantages", "ref_logprobs", "weights")
 SPECS = [
     losses.cross_entropy(),
     losses.importance_sampling(),
@@ -91,6 +91,95 @@ def test_custom_weights_reproduce_the_gradient_of_any_other_loss(spec: LossSpec)
     compute_loss(losses.custom(), own, inputs, 1.0).loss.backward()  # type: ignore[no-untyped-call]
     assert own.grad is not None
     assert torch.allclose(own.grad, leaf.grad, atol=1e-7)
+
+
+DECOUPLED = [
+    losses.decoupled_ppo(),
+    losses.decoupled_ppo(weight_cap=1.2),
+    losses.decoupled_ppo(token_range=(0.7, 1.4)),
+    losses.decoupled_ppo(sequence_range=(0.8, 1.2), reduction="sequence_mean"),
+    losses.decoupled_ppo(
+        clip_low=0.1, weight_cap=1.3, token_range=(0.5, 2.0), sequence_range=(0.6, 1.5), kl_coef=0.2
+    ),
+]
+
+
+def decoupled_by_hand(
+    spec: LossSpec, logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], denominator: float
+) -> torch.Tensor:
+    """Decoupled PPO token by token in float64; the caller differentiates it."""
+    total = torch.zeros((), dtype=torch.float64)
+    given = {name: values.double() for name, values in inputs.items()}
+    for row in range(ROWS):
+        used = [t for t in range(1, TOKENS) if inputs["mask"][row, t] > 0]
+        gaps = [float(given["prox_logprobs"][row, t] - given["logprobs"][row, t]) for t in used]
+        product = math.exp(sum(gaps))
+        in_range = True
+        if spec.sequence_range is not None and used:
+            low, high = spec.sequence_range
+            in_range = low ** len(used) <= product <= high ** len(used)
+        for t, gap in zip(used, gaps, strict=True):
+            weight = math.exp(gap)
+            if spec.token_range is not None:
+                weight *= spec.token_range[0] <= weight <= spec.token_range[1]
+            weight = min(weight, spec.weight_cap or math.inf) * in_range
+            new, advantage = logprobs[row, t].double(), given["advantages"][row, t]
+            ratio = torch.exp(new - given["prox_logprobs"][row, t])
+            clipped = torch.clip(ratio, 1 - spec.clip_low, 1 + spec.clip_high)
+            kl = spec.kl_coef * (
+                torch.exp(given["ref_logprobs"][row, t] - new)
+                - 1
+                - (given["ref_logprobs"][row, t] - new)
+            )
+            per_row = len(used) if spec.reduction == "sequence_mean" else 1
+            worse = torch.minimum(ratio * advantage, clipped * advantage)
+            total = total + (kl - weight * worse) / per_row
+    return total / denominator
+
+
+@pytest.mark.parametrize("spec", DECOUPLED)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_decoupled_ppo_and_its_corrections_have_the_value_and_gradient_of_their_formulas(
+    spec: LossSpec, seed: int
+) -> None:
+    logprobs, inputs = some_inputs(seed)
+    leaf, own = (logprobs.clone().requires_grad_(True) for _ in range(2))
+    found = compute_loss(spec, leaf, inputs, 3.0).loss
+    wanted = decoupled_by_hand(spec, own, inputs, 3.0)
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4, abs=1e-5)
+    if inputs["mask"][:, 1:].any():
+        found.backward()  # type: ignore[no-untyped-call]
+        wanted.backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        assert own.grad is not None
+        assert torch.allclose(leaf.grad, own.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_on_policy_samples_give_decoupled_ppo_the_gradient_of_ppo() -> None:
+    logprobs, inputs = some_inputs(11)
+    inputs["prox_logprobs"] = inputs["logprobs"]
+    loss = losses.decoupled_ppo(weight_cap=2, token_range=(0.5, 2), sequence_range=(0.5, 2))
+    gradients = []
+    for spec in (loss, losses.ppo()):
+        leaf = logprobs.clone().requires_grad_(True)
+        compute_loss(spec, leaf, inputs, 4.0).loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+def test_a_token_whose_importance_weight_is_infinite_is_dropped_or_capped() -> None:
+    logprobs, inputs = some_inputs(5)
+    inputs["mask"][:] = 1
+    inputs["logprobs"][:, 2] = -1e6
+    for spec in (losses.decoupled_ppo(token_range=(0, 5)), losses.decoupled_ppo(weight_cap=2)):
+        leaf = logprobs.clone().requires_grad_(True)
+        found = compute_loss(spec, leaf, inputs, 1.0)
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        assert torch.isfinite(leaf.grad).all()
+        dropped = float(found.sums["dropped_fraction"])
+        assert dropped == (ROWS if spec.token_range else 0)
 
 
 def test_a_worker_computes_every_loss_of_the_wire_format_and_refuses_others() -> None:

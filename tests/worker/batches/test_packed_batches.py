@@ -26,6 +26,7 @@ def batch(lengths: list[int]) -> Arrays:
         "lengths": np.array(lengths, dtype=np.int32),
         "mask": (rng.random(total) < 0.7).astype(np.float32),
         "logprobs": rng.normal(-1, 0.2, total).astype(np.float32),
+        "prox_logprobs": rng.normal(-1, 0.2, total).astype(np.float32),
         "advantages": rng.normal(0, 1, total).astype(np.float32),
     }
 
@@ -39,7 +40,13 @@ def logprob(tokens: torch.Tensor) -> torch.Tensor:
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     dp=st.integers(1, 3),
     cp=st.integers(1, 3),
-    loss=st.sampled_from([plexrl.losses.grpo(), plexrl.losses.dapo()]),
+    loss=st.sampled_from(
+        [
+            plexrl.losses.grpo(),
+            plexrl.losses.dapo(),
+            plexrl.losses.decoupled_ppo(sequence_range=(0.9, 1.1)),
+        ]
+    ),
 )
 def test_results_and_losses_are_those_of_whole_rows(
     lengths: list[int], dp: int, cp: int, loss: LossSpec
@@ -58,9 +65,7 @@ def test_results_and_losses_are_those_of_whole_rows(
             else:
                 has_target_BL = each.targets_BL >= 0
                 value_BL = (logprob(each.targets_BL) * has_target_BL).roll(1, dims=1)
-            inputs = each.per_token_BL
-            if each.row_mask_B is not None:
-                inputs = inputs | {"row_mask": each.row_mask_B}
+            inputs = each.per_token_BL | each.row_sums_B
             total += float(compute_loss(loss, value_BL, inputs, denominator).loss)
             values.append(value_BL)
         results[rank] = unpack(found, values, len(part["tokens"]))

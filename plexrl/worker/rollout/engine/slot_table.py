@@ -107,7 +107,8 @@ class SlotTable:
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = sampling.top_k
         if sample.tokens is None:
-            sample.stream = stream_of(sampling.seed or 0, sample.generation.first_row + sample.row)
+            number = sampling.first_sample + sample.generation.first_row + sample.row
+            sample.stream = stream_of(sampling.seed or 0, number, sampling.drawn_tokens)
         self.stream[slot] = sample.stream
         return slot
 

@@ -25,7 +25,8 @@ DRAW = "plexrl_draw"
 
 def draw_arguments(sampling: SamplingParams, row: int) -> dict[str, tuple[float, float, int, int]]:
     """`extra_args` of the request for row `row` of a generation."""
-    stream = stream_of(sampling.seed or 0, row)
+    number = sampling.first_sample + row
+    stream = stream_of(sampling.seed or 0, number, sampling.drawn_tokens)
     return {DRAW: (sampling.temperature, sampling.top_p, sampling.top_k, stream)}
 
 

@@ -167,3 +167,19 @@ def test_the_allowed_tokens_are_the_likeliest(
     assert len(exact ^ wanted) <= 1
     assert order[0] in exact
     assert exact <= set(kept)
+
+
+def test_a_partial_sample_continues_as_if_it_had_not_been_cut() -> None:
+    whole = generate(PROMPTS, n=2, max_tokens=12)
+    for row, (tokens, logprobs) in enumerate(zip(whole.tokens, whole.logprobs, strict=True)):
+        begun = [*PROMPTS[row // 2], *tokens[:5].tolist()]
+        rest = generate([begun], max_tokens=7, first_sample=row, drawn_tokens=5)
+        assert rest.tokens[0].tolist() == tokens[5:].tolist()
+        assert np.allclose(rest.logprobs[0], logprobs[5:], atol=1e-5)
+
+
+def test_calls_with_one_seed_and_separate_numbers_draw_what_one_call_draws() -> None:
+    whole = generate(PROMPTS, n=2, max_tokens=6)
+    for row, tokens in enumerate(whole.tokens):
+        alone = generate([PROMPTS[row // 2]], max_tokens=6, first_sample=row)
+        assert alone.tokens[0].tolist() == tokens.tolist()

@@ -1,0 +1,228 @@
+"""Asynchronous rollouts: generation runs ahead of training, within a staleness bound."""
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from plexrl.client.blocking.deployment_kinds import TrainDeployment
+from plexrl.client.calls.transport import Call, Transport
+from plexrl.client.data.batch_rows import split_rows
+from plexrl.client.data.results import Sample, WeightsSpan
+from plexrl.client.display.handle_repr import handle_repr
+from plexrl.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from plexrl.wire.tensors import Arrays
+
+LOG = logging.getLogger(__name__)
+
+WAIT_S = 2.0
+"""How long the cluster waits for news before it answers; bounds the time to stop, too."""
+Plain = dict[str, Any]
+Reward = Callable[[list[int], Sample], float | None]
+"""Maps a prompt and one of its samples to its reward. None: the reward could not be computed, and
+the prompt is dropped with all of its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """The samples of one training step, as `generate` would return them, with their rewards."""
+
+    version: int
+    """Number of the batch, from 0: the model has trained as many batches."""
+    prompts: list[list[int]]
+    """Token ids, in the order in which the prompts were given."""
+    samples: list[list[Sample]]
+    """`[prompts][samples]`. `Sample.weights` has versions of the rollout: one for each batch."""
+    rewards: list[list[float]]
+    """`[prompts][samples]`."""
+    sample_versions: list[list[int]]
+    """`[prompts][samples]`: the oldest version that may have drawn a token of the sample. It is at
+    least `version` - staleness."""
+
+
+class BoundedRollout:
+    """Several instances of a model that generate ahead of the training, within a bound on the
+    staleness of what is trained."""
+
+    def __init__(
+        self, transport: Transport, job: str, order: Plain, source: TrainDeployment
+    ) -> None:
+        """Creates the rollout, or finds the existing one, and waits until all instances have the
+        weights of `source`."""
+        self._transport = transport
+        self._order = order
+        self._source = source
+        self.name: str = order["name"]
+        base = f"/v1/jobs/{quote(job)}/rollouts"
+        self._path = f"{base}/{quote(self.name)}"
+        while not (found := self._ask(base, order).json())["joined"]:
+            LOG.info("rollout %s: instances are placed and load the weights", self.name)
+        self._next_batch = int(found["next_batch"])
+
+    def __repr__(self) -> str:
+        return handle_repr(self, self.name, staleness=self._order["staleness"])
+
+    def status(self) -> Plain:
+        """Versions, groups dropped so far with the latest reason, and the load of each instance."""
+        return self._transport.ask("GET", self._path)
+
+    def batches(
+        self, prompts: Iterable[Sequence[int]], reward: Reward, *, steps: int
+    ) -> Iterator[RolloutBatch]:
+        """Yield one batch for each of the model's first `steps` steps that it has not made yet.
+
+        Train on a batch, with one `optim_step`, before taking the next one. `prompts` are token
+        ids, from the first one of the rollout on, also when a controller continues another's
+        work; there are more than `steps` batches need, because some may be dropped. `reward` runs
+        in a thread of its own while the model is trained.
+
+        Raises:
+            PlexRLError: the rollout failed.
+            InvalidRequestError: there are too few prompts.
+        """
+        return self._started(prompts, reward, steps)
+
+    def _started(
+        self, prompts: Iterable[Sequence[int]], reward: Reward, steps: int
+    ) -> Generator[RolloutBatch]:
+        """As `batches`; closing it ends the thread."""
+        feeder = _Feeder(self, iter(prompts), reward, steps * int(self._order["prompts"]))
+        feeder.start()
+        try:
+            for version in range(self._next_batch, steps):
+                # The step of the batch before counts.
+                self._source.barrier().result()
+                step = int(self._source.status()["trainer_step"])
+                batch = self._batch(version, step, feeder)
+                # If this controller stops now, the next one trains this batch.
+                yield batch
+                self._next_batch = version + 1
+        finally:
+            feeder.stop()
+
+    def _batch(self, version: int, trainer_step: int, feeder: "_Feeder") -> RolloutBatch:
+        body = {"trainer_step": trainer_step}
+        while True:
+            feeder.check()
+            response = self._ask(f"{self._path}/batches/{version}", body)
+            if response.status_code != 202:
+                return _decode_batch(response.content, int(self._order["samples"]))
+
+    def _exchange(self, body: Plain) -> "tuple[Plain, Arrays]":
+        """Give prompts and rewards, and take samples; see the HTTP API."""
+        from plexrl.wire.tensors import decode_body
+
+        return decode_body(bytearray(self._ask(f"{self._path}/exchange", body).content))
+
+    def _ask(self, path: str, body: Plain) -> Any:
+        call = Call(method="POST", path=path, query={"wait_s": WAIT_S}, json=body)
+        return self._transport.request(call)
+
+
+class _Feeder(threading.Thread):
+    """Gives prompts, and computes rewards, while the controller trains."""
+
+    def __init__(
+        self,
+        rollout: BoundedRollout,
+        prompts: Iterator[Sequence[int]],
+        reward: Reward,
+        needed: int,
+    ) -> None:
+        super().__init__(name=f"rollout-{rollout.name}", daemon=True)
+        self._rollout = rollout
+        self._prompts = prompts
+        self._reward = reward
+        self._needed = needed
+        """Prompts that are trained in the end."""
+        self._stopped = threading.Event()
+        self._error: Exception | None = None
+
+    def check(self) -> None:
+        """Raises what has ended the thread."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self.join()
+
+    def run(self) -> None:
+        try:
+            self._feed()
+        except Exception as error:
+            # The controller's thread raises it.
+            self._error = error
+
+    def _feed(self) -> None:
+        given = self._rollout.status()["next_group"]
+        for _ in islice(self._prompts, given):
+            pass
+        rewards: list[tuple[int, float | None, str]] = []
+        rows: list[list[int]] = []
+        cursor, dropped = 0, 0
+        while not self._stopped.is_set():
+            body = {"first": given, "prompts": rows, "rewards": rewards, "after": cursor}
+            answer, arrays = self._rollout._exchange(body)
+            if answer["dropped"] > dropped:
+                dropped = answer["dropped"]
+                LOG.warning(
+                    "rollout %s dropped %d prompts so far: %s",
+                    *(self._rollout.name, dropped, answer["dropped_reason"]),
+                )
+            cursor, given = answer["cursor"], answer["next_group"]
+            wanted = answer["groups_wanted"]
+            rows = [list(map(int, row)) for row in islice(self._prompts, wanted)]
+            if len(rows) < wanted and given + len(rows) - dropped < self._needed:
+                raise InvalidRequestError(
+                    f"the prompts ended after {given + len(rows)}, {dropped} were dropped, and the "
+                    f"steps need {self._needed}: give more prompts"
+                )
+            if wanted and not rows:
+                # All have been given: the cluster would answer at once.
+                self._stopped.wait(WAIT_S / 10)
+            rewards = [self._rewarded(*each) for each in _decode_samples(answer, arrays)]
+
+    def _rewarded(
+        self, trajectory: int, prompt: list[int], sample: Sample
+    ) -> tuple[int, float | None, str]:
+        found = self._reward(prompt, sample)
+        return trajectory, None if found is None else float(found), "the controller has no reward"
+
+
+def _decode_samples(answer: Plain, arrays: "Arrays") -> list[tuple[int, list[int], Sample]]:
+    prompts = split_rows(arrays["prompts"], arrays["prompt_lengths"].tolist())
+    lengths = arrays["lengths"].tolist()
+    tokens, logprobs = (split_rows(arrays[name], lengths) for name in ("tokens", "logprobs"))
+    found = []
+    for index, trajectory in enumerate(arrays["trajectories"].tolist()):
+        spans, start = [], 0
+        for count, version, step in answer["segments"][index]:
+            spans.append(WeightsSpan(start, version, step))
+            start += count
+        sample = Sample(
+            tokens[index].tolist(), logprobs[index], answer["finish"][index], tuple(spans)
+        )
+        found.append((trajectory, prompts[index].tolist(), sample))
+    return found
+
+
+def _decode_batch(content: bytes, samples: int) -> RolloutBatch:
+    from plexrl.wire.tensors import decode_body
+
+    answer, arrays = decode_body(bytearray(content))
+    rows = _decode_samples(answer, arrays)
+    groups = [range(at, at + samples) for at in range(0, len(rows), samples)]
+    return RolloutBatch(
+        version=answer["version"],
+        prompts=[rows[group[0]][1] for group in groups],
+        samples=[[rows[at][2] for at in group] for group in groups],
+        rewards=[[answer["rewards"][at] for at in group] for group in groups],
+        sample_versions=[[answer["versions"][at] for at in group] for group in groups],
+    )

@@ -1,0 +1,1 @@
+"""The rollout service: coordinators of asynchronous rollouts, and their stores. I/O."""

@@ -1,0 +1,84 @@
+"""Routes about asynchronous rollouts, which the rollout service answers."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from plexrl.router.http.schemas import BatchRequest, ExchangeRequest, RolloutRequest
+from plexrl.router.http.services import RESPONSE_MARGIN_S, RouterServices, Services
+from plexrl.wire.tensors import MEDIA_TYPE
+
+Plain = dict[str, Any]
+WAIT_S_MAX = 60.0
+
+ROUTES = APIRouter(prefix="/v1/jobs/{job}/rollouts", tags=["rollouts"])
+
+
+@ROUTES.post("", summary="Create an asynchronous rollout")
+async def create(
+    request: Request, services: Services, job: str, body: RolloutRequest, wait_s: float = 25.0
+) -> Plain:
+    """A request with the name of an existing rollout returns that rollout. `joined` tells whether
+    all instances have the trainer's weights; the same request waits for that."""
+    order = {**body.model_dump(exclude_none=True), "job": job}
+    return await _ask(request, services, job, "create", wait_s, order=order)
+
+
+@ROUTES.get("/{name}", summary="One asynchronous rollout")
+async def get(request: Request, services: Services, job: str, name: str) -> Plain:
+    """Its versions, and the load of its instances."""
+    return await _ask(request, services, job, "status", 0.0, name=name)
+
+
+@ROUTES.post("/{name}/exchange", summary="Give prompts and rewards, take generated samples")
+async def exchange(
+    request: Request,
+    services: Services,
+    job: str,
+    name: str,
+    body: ExchangeRequest,
+    wait_s: float = 25.0,
+) -> Response:
+    """Prompts and rewards that are known have no effect, so a request may be repeated. Samples are
+    those that lack a reward and came after the cursor `after`."""
+    found = await _ask(
+        request, services, job, "exchange", wait_s, name=name, body=body.model_dump()
+    )
+    return Response(found["body"], media_type=MEDIA_TYPE)
+
+
+@ROUTES.post("/{name}/batches/{version}", summary="Take the batch of a version")
+async def batch(
+    request: Request,
+    services: Services,
+    job: str,
+    name: str,
+    version: int,
+    body: BatchRequest,
+    wait_s: float = 25.0,
+) -> Response:
+    """The request tells that the model has trained all earlier batches. 202: the batch is not
+    complete; send the request again."""
+    found = await _ask(
+        request,
+        services,
+        job,
+        "batch",
+        wait_s,
+        name=name,
+        version=version,
+        trainer_step=body.trainer_step,
+    )
+    if found["body"] is None:
+        return Response(status_code=202)
+    return Response(found["body"], media_type=MEDIA_TYPE)
+
+
+async def _ask(
+    request: Request, services: RouterServices, job: str, method: str, wait_s: float, **fields: Any
+) -> Plain:
+    # Only who may see the job gets further.
+    await services.ask(request, "get_job", job=job)
+    wait_s = max(0.0, min(wait_s, WAIT_S_MAX))
+    params = {"job": job, "wait_s": wait_s, **fields}
+    return await services.rollouts.call(method, params, timeout_s=wait_s + RESPONSE_MARGIN_S)
