@@ -6,7 +6,7 @@ Each host is simulated (`tests.hosts`): network, mount, IPC and PID namespaces o
 on one host has published its weights; ranks of a rollout on the other one pull them at the same
 time, each over a stream of its own. Two ranks have rows or columns of each tensor; one rank has
 everything. `iperf3` has as many streams, and so has, beside TLS, plain `ssl.SSLSocket`
-(`benchmarks.tls_stream`), in turns with the pulls.
+(`benchmarks.state.tls_stream`), in turns with the pulls.
 """
 
 import json
@@ -158,7 +158,7 @@ def _plain_tls(source: Node, target: Node, streams: int) -> Rate:
         tls = node.config.tls
         assert tls is not None
         files = (tls.ca, tls.certificate, tls.key)
-        return node.host.start("python", "-m", "benchmarks.tls_stream", name, *words, *files)
+        return node.host.start("python", "-m", "benchmarks.state.tls_stream", name, *words, *files)
 
     sender = side(source, "send")
     sender.wait_for("listening")

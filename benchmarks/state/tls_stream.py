@@ -1,7 +1,7 @@
 """Bytes over `ssl.SSLSocket` between two processes: the bound of what Python sends by TLS here.
 
-    python -m benchmarks.tls_stream send HOST PORT STREAMS BYTES CA CERTIFICATE KEY
-    python -m benchmarks.tls_stream receive HOST PORT STREAMS BYTES CA CERTIFICATE KEY
+    python -m benchmarks.state.tls_stream send HOST PORT STREAMS BYTES CA CERTIFICATE KEY
+    python -m benchmarks.state.tls_stream receive HOST PORT STREAMS BYTES CA CERTIFICATE KEY
 
 The sender sends `BYTES` from memory, an equal part on each stream; the receiver receives into
 memory. Both print JSON in the end: seconds from the first byte to the last one, and CPU seconds.
