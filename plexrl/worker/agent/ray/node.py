@@ -93,10 +93,11 @@ class RayNodeActor:
 
 def _make_folders(config: AgentConfig, folders: Folders, run_dir: Path) -> None:
     local = [each for each in map(parse_address, config.scheduler) if isinstance(each, UnixAddress)]
-    if not all(Path(each.path).is_socket() for each in local):
+    # Not the sockets: the scheduler may be starting at this moment.
+    if not all(Path(each.path).parent.is_dir() for each in local):
         raise UnavailableError(
-            f"the scheduler's Unix socket {local[0].path} does not exist on this node, so the "
-            "scheduler runs on another machine: let Ray's machines join it with "
+            f"the folder of the scheduler's Unix socket {local[0].path} does not exist on this "
+            "node, so the scheduler runs on another machine: let Ray's machines join it with "
             "`plexrl up --ray … --tls --host 0.0.0.0`"
         )
     # The parents first: their owner could replace the folders in them.
