@@ -55,7 +55,8 @@ def test_gradients_survive_a_switch_between_backward_and_step(cluster: plexrl.Cl
         other = second.train_deployment("actor", model, workers=2)
         actor.forward_backward(batch, plexrl.losses.grpo()).result()
         other.barrier().result()
-        assert actor.status()["residency"] == "offloaded"
+        # It may be back already: an idle group expects its next burst.
+        assert "offload" in {each["kind"] for each in cluster.operations(job=first.job)}
         shared = actor.optim_step(learning_rate=1e-2).result().metrics
 
     assert shared == alone
