@@ -52,7 +52,8 @@ class FollowedFiles(Generic[LoadedT]):
             return self._loaded
 
     def _stamp_now(self) -> _Stamp:
-        return tuple(_stamp(path) for path in self._paths)
+        # From a list: CPython fails if `gc.get_referrers` sees a tuple that a generator fills.
+        return tuple([_stamp(path) for path in self._paths])
 
 
 def _stamp(path: str) -> tuple[int, int, int]:

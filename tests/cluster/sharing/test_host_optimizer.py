@@ -28,16 +28,16 @@ def moved(cluster: plexrl.Cluster, job: plexrl.Job, kind: str) -> list[int]:
     return [result["bytes_moved"] for result in found if "bytes_moved" in result]
 
 
-def test_host_and_device_optimizers_share_a_group(cluster: plexrl.Cluster) -> None:
+def test_host_and_device_optimizers_share_a_group(two_gpus: plexrl.Cluster) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=3)
-    with cluster.create_job("one") as first, cluster.create_job("two") as second:
+    with two_gpus.create_job("one") as first, two_gpus.create_job("two") as second:
         in_host = first.train_deployment("actor", model, workers=2, optimizer="host")
         on_device = second.train_deployment("actor", model, workers=2)
         norms = [[train(each, step) for each in (in_host, on_device)] for step in range(STEPS)]
         weights = [checkpoint_weights(each) for each in (in_host, on_device)]
         groups = {each.status()["group"] for each in (in_host, on_device)}
-        out = [moved(cluster, job, "offload") for job in (first, second)]
-        back = [moved(cluster, job, "load") for job in (first, second)]
+        out = [moved(two_gpus, job, "offload") for job in (first, second)]
+        back = [moved(two_gpus, job, "load") for job in (first, second)]
     assert len(groups) == 1, "the two jobs were to share a group"
     assert all(one == other for one, other in norms)
     assert weights[0] == weights[1]

@@ -42,21 +42,21 @@ def test_a_job_that_shares_its_group_computes_the_same_bits_as_alone(
     assert weights_shared == weights_alone
 
 
-def test_gradients_survive_a_switch_between_backward_and_step(cluster: plexrl.Cluster) -> None:
+def test_gradients_survive_a_switch_between_backward_and_step(two_gpus: plexrl.Cluster) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=4)
     batch = some_batch(7)
-    with cluster.create_job("alone") as job:
+    with two_gpus.create_job("alone") as job:
         actor = job.train_deployment("actor", model, workers=2, exclusive=True)
         actor.forward_backward(batch, plexrl.losses.grpo()).result()
         alone = actor.optim_step(learning_rate=1e-2).result().metrics
 
-    with cluster.create_job("one") as first, cluster.create_job("two") as second:
+    with two_gpus.create_job("one") as first, two_gpus.create_job("two") as second:
         actor = first.train_deployment("actor", model, workers=2)
         other = second.train_deployment("actor", model, workers=2)
         actor.forward_backward(batch, plexrl.losses.grpo()).result()
         other.barrier().result()
         # It may be back already: an idle group expects its next burst.
-        assert "offload" in {each["kind"] for each in cluster.operations(job=first.job)}
+        assert "offload" in {each["kind"] for each in two_gpus.operations(job=first.job)}
         shared = actor.optim_step(learning_rate=1e-2).result().metrics
 
     assert shared == alone
