@@ -15,9 +15,13 @@ Invariants, beside those of the parts:
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
-from plexrl.rollout.coordinator.cost_fit import CostFit
+from plexrl.rollout.coordinator.cost_fit import CostFit, FittedSteps
 from plexrl.rollout.coordinator.cycle import Cycle
 from plexrl.rollout.coordinator.messages import (
     Abort,
@@ -44,8 +48,12 @@ from plexrl.rollout.coordinator.messages import (
     TrainedTrajectory,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.speculation import SpeculativeState
-from plexrl.rollout.staleness.manager import StalenessManager
+from plexrl.rollout.coordinator.speculation import ExpectedInstance, SpeculativeState
+from plexrl.rollout.staleness.manager import (
+    HeldEntries,
+    StalenessManager,
+    StalenessSettings,
+)
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
@@ -53,7 +61,24 @@ from plexrl.rollout.trajectories.record import (
     TrajectoryId,
     TrajectoryState,
 )
-from plexrl.rollout.trajectories.server import TrajectoryServer
+from plexrl.rollout.trajectories.server import HeldTrajectories, TrajectoryServer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """All that a coordinator knows. Its size is bounded by what is in flight."""
+
+    bound: StalenessSettings
+    """Those of the coordinator that it is the state of."""
+    newest_version: int
+    is_trainer_free: bool
+    snapshots_used: int
+    snapshots_refused: int
+    trajectories: HeldTrajectories
+    entries: HeldEntries
+    instances: dict[InstanceId, ExpectedInstance]
+    pending: dict[TrajectoryId, InstanceId]
+    fit: FittedSteps
 
 
 class RolloutCoordinator:
@@ -75,6 +100,60 @@ class RolloutCoordinator:
         self._pending: dict[TrajectoryId, InstanceId] = {}
         """The next instance of trajectories that are still on their way back."""
         self._is_trainer_free = False
+
+    def state(self) -> dict[str, object]:
+        """All that it knows, as plain data that can be written as JSON: mappings (their order
+        counts), lists, text, numbers and None. It holds what is in flight and the latest measured
+        steps; nothing of what was trained or dropped."""
+        state = _State(
+            bound=self.settings.staleness,
+            newest_version=self.newest_version,
+            is_trainer_free=self._is_trainer_free,
+            snapshots_used=self.snapshots_used,
+            snapshots_refused=self.snapshots_refused,
+            trajectories=self.trajectories.state(),
+            entries=self.manager.state(),
+            instances=self.expected.instances,
+            pending=self._pending,
+            fit=self._fit.state(),
+        )
+        plain: dict[str, object] = msgspec.to_builtins(state, str_keys=True)
+        return plain
+
+    @classmethod
+    def restore(
+        cls, settings: CoordinatorSettings, state: Mapping[str, object]
+    ) -> "RolloutCoordinator":
+        """A coordinator that goes on from the state as the one which it is of. Strategies and
+        thresholds may differ.
+
+        Raises:
+            InvalidRequestError: it is no state, or that of other staleness settings.
+            InvariantError: the state contradicts itself.
+        """
+        try:
+            found = msgspec.convert(state, _State, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"this is no state of a rollout coordinator: {error}; replay its events instead"
+            ) from error
+        if found.bound != settings.staleness:
+            raise InvalidRequestError(
+                f"the state is of a coordinator with {found.bound} and cannot go on with "
+                f"{settings.staleness}: keep the staleness settings of a rollout"
+            )
+        core = cls(settings)
+        core.newest_version = found.newest_version
+        core._is_trainer_free = found.is_trainer_free
+        core.snapshots_used = found.snapshots_used
+        core.snapshots_refused = found.snapshots_refused
+        core.trajectories.restore(found.trajectories)
+        core.manager.restore(found.entries)
+        core.expected.instances = found.instances
+        core._pending = found.pending
+        core._fit.restore(found.fit)
+        core.check_invariants()
+        return core
 
     @property
     def groups_wanted(self) -> int:

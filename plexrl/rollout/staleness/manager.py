@@ -60,6 +60,28 @@ class _Members:
     complete: set[TrajectoryId] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The entry of a group in a buffer."""
+
+    group: SampleGroupId
+    buffer: int
+    version: int
+    """V of the group; its members may have newer versions."""
+    is_occupied: bool
+    members: dict[TrajectoryId, int]
+    """Version of each member."""
+    complete: list[TrajectoryId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldEntries:
+    """All entries, and the first buffer that is not consumed."""
+
+    next_version: int
+    entries: list[Entry]
+
+
 class StalenessManager:
     """Tracker and discriminator of the staleness bound (StaleFlow §4)."""
 
@@ -69,6 +91,32 @@ class StalenessManager:
             staleness=settings.staleness, size=settings.batch_groups, extra=settings.extra_groups
         )
         self._members: dict[SampleGroupId, _Members] = {}
+
+    def state(self) -> HeldEntries:
+        """All entries. Their members are not copies: encode them before anything changes."""
+        buffers = self.buffers
+        return HeldEntries(
+            next_version=buffers.next_version,
+            entries=[
+                Entry(
+                    group=group,
+                    buffer=place,
+                    version=version,
+                    is_occupied=group in buffer.occupied,
+                    members=self._members[group].versions,
+                    complete=sorted(self._members[group].complete),
+                )
+                for place, buffer in buffers.entries()
+                for group, version in sorted((buffer.reserved | buffer.occupied).items())
+            ],
+        )
+
+    def restore(self, state: HeldEntries) -> None:
+        """Takes over a state, of which it becomes the owner. The manager is new."""
+        self.buffers.next_version = state.next_version
+        for each in state.entries:
+            self.buffers.put(each.group, each.version, each.buffer, is_occupied=each.is_occupied)
+            self._members[each.group] = _Members(versions=each.members, complete=set(each.complete))
 
     def reserve(self, group: SampleGroupId, trajectory: TrajectoryId, version: int) -> None:
         """Assigns the version to the trajectory; see `Buffers.admits` and `Buffers.assign`.

@@ -20,7 +20,18 @@ TrajectoryId = NewType("TrajectoryId", int)
 SampleGroupId = NewType("SampleGroupId", int)
 """Number of a prompt in the order of sampling, from 0: all samples of a prompt are one group."""
 InstanceId = NewType("InstanceId", str)
-"""A rollout instance. A restarted instance has a new id."""
+"""A rollout instance."""
+
+
+def trajectory_ids(group: SampleGroupId, samples: int) -> tuple[TrajectoryId, ...]:
+    """Ids of the trajectories of a group of so many samples."""
+    first = group * samples
+    return tuple(TrajectoryId(first + index) for index in range(samples))
+
+
+def group_of(trajectory: TrajectoryId, samples: int) -> SampleGroupId:
+    """The group of a trajectory, where groups have so many samples."""
+    return SampleGroupId(trajectory // samples)
 
 
 class TrajectoryState(StrEnum):
