@@ -100,4 +100,4 @@ def test_a_state_of_other_staleness_settings_is_refused() -> None:
 def test_what_is_no_state_is_refused() -> None:
     core = fleet().core
     with pytest.raises(InvalidRequestError, match="replay its events"):
-        RolloutCoordinator.restore(core.settings, core.state() | {"pending": None})
+        RolloutCoordinator.restore(core.settings, core.state() | {"instances": None})

@@ -27,6 +27,8 @@ class ExpectedInstance:
     pulls: int = 0
     """Pulls issued so far."""
     pulls_unanswered: int = 0
+    coming: list[TrajectoryId] = field(default_factory=list)
+    """Routed there and not sent yet, in the order of routing; `trajectories` counts them."""
     stops: list[dict[TrajectoryId, int]] = field(default_factory=list)
     """Each `Interrupt` and `Abort` that is not answered, in the order of issue: its trajectories
     that have not ended there, and `pulls` when it was issued. A trajectory is in one at most: one

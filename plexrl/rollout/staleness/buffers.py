@@ -51,11 +51,13 @@ class Buffer:
 class Buffers:
     """All buffers that are not consumed. Operations take O(staleness² + entries of a buffer)."""
 
-    def __init__(self, *, staleness: int, size: int, extra: int = 0) -> None:
+    def __init__(
+        self, *, staleness: int, size: int, extra: int = 0, first_version: int = 0
+    ) -> None:
         self.staleness = staleness
         self.size = size
         self.extra = extra
-        self.next_version = 0
+        self.next_version = first_version
         self._buffers: dict[int, Buffer] = {}
         self._place: dict[SampleGroupId, int] = {}
         """The buffer of each entry."""

@@ -13,7 +13,7 @@ Invariants, beside those of `buffers`:
 - the version of a reserved entry is the minimum over its members.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.staleness.buffers import Buffers, BufferState
@@ -35,13 +35,15 @@ class StalenessSettings:
     which shortens responses on average (StaleFlow App. C), hence none by default."""
     extra_samples: int = 0
     """Samples of a group beyond `group_size`; see `extra_groups`."""
+    first_version: int = 0
+    """Version of the model when the rollout begins: that of the first buffer."""
 
     def __post_init__(self) -> None:
         least = {"staleness": 0, "batch_groups": 1, "group_size": 1}
-        for name in ("staleness", "batch_groups", "group_size", "extra_groups", "extra_samples"):
-            value, minimum = getattr(self, name), least.get(name, 0)
+        for each in fields(self):
+            value, minimum = getattr(self, each.name), least.get(each.name, 0)
             if value < minimum:
-                raise InvalidRequestError(f"{name} is {value}: set it to {minimum} or more")
+                raise InvalidRequestError(f"{each.name} is {value}: set it to {minimum} or more")
 
     @property
     def samples(self) -> int:
@@ -88,7 +90,10 @@ class StalenessManager:
     def __init__(self, settings: StalenessSettings) -> None:
         self.settings = settings
         self.buffers = Buffers(
-            staleness=settings.staleness, size=settings.batch_groups, extra=settings.extra_groups
+            staleness=settings.staleness,
+            size=settings.batch_groups,
+            extra=settings.extra_groups,
+            first_version=settings.first_version,
         )
         self._members: dict[SampleGroupId, _Members] = {}
 

@@ -149,19 +149,16 @@ class TrajectoryServer:
         return added
 
     def route(self, trajectory: Trajectory, instance: InstanceId, version: int) -> None:
-        """Gives a waiting trajectory to an instance. `version`, of the instance's weights,
-        becomes that of an initial trajectory.
+        """Gives a waiting trajectory to an instance with weights of this version.
 
-        Raises ConflictError: it is not waiting, or the instance's weights are too old.
+        Raises ConflictError: it is not waiting or has no version, or the weights are too old.
         """
-        if trajectory.version is not None and trajectory.version > version:
+        if trajectory.version is None or trajectory.version > version:
             raise ConflictError(
                 f"trajectory {trajectory.id} has version {trajectory.version}: instance "
                 f"{instance} of version {version} is too old for it"
             )
         trajectory.change(Change.ROUTE)
-        if trajectory.version is None:
-            trajectory.version = version
         trajectory.instance = instance
         del self.waiting[trajectory.id]
         self._on.setdefault(instance, {})[trajectory.id] = None
