@@ -21,7 +21,7 @@ from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -171,7 +171,23 @@ def start(
     )
     deployment.running[operation.operation] = command
     if state.routers:
+        if operation.stopped_rows:
+            abort(effects, command, operation.stopped_rows)
         effects.commands.append(command)
+
+
+def abort(effects: Effects, command: RunOperation, rows: tuple[int, ...] | None = None) -> None:
+    """Have the workers stop a run, or some of its rows; what it drew so far is its result. Sent
+    before the run, the rows draw nothing."""
+    effects.emit(
+        AbortOperation(
+            operation=command.operation,
+            deployment=command.deployment,
+            addresses=command.addresses,
+            incarnation=command.incarnation,
+            rows=rows,
+        )
+    )
 
 
 def start_move(
