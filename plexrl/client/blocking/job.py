@@ -221,8 +221,8 @@ class Job:
         `staleness` of 0 that is synchronous training: the samples are those that `generate` draws
         with the `seed` of `sampling`, which is needed.
 
-        `model`, `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes` and
-        `node_type` are as in `rollout_deployment`, for each instance.
+        `model`, `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`,
+        `kv_cache_bytes` and `node_type` are as in `rollout_deployment`, for each instance.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
