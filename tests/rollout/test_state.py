@@ -84,9 +84,9 @@ def test_nothing_grows_with_what_was_trained_and_dropped(rounds: int) -> None:
             held.append(len(pickle.dumps(led.core)))
             led.log.clear()
             led.late.clear()
-    for each in (sizes, held):
-        half = len(each) // 2
-        assert max(each[half:]) <= 1.15 * max(each[:half])
+    for found in (sizes, held):
+        half = len(found) // 2
+        assert max(found[half:]) <= 1.15 * max(found[:half])
     assert len(led.trained) > rounds // 10
 
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.errors import ConflictError, InvalidRequestError, NotFoundError
-from plexrl.process.folders.operator_key import operator_key
 from plexrl.rollout.service.cluster_calls import ClusterCalls
-from plexrl.rollout.service.config import RolloutConfig
+from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.service.store import RolloutStore
@@ -27,8 +26,6 @@ from plexrl.wire.tensors import Arrays, encode_body
 
 LOG = logging.getLogger(__name__)
 
-FOLDER = "rollout"
-SUFFIX = ".sqlite"
 SILENCE_S_MAX = 120.0
 """How long a router may give no answer before the service says so in its log."""
 Plain = dict[str, Any]
@@ -44,8 +41,9 @@ class RolloutService:
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._peers: set[Peer] = set()
-        key = operator_key(Path(config.data_dir))
-        self._transport = AsyncTransport(config.routers, key, SILENCE_S_MAX, config.ca or None)
+        self._transport = AsyncTransport(
+            config.routers, config.operator_key(), SILENCE_S_MAX, config.ca or None
+        )
         self._handlers = {
             "create": self._create,
             "exchange": self._exchange,
