@@ -25,7 +25,7 @@ from plexrl.worker.rollout.generation import (
 )
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, RowLength
 from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
-from plexrl.worker.rollout.vllm.launch import StartedEngine
+from plexrl.worker.rollout.vllm.launch import TOKENS, StartedEngine
 from plexrl.worker.rollout.vllm.probe import check_logprobs
 from plexrl.worker.rollout.vllm.sampling import draw_arguments
 from plexrl.worker.rollout.vllm.weights import ArenaWeights
@@ -152,6 +152,7 @@ class VllmEngine(RolloutEngine):
             preemptions=scheduler.preemptions,
             kv_bytes_max=scheduler.blocks * block_bytes,
             block_bytes=block_bytes,
+            block_tokens=TOKENS,
             blocks=scheduler.blocks,
             blocks_held=scheduler.blocks_held,
             blocks_kept=scheduler.blocks_kept,
