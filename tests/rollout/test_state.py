@@ -86,7 +86,7 @@ def test_nothing_grows_with_what_was_trained_and_dropped(rounds: int) -> None:
             led.late.clear()
     for found in (sizes, held):
         half = len(found) // 2
-        assert max(each[half:]) <= 1.15 * max(each[:half])
+        assert max(found[half:]) <= 1.15 * max(found[:half])
     assert len(led.trained) > rounds // 10
 
 

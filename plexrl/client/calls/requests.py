@@ -28,6 +28,7 @@ from plexrl.wire.operations import (
     GenerateParams,
     LossSpec,
     OperationKind,
+    PublishParams,
     SamplingParams,
     SyncWeightsParams,
     ZeroGradParams,
@@ -177,6 +178,7 @@ def sync_weights(
     digest: bool,
     in_flight: bool = False,
     recompute_kv: bool = True,
+    published: bool = False,
 ) -> Submission:
     """Set a rollout or reference deployment to the weights of `source`, a train deployment."""
     params = SyncWeightsParams(
@@ -185,8 +187,14 @@ def sync_weights(
         digest=digest,
         in_flight=in_flight,
         recompute_kv=recompute_kv,
+        published=published,
     )
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
+
+
+def publish(deployment: str) -> Submission:
+    """Publish a train deployment's weights."""
+    return submission(deployment, OperationKind.PUBLISH, PublishParams(), results.decode_plain)
 
 
 def save_checkpoint(deployment: str, params: CheckpointParams) -> Submission:

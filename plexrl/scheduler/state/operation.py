@@ -91,6 +91,9 @@ class Operation:
     """For a sync: number of optimizer steps in that version."""
     in_flight: bool = False
     """For a sync: it may run during generations."""
+    published: bool = False
+    """For a sync: it pulls what the newest `publish` operation of its source made, if there is such
+    a version, instead of a publish of its own."""
     ends_burst: bool = False
     """It is the last operation of its cycle."""
     result: BlobRef | None = None
@@ -147,6 +150,7 @@ class Operation:
         self.source_seq = 0
         self.source_step = 0
         self.in_flight = False
+        self.published = False
         self.ends_burst = False
         self.result = None
         self.result_json = "{}"

@@ -268,6 +268,7 @@ async def _submit(
                 "tokens": checked.tokens,
                 "source": None if sync is None else sync.source,
                 "in_flight": sync is not None and sync.in_flight,
+                "published": sync is not None and sync.published,
             },
         )
     except REFUSALS:

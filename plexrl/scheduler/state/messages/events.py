@@ -308,6 +308,8 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     """Last operation of a cycle, for a job whose rollouts run elsewhere: the group may go to others
     at once, as after a publish."""
     controller: str = ""
+    published: bool = False
+    """For `sync_weights`: pull the version that the newest `publish` of the source made."""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from plexrl.errors import StaleWeightsError
@@ -219,8 +220,8 @@ class VllmEngine(RolloutEngine):
             ends=ends,
         )
 
-    def _prompt(self, tokens: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": tokens, "cache_salt": str(self._updates)}
+    def _prompt(self, tokens: list[int]) -> Any:
+        return tokens_input(tokens, cache_salt=str(self._updates))
 
     def _take(self, row: _Row, output: Any) -> None:
         """Store the tokens that vLLM drew for a row, and end the row if it is complete."""
