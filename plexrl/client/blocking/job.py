@@ -205,6 +205,7 @@ class Job:
         prompts: int,
         samples: int,
         sampling: SamplingParams,
+        backend: str | None = None,
         dtype: Dtype = "float32",
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
@@ -220,8 +221,8 @@ class Job:
         `staleness` of 0 that is synchronous training: the samples are those that `generate` draws
         with the `seed` of `sampling`, which is needed.
 
-        `model`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes` and
-        `node_type` are as in `rollout_deployment`, for each instance.
+        `model`, `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`,
+        `kv_cache_bytes` and `node_type` are as in `rollout_deployment`, for each instance.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -234,6 +235,7 @@ class Job:
             self.rollout_deployment(
                 each,
                 model,
+                backend=backend,
                 dtype=dtype,
                 max_sequence_tokens=max_sequence_tokens,
                 max_concurrent_samples=max_concurrent_samples,

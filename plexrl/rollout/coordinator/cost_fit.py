@@ -9,6 +9,7 @@ small penalty on relative changes makes every fit well determined.
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -24,12 +25,30 @@ BENDS_MAX = 64
 """Numbers of trajectories that are tried as bend."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedSteps:
+    """The measured steps of a fit, and the model."""
+
+    model: CostModel
+    steps: list[tuple[float, int, float]]
+    """KV cache, trajectories and seconds of each."""
+
+
 class CostFit:
     """The latest measured steps, and the model that fits them best."""
 
     def __init__(self, model: CostModel, *, steps_max: int) -> None:
         self.model = model
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=steps_max)
+
+    def state(self) -> FittedSteps:
+        """The measured steps and the model."""
+        return FittedSteps(model=self.model, steps=list(self._steps))
+
+    def restore(self, state: FittedSteps) -> None:
+        """Goes on from a state."""
+        self.model = state.model
+        self._steps.extend(state.steps)
 
     def add(self, steps: Iterable[StepMeasured]) -> CostModel:
         """Takes measured steps and fits the model to the latest ones.

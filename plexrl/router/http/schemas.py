@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from plexrl.process.plain_text import is_plain
+from plexrl.wire.parameter_checks import SAMPLES_MAX
 
 COUNT_MAX = 1_000_000_000
 SECONDS_MAX = 1e12
@@ -160,6 +161,14 @@ class PauseRequest(_Strict):
         le=3600,
         allow_inf_nan=False,
         description="time limit of the pause; a second pause restarts it",
+    )
+
+
+class StopRowsRequest(_Strict):
+    """Rows of a generation to stop."""
+
+    rows: list[Annotated[int, Field(strict=True, ge=0, lt=SAMPLES_MAX)]] = Field(
+        min_length=1, max_length=SAMPLES_MAX, description="from 0, over all prompts"
     )
 
 

@@ -2,6 +2,8 @@
 
 A cycle lasts from the first operation after a publish to the first one after the next publish. In
 jobs that never publish, an optimizer step ends the cycle; in forward deployments, a `forward` does.
+Rollouts that sync at moments of their own cause several publishes in one step. So a publish ends a
+cycle only after an optimizer step in it, and further publishes belong to the cycle that has ended.
 The cycle's clock stops while the deployment waits for the group, so a trace shows the job as it
 would run alone. The trace is the median of several cycles after the warm-up. Only cycles with the
 most common number of segments count, so stragglers, checkpoints and evaluations do not distort it.
@@ -20,7 +22,7 @@ from plexrl.scheduler.state.demand.trace import (
     DemandTrace,
     Segment,
 )
-from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
+from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle, OpenCycle
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 
@@ -84,15 +86,18 @@ def run_ended(
         last.overlapped = overlapped
     elif len(spans) < SPANS_MAX:
         spans.append(BusySpan(offset_s, now - began_at, overlapped))
+    if kind == _OPTIM_STEP:
+        deployment.cycles.steps = True
+        cycle.has_step = True
     if not cycle.ends:
-        cycle.ends = _is_end(deployment, kind)
+        cycle.ends = _is_end(deployment, cycle, kind)
 
 
-def next_began(deployment: Deployment, now: float) -> bool:
+def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     """An operation is about to start. If the cycle has ended, the next one began when this
     operation could first have run. True if a cycle has ended."""
     cycle = deployment.cycles.open
-    if cycle is None or not cycle.ends:
+    if cycle is None or not cycle.ends or kind == _PUBLISH:
         return False
     since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.cycles.begin(since)
@@ -201,10 +206,12 @@ def waiting_part(cycles: Sequence[Cycle]) -> float | None:
     return waited_s / total_s if total_s > 0 else None
 
 
-def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
+def _is_end(deployment: Deployment, cycle: OpenCycle, kind: OperationKind) -> bool:
     if kind == _PUBLISH:
+        # The first publish ends a cycle in any case: a sync before the first step.
+        is_end = cycle.has_step or not (deployment.cycles.steps and deployment.cycles.publishes)
         deployment.cycles.end_with_publish()
-        return True
+        return is_end
     if deployment.kind == "forward":
         # It has no steps; it runs one `forward` in each step of its job.
         return kind == _FORWARD

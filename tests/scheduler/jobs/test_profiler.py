@@ -39,7 +39,7 @@ def live(
     for kind, waited_s, seconds in runs:
         one.burst.want(now)
         now += waited_s
-        profiler.next_began(one, now)
+        profiler.next_began(one, kind, now)
         profiler.run_began(one, now)
         began_at, now = now, now + seconds
         profiler.run_ended(one, kind, began_at, now, overlapped=False)

@@ -56,7 +56,7 @@ def test_a_reader_may_come_before_the_generation_and_finds_all_that_was_drawn_si
 ) -> None:
     streams = TokenStreams()
     streams.read(router.connection, router.question("slow"))
-    log = streams.begin("op", streamed=True)
+    log = streams.begin("op", True)
     assert log is not None
     streams.serve()
     assert router.answer() is None
@@ -78,7 +78,7 @@ def test_a_reader_may_come_before_the_generation_and_finds_all_that_was_drawn_si
 
 def test_a_place_in_another_run_begins_at_the_start(router: Reader) -> None:
     streams = TokenStreams()
-    log = streams.begin("op", streamed=True)
+    log = streams.begin("op", True)
     assert log is not None
     log.append(0, [7], [0.0])
     streams.read(router.connection, router.question("one", 5, "former"))
@@ -89,7 +89,7 @@ def test_a_place_in_another_run_begins_at_the_start(router: Reader) -> None:
 
 def test_readers_are_notified_of_the_end_and_have_one_request_at_a_time(router: Reader) -> None:
     streams = TokenStreams()
-    log = streams.begin("op", streamed=True)
+    log = streams.begin("op", True)
     streams.read(router.connection, router.question("one"))
     streams.read(router.connection, router.question("one", 0, "again"))
     assert streams.end("op") is log
@@ -105,11 +105,11 @@ def test_a_request_after_the_end_is_answered_at_once(
     monkeypatch.setattr(token_streams, "ENDED_MAX", 2)
     streams = TokenStreams()
     for operation in ("former", "op", "other"):
-        streams.begin(operation, streamed=True)
+        streams.begin(operation, True)
         streams.end(operation)
     streams.read(router.connection, router.question("late", 3, "run"))
     assert router.answer() == {"ended": True, "ask": "ask-late-3"}
-    log = streams.begin("op", streamed=True)
+    log = streams.begin("op", True)
     streams.read(router.connection, router.question("late", 3, "run"))
     assert router.answer() is None, "the generation has restarted"
     assert log is not None
@@ -132,6 +132,6 @@ def test_readers_are_bounded(router: Reader, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_not_streamed_cannot_be_read(router: Reader) -> None:
     streams = TokenStreams()
-    streams.begin("op", streamed=False)
+    streams.begin("op", False)
     with pytest.raises(InvalidRequestError, match="was submitted without `stream`"):
         streams.read(router.connection, router.question("one"))

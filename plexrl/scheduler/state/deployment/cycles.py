@@ -40,12 +40,15 @@ class OpenCycle:
     spans: list[BusySpan] = field(default_factory=list)
     ends: bool = False
     """Its last operation has run; the next submission starts another cycle."""
+    has_step: bool = False
+    """An optimizer step has run in it."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
         self.waited_s = 0.0
         self.spans = []
         self.ends = False
+        self.has_step = False
 
 
 @dataclass(slots=True, init=False)
@@ -89,6 +92,8 @@ class Cycles:
     None while `measured` holds them."""
     publishes: bool = False
     """The cycles end with a publish."""
+    steps: bool = False
+    """An optimizer step was seen."""
 
     def begin(self, at: float) -> OpenCycle:
         """A cycle begins."""
