@@ -165,7 +165,7 @@ def test_fault_of_the_sandbox_is_an_error_with_its_words(sandbox: Sandbox, tmp_p
     folder.mkdir()
     with Sandbox(at_once=1, folders=[folder]) as short:
         folder.rmdir()
-        with pytest.raises(SandboxError, match="could not start the program: .*short-lived"):
+        with pytest.raises(SandboxError, match=r"could not start the program: .*short-lived"):
             short.run(shell("true"), timeout_s=60.0)
 
 
