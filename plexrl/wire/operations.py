@@ -13,7 +13,7 @@ import msgspec
 
 
 class OperationKind(StrEnum):
-    """What an operation does on its WPG. A controller cannot submit the last four."""
+    """What an operation does on its WPG. A controller cannot submit the last three."""
 
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
@@ -63,6 +63,7 @@ USER_KINDS: dict[str, frozenset[OperationKind]] = {
             OperationKind.ZERO_GRAD,
             OperationKind.SAVE_CHECKPOINT,
             OperationKind.LOAD_CHECKPOINT,
+            OperationKind.PUBLISH,
             OperationKind.BARRIER,
         }
     ),
@@ -243,8 +244,14 @@ class GenerateParams:
 
     samples_per_prompt: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stream: bool = False
-    """Deliver tokens while they are drawn; the final result is the same."""
+    stream: bool | Literal["rows"] = False
+    """Deliver tokens while they are drawn, or, with `rows`, each row once when it has ended. The
+    final result is the same."""
+
+
+PROMPT_SAMPLING = ("max_tokens", "first_sample", "drawn_tokens")
+"""Arrays int64 `[prompts]` that a `generate` may have beside the prompts. Each replaces the field
+of `SamplingParams` with its name; samples of a prompt are numbered from its own `first_sample`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +303,15 @@ class SyncWeightsParams:
     recompute_kv: bool = True
     """In flight: recompute the KV cache of running generations with the new weights. Otherwise they
     keep their cache, which is faster and further off-policy."""
+    published: bool = False
+    """Pull the newest version that a `publish` of the source has made, without waiting for the
+    source. Without such a version the source publishes its weights first, as it does for other
+    syncs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishParams:
+    """`publish` has no parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +333,7 @@ PARAMS_BY_KIND: dict[OperationKind, type] = {
     OperationKind.SAVE_CHECKPOINT: CheckpointParams,
     OperationKind.LOAD_CHECKPOINT: CheckpointParams,
     OperationKind.SYNC_WEIGHTS: SyncWeightsParams,
+    OperationKind.PUBLISH: PublishParams,
     OperationKind.BARRIER: BarrierParams,
 }
 """The parameter type of every kind that a controller can submit."""
@@ -330,6 +347,7 @@ OperationParams = (
     | GenerateParams
     | CheckpointParams
     | SyncWeightsParams
+    | PublishParams
     | BarrierParams
 )
 

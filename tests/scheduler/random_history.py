@@ -30,7 +30,7 @@ NODES = ("n1", "n2", "n3")
 GPUS = 2
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
 POLICIES = ("isolated", "pack", "pack", "spread", "spread+backfill", "co-execution")
-TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint")
+TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint", "publish")
 INTACT_CODES = ("state_tier_full", "execution_failed", "unavailable")
 BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier_full")
 QUIET_S = 5000.0
@@ -191,6 +191,7 @@ class History:
                 kind,
                 source,
                 in_flight=kind == "sync_weights" and chance.random() < 0.5,
+                published=kind == "sync_weights" and chance.random() < 0.3,
                 deadline_s=chance.choice((None, None, None, 20.0, 1e5)),
                 tokens=chance.choice((0, 100)),
                 ends_burst=chance.random() < 0.1,

@@ -74,6 +74,7 @@ class AsyncTrainDeployment(AsyncDeployment):
     forward_backward = submitting(TrainDeployment.forward_backward)
     optim_step = submitting(TrainDeployment.optim_step)
     zero_grad = submitting(TrainDeployment.zero_grad)
+    publish = submitting(TrainDeployment.publish)
     save_checkpoint = submitting(TrainDeployment.save_checkpoint)
 
 
@@ -128,6 +129,7 @@ class AsyncRolloutDeployment(AsyncDeployment):
         digest: bool = False,
         in_flight: bool = False,
         recompute_kv: bool = True,
+        published: bool = False,
     ) -> AsyncFuture[SyncReport]:
         """As `RolloutDeployment.sync_weights`."""
         submission = requests.sync_weights(
@@ -137,6 +139,7 @@ class AsyncRolloutDeployment(AsyncDeployment):
             digest=digest,
             in_flight=in_flight,
             recompute_kv=recompute_kv,
+            published=published,
         )
         return await self._submit(submission)
 

@@ -107,6 +107,11 @@ class TrainDeployment(Deployment):
         """Drop the accumulated gradients; a step also drops them. The result is empty."""
         return self._submit(requests.zero_grad(self.deployment))
 
+    def publish(self) -> Future[Plain]:
+        """Publish the weights for syncs with `published`. The result has the number of optimizer
+        steps in them (`trainer_step`)."""
+        return self._submit(requests.publish(self.deployment))
+
     def save_checkpoint(
         self,
         name: str,
@@ -247,6 +252,7 @@ class RolloutDeployment(Deployment):
         digest: bool = False,
         in_flight: bool = False,
         recompute_kv: bool = True,
+        published: bool = False,
     ) -> Future[SyncReport]:
         """Set the weights to those of the trainer `source` after the operations submitted to it so
         far. The result has the number of optimizer steps in them (`trainer_step`) and what moved.
@@ -259,6 +265,9 @@ class RolloutDeployment(Deployment):
         The sync waits for generations that were submitted before it. With `in_flight` they stop
         between two tokens and continue with the new weights, and each sample's `weights` lists the
         versions that drew it. Their KV cache is recomputed, unless `recompute_kv` is False.
+
+        With `published` the weights are those of the trainer's newest `publish`, and the sync does
+        not wait for the trainer's operations. The trainer publishes first if it has not yet.
         """
         return self._submit(
             requests.sync_weights(
@@ -268,6 +277,7 @@ class RolloutDeployment(Deployment):
                 digest=digest,
                 in_flight=in_flight,
                 recompute_kv=recompute_kv,
+                published=published,
             )
         )
 

@@ -28,6 +28,7 @@ from plexrl.wire.operations import (
     GenerateParams,
     LossSpec,
     OperationKind,
+    PublishParams,
     SamplingParams,
     SyncWeightsParams,
     ZeroGradParams,
@@ -154,9 +155,10 @@ def generate(
     n: int,
     sampling: SamplingParams,
     *,
-    stream: bool,
+    stream: bool | Literal["rows"],
+    settings: "Arrays | None" = None,
 ) -> Submission:
-    """Samples of prompts."""
+    """Samples of prompts. `settings`: values for each prompt, see `PROMPT_SAMPLING`."""
     from plexrl.client.data.batch import Batch
 
     return submission(
@@ -164,7 +166,7 @@ def generate(
         OperationKind.GENERATE,
         GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
         results.generate_decoder(n),
-        Batch(prompts).arrays(()),
+        {**Batch(prompts).arrays(()), **(settings or {})},
     )
 
 
@@ -176,6 +178,7 @@ def sync_weights(
     digest: bool,
     in_flight: bool = False,
     recompute_kv: bool = True,
+    published: bool = False,
 ) -> Submission:
     """Set a rollout or reference deployment to the weights of `source`, a train deployment."""
     params = SyncWeightsParams(
@@ -184,8 +187,14 @@ def sync_weights(
         digest=digest,
         in_flight=in_flight,
         recompute_kv=recompute_kv,
+        published=published,
     )
     return submission(deployment, OperationKind.SYNC_WEIGHTS, params, results.decode_plain)
+
+
+def publish(deployment: str) -> Submission:
+    """Publish a train deployment's weights."""
+    return submission(deployment, OperationKind.PUBLISH, PublishParams(), results.decode_plain)
 
 
 def save_checkpoint(deployment: str, params: CheckpointParams) -> Submission:

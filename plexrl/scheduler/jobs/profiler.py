@@ -2,9 +2,13 @@
 
 A cycle lasts from the first operation after a publish to the first one after the next publish. In
 jobs that never publish, an optimizer step ends the cycle; in forward deployments, a `forward` does.
+Rollouts that sync at moments of their own cause several publishes in one step. So a publish ends a
+cycle only after an optimizer step in it, and further publishes belong to the cycle that has ended.
 The cycle's clock stops while the deployment waits for the group, so a trace shows the job as it
-would run alone. The trace is the median of several cycles after the warm-up. Only cycles with the
-most common number of segments count, so stragglers, checkpoints and evaluations do not distort it.
+would run alone. It does not stop for waiting that delays nothing: the rollouts of an asynchronous
+job generated meanwhile, and the trainer waited for them afterwards. The trace is the median of
+several cycles after the warm-up. Only cycles with the most common number of segments count, so
+stragglers, checkpoints and evaluations do not distort it.
 """
 
 from collections import Counter
@@ -20,7 +24,7 @@ from plexrl.scheduler.state.demand.trace import (
     DemandTrace,
     Segment,
 )
-from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle
+from plexrl.scheduler.state.deployment.cycles import BusySpan, Cycle, OpenCycle
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 
@@ -55,8 +59,15 @@ class ProfilerConfig:
     """Relative change of period or busy time that counts as drift."""
 
 
-def run_began(deployment: Deployment, now: float) -> None:
-    """An operation starts on the group: record its wait, and the start of a cycle."""
+def waits(deployment: Deployment, now: float) -> bool:
+    """Whether an operation that starts now has waited for the group."""
+    since = deployment.burst.wants_since
+    return since is not None and since < now
+
+
+def run_began(deployment: Deployment, now: float, *, overlapped: bool) -> None:
+    """An operation starts on the group: record its wait, and the start of a cycle. `overlapped`: a
+    rollout of the job generates, as it did during the wait."""
     since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.burst.stop_wanting()
     cycle = deployment.cycles.open
@@ -64,6 +75,8 @@ def run_began(deployment: Deployment, now: float) -> None:
         cycle = deployment.cycles.begin(since)
     if now > since:
         cycle.waited_s += now - since
+        if overlapped:
+            cycle.hidden_s += now - since
 
 
 def run_ended(
@@ -84,15 +97,18 @@ def run_ended(
         last.overlapped = overlapped
     elif len(spans) < SPANS_MAX:
         spans.append(BusySpan(offset_s, now - began_at, overlapped))
+    if kind == _OPTIM_STEP:
+        deployment.cycles.steps = True
+        cycle.has_step = True
     if not cycle.ends:
-        cycle.ends = _is_end(deployment, kind)
+        cycle.ends = _is_end(deployment, cycle, kind)
 
 
-def next_began(deployment: Deployment, now: float) -> bool:
+def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     """An operation is about to start. If the cycle has ended, the next one began when this
     operation could first have run. True if a cycle has ended."""
     cycle = deployment.cycles.open
-    if cycle is None or not cycle.ends:
+    if cycle is None or not cycle.ends or kind == _PUBLISH:
         return False
     since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.cycles.begin(since)
@@ -102,6 +118,11 @@ def next_began(deployment: Deployment, now: float) -> bool:
         for span in cycle.spans:
             busy_s += span.duration_s
         waited_s = min(cycle.waited_s, length_s)
+        if cycle.hidden_s and cycle.spans:
+            last = cycle.spans[-1]
+            idle_s = length_s - waited_s - last.offset_s - last.duration_s
+            if idle_s > MERGE_PART * length_s:
+                waited_s = max(0.0, waited_s - cycle.hidden_s)
         deployment.cycles.add(
             Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans))
         )
@@ -201,10 +222,12 @@ def waiting_part(cycles: Sequence[Cycle]) -> float | None:
     return waited_s / total_s if total_s > 0 else None
 
 
-def _is_end(deployment: Deployment, kind: OperationKind) -> bool:
+def _is_end(deployment: Deployment, cycle: OpenCycle, kind: OperationKind) -> bool:
     if kind == _PUBLISH:
+        # The first publish ends a cycle in any case: a sync before the first step.
+        is_end = cycle.has_step or not (deployment.cycles.steps and deployment.cycles.publishes)
         deployment.cycles.end_with_publish()
-        return True
+        return is_end
     if deployment.kind == "forward":
         # It has no steps; it runs one `forward` in each step of its job.
         return kind == _FORWARD

@@ -63,8 +63,12 @@ def hold(
     effects.touch(deployment.group)
     # The open cycle does not measure the job's demand.
     deployment.cycles.abandon()
-    if operation.operation in deployment.replay.replaying:
-        return
+    if operation.operation not in deployment.replay.replaying:
+        requeue(state, deployment, operation, now)
+
+
+def requeue(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
+    """Put a run that changed nothing, and is no longer in flight, back into its queue."""
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
     # Discarded work is not billed.

@@ -26,7 +26,7 @@ from plexrl.scheduler.operations.failures import read_error
 from plexrl.scheduler.operations.holding import hold, is_held
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
-from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, republish
+from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
 from plexrl.scheduler.placement.relocation import cancel_move
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.deployment import wpg
@@ -144,6 +144,9 @@ def run_failed(context: Context, event: OperationFailed, now: float) -> None:
         error = early_end(operation, now)
     else:
         deployment.backoff.clear()
+        if event.state_intact and publish_first(state, effects, deployment, operation, error, now):
+            effects.touch(deployment.group)
+            return
     fail(context.state, effects, operation, error, now)
     if event.state_intact:
         deployment.processes.succeed()

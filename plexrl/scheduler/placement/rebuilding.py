@@ -10,6 +10,7 @@ newer.
 from plexrl.errors import PlexRLError
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.operations.holding import requeue
 from plexrl.scheduler.operations.operations import enqueue_publish, publish_name
 from plexrl.scheduler.operations.replay import payload_bytes
 from plexrl.scheduler.state.messages import timers
@@ -100,6 +101,29 @@ def republish(
     name = publish_name(state, operation.operation, str(deployment.processes.losses))
     operation.after = name
     enqueue_publish(state, effects, trainer, name, operation.operation, now)
+    return True
+
+
+def publish_first(
+    state: State,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    error: PlexRLError,
+    now: float,
+) -> bool:
+    """Repeat a sync, which is no longer in flight, after a publish of its own: the published
+    version that it was to pull is gone. False: another publish would not help; nothing has
+    changed."""
+    if not operation.published or operation.after is not None or error.code not in OUT_OF_REACH:
+        return False
+    assert operation.source is not None
+    trainer = state.deployment(operation.source)
+    if trainer.published is not None and trainer.published.seq == operation.source_seq:
+        trainer.published = None
+    operation.after = publish_name(state, operation.operation)
+    enqueue_publish(state, effects, trainer, operation.after, operation.operation, now)
+    requeue(state, deployment, operation, now)
     return True
 
 

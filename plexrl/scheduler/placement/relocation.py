@@ -301,7 +301,11 @@ def _has_pending_pulls(state: State, deployment: Deployment) -> bool:
             continue
         for each in (*other.running, *other.queue):
             operation = operations[each]
-            if operation.source != deployment.deployment or operation.after is None:
+            if operation.source != deployment.deployment:
+                continue
+            if operation.after is None:
+                if operation.published:
+                    return True
                 continue
             publish = operations.get(operation.after)
             if publish is None or publish.state.is_final:

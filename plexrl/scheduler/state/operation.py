@@ -83,12 +83,17 @@ class Operation:
     """Tenant of that job, which may have ended and been dropped before the offload is over."""
     is_aborted: bool = False
     """Its early end was requested."""
+    stopped_rows: tuple[int, ...] = ()
+    """For a generation: rows whose early end was requested, in ascending order."""
     source_seq: int = 0
     """For a sync: the version that was published for it."""
     source_step: int = 0
     """For a sync: number of optimizer steps in that version."""
     in_flight: bool = False
     """For a sync: it may run during generations."""
+    published: bool = False
+    """For a sync: it pulls what the newest `publish` operation of its source made, if there is such
+    a version, instead of a publish of its own."""
     ends_burst: bool = False
     """It is the last operation of its cycle."""
     result: BlobRef | None = None
@@ -141,9 +146,11 @@ class Operation:
         self.caused_by = None
         self.paid_by = None
         self.is_aborted = False
+        self.stopped_rows = ()
         self.source_seq = 0
         self.source_step = 0
         self.in_flight = False
+        self.published = False
         self.ends_burst = False
         self.result = None
         self.result_json = "{}"

@@ -28,7 +28,7 @@ from plexrl.scheduler.state.deployment.cycles import Cycles
 from plexrl.scheduler.state.deployment.moves import Moves
 from plexrl.scheduler.state.deployment.processes import Processes
 from plexrl.scheduler.state.deployment.replay_log import ReplayLog
-from plexrl.scheduler.state.deployment.stored_version import StoredVersion
+from plexrl.scheduler.state.deployment.stored_version import PublishedVersion, StoredVersion
 from plexrl.scheduler.state.deployment.switch_times import SwitchTimes
 from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.machines.residency_states import Residency
@@ -202,6 +202,8 @@ class Deployment:
     processes: Processes = field(default_factory=Processes)
     moves: Moves = field(default_factory=Moves)
     stored: StoredVersion = field(default_factory=StoredVersion)
+    published: PublishedVersion | None = None
+    """What its newest `publish` made; None: there is none, or its processes have moved since."""
     cycles: Cycles = field(default_factory=Cycles)
     replay: ReplayLog = field(default_factory=ReplayLog)
     burst: Burst = field(default_factory=Burst)

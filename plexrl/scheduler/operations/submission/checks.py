@@ -28,6 +28,8 @@ def check_source(
         raise InvalidRequestError("sync_weights, and only it, names a source deployment")
     if event.in_flight and source is None:
         raise InvalidRequestError(f"a {event.kind.value} cannot be in_flight: only a sync can")
+    if event.published and source is None:
+        raise InvalidRequestError(f"a {event.kind.value} cannot be published: only a sync can")
     if source is not None and (source.job != deployment.job or source.kind != "train"):
         raise InvalidRequestError(
             f"{event.source!r} is no train deployment of job {deployment.job!r}: weights are "

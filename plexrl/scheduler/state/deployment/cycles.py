@@ -37,15 +37,21 @@ class OpenCycle:
     started_at: float
     waited_s: float = 0.0
     """Time waited for the group so far."""
+    hidden_s: float = 0.0
+    """Part of it in which rollouts of the job generated."""
     spans: list[BusySpan] = field(default_factory=list)
     ends: bool = False
     """Its last operation has run; the next submission starts another cycle."""
+    has_step: bool = False
+    """An optimizer step has run in it."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
         self.waited_s = 0.0
+        self.hidden_s = 0.0
         self.spans = []
         self.ends = False
+        self.has_step = False
 
 
 @dataclass(slots=True, init=False)
@@ -56,6 +62,7 @@ class Cycle:
     started_at: float
     length_s: float
     waited_s: float
+    """Time by which waiting for the group delayed the job."""
     busy_s: float
     """Time busy on the group."""
     spans: tuple[BusySpan, ...]
@@ -89,6 +96,8 @@ class Cycles:
     None while `measured` holds them."""
     publishes: bool = False
     """The cycles end with a publish."""
+    steps: bool = False
+    """An optimizer step was seen."""
 
     def begin(self, at: float) -> OpenCycle:
         """A cycle begins."""

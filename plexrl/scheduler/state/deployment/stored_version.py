@@ -6,6 +6,17 @@ from dataclasses import dataclass, field
 from plexrl.ids import NodeId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """The newest version that a `publish` operation of a trainer made."""
+
+    seq: int
+    trainer_step: int
+    """Optimizer steps in it."""
+    nodes: tuple[NodeId, ...]
+    """Nodes whose StateManagers hold it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StoredVersion:
     """The nodes and tiers of version `durable_seq`."""

@@ -308,6 +308,8 @@ class OperationSubmitted(Event, frozen=True, gc=False):
     """Last operation of a cycle, for a job whose rollouts run elsewhere: the group may go to others
     at once, as after a publish."""
     controller: str = ""
+    published: bool = False
+    """For `sync_weights`: pull the version that the newest `publish` of the source made."""
 
 
 class OperationCancelled(Event, frozen=True, kw_only=True):
@@ -315,6 +317,8 @@ class OperationCancelled(Event, frozen=True, kw_only=True):
 
     operation: OperationId
     controller: str = ""
+    rows: tuple[int, ...] | None = None
+    """Only these rows of a generation. None: the whole operation."""
 
 
 class StateMoved(msgspec.Struct, frozen=True, kw_only=True):
