@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
-from plexrl.rollout.coordinator.cost_fit import CostFit, FittedSteps
+from plexrl.rollout.coordinator.cost_fit import CostFit
 from plexrl.rollout.coordinator.cycle import Cycle
 from plexrl.rollout.coordinator.messages import (
     Abort,
@@ -77,7 +77,8 @@ class _State:
     trajectories: HeldTrajectories
     entries: HeldEntries
     instances: dict[InstanceId, ExpectedInstance]
-    fit: FittedSteps
+    measured: list[tuple[float, int, float]]
+    """KV cache, trajectories and seconds of the latest measured steps."""
 
 
 class RolloutCoordinator:
@@ -111,7 +112,7 @@ class RolloutCoordinator:
             trajectories=self.trajectories.state(),
             entries=self.manager.state(),
             instances=self.expected.instances,
-            fit=self._fit.state(),
+            measured=self._fit.state(),
         )
         plain: dict[str, object] = msgspec.to_builtins(state, str_keys=True)
         return plain
@@ -147,7 +148,7 @@ class RolloutCoordinator:
         core._target = {
             each: instance for instance, at in found.instances.items() for each in at.coming
         }
-        core._fit.restore(found.fit)
+        core._fit.restore(found.measured)
         core.check_invariants()
         return core
 

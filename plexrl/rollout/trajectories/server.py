@@ -239,15 +239,24 @@ class TrajectoryServer:
         """Raises InvariantError: an invariant of this module or of `record` does not hold."""
         if len(self.groups) > self.groups_max:
             raise InvariantError(f"{len(self.groups)} groups are held", law="groups held")
+        held = 0
         for each in self._all.values():
-            held = each.state in ON_INSTANCE
-            listed = each.instance is not None and each.id in self._on.get(each.instance, ())
-            if not held == listed == (each.instance is not None):
-                raise InvariantError(f"trajectory {each.id} is {each.state}", law="on an instance")
-            if (each.state is TrajectoryState.WAITING) != (each.id in self.waiting):
-                raise InvariantError(f"trajectory {each.id} is {each.state}", law="waiting")
-            if each.group not in self.groups and each.state is not TrajectoryState.ABORTING:
+            state, instance = each.state, each.instance
+            if (state in ON_INSTANCE) != (instance is not None):
+                raise InvariantError(f"trajectory {each.id} is {state}", law="on an instance")
+            held += instance is not None
+            if instance is not None and each.id not in self._on.get(instance, ()):
+                raise InvariantError(f"trajectory {each.id} is not listed", law="on an instance")
+            if (state is TrajectoryState.WAITING) != (each.id in self.waiting):
+                raise InvariantError(f"trajectory {each.id} is {state}", law="waiting")
+            if each.group not in self.groups and state is not TrajectoryState.ABORTING:
                 raise InvariantError(f"trajectory {each.id} has no group", law="held with group")
-            oldest = min((s.kv_version for s in each.segments), default=each.version)
-            if each.version is not None and oldest is not None and oldest < each.version:
-                raise InvariantError(f"trajectory {each.id} has older tokens", law="oldest version")
+            if each.version is None:
+                if state is not TrajectoryState.WAITING or each.segments:
+                    raise InvariantError(f"trajectory {each.id} has no version", law="version")
+                continue
+            for segment in each.segments:
+                if segment.kv_version < each.version:
+                    raise InvariantError(f"trajectory {each.id} is older", law="oldest version")
+        if sum(map(len, self._on.values())) != held:
+            raise InvariantError("an instance has what has ended", law="on an instance")
