@@ -80,7 +80,10 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
             assert state.plain() == everything.plain()
         for name, work in state.instances.work.items():
             assert set(work.held) == {each.id for each in state.core.trajectories.on_instance(name)}
-            assert set(work.begun()) <= set(work.held)
+            assert set(work.held.values()) == set(work.routes)
+            assert work.begun <= work.routed
+            for number, routed in work.routes.items():
+                assert work.unended[number] == sum(work.held.get(t) == number for t in routed)
     store.close()
 
 
@@ -162,7 +165,9 @@ def test_the_file_does_not_grow_with_the_steps(steps: int, tmp_path: Path) -> No
         fleet.write()
         sizes.append(fleet.store.bytes)
         replays.append(fleet.store.tail_events)
-    assert max(sizes[len(sizes) // 10 :]) <= 1.1 * max(sizes[: len(sizes) // 10])
+    # SQLite lets its log grow to 4 MB, which takes about 100 steps.
+    third = len(sizes) // 3
+    assert max(sizes[third:]) <= 1.1 * max(sizes[:third])
     # Every batch brings a snapshot.
     assert max(replays) < 200
     fleet.store.close()
