@@ -11,7 +11,7 @@ from plexrl.errors import (
 from plexrl.ids import DeploymentId, OperationId
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.next_use import next_use_s
-from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended
+from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, waits
 from plexrl.scheduler.jobs.retention import forget_oldest
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import bill, count_failure, meter
@@ -36,6 +36,7 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
+_GENERATE: Final = OperationKind.GENERATE
 _STARTED: Final = OperationTrigger.STARTED
 _FINISHED: Final = OperationTrigger.FINISHED
 _FAILS: Final = OperationTrigger.FAILED
@@ -144,7 +145,8 @@ def start(
             if next_began(deployment, operation.kind, now):
                 effects.cycles_over[deployment.deployment] = None
             note_wait(state, group, deployment, now)
-            run_began(deployment, now)
+            overlapped = waits(deployment, now) and _rollouts_generate(state, deployment)
+            run_began(deployment, now, overlapped=overlapped)
         if operation.expected_at is not None:
             _compare(state, operation, now)
     operation.token = group.token
@@ -331,17 +333,25 @@ def complete(
 
 def _note_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     began_at = operation.started_at if operation.started_at is not None else now
-    overlapped = False
-    names = state.jobs[deployment.job].deployments
-    if len(names) > 1:
-        deployments = state.deployments
-        for name in names:
-            other = deployments[name]
-            if other.kind == "rollout" and other.running:
-                overlapped = True
+    overlapped = _rollouts_generate(state, deployment)
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
         deployment.burst.want(now)
+
+
+def _rollouts_generate(state: State, deployment: Deployment) -> bool:
+    """Whether a rollout of the deployment's job generates."""
+    names = state.jobs[deployment.job].deployments
+    if len(names) == 1:
+        return False
+    deployments = state.deployments
+    for name in names:
+        other = deployments[name]
+        if other.kind == "rollout":
+            for run in other.running.values():
+                if run.kind is _GENERATE:
+                    return True
+    return False
 
 
 def fail(

@@ -4,6 +4,7 @@ vLLM is stepped in this thread, so every row is at a token boundary between two 
 stores each row's tokens as they are drawn, so they are available however the row ends.
 """
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,7 +184,10 @@ class VllmEngine(RolloutEngine):
     def _pass(self) -> None:
         self._cache.ensure()
         self._steps += 1
+        began = time.perf_counter()
         outputs = self._llm.step()
+        if self._scheduler.decode is not None:
+            self.meter.add(*self._scheduler.decode, time.perf_counter() - began)
         self._count_blocks()
         for output in outputs:
             row = self._rows.get(output.request_id)
