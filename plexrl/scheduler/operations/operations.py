@@ -22,7 +22,7 @@ from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.state.deployment.stored_version import PublishedVersion
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
-from plexrl.scheduler.state.messages.commands import RunOperation
+from plexrl.scheduler.state.messages.commands import PrefetchState, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -153,7 +153,7 @@ def start(
     operation.group = group.group
     source = operation.source
     if operation.published and operation.after is None and not replay:
-        _pull_newest(state, operation)
+        _pull_newest(state, operation, deployment)
     command = RunOperation(
         operation.operation,
         deployment.deployment,
@@ -241,15 +241,39 @@ def _has_published(state: State, trainer: DeploymentId) -> bool:
     """Whether a `publish` of the trainer made a version, which the nodes that it is on hold."""
     deployment = state.deployment(trainer)
     version = deployment.published
-    return version is not None and version.nodes == tuple(deployment.nodes)
+    return version is not None and version.nodes == deployment.nodes
 
 
-def _pull_newest(state: State, sync: Operation) -> None:
+def _note_published(
+    state: State, effects: Effects, deployment: Deployment, operation: Operation
+) -> None:
+    """Record what a `publish` made, and have the nodes that pulled earlier versions prefetch it."""
+    deployment.published = PublishedVersion(
+        seq=operation.seq, trainer_step=deployment.trainer_step, nodes=deployment.nodes
+    )
+    readers = tuple(node for node in deployment.reader_nodes if node not in deployment.nodes)
+    if readers:
+        effects.emit(
+            PrefetchState(
+                deployment=deployment.deployment,
+                seq=operation.seq,
+                nodes=readers,
+                sources=_statemanagers(state, deployment.deployment, operation.seq),
+            )
+        )
+
+
+def _pull_newest(state: State, sync: Operation, reader: Deployment) -> None:
     """Choose the version that a sync pulls: the newest at its start, which is kept longest."""
     assert sync.source is not None
-    version = state.deployment(sync.source).published
-    if version is not None:
-        sync.source_seq, sync.source_step = version.seq, version.trainer_step
+    trainer = state.deployment(sync.source)
+    version = trainer.published
+    if version is None:
+        return
+    sync.source_seq, sync.source_step = version.seq, version.trainer_step
+    for node in reader.nodes:
+        if node not in version.nodes and node not in trainer.reader_nodes:
+            trainer.reader_nodes.append(node)
 
 
 def _statemanagers(state: State, trainer: DeploymentId, seq: int) -> tuple[str, ...]:
@@ -301,11 +325,7 @@ def complete(
         effects.discards.append(operation.payload)
     if kind == _PUBLISH:
         if not operation.internal:
-            deployment.published = PublishedVersion(
-                seq=operation.seq,
-                trainer_step=deployment.trainer_step,
-                nodes=tuple(deployment.nodes),
-            )
+            _note_published(state, effects, deployment, operation)
         dependent = _served(state, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq

@@ -404,10 +404,20 @@ class StateManagerClient:
         request = Adopt(manifest=shard.manifest, regions=shard.regions)
         return msgspec.convert(self._call(request, fds), MoveReport)
 
-    def prefetch(self, deployment: str, seq: int, next_use_s: float | None = None) -> None:
+    def prefetch(
+        self,
+        deployment: str,
+        seq: int,
+        next_use_s: float | None = None,
+        sources: Sequence[str] = (),
+    ) -> None:
         """Hint that version `seq` will be loaded soon, in `next_use_s` seconds if known; returns at
-        once."""
-        self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
+        once. With `sources`: that this node's ranks will pull it, as published, from there."""
+        remote = tuple(filter(is_remote, map(nearest, sources)))
+        if remote or not sources:
+            self._call(
+                Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s, sources=remote)
+            )
 
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request without a method of its own.

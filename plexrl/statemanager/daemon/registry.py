@@ -164,8 +164,12 @@ class Registry:
     def note_pull(self, registration: Registration, source: str, nbytes: int) -> int:
         """Record that a rank pulls `nbytes` of each version of a source; returns the bytes that
         all ranks pull."""
+        registration.pulled[source] = nbytes
+        return self.bytes_pulled(source)
+
+    def bytes_pulled(self, source: str) -> int:
+        """Bytes of each version of a source that the registered ranks pull."""
         with self._lock:
-            registration.pulled[source] = nbytes
             return sum(each.pulled.get(source, 0) for each in self._registrations.values())
 
     def resident_bytes(self) -> dict[Shard, int]:

@@ -132,6 +132,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
+        self.services.replicas.close()
         self.services.earlier_versions.close()
         self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
         if self._drainer is not None:

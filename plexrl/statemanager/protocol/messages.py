@@ -197,6 +197,9 @@ class Prefetch(Request, frozen=True, kw_only=True):
     seq: int
     next_use_s: float | None = None
     """Expected time until the load; absent: unknown."""
+    sources: tuple[str, ...] = ()
+    """If present, a published version that this node's ranks pull from these remote addresses: the
+    node fetches a replica if that saves bytes."""
 
 
 class Where(Request, frozen=True, kw_only=True):

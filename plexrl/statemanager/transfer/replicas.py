@@ -11,23 +11,32 @@ Invariants:
 - A replica is never the only copy, so it is dropped first when space is short.
 """
 
+import logging
+import queue
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from plexrl.errors import ConnectionLostError, StateLostError, UnavailableError
+from plexrl.errors import ConnectionLostError, PlexRLError, StateLostError, UnavailableError
 from plexrl.statemanager.protocol.network import Network
-from plexrl.statemanager.protocol.tickets import Claims, TicketKey
+from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketKey
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.store.versions.versions import Manifest, VersionKind
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection
 from plexrl.statemanager.transfer.transport.tcp.state import ReconnectingReader, open_states
 
+LOG = logging.getLogger(__name__)
+
 TIMEOUT_S = 30.0
 """Timeout of a source's answer."""
+HINTS_MAX = 64
+"""Queued prefetches; further ones are discarded."""
 
 _PUBLISHED = VersionKind.PUBLISHED
+_Hint = tuple[str, int, tuple[str, ...], int]
+"""Arguments of `prefetch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,32 @@ class Replicas:
         self._versions_max = versions_max
         self._whole: dict[str, tuple[int, tuple[str, ...]]] = {}
         """Source → seq of its newest replica that is complete, and the names of its parts."""
+        self._closing = threading.Event()
+        self._hints: queue.Queue[_Hint | None] = queue.Queue(HINTS_MAX)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def prefetch(self, source: str, seq: int, addresses: Sequence[str], pulled_bytes: int) -> None:
+        """Fetch a replica in the background, as `fetch` does; failures are logged."""
+        try:
+            self._hints.put_nowait((source, seq, tuple(addresses), pulled_bytes))
+        except queue.Full:
+            LOG.warning("version %d of %s is not prefetched: too many others are", seq, source)
+
+    def close(self) -> None:
+        """End the background fetch; what has arrived of a version is kept."""
+        self._closing.set()
+        with suppress(queue.Full):
+            self._hints.put_nowait(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (hint := self._hints.get()) is not None and not self._closing.is_set():
+            source, seq, addresses, pulled_bytes = hint
+            try:
+                self.fetch(AGENT, source, seq, addresses, pulled_bytes)
+            except PlexRLError as error:
+                LOG.info("version %d of %s was not prefetched: %s", seq, source, error)
 
     def fetch(
         self, claims: Claims, source: str, seq: int, addresses: Sequence[str], pulled_bytes: int
@@ -126,13 +161,27 @@ class Replicas:
         with closing(
             ReconnectingReader(self._network, shard.address, ticket, version, _PUBLISHED)
         ) as reader:
-            return self._store.receive(reader.manifest, reader.blocks, reader)[1]
+            data = _UntilClosed(reader, self._closing)
+            return self._store.receive(reader.manifest, reader.blocks, data)[1]
 
     def _drop_surplus(self, newest: Manifest) -> None:
         found = self._store.find(lambda m: m.kind == _PUBLISHED and m.shard == newest.shard)
         found.sort(key=lambda version: version.manifest.seq)
         surplus = found[: max(0, len(found) - self._versions_max)]
         self._store.drop(each.manifest.name for each in surplus)
+
+
+class _UntilClosed:
+    """Version data that cannot be read any more while the daemon ends."""
+
+    def __init__(self, reader: ReconnectingReader, closing: threading.Event) -> None:
+        self._reader = reader
+        self._closing = closing
+
+    def read_data(self, start: int, target: memoryview) -> None:
+        if self._closing.is_set():
+            raise UnavailableError("this StateManager is ending: try again")
+        self._reader.read_data(start, target)
 
 
 def _distinct(offered: Sequence[_Shard]) -> list[_Shard]:

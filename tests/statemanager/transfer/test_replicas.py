@@ -11,7 +11,7 @@ from plexrl.errors import PermissionDeniedError
 from plexrl.statemanager.client.client import PullReport
 from plexrl.statemanager.client.connection import connect, exchange
 from plexrl.statemanager.protocol.messages import Replicate
-from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon
+from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel
 
 ACTOR = "job/actor"
@@ -101,6 +101,22 @@ def test_a_node_with_several_instances_fetches_each_byte_once(
         # Once; some tensors are on two nodes.
         assert rollouts[0].nbytes <= fetched <= rollouts[0].nbytes + 2 * small_bytes
     assert published(nodes[-1]) == {3, 4}
+
+
+def test_a_replica_is_prefetched_as_soon_as_the_version_is_published(
+    nodes: list[Daemon], trainers: list[Rank], rollouts: list[Rank]
+) -> None:
+    for trainer in trainers:
+        trainer.publish(1)
+    pull_all(rollouts, nodes, 1)
+    for trainer in trainers:
+        trainer.publish(2)
+    with contextlib.closing(nodes[-1].agent()) as agent:
+        agent.prefetch(ACTOR, 2, sources=[nodes[0].tcp])
+    wait_until(lambda: len([each for each in versions_at(nodes[-1]) if each["seq"] == 2]) == 4)
+    for report in pull_all(rollouts, nodes, 2):
+        assert report.bytes_replicated == 0
+        assert set(report.bytes_by_source) == {nodes[-1].config.listen}
 
 
 def test_instances_that_want_less_than_the_version_pull_directly(

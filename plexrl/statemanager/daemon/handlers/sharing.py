@@ -136,6 +136,10 @@ def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
 
 
 def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
+    if request.sources:
+        pulled = caller.services.registry.bytes_pulled(request.deployment)
+        caller.services.replicas.prefetch(request.deployment, request.seq, request.sources, pulled)
+        return Reply({})
     if request.next_use_s is not None:
         caller.services.store.expect_use_in(request.deployment, request.next_use_s)
     caller.services.prefetcher.hint(request.deployment, request.seq)
