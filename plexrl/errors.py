@@ -37,7 +37,7 @@
     ├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
     ├── OperationCancelledError        499  operation_cancelled
     ├── ExecutionError                 500  execution_failed
-    │   ├── WorkerLostError            500  worker_lost
+    │   ├── RolloutFailedError         500  rollout_failed    (no instance left, or only failures)
     │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
     ├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
@@ -47,6 +47,7 @@
     ├── DeadlineExceededError          504  deadline_exceeded
     ├── SchedulerFaultError            500  scheduler_fault   (a bug; nothing was changed)
     ├── InvariantError                 500  invariant         (a bug in a simulated run)
+    ├── SandboxError                   500  sandbox           (nothing is known about the program)
     ├── DeviceError                    500  device            (a device driver's call failed)
     │   ├── DeviceUnavailableError     503  device_unavailable (no such device)
     │   └── DeviceMemoryFullError      507  device_memory_full
@@ -61,10 +62,7 @@
         └── CorruptStateError          500  corrupt_state
 
 Over HTTP, a `Retry-After` header means: the request is valid, send it again later. The final error
-of an operation never has it.
-
-A message says what is wrong, where, and how to fix it. `code` and `status` are stable, `details`
-holds plain values. Errors cross process boundaries as `to_wire()` / `from_wire()`.
+of an operation never has it. `code` and `status` are stable, `details` holds plain values.
 """
 
 import errno
@@ -245,11 +243,8 @@ class WrongWorkerError(ConflictError):
 
 
 class EarlierFailureError(ConflictError):
-    """An earlier operation failed, and the controller has not acknowledged the failure.
-
-    `details["operation"]`, `details["deployment"]` and `details["kind"]` name the failed operation.
-    `details["cause"]` is its error in the form of `to_wire`; `from_wire` sets `__cause__` to it.
-    """
+    """An earlier operation failed, and the controller has not acknowledged the failure. `details`
+    names its `operation`, `deployment` and `kind`; `from_wire` sets `__cause__` to its error."""
 
     code = "earlier_failure"
 
@@ -319,13 +314,12 @@ class ExecutionError(PlexRLError):
     """The operation failed on the workers."""
 
     code = "execution_failed"
-    status = 500
 
 
-class WorkerLostError(ExecutionError):
-    """A worker process ended while it ran the operation."""
+class RolloutFailedError(ExecutionError):
+    """An asynchronous rollout has no instance left, or all that it tries fails."""
 
-    code = "worker_lost"
+    code = "rollout_failed"
 
 
 class StaleWeightsError(ExecutionError):
@@ -385,6 +379,12 @@ class InvariantError(PlexRLError):
     """A bug: `details["law"]` names the violated invariant, `details["at_s"]` its time."""
 
     code = "invariant"
+
+
+class SandboxError(PlexRLError):
+    """The sandbox is missing or has failed. This says nothing about the program that it ran."""
+
+    code = "sandbox"
 
 
 class DeviceError(PlexRLError):

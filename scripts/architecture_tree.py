@@ -36,7 +36,7 @@ def tree(folder: Path, depth: int) -> Iterator[str]:
         if not init.exists():
             continue
         name = f"{'  ' * depth}{child.name}/"
-        yield f"{name:<{COLUMN}}{summary(init)}".rstrip()
+        yield f"{name:<{COLUMN - 1}} {summary(init)}".rstrip()
         if depth < DEPTH_MAX:
             yield from tree(child, depth + 1)
 

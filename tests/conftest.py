@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What the whole suite can be told."""
     parser.addoption("--fault-seed", default="1", help="of the moments and victims of fault runs")
     parser.addoption("--fault-seconds", default="240", help="of faults in tests/hosts")
-    parser.addoption("--rollout-histories", default="800", help="random ones in tests/rollout")
+    parser.addoption("--rollout-histories", default="10000", help="random ones in tests/rollout")
 
 
 def pytest_configure(config: pytest.Config) -> None:

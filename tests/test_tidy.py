@@ -23,6 +23,7 @@ DIRECTION = (
     "statemanager",
     "traces",
     "client",
+    "rewards",
     "model",
     "events",
     "wire",
@@ -34,6 +35,7 @@ UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/lo
 """May import upwards: `plexrl.connect` starts a cluster; controllers import the others."""
 
 PURE_FOLDERS = (
+    "rewards/decisions",
     "rollout/coordinator",
     "rollout/staleness",
     "rollout/trajectories",

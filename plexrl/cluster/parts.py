@@ -116,7 +116,7 @@ def router_parts(
             {
                 "router": f"router{index}",
                 "scheduler": [scheduler_address(folders)],
-                "rollout": rollout_address(folders),
+                "rollout": str(rollout_address(folders)),
                 "tls": None if head is None else asdict(head.files(router_identity(index))),
                 "https": None if head is None else head.https(index),
                 "host": options.host,
@@ -139,12 +139,14 @@ def rollout_part(
     options: ClusterOptions, folders: Folders, ports: Sequence[int], head: Head | None = None
 ) -> Part:
     """The rollout service, which reaches the cluster by the routers at `ports`."""
+    given = options.settings.rollout
     return Part(
         "rollout",
         "plexrl.rollout",
         {
-            "listen": [rollout_address(folders)],
-            "routers": options.url(ports).split(","),
+            **given,
+            "listen": [str(rollout_address(folders)), *given.get("listen", ())],
+            "routers": (options.url(ports) if head is None else head.own_urls).split(","),
             "ca": "" if head is None else head.api_ca,
             "tls": None if head is None else asdict(head.files(ROLLOUT)),
             "data_dir": str(folders.data),
@@ -282,9 +284,9 @@ def scheduler_address(folders: Folders) -> str:
     return str(UnixAddress(str(folders.run / "scheduler.sock")))
 
 
-def rollout_address(folders: Folders) -> str:
+def rollout_address(folders: Folders) -> UnixAddress:
     """Where the rollout service listens for processes of this machine."""
-    return str(UnixAddress(str(folders.run / "rollout.sock")))
+    return UnixAddress(str(folders.run / "rollout.sock"))
 
 
 def _journal(options: ClusterOptions, folders: Folders) -> str:

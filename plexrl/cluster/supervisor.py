@@ -22,18 +22,21 @@ from plexrl.cluster.parts import (
     check_shared_memory,
     head_node_links,
     node_parts,
+    rollout_address,
     rollout_part,
     router_parts,
     scheduler_part,
 )
 from plexrl.cluster.ray.options import RayOptions
+from plexrl.errors import PlexRLError
 from plexrl.process.children.part import Part
-from plexrl.process.children.processes import PartProcesses
+from plexrl.process.children.processes import RESTART_S_MAX, PartProcesses
 from plexrl.process.children.restart_log import PartRecord
 from plexrl.process.children.supervision import logged_to, run_until_end
 from plexrl.process.folders.folders import Folders
 from plexrl.process.folders.operator_key import operator_key, write_private
 from plexrl.process.plain_text import PlainFormatter
+from plexrl.rollout.on_demand import first_rollout, has_rollouts
 
 if TYPE_CHECKING:
     from plexrl.cluster.join.service import JoinService
@@ -173,6 +176,7 @@ class Supervisor:
             if self._options.network is not None:
                 self._head = Head(self._options, ports)
             scheduler, *others = self._control_plane(key, ports)
+            rollout = rollout_part(self._options, self._folders, ports, self._head)
             # Nodes and routers wait for the scheduler. A node's agent loads torch meanwhile, which
             # takes longest.
             starts = [processes.start(part) for part in (scheduler, *others)]
@@ -189,6 +193,8 @@ class Supervisor:
             background.append(asyncio.create_task(writing))
             await asyncio.sleep(0)
             processes.watch((scheduler, *others))
+            others.append(rollout)
+            background.append(asyncio.create_task(self._serve_rollouts(processes, rollout)))
             LOG.info("the cluster is up: process %d, %s", endpoint.pid, endpoint.url)
             if self._options.is_exposed and self._head is None:
                 LOG.warning(EXPOSED, self._options.host)
@@ -216,12 +222,33 @@ class Supervisor:
             LOG.info("the cluster has ended")
 
     def _control_plane(self, key: str, ports: Sequence[int]) -> list[Part]:
-        """The scheduler, the routers and the rollout service."""
+        """The scheduler and the routers."""
         options, folders = self._options, self._folders
         digest = hashlib.sha256(key.encode()).hexdigest()
         scheduler = scheduler_part(options, folders, digest, self._settings, self._head)
         routers = router_parts(options, folders, ports, self._head)
-        return [scheduler, *routers, rollout_part(options, folders, ports, self._head)]
+        return [scheduler, *routers]
+
+    async def _serve_rollouts(self, processes: PartProcesses, part: Part) -> None:
+        """Start the rollout service once there is a rollout, and keep it running. The cluster does
+        not wait for it, nor end with it."""
+        has_failed, data = False, self._folders.data
+        while True:
+            try:
+                # Routers of other machines know its own address only.
+                if not (self._options.settings.rollout.get("listen") or has_rollouts(data)):
+                    await first_rollout(rollout_address(self._folders))
+                await processes.start(part)
+            except (PlexRLError, OSError) as error:
+                LOG.error("the rollout service: %s", error)
+                self._record.ended(part.name)
+                has_failed = True
+                await asyncio.sleep(RESTART_S_MAX)
+                continue
+            if has_failed:
+                self._record.restarted(part.name)
+            processes.watch([part])
+            return
 
     def _endpoint(self, key: str, ports: Sequence[int]) -> Endpoint:
         head = self._head

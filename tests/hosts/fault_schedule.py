@@ -12,13 +12,25 @@ SLOT_S = 50.0
 QUIET_SHARE = 0.6
 """Of a slot: its fault happens in the rest, so that trainers make steps between two faults, also
 after a link was cut for `CUT_S`."""
-HEAD_PARTS = ("plexrl.scheduler", "plexrl.router", "supervisor")
-NODE_PARTS = ("plexrl.statemanager", "plexrl.worker", "rank", "supervisor")
+RANK = "rank"
+SUPERVISOR = "supervisor"
+"""Parts that are not named by their module."""
 KILL = "kill -9"
 CUT = "cut"
 CUT_ONE_WAY = "cut one way"
 REBOOT = "power cut and restart"
 LOSE = "loss for good"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What may be killed on the head and on nodes."""
+
+    head: tuple[str, ...] = ("plexrl.scheduler", "plexrl.router", SUPERVISOR)
+    node: tuple[str, ...] = ("plexrl.statemanager", "plexrl.worker", RANK, SUPERVISOR)
+
+
+PLAIN = Parts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +47,9 @@ class Fault:
         return f"{self.at_s:7.1f} s  {self.what}: {self.host} {self.target}".rstrip()
 
 
-def schedule(seed: int, duration_s: float, head: str, nodes: Sequence[str]) -> list[Fault]:
+def schedule(
+    seed: int, duration_s: float, head: str, nodes: Sequence[str], parts: Parts = PLAIN
+) -> list[Fault]:
     """As many faults as `duration_s` has slots, at random moments in them. They are drawn in rounds
     of all faults, each round in an order of its own. One node is lost for good in the last half,
     and has no fault afterwards."""
@@ -45,11 +59,11 @@ def schedule(seed: int, duration_s: float, head: str, nodes: Sequence[str]) -> l
     lost_after = min(count - 1, int(count * chance.uniform(0.5, 0.8)))
     drawn: list[tuple[str, str, str]] = []
     while len(drawn) < lost_after:
-        drawn += _round(chance, head, nodes)
+        drawn += _round(chance, head, nodes, parts)
     drawn[lost_after:] = [(LOSE, lost, "")]
     left = [node for node in nodes if node != lost]
     while len(drawn) < count:
-        drawn += _round(chance, head, left)
+        drawn += _round(chance, head, left, parts)
     step_s = duration_s / count
     return [
         Fault(
@@ -62,10 +76,12 @@ def schedule(seed: int, duration_s: float, head: str, nodes: Sequence[str]) -> l
     ]
 
 
-def _round(chance: random.Random, head: str, nodes: Sequence[str]) -> list[tuple[str, str, str]]:
+def _round(
+    chance: random.Random, head: str, nodes: Sequence[str], parts: Parts
+) -> list[tuple[str, str, str]]:
     """Every part once, every link once, links in one direction, restarts of the head and a node."""
-    found = [(KILL, head, part) for part in HEAD_PARTS]
-    found += [(KILL, chance.choice(list(nodes)), part) for part in NODE_PARTS]
+    found = [(KILL, head, part) for part in parts.head]
+    found += [(KILL, chance.choice(list(nodes)), part) for part in parts.node]
     found += [(CUT, a, b) for a, b in combinations((head, *nodes), 2)]
     a, b = chance.sample([head, *nodes], 2)
     found.append((CUT_ONE_WAY, a, b))

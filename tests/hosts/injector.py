@@ -13,9 +13,18 @@ import psutil
 
 from tests.hosts.cluster import HostCluster
 from tests.hosts.datagrams import receive, send
-from tests.hosts.fault_schedule import CUT, CUT_ONE_WAY, CUT_S, KILL, LOSE, REBOOT, REBOOT_S, Fault
+from tests.hosts.fault_schedule import (
+    CUT,
+    CUT_ONE_WAY,
+    CUT_S,
+    KILL,
+    LOSE,
+    RANK,
+    REBOOT,
+    REBOOT_S,
+    Fault,
+)
 from tests.hosts.host import Host, HostProcess
-from tests.hosts.processes import ranks
 
 Action = Callable[[], None]
 POLL_S = 0.5
@@ -105,7 +114,8 @@ class Injector:
     def _kill(self, outcome: Outcome, latest_s: float) -> None:
         """Kill a process as soon as one runs."""
         for host in self._candidates(outcome.fault):
-            found = self._victims(host, outcome.fault.target)
+            target = outcome.fault.target
+            found = self._cluster.processes_of(host, target) if host.has_power else []
             if not found:
                 continue
             victim = random.Random(str(outcome.fault)).choice(found)
@@ -123,21 +133,7 @@ class Injector:
         """The host of a part; for a rank also the other nodes, since a node may have none."""
         host = self._cluster.network[fault.host]
         others = [each for each in self._cluster.nodes if each is not host]
-        return [host, *(others if fault.target == "rank" else [])]
-
-    def _victims(self, host: Host, part: str) -> list[psutil.Process]:
-        if not host.has_power:
-            return []
-        if part == "rank":
-            return ranks(host)
-        if part == "supervisor":
-            supervisor = self._cluster.supervisor(host)
-            if supervisor.poll() is not None:
-                return []
-            with suppress(psutil.NoSuchProcess, AssertionError):
-                return [psutil.Process(supervisor.pid)]
-            return []
-        return sorted(host.processes(f"-m {part} "), key=lambda each: each.pid)
+        return [host, *(others if fault.target == RANK else [])]
 
     def _power_off(self, outcome: Outcome, power_off: Action) -> None:
         host = self._cluster.network[outcome.fault.host]

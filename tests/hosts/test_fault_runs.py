@@ -2,7 +2,8 @@
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -24,16 +25,19 @@ from tests.hosts.fault_report import FaultReport, made
 from tests.hosts.fault_schedule import (
     CUT,
     CUT_S,
-    HEAD_PARTS,
     KILL,
     LOSE,
-    NODE_PARTS,
+    PLAIN,
+    RANK,
     REBOOT,
+    SUPERVISOR,
+    Parts,
     schedule,
 )
 from tests.hosts.injector import Injector
 from tests.hosts.jobs import Jobs
 from tests.hosts.network import Network, hosts
+from tests.hosts.ray_cluster import RAYLET, RayHosts
 
 HEAD = "head"
 NODES = ("a", "b", "c")
@@ -53,6 +57,12 @@ rebuild_operations = 100000
 rebuild_payload_bytes_max = 8589934592
 """
 JOBS = ("policy", "trainer", "trainer-2", "trainer-3", "offload", "offload-2")
+RAY_OPTIONS = ("--node-replace-s", "25", "--rebuild-operations", "100000")
+RAY_JOBS = ("policy", "trainer", "offload")
+RAY_PARTS = Parts(
+    head=("plexrl.scheduler", "plexrl.router", SUPERVISOR),
+    node=("plexrl.statemanager", RANK, RAYLET),
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,38 +83,75 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRun:
+    """What runs on the hosts, and what may be killed there."""
+
+    start: Callable[[Network], HostCluster]
+    jobs: tuple[str, ...]
+    parts: Parts = PLAIN
+
+
+PLAIN_RUN = FaultRun(
+    start=lambda network: HostCluster(network, gpus=GPUS, client=CLIENT, config=CONFIG), jobs=JOBS
+)
+RAY_RUN = FaultRun(
+    start=lambda network: RayHosts(
+        network, gpus=GPUS, nodes=NODES, client=CLIENT, options=RAY_OPTIONS
+    ),
+    jobs=RAY_JOBS,
+    parts=RAY_PARTS,
+)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(14_400)
 @pytest.mark.usefixtures("_namespaces")
 def test_six_jobs_survive_faults_of_parts_links_and_hosts(
     tmp_path: Path, seed: int, duration_s: float, pytestconfig: pytest.Config
 ) -> None:
-    report = FaultReport(seed, duration_s, HEAD)
+    with_report(PLAIN_RUN, FaultReport(seed, duration_s, HEAD), tmp_path, pytestconfig)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14_400)
+@pytest.mark.usefixtures("_namespaces")
+def test_jobs_on_ray_survive_faults_of_parts_links_and_hosts(
+    tmp_path: Path, seed: int, duration_s: float, pytestconfig: pytest.Config
+) -> None:
+    pytest.importorskip("ray", reason="needs plexrl[ray]")
+    with_report(RAY_RUN, FaultReport(seed, duration_s, HEAD), tmp_path, pytestconfig)
+
+
+def with_report(
+    run: FaultRun, report: FaultReport, scratch: Path, pytestconfig: pytest.Config
+) -> None:
+    """Run the jobs and the faults, and print the report at the end."""
     try:
-        run_with_faults(report, tmp_path)
+        run_with_faults(run, report, scratch)
         report.failure = ""
     except BaseException as error:
         report.failure = f"FAILED: {error}"
         raise
     finally:
-        (tmp_path / "report.txt").write_text(report.text())
+        (scratch / "report.txt").write_text(report.text())
         # Without `-s` too.
         with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            say(f"\n{report.text()}\n(also in {tmp_path})")
+            say(f"\n{report.text()}\n(also in {scratch})")
 
 
-def run_with_faults(report: FaultReport, scratch: Path) -> None:
+def run_with_faults(run: FaultRun, report: FaultReport, scratch: Path) -> None:
     """Run the jobs and the faults, and check what they leave."""
-    faults = schedule(report.seed, report.duration_s, HEAD, NODES)
+    faults = schedule(report.seed, report.duration_s, HEAD, NODES, run.parts)
     say(f"\nseed {report.seed}: {len(faults)} faults in {report.duration_s:g} s")
     with hosts(HEAD, *NODES, CLIENT) as network:
         try:
-            cluster = HostCluster(network, gpus=GPUS, client=CLIENT, config=CONFIG)
+            cluster = run.start(network)
             journal = JournalCopy(cluster.head.on_disk(cluster.data_dir / "journal.sqlite"))
             config = scheduler_config(cluster)
             jobs = Jobs(
                 cluster,
-                dict.fromkeys(JOBS, 0),
+                dict.fromkeys(run.jobs, 0),
                 workers=WORKERS,
                 # All steps are repeated after the loss of a host, and in the run without faults.
                 pause_s=max(1.0, report.duration_s / 450.0),
@@ -129,7 +176,7 @@ def run_with_faults(report: FaultReport, scratch: Path) -> None:
             found = jobs.weights(check)
             journal.take()
             cluster.end()
-            check_evidence(report, read_history(journal, config), edges_of(network))
+            check_evidence(report, read_history(journal, config), edges_of(cluster))
             say("the same steps on one machine, without faults")
             assert found == undisturbed(steps), "the final weights differ"
         except BaseException:
@@ -152,10 +199,11 @@ def scheduler_config(cluster: HostCluster) -> SchedulerConfig:
     return load_config(path, SchedulerConfig)
 
 
-def edges_of(network: Network) -> list[Edge]:
+def edges_of(cluster: HostCluster) -> list[Edge]:
     """What the workers of all nodes logged, those of a lost node included."""
-    pattern = f"{str(HostCluster.node_data_dir).lstrip('/')}/logs/*/*/*.log"
-    return read_edges(path for host in network for path in host.on_disk("/").glob(pattern))
+    pattern = f"{str(cluster.node_data_dir).lstrip('/')}/logs/*/*/*.log"
+    disks = [host.on_disk("/") for host in cluster.network]
+    return read_edges(path for disk in disks for path in disk.glob(pattern))
 
 
 def keep_logs(network: Network, scratch: Path) -> None:
@@ -193,7 +241,7 @@ def test_a_schedule_has_every_part_and_every_link_until_a_node_is_lost() -> None
     assert all(b.at_s - a.at_s > CUT_S for a, b in pairwise(faults))
     assert any(fault.what == REBOOT and fault.host == HEAD for fault in faults)
     killed = {fault.target for fault in faults if fault.what == KILL}
-    assert killed == {*HEAD_PARTS, *NODE_PARTS}
+    assert killed == {*PLAIN.head, *PLAIN.node}
     cut = {frozenset((fault.host, fault.target)) for fault in faults if fault.what == CUT}
     assert cut == {frozenset(pair) for pair in combinations((HEAD, *NODES), 2)}
     (loss,) = [fault for fault in faults if fault.what == LOSE]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.cluster import GPU_MEMORY_GIB, HOST_MEMORY_GIB, SoloCluster
+from tests.hosts.cluster import GPU_MEMORY_GIB, HOST_MEMORY_GIB, START_S, SoloCluster
 from tests.hosts.host import Host
 from tests.hosts.jobs import Jobs
 from tests.hosts.network import hosts
-from tests.hosts.ray_cluster import RAY, RayHosts, start_ray
+from tests.hosts.ray_cluster import RAY, RAY_STARTED, RayHosts, start_ray
 
 pytest.importorskip("ray", reason="needs plexrl[ray]")
 
@@ -81,7 +81,8 @@ def test_a_cluster_runs_as_a_job_of_ray() -> None:
 
     with hosts("solo") as network:
         (host,) = network
-        start_ray(host, "--head", "--include-dashboard", "true", "--num-gpus", "2")
+        ray = start_ray(host, "--head", "--include-dashboard", "true", "--num-gpus", "2")
+        ray.wait_for(RAY_STARTED, START_S)
         until(lambda: is_served(host), "Ray's job server does not answer")
         submit = ("ray", "job", "submit", "--address", JOBS_ADDRESS, "--no-wait")
         host.run(*submit, "--submission-id", "plexrl", "--", *UP, env=RAY)

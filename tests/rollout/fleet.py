@@ -7,6 +7,8 @@ so that a test can let messages cross each other in any order that the protocol 
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
@@ -107,8 +109,10 @@ class Fleet:
         """Every event that was handled, with its commands."""
         self.late: list[Event] = []
         """Events of lost instances, still on their way."""
+        self.lost: list[InstanceId] = []
+        """Names of instances that ended."""
         self.training: Train | None = None
-        self.pushed = 0
+        self.pushed = settings.staleness.first_version
         self.trained: list[Train] = []
         self.dropped: list[SampleGroupId] = []
         self._joined = 0
@@ -128,15 +132,19 @@ class Fleet:
                 case Pull() | Route() | Interrupt() | Abort():
                     self.engines[command.instance].to_run.append(command)
 
-    def join(self, budget: int) -> None:
-        name = InstanceId(f"i{self._joined:03d}")
-        self._joined += 1
+    def join(self, budget: int, name: InstanceId | None = None) -> None:
+        """An instance joins, or comes back under the name that it had."""
+        if name is None:
+            name = InstanceId(f"i{self._joined:03d}")
+            self._joined += 1
+        self.late = [each for each in self.late if getattr(each, "instance", None) != name]
         self.engines[name] = Engine(name, self.core.newest_version, budget)
         event = InstanceJoined(instance=name, version=self.core.newest_version, kv_budget=budget)
         self.handle(event)
 
     def kill(self, name: InstanceId) -> None:
         self.late += self.engines.pop(name).sent
+        self.lost.append(name)
         self.handle(InstanceLost(instance=name))
 
     def add_groups(self) -> None:
@@ -168,12 +176,12 @@ class Fleet:
                     engine.drop(each)
                 engine.sent.append(Stopped(instance=engine.name, trajectories=stopped))
 
-    def decode(self, engine: Engine) -> None:
-        """One token for each running trajectory."""
+    def decode(self, engine: Engine, tokens: int = 1) -> None:
+        """So many tokens for each running trajectory, or as many as it lacks."""
         for each in engine.running():
-            engine.held[each] += 1
-            done = engine.length(each) - PROMPT
-            if done >= self.lengths.get(each, 4):
+            left = self.lengths.get(each, 4) - (engine.length(each) - PROMPT)
+            engine.held[each] += min(tokens, left)
+            if left <= tokens:
                 event = Generated(
                     trajectory=each, instance=engine.name, segments=engine.segments(each)
                 )
@@ -216,14 +224,19 @@ class Fleet:
         self.training = None
         self.handle(ParametersPushed(version=self.pushed))
 
-    def round(self) -> None:
+    def restart(self) -> None:
+        """The coordinator ends, and another one goes on from its state."""
+        state = msgspec.json.decode(msgspec.json.encode(self.core.state()), type=dict[str, object])
+        self.core = RolloutCoordinator.restore(self.core.settings, state)
+
+    def round(self, tokens: int = 1) -> None:
         """Everything happens once: a fair schedule."""
         self.add_groups()
         self.ask_for_batch()
         for engine in list(self.engines.values()):
             while engine.to_run:
                 self.run_command(engine)
-            self.decode(engine)
+            self.decode(engine, tokens)
             while engine.sent:
                 self.deliver(engine)
         while self.to_reward:

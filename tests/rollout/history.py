@@ -1,18 +1,26 @@
 """Random histories of a fleet: messages cross, instances die, groups are filtered.
 
-After every action the cores' invariants hold. `finish` lets everything go on fairly until batches
-are trained, and then accounts for every trajectory that was ever added.
+After every action the cores' invariants hold, and what `look` computes without them. `finish` lets
+everything go on fairly until batches are trained, and then accounts for every trajectory that was
+ever added.
+
+    python -m tests.rollout.history FIRST_SEED COUNT
+
+runs many histories. One that fails names its seed, and the least number of actions with which that
+seed fails.
 """
 
+import sys
 from random import Random
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.cost_model import CostModel
-from plexrl.rollout.coordinator.messages import GroupFiltered
+from plexrl.rollout.coordinator.messages import GroupFiltered, StepMeasured, StepsMeasured
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.fleet import PROMPT, Engine, Fleet
+from tests.rollout.oracle import earliest
 
 ENGINES_MAX = 4
 BUDGET = 24
@@ -27,11 +35,17 @@ ACTIONS = {
     "kill": 1,
     "deliver_late": 1,
     "join": 1,
+    "come_back": 1,
     "fail": 1,
     "filter_group": 2,
     "add_groups": 1,
+    "measure": 1,
+    "restart": 1,
 }
 """Methods of `History`, and how likely each is."""
+HISTORY_ACTIONS = 40
+PRINTED = 10_000
+"""Histories between two lines of `main`."""
 LIKELY = [name for name, weight in ACTIONS.items() for _ in range(weight)]
 
 
@@ -44,6 +58,7 @@ def settings_from(random: Random) -> CoordinatorSettings:
             group_size=random.randint(1, 3),
             extra_groups=random.choice((0, 0, 1)),
             extra_samples=random.choice((0, 0, 1)),
+            first_version=random.choice((0, 0, 0, 5)),
         ),
         # Steps of few tokens are limited by reading the weights, those of many by computation.
         cost_model=CostModel(k1=random.choice((1e-4, 1e-2)), k2=0.02, k3=0.01, k4=0.1, k5=1.0),
@@ -56,6 +71,7 @@ def settings_from(random: Random) -> CoordinatorSettings:
         migration_gain_min=random.choice((0.0, 0.05)),
         length_step_tokens=random.choice((1, 4)),
         failures_max=random.choice((1, 3)),
+        measured_steps_max=16,
     )
 
 
@@ -70,8 +86,49 @@ class History:
 
     def act(self) -> None:
         """One action. Raises InvariantError: an invariant does not hold after it."""
-        getattr(self, self.random.choice(LIKELY))()
-        self.fleet.core.check_invariants()
+        self.run(self.random.choice(LIKELY))
+
+    def run(self, action: str) -> None:
+        """As `act`, with this action."""
+        before = len(self.fleet.log)
+        getattr(self, action)()
+        if len(self.fleet.log) > before or action == "restart":
+            self.look()
+
+    def look(self) -> None:
+        """Raises InvariantError: an entry is too stale, too much is in flight, or the buffers are
+        not as ready as they can be, found without the checks of the cores; or these fail."""
+        core = self.fleet.core
+        core.check_invariants()
+        sizes, buffers = core.settings.staleness, core.manager.buffers
+        first = buffers.next_version
+        versions: dict[int, list[int]] = {}
+        for group in core.trajectories.groups:
+            found = [m.version for m in core.trajectories.members(group) if m.version is not None]
+            if found:
+                versions[group] = found
+        if len(versions) > (sizes.staleness + 1) * (sizes.batch_groups + sizes.extra_groups):
+            raise InvariantError(f"{len(versions)} groups are in flight", law="in flight")
+        entries = []
+        occupied = [0] * (sizes.staleness + 1)
+        for place, buffer in buffers.entries():
+            for group, version in (buffer.reserved | buffer.occupied).items():
+                oldest = min(versions.pop(group))
+                if not first <= place <= oldest + sizes.staleness or version > oldest:
+                    raise InvariantError(f"{oldest} in buffer {place}", law="staleness bound")
+                entries.append((version, group in buffer.occupied))
+                occupied[place - first] += group in buffer.occupied
+        if versions:
+            raise InvariantError(f"groups {versions} have no entry", law="entry of each group")
+        best = earliest(
+            entries,
+            first=first,
+            staleness=sizes.staleness,
+            size=sizes.batch_groups,
+            extra=sizes.extra_groups,
+        )
+        if tuple(occupied) != best:
+            raise InvariantError(f"{occupied}, not {best}", law="earliest ready")
 
     def engine(self) -> Engine | None:
         engines = list(self.fleet.engines.values())
@@ -114,6 +171,27 @@ class History:
         if engine := self.engine():
             self.fleet.kill(engine.name)
 
+    def come_back(self) -> None:
+        """A lost instance comes back, or one is lost and comes back at once."""
+        fleet = self.fleet
+        if fleet.lost and len(fleet.engines) < ENGINES_MAX and self.random.random() < 0.5:
+            fleet.join(BUDGET, fleet.lost.pop(0))
+        elif engine := self.engine():
+            fleet.kill(engine.name)
+            fleet.join(BUDGET, fleet.lost.pop())
+
+    def measure(self) -> None:
+        """Decode steps take between 0.1 and 1 s, whatever the load."""
+        step = StepMeasured(
+            kv_cache=self.random.uniform(1, BUDGET),
+            running=self.random.randint(1, BUDGET),
+            seconds=self.random.uniform(0.1, 1.0),
+        )
+        self.fleet.handle(StepsMeasured(steps=(step,)))
+
+    def restart(self) -> None:
+        self.fleet.restart()
+
     def join(self) -> None:
         if len(self.fleet.engines) < ENGINES_MAX:
             self.fleet.join(BUDGET)
@@ -144,15 +222,16 @@ class History:
         fleet = self.fleet
         while len(fleet.engines) < 2:
             fleet.join(BUDGET)
-        wanted = len(fleet.trained) + fleet.core.settings.staleness.staleness + 2
+        all_in_flight = fleet.core.settings.staleness.staleness + 2
+        wanted = len(fleet.trained) + self.random.choice((1, 1, 1, all_in_flight))
         rounds = 0
         while len(fleet.trained) < wanted:
             rounds += 1
             if rounds > 400:
                 raise InvariantError(f"{len(fleet.trained)} of {wanted} batches", law="progress")
             self.add_groups()
-            fleet.round()
-            fleet.core.check_invariants()
+            fleet.round(tokens=LENGTH_MAX)
+            self.look()
         self.account()
 
     def account(self) -> None:
@@ -160,7 +239,8 @@ class History:
         fleet, staleness = self.fleet, self.fleet.core.settings.staleness
         trained = [each for train in fleet.trained for each in train.batch]
         groups = [each.group for each in trained]
-        if [train.version for train in fleet.trained] != list(range(len(fleet.trained))):
+        first = staleness.first_version
+        if any(train.version != first + number for number, train in enumerate(fleet.trained)):
             raise InvariantError("batches are out of order", law="order of training")
         if len({each.trajectory for each in trained}) != len(trained):
             raise InvariantError("a trajectory is trained twice", law="trained once")
@@ -197,3 +277,41 @@ def run_history(seed: int, actions: int) -> int:
         history.act()
     history.finish()
     return len(history.fleet.trained)
+
+
+def run_histories(first: int, count: int) -> int:
+    """Runs the histories of consecutive seeds and returns the batches that were trained.
+
+    Raises what the first one that fails raises, with its seed, and the least number of actions with
+    which that seed fails.
+    """
+    batches = 0
+    for seed in range(first, first + count):
+        try:
+            batches += run_history(seed, HISTORY_ACTIONS)
+        except Exception as error:
+            least = next(n for n in range(HISTORY_ACTIONS + 1) if fails(seed, n))
+            error.add_note(f"run_history({seed}, {HISTORY_ACTIONS}); shortest: ({seed}, {least})")
+            raise
+    return batches
+
+
+def fails(seed: int, actions: int) -> bool:
+    """True for a history that raises."""
+    try:
+        run_history(seed, actions)
+    except Exception:
+        return True
+    return False
+
+
+def main(first: int, count: int) -> None:
+    """Runs histories, and prints after each 10 000 that they passed."""
+    for seed in range(first, first + count, PRINTED):
+        batches = run_histories(seed, min(PRINTED, first + count - seed))
+        sys.stdout.write(f"{seed + PRINTED - first} histories pass; {batches} batches\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -5,6 +5,7 @@ arrangement gives each entry a buffer. Arrangements with equal numbers in each b
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 Entry = tuple[int, bool]
 Numbers = tuple[tuple[int, int], ...]
@@ -33,5 +34,13 @@ def earliest(
     entries: Sequence[Entry], *, first: int, staleness: int, size: int, extra: int
 ) -> tuple[int, ...] | None:
     """The largest numbers of complete entries, first buffer first; None: no arrangement."""
-    found = arrangements(entries, first=first, staleness=staleness, size=size, extra=extra)
+    relative = tuple(sorted((version - first, is_complete) for version, is_complete in entries))
+    return _earliest(relative, staleness, size, extra)
+
+
+@lru_cache(maxsize=1 << 17)
+def _earliest(
+    entries: tuple[Entry, ...], staleness: int, size: int, extra: int
+) -> tuple[int, ...] | None:
+    found = arrangements(entries, first=0, staleness=staleness, size=size, extra=extra)
     return max((tuple(c for c, _ in numbers) for numbers in found), default=None)

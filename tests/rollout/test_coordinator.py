@@ -169,11 +169,10 @@ def test_a_pull_interrupts_what_runs_and_routes_it_when_it_has_arrived() -> None
     assert pulled_away(led) == [
         Interrupt(instance=A, trajectories=ids(1)),
         Pull(instance=A, version=1),
-        Route(instance=A, trajectories=ids(2)),
     ]
     assert led.show((A, [1], [], 1)) == [], "the commands have had no effect yet"
     returned = stopped(A, 1, tokens=7)
-    assert led.do(returned) == [Route(instance=A, trajectories=ids(1))]
+    assert led.do(returned) == [Route(instance=A, trajectories=ids(1, 2))], "the older one first"
     led.do(Pulled(instance=A, version=1))
     assert led.show((A, [1, 2], [], 0), version=1) == []
     assert led.core.snapshots_used == 3
@@ -193,6 +192,41 @@ def test_a_trajectory_that_completes_before_its_interrupt_is_not_routed_again() 
     led.do(Pulled(instance=A, version=1))
     led.show((A, [2], [], 0), version=1)
     assert led.core.snapshots_used == 3
+
+
+def test_what_waits_for_an_older_one_goes_when_that_one_has_ended() -> None:
+    led = Led(groups=2)
+    pulled_away(led)
+    done = Generated(trajectory=TrajectoryId(1), instance=A, segments=segments(9))
+    assert led.do(done) == [Route(instance=A, trajectories=ids(2))]
+
+
+def test_what_waits_for_an_older_one_goes_when_that_one_is_dropped() -> None:
+    led = Led(groups=2)
+    pulled_away(led)
+    assert led.do(GroupFiltered(group=SampleGroupId(1), reason="equal rewards")) == [
+        ReportDroppedGroup(group=SampleGroupId(1), reason="equal rewards"),
+        Route(instance=A, trajectories=ids(2)),
+    ]
+
+
+def test_what_waits_for_an_older_one_can_be_dropped_itself() -> None:
+    led = Led(groups=2)
+    pulled_away(led)
+    led.do(GroupFiltered(group=SampleGroupId(2), reason="equal rewards"))
+    assert led.do(stopped(A, 1)) == [Route(instance=A, trajectories=ids(1))]
+    led.do(Pulled(instance=A, version=1))
+    led.show((A, [1], [], 0), version=1)
+    assert led.core.snapshots_used == 3
+
+
+def test_what_was_on_its_way_to_a_lost_instance_goes_to_another() -> None:
+    """Trajectory 2 has its version and its entry from the routing that nobody saw."""
+    led = Led(groups=2)
+    pulled_away(led)
+    assert led.do(InstanceLost(instance=A)) == []
+    led.do(InstanceJoined(instance=B, version=1, kv_budget=100))
+    assert led.show((B, [], [], 0), version=1) == [Route(instance=B, trajectories=ids(1, 2))]
 
 
 def test_an_instance_may_get_newer_parameters_than_it_was_told_to_pull() -> None:
@@ -347,7 +381,7 @@ def test_an_instance_must_return_what_it_was_told_to_stop() -> None:
     pulled_away(led)
     with pytest.raises(InvalidRequestError, match="was to stop"):
         led.do(stopped(A))
-    assert led.do(stopped(A, 1)) == [Route(instance=A, trajectories=ids(1))]
+    assert led.do(stopped(A, 1)) == [Route(instance=A, trajectories=ids(1, 2))]
 
 
 def test_a_pull_interrupts_also_what_the_snapshot_does_not_show() -> None:
@@ -369,7 +403,7 @@ def test_a_trajectory_that_failed_may_be_on_its_way_to_the_same_instance_again()
     led = Led(groups=2)
     pulled_away(led)
     failed = GenerationFailed(trajectory=TrajectoryId(1), instance=A, reason="out of memory")
-    assert led.do(failed) == [Route(instance=A, trajectories=ids(1))]
+    assert led.do(failed) == [Route(instance=A, trajectories=ids(1, 2))]
     commands = led.do(GroupFiltered(group=SampleGroupId(1), reason="equal rewards"))
     assert commands[0] == Abort(instance=A, trajectories=ids(1))
     led.do(stopped(A))

@@ -1,5 +1,6 @@
 """The cost model finds the coefficients behind measured decode steps."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -54,6 +55,80 @@ def test_noisy_steps_of_any_model_are_predicted(seed: int) -> None:
     fit.add(measured(true, random, n_max=100, noise=0.1))
     found = errors(fit.model, measured(true, random, n_max=100, noise=0))
     assert sum(found) / len(found) < 0.05
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_a_few_steps_of_another_time_scale_change_little(factor: float) -> None:
+    """Such as those during which the machine did something else."""
+    true = QWEN3_30B_A3B_ON_H20
+    for seed in range(10):
+        random = Random(seed)
+        steps = [
+            replace(each, seconds=each.seconds * (factor if random.random() < 0.1 else 1.0))
+            for each in measured(true, random, n_max=100, noise=0.1)
+        ]
+        fit = CostFit(PRIOR, steps_max=512)
+        fit.add(steps)
+        found = errors(fit.model, measured(true, random, n_max=100, noise=0))
+        assert sum(found) / len(found) < 0.06
+
+
+def test_the_prior_holds_until_there_are_enough_steps() -> None:
+    fit = CostFit(PRIOR, steps_max=512)
+    step = StepMeasured(kv_cache=1e5, running=10, seconds=0.5)
+    assert fit.add([step] * 7) == PRIOR
+    assert fit.add([step]).step_s(1e5, 10) == pytest.approx(0.5, rel=0.01)
+
+
+def test_steps_at_one_load_scale_the_prior() -> None:
+    """They do not tell what a step is made of, however they scatter."""
+    true = QWEN3_30B_A3B_ON_H20
+    prior = replace(true, k1=3 * true.k1, k2=3 * true.k2, k3=3 * true.k3, k4=3 * true.k4)
+    for seed in range(10):
+        random = Random(seed)
+        fit = CostFit(prior, steps_max=512)
+        for _ in range(40):
+            seconds = true.step_s(1e5, 10) * random.uniform(0.95, 1.05)
+            fit.add([StepMeasured(kv_cache=1e5, running=10, seconds=seconds)])
+        for kv_cache, running in ((1e5, 10), (2e4, 2), (1e6, 100)):
+            expected = true.step_s(kv_cache, running)
+            assert fit.model.step_s(kv_cache, running) == pytest.approx(expected, rel=0.05)
+
+
+def test_steps_of_two_loads_tell_the_times_at_both() -> None:
+    true = QWEN3_30B_A3B_ON_H20
+    fit = CostFit(PRIOR, steps_max=512)
+    for kv_cache, running in ((1e5, 10), (1e6, 100)):
+        step = StepMeasured(
+            kv_cache=kv_cache, running=running, seconds=true.step_s(kv_cache, running)
+        )
+        fit.add([step] * 20)
+    assert fit.model.step_s(1e5, 10) == pytest.approx(true.step_s(1e5, 10), rel=0.02)
+    assert fit.model.step_s(1e6, 100) == pytest.approx(true.step_s(1e6, 100), rel=0.02)
+
+
+def test_steps_of_any_times_give_a_model() -> None:
+    """Also times that only the KV cache explains, or that shrink as the load grows."""
+    random = Random(1)
+    for number in range(200):
+        fit, steps = CostFit(PRIOR, steps_max=16), []
+        for _ in range(16):
+            kv_cache = 10 ** random.uniform(0, 7) * random.choice((0.0, 1.0, 1.0))
+            running = random.randint(1, 300)
+            seconds = (kv_cache + 1e-9, 1 / running, 10 ** random.uniform(-9, 5))[number % 3]
+            steps.append(StepMeasured(kv_cache=kv_cache, running=running, seconds=seconds))
+        assert fit.add(steps).step_s(0.0, 1) > 0
+
+
+def test_a_fit_goes_on_from_its_state() -> None:
+    steps = measured(QWEN3_30B_A3B_ON_H20, Random(1), n_max=50, noise=0.1)
+    fit = CostFit(PRIOR, steps_max=100)
+    fit.add(steps[:150])
+    other = CostFit(PRIOR, steps_max=100)
+    other.restore(fit.state())
+    assert len(fit.state()) == 100
+    assert other.model == fit.model
+    assert other.add(steps[150:170]) == fit.add(steps[150:170])
 
 
 def test_equal_steps_fit_and_leave_other_loads_plausible() -> None:

@@ -8,24 +8,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.rollout.history import ACTIONS, History, run_history
-
-LENGTH = 40
-"""Actions of a history."""
+from tests.rollout.history import ACTIONS, History, run_histories, run_history
 
 
 def test_histories_with_interrupts_migrations_aborts_and_lost_instances(
     pytestconfig: pytest.Config,
 ) -> None:
-    """The number of histories is `--rollout-histories`; a failure names the seed."""
-    batches = 0
-    for seed in range(int(pytestconfig.getoption("--rollout-histories"))):
-        try:
-            batches += run_history(seed, LENGTH)
-        except Exception as error:
-            error.add_note(f"run_history({seed}, {LENGTH})")
-            raise
-    assert batches > 0
+    """The number of histories is `--rollout-histories`; one that fails names its seed."""
+    assert run_histories(0, int(pytestconfig.getoption("--rollout-histories"))) > 0
 
 
 @hypothesis_settings(max_examples=30)
@@ -44,11 +34,11 @@ class HistoryMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(sorted(ACTIONS)), number=st.integers(0, 255))
     def act(self, name: str, number: int) -> None:
         self.history.random.seed(number)
-        getattr(self.history, name)()
+        self.history.run(name)
 
     @invariant()
     def invariants_hold(self) -> None:
-        self.history.fleet.core.check_invariants()
+        self.history.look()
 
     def teardown(self) -> None:
         if hasattr(self, "history"):

@@ -155,9 +155,10 @@ def generate(
     n: int,
     sampling: SamplingParams,
     *,
-    stream: bool,
+    stream: bool | Literal["rows"],
+    settings: "Arrays | None" = None,
 ) -> Submission:
-    """Samples of prompts."""
+    """Samples of prompts. `settings`: values for each prompt, see `PROMPT_SAMPLING`."""
     from plexrl.client.data.batch import Batch
 
     return submission(
@@ -165,7 +166,7 @@ def generate(
         OperationKind.GENERATE,
         GenerateParams(samples_per_prompt=n, sampling=sampling, stream=stream),
         results.generate_decoder(n),
-        Batch(prompts).arrays(()),
+        {**Batch(prompts).arrays(()), **(settings or {})},
     )
 
 

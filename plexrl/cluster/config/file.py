@@ -18,7 +18,7 @@ from plexrl.errors import ConfigError, InvalidRequestError
 from plexrl.events.config import BrokerConfig
 
 FILE_BYTES_MAX = 1 << 20
-PARTS = ("scheduler", "router", "statemanager", "agent")
+PARTS = ("scheduler", "router", "rollout", "statemanager", "agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

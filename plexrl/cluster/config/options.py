@@ -83,6 +83,7 @@ class PartSettings:
 
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     router: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
     statemanager: Mapping[str, Any] = field(default_factory=dict)
     agent: Mapping[str, Any] = field(default_factory=dict)
 
@@ -224,6 +225,11 @@ class ClusterOptions:
         if self.nodes == 0 and self.network is None:
             raise InvalidRequestError(
                 "nodes is 0, and no others can join: give at least 1, or let nodes join with --tls"
+            )
+        if self.network is None and self.settings.rollout.get("listen"):
+            raise InvalidRequestError(
+                "listen of [rollout] is for routers of other machines, which need certificates: "
+                "add [network] (--tls), or leave listen out"
             )
         if not self.host:
             raise InvalidRequestError("host is empty: give an address of this machine")

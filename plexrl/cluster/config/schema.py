@@ -17,12 +17,13 @@ from plexrl.cluster.config.options import ClusterOptions
 from plexrl.cluster.node.options import NodeOptions
 from plexrl.cluster.ray.options import RayOptions
 from plexrl.events.config import BrokerConfig
+from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.worker.config import AgentConfig
 
-DEFAULTED = ("data_dir", "journal")
+DEFAULTED = ("data_dir", "journal", "listen")
 """Settings without a default in their dataclass, to which the launcher gives one."""
 
 
@@ -90,6 +91,17 @@ _ROUTER = Section(
         }
     ),
     {"router": "router0", "scheduler": _UNIX, "host": "127.0.0.1", "port": 0, "data_dir": "/"},
+)
+_ROLLOUT = Section(
+    "rollout",
+    RolloutConfig,
+    "The service that coordinates asynchronous rollouts. It starts with the first of them.",
+    frozenset({"routers", "data_dir", "operator_key_file", "ca", "tls"}),
+    {
+        "listen": ("unix:/run/plexrl/rollout.sock",),
+        "routers": ("http://localhost",),
+        "data_dir": "/",
+    },
 )
 _STATEMANAGER = Section(
     "statemanager",
@@ -164,6 +176,7 @@ CLUSTER_FILE = (
     ),
     _SCHEDULER,
     _ROUTER,
+    _ROLLOUT,
     _STATEMANAGER,
     _AGENT,
     Section(

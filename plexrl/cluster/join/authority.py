@@ -123,6 +123,14 @@ class Authority:
             listed = listed.add_revoked_certificate(revoked.revocation_date(now).build())
         return listed.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
+    def is_current(self, crl: x509.CertificateRevocationList, serials: Iterable[str]) -> bool:
+        """Whether `revoke` would list the same certificates for as long."""
+        return (
+            crl.is_signature_valid(self._key.public_key())
+            and crl.next_update_utc == self._certificate.not_valid_after_utc
+            and {each.serial_number for each in crl} == {int(each, 16) for each in serials}
+        )
+
     def issue(
         self, folder: Path, identity: Identity, hosts: Iterable[str] = (), life: timedelta = LIFE
     ) -> TlsFiles:

@@ -97,6 +97,14 @@ class Head:
         return ",".join(f"https://{host}:{port}" for port in self._router_ports)
 
     @property
+    def own_urls(self) -> str:
+        """URLs of the API for processes of this machine that check its certificate."""
+        # A certificate of the operator's own need not hold for 127.0.0.1.
+        if self._network.tls_cert:
+            return self.public_urls
+        return self._options.url(self._router_ports)
+
+    @property
     def api_ca(self) -> str:
         """PEM file that clients of the API must trust; empty: they do already."""
         if self._network.tls_cert:

@@ -119,7 +119,8 @@ class Ledger:
             self._write(msgspec.json.encode(members))
 
     def publish(self, authority: Authority) -> None:
-        """Write the list of revoked certificates. It may be repeated at any time.
+        """Write the list of revoked certificates, unless the present one says the same: processes
+        read a new list again. It may be repeated at any time.
 
         Raises:
             StorageError: a file cannot be read or written.
@@ -127,18 +128,23 @@ class Ledger:
         with self._locked():
             serials = valid(self.read().revoked)
             try:
+                former = self._crl()
+                if former is not None and authority.is_current(former, serials):
+                    return
                 # From the time, so that numbers increase even if the files are lost.
-                number = max(time.time_ns(), self._number() + 1)
+                number = max(time.time_ns(), 1 + (0 if former is None else crl_number(former)))
                 write_private(self.crl, authority.revoke(serials, number).decode())
             except OSError as error:
                 raise StorageError(f"{self.crl} cannot be written: {error}") from error
 
-    def _number(self) -> int:
+    def _crl(self) -> x509.CertificateRevocationList | None:
+        """The present list; None: there is none that can be read."""
         try:
-            former = x509.load_pem_x509_crl(self.crl.read_bytes())
-            return former.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+            found = x509.load_pem_x509_crl(self.crl.read_bytes())
+            crl_number(found)
         except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
-            return 0
+            return None
+        return found
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -168,6 +174,11 @@ class Ledger:
                 os.close(folder)
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error}") from error
+
+
+def crl_number(crl: x509.CertificateRevocationList) -> int:
+    """The number of a list. Raises `x509.ExtensionNotFound`."""
+    return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
 
 
 def valid(certificates: dict[str, float]) -> dict[str, float]:

@@ -4,17 +4,23 @@
 protocol (`manager`) and the speculative state. Every accepted snapshot starts one cycle of Alg. 1:
 synchronisation, migration, routing. The order of commands that depend on each other is kept in two
 ways: an instance runs its commands in the order of issue, and a trajectory that is still on its way
-back from another instance is routed when it has arrived.
+back from another instance is routed when it has arrived. What is routed after it to the same
+instance waits for it, since an engine serves first what comes first.
 
 Late messages are expected: an event of a lost instance, or about a trajectory that has ended or is
 on another instance by now, changes nothing and returns no command.
 
 Invariants, beside those of the parts:
 - a group with an entry in the staleness buffers is held by the trajectory server;
-- a member has the same version in both.
+- a member has the same version in both;
+- the first of those on their way to an instance is still on its way back from another.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.coordinator.cost_fit import CostFit
@@ -44,8 +50,12 @@ from plexrl.rollout.coordinator.messages import (
     TrainedTrajectory,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.speculation import SpeculativeState
-from plexrl.rollout.staleness.manager import StalenessManager
+from plexrl.rollout.coordinator.speculation import ExpectedInstance, SpeculativeState
+from plexrl.rollout.staleness.manager import (
+    HeldEntries,
+    StalenessManager,
+    StalenessSettings,
+)
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
@@ -53,7 +63,22 @@ from plexrl.rollout.trajectories.record import (
     TrajectoryId,
     TrajectoryState,
 )
-from plexrl.rollout.trajectories.server import TrajectoryServer
+from plexrl.rollout.trajectories.server import HeldTrajectories, TrajectoryServer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """All that a coordinator knows. Its size is bounded by what is in flight."""
+
+    bound: StalenessSettings
+    """Those of the coordinator that it is the state of."""
+    newest_version: int
+    is_trainer_free: bool
+    trajectories: HeldTrajectories
+    entries: HeldEntries
+    instances: dict[InstanceId, ExpectedInstance]
+    measured: list[tuple[float, int, float]]
+    """KV cache, trajectories and seconds of the latest measured steps."""
 
 
 class RolloutCoordinator:
@@ -66,15 +91,66 @@ class RolloutCoordinator:
             samples=settings.staleness.samples, groups_max=settings.staleness.groups_max
         )
         self.expected = SpeculativeState()
-        self.newest_version = 0
+        self.newest_version = settings.staleness.first_version
         """Version that the parameter server serves."""
         self.snapshots_used = 0
         self.snapshots_refused = 0
         """Snapshots that did not show the effect of every command."""
         self._fit = CostFit(settings.cost_model, steps_max=settings.measured_steps_max)
-        self._pending: dict[TrajectoryId, InstanceId] = {}
-        """The next instance of trajectories that are still on their way back."""
+        self._target: dict[TrajectoryId, InstanceId] = {}
+        """The instance of each trajectory that is routed and not sent: of `coming` of all."""
         self._is_trainer_free = False
+
+    def state(self) -> dict[str, object]:
+        """All that it knows, as plain data that can be written as JSON: mappings (their order
+        counts), lists, text, numbers and None. It holds what is in flight and the latest measured
+        steps; nothing of what was trained or dropped."""
+        state = _State(
+            bound=self.settings.staleness,
+            newest_version=self.newest_version,
+            is_trainer_free=self._is_trainer_free,
+            trajectories=self.trajectories.state(),
+            entries=self.manager.state(),
+            instances=self.expected.instances,
+            measured=self._fit.state(),
+        )
+        plain: dict[str, object] = msgspec.to_builtins(state, str_keys=True)
+        return plain
+
+    @classmethod
+    def restore(
+        cls, settings: CoordinatorSettings, state: Mapping[str, object]
+    ) -> "RolloutCoordinator":
+        """A coordinator that goes on from the state as the one which it is of. Strategies and
+        thresholds may differ.
+
+        Raises:
+            InvalidRequestError: it is no state, or that of other staleness settings.
+            InvariantError: the state contradicts itself.
+        """
+        try:
+            found = msgspec.convert(state, _State, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"this is no state of a rollout coordinator: {error}; replay its events instead"
+            ) from error
+        if found.bound != settings.staleness:
+            raise InvalidRequestError(
+                f"the state is of a coordinator with {found.bound} and cannot go on with "
+                f"{settings.staleness}: keep the staleness settings of a rollout"
+            )
+        core = cls(settings)
+        core.newest_version = found.newest_version
+        core._is_trainer_free = found.is_trainer_free
+        core.trajectories.restore(found.trajectories)
+        core.manager.restore(found.entries)
+        core.expected.instances = found.instances
+        core._target = {
+            each: instance for instance, at in found.instances.items() for each in at.coming
+        }
+        core._fit.restore(found.measured)
+        core.check_invariants()
+        return core
 
     @property
     def groups_wanted(self) -> int:
@@ -88,6 +164,9 @@ class RolloutCoordinator:
             InvalidRequestError: the event contradicts the protocol of `messages`.
             ConflictError: the event does not fit the state of what it names.
         """
+        return self._decide(event) + self._release()
+
+    def _decide(self, event: Event) -> list[Command]:
         match event:
             case SnapshotTaken():
                 return self._on_snapshot(event)
@@ -119,7 +198,8 @@ class RolloutCoordinator:
                 self._on_joined(event)
                 return []
             case InstanceLost():
-                return self._on_lost(event)
+                self._on_lost(event)
+                return []
             case StepsMeasured():
                 self._fit.add(event.steps)
                 return []
@@ -150,33 +230,37 @@ class RolloutCoordinator:
         for instance in decision.pulls:
             self.expected.pull_issued(instance, self.newest_version)
             commands.append(Pull(instance=instance, version=self.newest_version))
-        return commands + self._route(decision.routes)
+        self._route(decision.routes)
+        return commands
 
-    def _route(self, routes: list[tuple[TrajectoryId, InstanceId, int]]) -> list[Command]:
-        """Routes what is on the trajectory server, and keeps the rest until it arrives there."""
-        now: dict[InstanceId, list[TrajectoryId]] = {}
+    def _route(self, routes: list[tuple[TrajectoryId, InstanceId, int]]) -> None:
+        """Appends to what is on its way to the instances; `_release` sends it."""
         for each, instance, version in routes:
             record = self._held(each)
-            self.expected.added(instance)
-            if record.state is not TrajectoryState.WAITING:
-                self._pending[each] = instance
-                continue
             if record.version is None:
                 self.manager.reserve(record.group, each, version)
-            self.trajectories.route(record, instance, version)
-            now.setdefault(instance, []).append(each)
-        return [Route(instance=to, trajectories=tuple(ids)) for to, ids in now.items()]
+                record.assign(version)
+            self.expected.added(instance)
+            self.expected.instances[instance].coming.append(each)
+            self._target[each] = instance
 
-    def _route_pending(self, arrived: list[TrajectoryId]) -> list[Command]:
-        """Routes trajectories that have arrived at the trajectory server."""
-        now: dict[InstanceId, list[TrajectoryId]] = {}
-        for each in arrived:
-            instance = self._pending.pop(each, None)
-            if instance is not None:
-                version = self.expected.instances[instance].version
-                self.trajectories.route(self._held(each), instance, version)
-                now.setdefault(instance, []).append(each)
-        return [Route(instance=to, trajectories=tuple(ids)) for to, ids in now.items()]
+    def _release(self) -> list[Command]:
+        """Sends what is on its way to an instance, in the order of routing, up to the first one
+        that is still on its way back from another."""
+        commands: list[Command] = []
+        for instance, expected in self.expected.instances.items() if self._target else ():
+            sent: list[TrajectoryId] = []
+            for each in expected.coming:
+                record = self._held(each)
+                if record.state is not TrajectoryState.WAITING:
+                    break
+                self.trajectories.route(record, instance, expected.version)
+                del self._target[each]
+                sent.append(each)
+            if sent:
+                del expected.coming[: len(sent)]
+                commands.append(Route(instance=instance, trajectories=tuple(sent)))
+        return commands
 
     def _on_generated(self, event: Generated) -> list[Command]:
         record = self._record(event.trajectory, event.instance)
@@ -187,7 +271,7 @@ class RolloutCoordinator:
         else:
             self.trajectories.generated(record, event.segments)
         self.expected.completed(event.instance, event.trajectory)
-        self._cancel_pending(event.trajectory)
+        self._cancel_route(event.trajectory)
         return []
 
     def _on_failed(self, event: GenerationFailed) -> list[Command]:
@@ -201,7 +285,7 @@ class RolloutCoordinator:
         self.trajectories.take_back(record, ())
         record.failures += 1
         if record.failures < self.settings.failures_max:
-            return self._route_pending([event.trajectory])
+            return []
         reason = f"trajectory {record.id} failed {record.failures} times: {event.reason}"
         return self._drop(record.group, reason)
 
@@ -225,7 +309,7 @@ class RolloutCoordinator:
             else:
                 self.trajectories.take_back(record, segments[record.id])
         self.expected.answered(event.instance)
-        return self._route_pending([each for each in left if each in self._pending])
+        return []
 
     def _on_rewarded(self, event: Rewarded) -> list[Command]:
         if not math.isfinite(event.reward):
@@ -276,21 +360,17 @@ class RolloutCoordinator:
             )
         self.expected.joined(event.instance, event.version, event.kv_budget)
 
-    def _on_lost(self, event: InstanceLost) -> list[Command]:
+    def _on_lost(self, event: InstanceLost) -> None:
         if event.instance not in self.expected.instances:
-            return []
-        for each, target in list(self._pending.items()):
-            if target == event.instance:
-                del self._pending[each]
-        arrived = []
+            return
+        for each in self.expected.instances[event.instance].coming:
+            del self._target[each]
         for record in self.trajectories.on_instance(event.instance):
             if record.state is TrajectoryState.ABORTING:
                 self.trajectories.discarded(record)
             else:
                 self.trajectories.take_back(record, ())
-                arrived.append(record.id)
         self.expected.lost(event.instance)
-        return self._route_pending(arrived)
 
     def _drop(self, group: SampleGroupId, reason: str) -> list[Command]:
         """Drops a group, and the groups that become surplus by that."""
@@ -311,7 +391,7 @@ class RolloutCoordinator:
     def _abort(self, records: list[Trajectory]) -> list[Command]:
         stops: dict[InstanceId, list[TrajectoryId]] = {}
         for record in records:
-            self._cancel_pending(record.id)
+            self._cancel_route(record.id)
             # An instance that is to return it discards it just as well.
             is_leaving = record.state is TrajectoryState.INTERRUPTING
             if self.trajectories.abort(record) and not is_leaving and record.instance is not None:
@@ -320,9 +400,10 @@ class RolloutCoordinator:
             self.expected.stop_issued(instance, ids)
         return [Abort(instance=name, trajectories=tuple(ids)) for name, ids in stops.items()]
 
-    def _cancel_pending(self, trajectory: TrajectoryId) -> None:
-        target = self._pending.pop(trajectory, None)
+    def _cancel_route(self, trajectory: TrajectoryId) -> None:
+        target = self._target.pop(trajectory, None)
         if target is not None:
+            self.expected.instances[target].coming.remove(trajectory)
             self.expected.added(target, -1)
 
     def _train_if_ready(self) -> list[Command]:
@@ -372,8 +453,10 @@ class RolloutCoordinator:
             for group in (*buffer.reserved, *buffer.occupied):
                 if group not in self.trajectories.groups:
                     raise InvariantError(f"group {group} is not held", law="entries are held")
-        for each, instance in self._pending.items():
-            if self._held(each).state is not TrajectoryState.INTERRUPTING:
-                raise InvariantError(f"trajectory {each} is pending", law="pending")
-            if instance not in self.expected.instances:
-                raise InvariantError(f"instance {instance} is lost", law="pending")
+        coming = {e: name for name, at in self.expected.instances.items() for e in at.coming}
+        if coming != self._target:
+            raise InvariantError(f"{self._target} are to be routed", law="one target each")
+        for name, expected in self.expected.instances.items():
+            for each in expected.coming[:1]:
+                if self._held(each).state is not TrajectoryState.INTERRUPTING:
+                    raise InvariantError(f"trajectory {each} is not sent to {name}", law="sent")

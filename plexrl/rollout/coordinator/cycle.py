@@ -1,7 +1,6 @@
 """One cycle: the decisions of the three strategies on one snapshot (StaleFlow Alg. 1)."""
 
 from collections.abc import Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass, field
 
 from plexrl.rollout.coordinator.cost_model import CostModel
@@ -70,7 +69,7 @@ class Cycle:
         if not self._loads:
             return decision
         settings, model, entries = self._settings, self._model, self._entries
-        loads = [copy(load) for load in self._loads]
+        loads = [load.copy() for load in self._loads]
         queue = ordered(self._queue, self._started)
         for found in to_synchronise(settings, model, loads, entries.copy(), queue, newest):
             load = self._loads[found.index]

@@ -18,7 +18,7 @@ class CoordinatorSettings:
 
     staleness: StalenessSettings
     cost_model: CostModel
-    """Coefficients until steps are measured."""
+    """Coefficients until steps are measured, and of what they do not tell."""
     routing: Routing = "throughput"
     """`throughput`: StaleFlow Alg. 3. `count`: to the instance with the fewest trajectories."""
     synchronisation: Synchronisation = "throughput"
@@ -40,7 +40,7 @@ class CoordinatorSettings:
     of similar lengths share the work; 1 compares exact gains."""
     failures_max: int = 3
     """Failed generations of a trajectory after which its group is dropped."""
-    measured_steps_max: int = 4096
+    measured_steps_max: int = 512
     """Latest measured steps to which the cost model is fitted."""
 
     def __post_init__(self) -> None:

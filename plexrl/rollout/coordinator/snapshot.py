@@ -56,6 +56,18 @@ class InstanceLoad:
     waiting: int
     """Number of trajectories in the engine's own queue."""
 
+    def copy(self) -> "InstanceLoad":
+        """An equal load that changes on its own."""
+        return InstanceLoad(
+            index=self.index,
+            instance=self.instance,
+            version=self.version,
+            kv_budget=self.kv_budget,
+            kv_cache=self.kv_cache,
+            running=self.running,
+            waiting=self.waiting,
+        )
+
     @property
     def count(self) -> int:
         """Trajectories on the instance."""

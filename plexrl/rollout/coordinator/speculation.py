@@ -8,7 +8,6 @@ was taken before a command took effect. Table 1 says how commands change `P`. Tw
 - A command is not answered yet. The snapshot is refused, whatever it shows.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +27,9 @@ class ExpectedInstance:
     pulls: int = 0
     """Pulls issued so far."""
     pulls_unanswered: int = 0
-    stops: deque[dict[TrajectoryId, int]] = field(default_factory=deque)
+    coming: list[TrajectoryId] = field(default_factory=list)
+    """Routed there and not sent yet, in the order of routing; `trajectories` counts them."""
+    stops: list[dict[TrajectoryId, int]] = field(default_factory=list)
     """Each `Interrupt` and `Abort` that is not answered, in the order of issue: its trajectories
     that have not ended there, and `pulls` when it was issued. A trajectory is in one at most: one
     that failed there can be routed there again, and be in a later command."""
@@ -97,7 +98,7 @@ class SpeculativeState:
 
     def answered(self, instance: InstanceId) -> None:
         """Forgets the oldest unanswered `Interrupt` or `Abort` with its trajectories."""
-        self.instances[instance].stops.popleft()
+        self.instances[instance].stops.pop(0)
 
     def completed(self, instance: InstanceId, trajectory: TrajectoryId) -> None:
         """A trajectory completed there: it is counted again if it was to leave."""

@@ -89,6 +89,21 @@ class ClusterCalls:
         engines = response.json()["engines"]
         return dict(engines[0]) if engines else None
 
+    async def deployment(self, name: str) -> Plain:
+        """A deployment's status.
+
+        Raises:
+            UnknownDeploymentError: there is none.
+            PlexRLError: its status cannot be read now.
+        """
+        call = Call(method="GET", path=deployment_path(f"{self._job}/{name}"))
+        return dict((await self._transport.request(call)).json())
+
+    async def acknowledge(self, operation: str) -> None:
+        """Let the deployment that a failed operation has halted take others."""
+        path = f"/v1/operations/{quote(operation, safe='')}/acknowledge"
+        await self._request(Call(method="POST", path=path))
+
     async def job_state(self) -> str:
         """The job's state.
 

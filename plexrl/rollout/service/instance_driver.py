@@ -26,8 +26,8 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances import InstanceCommand, Instances
-from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.service.store import Part, RolloutStore
+from plexrl.rollout.service.journal.store import Part, RolloutStore
+from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState
 
 LOG = logging.getLogger(__name__)
@@ -52,37 +52,48 @@ class Surroundings(Protocol):
         """The version with these steps, once the controller has declared it."""
         ...
 
+    async def is_lost(self, instance: InstanceId) -> bool:
+        """Whether the instance has ended; the coordinator knows it then."""
+        ...
+
+    async def pull_failed(self, instance: InstanceId, operation: str, error: PlexRLError) -> None:
+        """Its weights could not be set: it is lost, and this driver is cancelled."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Generating:
     task: "asyncio.Task[Sample | None]"
     begun: "asyncio.Future[bool]"
     """Whether its operation was submitted."""
+    operation: str
 
 
 class InstanceDriver:
     """One instance. Its generations run concurrently, its other commands one after another."""
 
     def __init__(self, instance: InstanceId, rollout: Surroundings) -> None:
-        self._instance = instance
+        """Begins with the commands that an earlier process left."""
+        self.instance = instance
+        self.deployment = deployment_of(instance)
         self._rollout = rollout
         self._queue: asyncio.Queue[InstanceCommand] = asyncio.Queue()
         self._generating: dict[TrajectoryId, _Generating] = {}
         self._stopping: set[TrajectoryId] = set()
+        work = rollout.instances.work[instance]
+        self._begun = work.begun()
+        for command in work.unanswered:
+            self._queue.put_nowait(command)
 
     def add(self, command: InstanceCommand) -> None:
         """Append a command."""
         self._queue.put_nowait(command)
 
     async def run(self) -> None:
-        """Carry out commands until cancelled. First those that an earlier process left."""
-        work = self._rollout.instances.work[self._instance]
+        """Carry out commands until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            # Everything before the first await, so that no command is added meanwhile.
-            for each in work.begun():
+            for each in self._begun:
                 self._begin(tasks, each)
-            for command in work.unanswered:
-                self.add(command)
             while True:
                 match command := await self._queue.get():
                     case Route():
@@ -93,19 +104,24 @@ class InstanceDriver:
                     case Pull():
                         await self._pull(command)
 
+    def operations(self) -> list[str]:
+        """Ids of the generations that have not ended."""
+        return [each.operation for each in self._generating.values()]
+
     def operation(self, trajectory: TrajectoryId) -> str:
         """Id of the operation that generates a trajectory here."""
         order = self._rollout.order
-        times = self._rollout.instances.work[self._instance].held[trajectory]
+        times = self._rollout.instances.work[self.instance].held[trajectory]
         return f"{order.job}:{order.name}/t{trajectory}.{times}"
 
     def _begin(self, tasks: asyncio.TaskGroup, trajectory: TrajectoryId) -> None:
-        work = self._rollout.instances.work[self._instance]
-        # A trajectory may have failed between two commands.
-        if trajectory in work.held and trajectory not in self._generating:
+        work = self._rollout.instances.work.get(self.instance)
+        # A trajectory may have failed between two commands, or the instance is lost.
+        if work is not None and trajectory in work.held and trajectory not in self._generating:
             begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             task = tasks.create_task(self._generate(trajectory, begun))
-            self._generating[trajectory] = _Generating(task, begun)
+            operation = self.operation(trajectory)
+            self._generating[trajectory] = _Generating(task, begun, operation)
 
     async def _generate(
         self, trajectory: TrajectoryId, begun: "asyncio.Future[bool]"
@@ -128,18 +144,20 @@ class InstanceDriver:
         )
         tokens = [*prompt.tolist(), *before.tolist()]
         try:
-            operation = self.operation(trajectory)
+            operation = self._generating[trajectory].operation
             try:
-                await rollout.calls.generate(self._instance, tokens, sampling, operation)
+                await rollout.calls.generate(self.deployment, tokens, sampling, operation)
             finally:
                 begun.set_result(True)
             sample = await rollout.calls.sample(operation)
         except PlexRLError as error:
+            if await rollout.is_lost(self.instance):
+                return None
             self._generating.pop(trajectory, None)
-            LOG.warning("trajectory %d failed on %s: %s", trajectory, self._instance, error)
+            LOG.warning("trajectory %d failed on %s: %s", trajectory, self.instance, error)
             rollout.handle(
                 GenerationFailed(
-                    trajectory=trajectory, instance=self._instance, reason=error.message
+                    trajectory=trajectory, instance=self.instance, reason=error.message
                 )
             )
             return None
@@ -150,12 +168,12 @@ class InstanceDriver:
         if is_cut or sample is None:
             reason = "its operation was cancelled by another than the rollout service"
             rollout.handle(
-                GenerationFailed(trajectory=trajectory, instance=self._instance, reason=reason)
+                GenerationFailed(trajectory=trajectory, instance=self.instance, reason=reason)
             )
             return None
         segments = await self._segments(sample)
         rollout.handle(
-            Generated(trajectory=trajectory, instance=self._instance, segments=segments),
+            Generated(trajectory=trajectory, instance=self.instance, segments=segments),
             parts=self._parts(trajectory, sample),
         )
         return None
@@ -179,7 +197,7 @@ class InstanceDriver:
                 parts += self._parts(each, sample)
             stopped.append(StoppedTrajectory(trajectory=each, segments=segments))
         self._stopping.difference_update(found)
-        rollout.handle(Stopped(instance=self._instance, trajectories=tuple(stopped)), parts=parts)
+        rollout.handle(Stopped(instance=self.instance, trajectories=tuple(stopped)), parts=parts)
 
     async def _cancel(self, trajectory: TrajectoryId) -> None:
         generating = self._generating.get(trajectory)
@@ -188,17 +206,24 @@ class InstanceDriver:
         # The order to end an operation that is unknown yet would be refused.
         if await asyncio.shield(generating.begun) and trajectory in self._generating:
             with suppress(NotFoundError):
-                await self._rollout.calls.cancel(self.operation(trajectory))
+                await self._rollout.calls.cancel(generating.operation)
 
     async def _pull(self, command: Pull) -> None:
         rollout = self._rollout
         order = rollout.order
-        number = rollout.instances.work[self._instance].pulls + 1
-        operation = f"{order.job}:{order.name}/p{self._instance}.{number}"
-        step = await rollout.calls.pull(self._instance, order.source, operation)
+        work = rollout.instances.work.get(self.instance)
+        if work is None:
+            return  # it is lost, and this task is about to end
+        number = work.pulls + 1
+        operation = f"{order.job}:{order.name}/p{self.instance}.{number}"
+        try:
+            step = await rollout.calls.pull(self.deployment, order.source, operation)
+        except PlexRLError as error:
+            await rollout.pull_failed(self.instance, operation, error)
+            return
         version = await rollout.version_of(step)
         assert version >= command.version, "a sync gets what was published before it"
-        rollout.handle(Pulled(instance=self._instance, version=version))
+        rollout.handle(Pulled(instance=self.instance, version=version))
 
     async def _segments(self, sample: Sample) -> tuple[Segment, ...]:
         """The sample's tokens by version."""

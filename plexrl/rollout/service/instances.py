@@ -66,7 +66,8 @@ class Instances:
 
     def __init__(self) -> None:
         self.work: dict[InstanceId, InstanceWork] = {}
-        self._routed: Counter[TrajectoryId] = Counter()
+        self.routed: Counter[TrajectoryId] = Counter()
+        """How often each trajectory was routed."""
 
     def note(self, event: Event, commands: Iterable[Command]) -> list[InstanceCommand]:
         """Records an event and its commands; returns those for instances, in order."""
@@ -78,8 +79,8 @@ class Instances:
             work = self.work[command.instance]
             if isinstance(command, Route):
                 for each in command.trajectories:
-                    self._routed[each] += 1
-                    work.held[each] = self._routed[each]
+                    self.routed[each] += 1
+                    work.held[each] = self.routed[each]
             work.add(command)
             found.append(command)
         return found
@@ -87,7 +88,7 @@ class Instances:
     def forget(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Forgets trajectories that have ended."""
         for each in trajectories:
-            self._routed.pop(each, None)
+            self.routed.pop(each, None)
 
     def _note_event(self, event: Event) -> None:
         if isinstance(event, InstanceJoined):

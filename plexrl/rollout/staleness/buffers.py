@@ -51,11 +51,13 @@ class Buffer:
 class Buffers:
     """All buffers that are not consumed. Operations take O(staleness² + entries of a buffer)."""
 
-    def __init__(self, *, staleness: int, size: int, extra: int = 0) -> None:
+    def __init__(
+        self, *, staleness: int, size: int, extra: int = 0, first_version: int = 0
+    ) -> None:
         self.staleness = staleness
         self.size = size
         self.extra = extra
-        self.next_version = 0
+        self.next_version = first_version
         self._buffers: dict[int, Buffer] = {}
         self._place: dict[SampleGroupId, int] = {}
         """The buffer of each entry."""
@@ -160,7 +162,7 @@ class Buffers:
             self._take_reserved(group)
         latest = self.reservable(version)
         assert latest is not None, "the version is admitted"
-        self._put(group, version, latest, occupied=False)
+        self.put(group, version, latest, is_occupied=False)
 
     def occupy(self, group: SampleGroupId) -> int:
         """Turns the reservation into an occupied entry and returns its buffer.
@@ -171,7 +173,7 @@ class Buffers:
         place = self.next_version
         while not self._has_place_to_occupy(place):
             place += 1
-        self._put(group, version, place, occupied=True)
+        self.put(group, version, place, is_occupied=True)
         return place
 
     def release(self, group: SampleGroupId) -> None:
@@ -210,6 +212,12 @@ class Buffers:
         self.next_version = version + 1
         return buffer.occupied
 
+    def put(self, group: SampleGroupId, version: int, place: int, *, is_occupied: bool) -> None:
+        """Adds an entry to this buffer, unchecked: to restore what was there before."""
+        buffer = self._buffers.setdefault(place, Buffer())
+        (buffer.occupied if is_occupied else buffer.reserved)[group] = version
+        self._place[group] = place
+
     def _hole_after_release(self, group: SampleGroupId) -> int:
         """The buffer that would gain room if the group's reservation were released."""
         hole = self._place[group]
@@ -222,11 +230,6 @@ class Buffers:
         if place is None:
             raise ConflictError(f"group {group} has no entry in the staleness buffers")
         return place
-
-    def _put(self, group: SampleGroupId, version: int, place: int, *, occupied: bool) -> None:
-        buffer = self._buffers.setdefault(place, Buffer())
-        (buffer.occupied if occupied else buffer.reserved)[group] = version
-        self._place[group] = place
 
     def _forget(self, group: SampleGroupId, place: int) -> None:
         del self._place[group]
@@ -267,7 +270,7 @@ class Buffers:
             group, place = found
             version = self._buffers[place].reserved.pop(group)
             self._forget(group, place)
-            self._put(group, version, hole, occupied=False)
+            self.put(group, version, hole, is_occupied=False)
             hole = place
 
     def _has_place_to_occupy(self, version: int) -> bool:
@@ -285,7 +288,7 @@ class Buffers:
             del self._buffers[last].occupied[group]
             self._forget(group, last)
             # No reservation moves into the place that this leaves: by the last invariant none may.
-            self._put(group, version, place, occupied=True)
+            self.put(group, version, place, is_occupied=True)
 
     def check_invariants(self) -> None:
         """Raises InvariantError: an invariant of this module does not hold."""

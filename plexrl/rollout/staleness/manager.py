@@ -13,7 +13,7 @@ Invariants, beside those of `buffers`:
 - the version of a reserved entry is the minimum over its members.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.staleness.buffers import Buffers, BufferState
@@ -35,13 +35,15 @@ class StalenessSettings:
     which shortens responses on average (StaleFlow App. C), hence none by default."""
     extra_samples: int = 0
     """Samples of a group beyond `group_size`; see `extra_groups`."""
+    first_version: int = 0
+    """Version of the model when the rollout begins: that of the first buffer."""
 
     def __post_init__(self) -> None:
         least = {"staleness": 0, "batch_groups": 1, "group_size": 1}
-        for name in ("staleness", "batch_groups", "group_size", "extra_groups", "extra_samples"):
-            value, minimum = getattr(self, name), least.get(name, 0)
+        for each in fields(self):
+            value, minimum = getattr(self, each.name), least.get(each.name, 0)
             if value < minimum:
-                raise InvalidRequestError(f"{name} is {value}: set it to {minimum} or more")
+                raise InvalidRequestError(f"{each.name} is {value}: set it to {minimum} or more")
 
     @property
     def samples(self) -> int:
@@ -60,15 +62,66 @@ class _Members:
     complete: set[TrajectoryId] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The entry of a group in a buffer."""
+
+    group: SampleGroupId
+    buffer: int
+    version: int
+    """V of the group; its members may have newer versions."""
+    is_occupied: bool
+    members: dict[TrajectoryId, int]
+    """Version of each member."""
+    complete: list[TrajectoryId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldEntries:
+    """All entries, and the first buffer that is not consumed."""
+
+    next_version: int
+    entries: list[Entry]
+
+
 class StalenessManager:
     """Tracker and discriminator of the staleness bound (StaleFlow §4)."""
 
     def __init__(self, settings: StalenessSettings) -> None:
         self.settings = settings
         self.buffers = Buffers(
-            staleness=settings.staleness, size=settings.batch_groups, extra=settings.extra_groups
+            staleness=settings.staleness,
+            size=settings.batch_groups,
+            extra=settings.extra_groups,
+            first_version=settings.first_version,
         )
         self._members: dict[SampleGroupId, _Members] = {}
+
+    def state(self) -> HeldEntries:
+        """All entries. Their members are not copies: encode them before anything changes."""
+        buffers = self.buffers
+        return HeldEntries(
+            next_version=buffers.next_version,
+            entries=[
+                Entry(
+                    group=group,
+                    buffer=place,
+                    version=version,
+                    is_occupied=group in buffer.occupied,
+                    members=self._members[group].versions,
+                    complete=sorted(self._members[group].complete),
+                )
+                for place, buffer in buffers.entries()
+                for group, version in sorted((buffer.reserved | buffer.occupied).items())
+            ],
+        )
+
+    def restore(self, state: HeldEntries) -> None:
+        """Takes over a state, of which it becomes the owner. The manager is new."""
+        self.buffers.next_version = state.next_version
+        for each in state.entries:
+            self.buffers.put(each.group, each.version, each.buffer, is_occupied=each.is_occupied)
+            self._members[each.group] = _Members(versions=each.members, complete=set(each.complete))
 
     def reserve(self, group: SampleGroupId, trajectory: TrajectoryId, version: int) -> None:
         """Assigns the version to the trajectory; see `Buffers.admits` and `Buffers.assign`.

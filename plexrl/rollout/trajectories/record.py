@@ -20,7 +20,18 @@ TrajectoryId = NewType("TrajectoryId", int)
 SampleGroupId = NewType("SampleGroupId", int)
 """Number of a prompt in the order of sampling, from 0: all samples of a prompt are one group."""
 InstanceId = NewType("InstanceId", str)
-"""A rollout instance. A restarted instance has a new id."""
+"""A rollout instance."""
+
+
+def trajectory_ids(group: SampleGroupId, samples: int) -> tuple[TrajectoryId, ...]:
+    """Ids of the trajectories of a group of so many samples."""
+    first = group * samples
+    return tuple(TrajectoryId(first + index) for index in range(samples))
+
+
+def group_of(trajectory: TrajectoryId, samples: int) -> SampleGroupId:
+    """The group of a trajectory, where groups have so many samples."""
+    return SampleGroupId(trajectory // samples)
 
 
 class TrajectoryState(StrEnum):
@@ -101,7 +112,8 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One sample of one prompt. Only `change` and `extend` write it."""
+    """One sample of one prompt. Only its methods write it, but for `instance` and `reward`, which
+    the trajectory server writes."""
 
     id: TrajectoryId
     group: SampleGroupId
@@ -123,6 +135,14 @@ class Trajectory:
     def length(self) -> int:
         """Number of tokens, prompt included."""
         return self.prompt_tokens + self.response_tokens
+
+    def assign(self, version: int) -> None:
+        """Sets `V_traj`. Raises ConflictError: it has one."""
+        if self.version is not None:
+            raise ConflictError(
+                f"trajectory {self.id} has version {self.version} already", trajectory=self.id
+            )
+        self.version = version
 
     def change(self, what: Change) -> None:
         """Moves to the next state of `TRANSITIONS`. Raises ConflictError: there is none."""

@@ -21,6 +21,7 @@ from plexrl.rollout.trajectories.record import (
     Trajectory,
     TrajectoryId,
     TrajectoryState,
+    trajectory_ids,
 )
 
 
@@ -31,6 +32,17 @@ class SampleGroup:
     id: SampleGroupId
     prompt_tokens: int
     members: tuple[TrajectoryId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTrajectories:
+    """What a trajectory server holds; see `TrajectoryServer.state`."""
+
+    next_group: SampleGroupId
+    groups: dict[SampleGroupId, int]
+    """Prompt tokens of each held group."""
+    records: list[Trajectory]
+    """Those on instances first, in the order of routing."""
 
 
 class TrajectoryServer:
@@ -45,7 +57,30 @@ class TrajectoryServer:
         """Trajectories to be routed."""
         self._all: dict[TrajectoryId, Trajectory] = {}
         self._on: dict[InstanceId, dict[TrajectoryId, None]] = {}
-        self._next_group = 0
+        self._next_group = SampleGroupId(0)
+
+    def state(self) -> HeldTrajectories:
+        """All that it holds. The records are not copies: encode them before anything changes."""
+        records = [each for name in sorted(self._on) for each in self.on_instance(name)]
+        records += [each for _, each in sorted(self._all.items()) if each.instance is None]
+        return HeldTrajectories(
+            next_group=self._next_group,
+            groups={group: each.prompt_tokens for group, each in self.groups.items()},
+            records=records,
+        )
+
+    def restore(self, state: HeldTrajectories) -> None:
+        """Takes over a state, of which it becomes the owner. The server is new."""
+        self._next_group = state.next_group
+        for group, tokens in state.groups.items():
+            members = trajectory_ids(group, self.samples)
+            self.groups[group] = SampleGroup(id=group, prompt_tokens=tokens, members=members)
+        for each in state.records:
+            self._all[each.id] = each
+            if each.instance is not None:
+                self._on.setdefault(each.instance, {})[each.id] = None
+            if each.state is TrajectoryState.WAITING:
+                self.waiting[each.id] = each
 
     @property
     def groups_wanted(self) -> int:
@@ -104,30 +139,26 @@ class TrajectoryServer:
                 f"the trajectory server holds {self.groups_max} groups, as many as the staleness "
                 "bound allows: add more after the next batch is consumed"
             )
-        first = group * self.samples
-        members = tuple(TrajectoryId(first + index) for index in range(self.samples))
+        members = trajectory_ids(group, self.samples)
         added = SampleGroup(id=group, prompt_tokens=prompt_tokens, members=members)
         self.groups[group] = added
-        self._next_group = group + 1
+        self._next_group = SampleGroupId(group + 1)
         for each in members:
             record = Trajectory(id=each, group=group, prompt_tokens=prompt_tokens)
             self._all[each] = self.waiting[each] = record
         return added
 
     def route(self, trajectory: Trajectory, instance: InstanceId, version: int) -> None:
-        """Gives a waiting trajectory to an instance. `version`, of the instance's weights,
-        becomes that of an initial trajectory.
+        """Gives a waiting trajectory to an instance with weights of this version.
 
-        Raises ConflictError: it is not waiting, or the instance's weights are too old.
+        Raises ConflictError: it is not waiting or has no version, or the weights are too old.
         """
-        if trajectory.version is not None and trajectory.version > version:
+        if trajectory.version is None or trajectory.version > version:
             raise ConflictError(
                 f"trajectory {trajectory.id} has version {trajectory.version}: instance "
                 f"{instance} of version {version} is too old for it"
             )
         trajectory.change(Change.ROUTE)
-        if trajectory.version is None:
-            trajectory.version = version
         trajectory.instance = instance
         del self.waiting[trajectory.id]
         self._on.setdefault(instance, {})[trajectory.id] = None
@@ -208,15 +239,24 @@ class TrajectoryServer:
         """Raises InvariantError: an invariant of this module or of `record` does not hold."""
         if len(self.groups) > self.groups_max:
             raise InvariantError(f"{len(self.groups)} groups are held", law="groups held")
+        held = 0
         for each in self._all.values():
-            held = each.state in ON_INSTANCE
-            listed = each.instance is not None and each.id in self._on.get(each.instance, ())
-            if not held == listed == (each.instance is not None):
-                raise InvariantError(f"trajectory {each.id} is {each.state}", law="on an instance")
-            if (each.state is TrajectoryState.WAITING) != (each.id in self.waiting):
-                raise InvariantError(f"trajectory {each.id} is {each.state}", law="waiting")
-            if each.group not in self.groups and each.state is not TrajectoryState.ABORTING:
+            state, instance = each.state, each.instance
+            if (state in ON_INSTANCE) != (instance is not None):
+                raise InvariantError(f"trajectory {each.id} is {state}", law="on an instance")
+            held += instance is not None
+            if instance is not None and each.id not in self._on.get(instance, ()):
+                raise InvariantError(f"trajectory {each.id} is not listed", law="on an instance")
+            if (state is TrajectoryState.WAITING) != (each.id in self.waiting):
+                raise InvariantError(f"trajectory {each.id} is {state}", law="waiting")
+            if each.group not in self.groups and state is not TrajectoryState.ABORTING:
                 raise InvariantError(f"trajectory {each.id} has no group", law="held with group")
-            oldest = min((s.kv_version for s in each.segments), default=each.version)
-            if each.version is not None and oldest is not None and oldest < each.version:
-                raise InvariantError(f"trajectory {each.id} has older tokens", law="oldest version")
+            if each.version is None:
+                if state is not TrajectoryState.WAITING or each.segments:
+                    raise InvariantError(f"trajectory {each.id} has no version", law="version")
+                continue
+            for segment in each.segments:
+                if segment.kv_version < each.version:
+                    raise InvariantError(f"trajectory {each.id} is older", law="oldest version")
+        if sum(map(len, self._on.values())) != held:
+            raise InvariantError("an instance has what has ended", law="on an instance")

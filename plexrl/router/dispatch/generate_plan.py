@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 
 from plexrl.model.parallelism import Parallelism
+from plexrl.wire.operations import PROMPT_SAMPLING
 from plexrl.wire.tensors import Arrays
 
 Plain = dict[str, Any]
+
+STREAM_ORDERS = frozenset({"stream_order", "row_order"})
+"""Arrays that a streamed generation's result has beside the samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class ReplicaShare:
 
     rank: int
     """Rank that leads the replica."""
+    replica: int
+    """Index of the replica."""
     first_prompt: int
     prompts: int
     """At least 1."""
@@ -33,7 +39,8 @@ class ReplicaShare:
         starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         mine = slice(self.first_prompt, self.first_prompt + self.prompts)
         tokens = arrays["tokens"][starts[mine.start] : starts[mine.stop]]
-        return {"lengths": lengths[mine], "tokens": tokens}
+        settings = {name: arrays[name][mine] for name in PROMPT_SAMPLING if name in arrays}
+        return {"lengths": lengths[mine], "tokens": tokens, **settings}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +56,17 @@ class GeneratePlan:
         return share.first_prompt * self.samples_per_prompt
 
     def join_arrays(self, parts: Sequence[Arrays]) -> Arrays:
-        """Concatenate the samples of all shares."""
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        """Concatenate the samples of all shares. Of a stream, `stream_counts` has the entries of
+        each share: int32 `[shares]`."""
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        for name in STREAM_ORDERS & joined.keys():
+            counts = [len(part[name]) for part in parts]
+            joined["stream_counts"] = np.array(counts, dtype=np.int32)
+        return joined
 
     def join_results(self, results: Sequence[Mapping[str, Any]]) -> Plain:
-        """Join the results: preemptions are added, of other metrics the largest value counts."""
+        """Join the results: preemptions are added, of other metrics the largest value counts.
+        `streams` has replica and name of each share's stream."""
         joined: Plain = dict(results[0])
         metrics: dict[str, float] = {}
         for result in results:
@@ -65,15 +78,28 @@ class GeneratePlan:
             for share, result in zip(self.shares, results, strict=True)
             for row, start, *drawn_by in result.get("segments", ())
         ]
-        return joined | {"metrics": metrics} | ({"segments": segments} if segments else {})
+        streams = [
+            [share.replica, result["stream"]]
+            for share, result in zip(self.shares, results, strict=True)
+            if "stream" in result
+        ]
+        joined.pop("stream", None)
+        return (
+            joined
+            | {"metrics": metrics}
+            | ({"segments": segments} if segments else {})
+            | ({"streams": streams} if streams else {})
+        )
 
 
 def plan_generate(layout: Parallelism, prompts: int, samples_per_prompt: int) -> GeneratePlan:
     """Give each replica the same number of prompts, to within one."""
     bounds = [prompts * index // layout.dp for index in range(layout.dp + 1)]
     shares = tuple(
-        ReplicaShare(rank=rank, first_prompt=first, prompts=last - first)
-        for rank, first, last in zip(layout.output_ranks, bounds[:-1], bounds[1:], strict=True)
+        ReplicaShare(rank=rank, replica=replica, first_prompt=first, prompts=last - first)
+        for replica, (rank, first, last) in enumerate(
+            zip(layout.output_ranks, bounds[:-1], bounds[1:], strict=True)
+        )
         if last > first
     )
     return GeneratePlan(shares=shares, samples_per_prompt=samples_per_prompt)

@@ -94,14 +94,12 @@ class Engines:
         replies = [self.request(each, request, COMMAND_TIMEOUT_S, **fields) for each in engines]
         return list(await asyncio.gather(*replies))
 
-    async def stats(self, view: Plain) -> list[Plain]:
-        """Statistics of a deployment's engines; an engine without weights on its device, or without
-        a reply in time, is left out."""
+    async def stats(self, view: Plain, request: str = "engine_stats") -> list[Plain]:
+        """Statistics of a deployment's engines; with `engine_load` also their rows. An engine
+        without weights on its device, or without a reply in time, is left out."""
         if view["kind"] != "rollout":
             return []
-        requests = [
-            self.request(each, "engine_stats", STATS_TIMEOUT_S) for each in engines_of(view)
-        ]
+        requests = [self.request(each, request, STATS_TIMEOUT_S) for each in engines_of(view)]
         replies = await asyncio.gather(*requests, return_exceptions=True)
         found = []
         for reply in replies:

@@ -112,7 +112,7 @@ class Executor:
         task.add_done_callback(lambda _: self._forget(command.operation, task))
 
     async def on_abort(self, peer: Peer, params: Plain) -> None:
-        """Handle the early end of a generation."""
+        """Handle the early end of a generation, or of some of its rows."""
         del peer
         command = CODEC.from_plain(params["command"])
         assert isinstance(command, AbortOperation)
@@ -123,17 +123,15 @@ class Executor:
             await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
             sent.cancel()
         workers = _workers(command.deployment, command.incarnation, command.addresses)
-        await asyncio.gather(
-            *(self._abort(command.operation, worker, at) for worker, at in workers)
-        )
+        await asyncio.gather(*(self._abort(command, worker, at) for worker, at in workers))
 
-    async def _abort(self, operation: str, worker: WorkerName, address: str) -> None:
+    async def _abort(self, command: AbortOperation, worker: WorkerName, address: str) -> None:
+        fields = {"operation": command.operation, "rows": command.rows}
         try:
-            link = self.link(worker, address)
-            await link.send({"request": "abort", "operation": operation})
+            await self.link(worker, address).send({"request": "abort", **fields})
         except (WorkerGoneError, PlexRLError, OSError) as error:
             # Nothing runs on this rank.
-            LOG.info("%s did not receive the abort of %s: %s", worker, operation, error)
+            LOG.info("%s did not receive the abort of %s: %s", worker, command.operation, error)
 
     async def on_workers_gone(self, peer: Peer, params: Plain) -> None:
         """Handle the end of a deployment's workers, up to an incarnation. Their runs end without a

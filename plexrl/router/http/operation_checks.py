@@ -21,6 +21,7 @@ from plexrl.wire.masks import check_mask, row_of
 from plexrl.wire.operations import (
     LOSS_INPUTS,
     PARAMS_BY_KIND,
+    PROMPT_SAMPLING,
     USER_KINDS,
     ForwardBackwardParams,
     ForwardParams,
@@ -31,7 +32,7 @@ from plexrl.wire.operations import (
     SamplingParams,
     SyncWeightsParams,
 )
-from plexrl.wire.parameter_checks import SAMPLES_MAX, check_parameters
+from plexrl.wire.parameter_checks import BOUNDS, SAMPLES_MAX, check_parameters
 from plexrl.wire.tensors import Array, Arrays
 
 
@@ -164,17 +165,16 @@ def _check_batch(spec: DeploymentSpec, arrays: Arrays, per_token: tuple[str, ...
 
 def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays) -> int:
     sampling = params.sampling
-    if params.stream and spec.layout.dp > 1:
-        raise InvalidRequestError(
-            f"the deployment has {spec.layout.dp} replicas (dp), and a stream covers one replica: "
-            "leave `stream` out, or create a deployment with dp=1"
-        )
-    unknown = sorted(set(arrays) - {"tokens", "lengths"})
+    unknown = sorted(set(arrays) - {"tokens", "lengths", *PROMPT_SAMPLING})
     if unknown:
         raise BatchShapeError(
-            f"generate takes tokens and lengths only: leave {', '.join(unknown)} out"
+            f"generate takes tokens, lengths, {', '.join(PROMPT_SAMPLING)} only: leave "
+            f"{', '.join(unknown)} out"
         )
     lengths = _check_rows(spec, arrays)
+    for name in PROMPT_SAMPLING:
+        if name in arrays:
+            _check_setting(name, arrays[name], len(lengths))
     rows = len(lengths) * params.samples_per_prompt
     if rows > SAMPLES_MAX:
         raise BatchShapeError(f"{rows} samples at once; at most {SAMPLES_MAX}: split the prompts")
@@ -187,7 +187,22 @@ def _check_generate(spec: DeploymentSpec, params: GenerateParams, arrays: Arrays
             row=longest,
         )
     # No completion is longer than the deployment's limit on a sequence.
+    if "max_tokens" in arrays:
+        most = np.minimum(arrays["max_tokens"], spec.max_sequence_tokens)
+        return params.samples_per_prompt * int(most.sum())
     return rows * min(sampling.max_tokens, spec.max_sequence_tokens)
+
+
+def _check_setting(name: str, values: Array, prompts: int) -> None:
+    """Check the values of a field of `SamplingParams`, one for each prompt."""
+    if values.dtype != np.int64 or values.shape != (prompts,):
+        raise BatchShapeError(
+            f"{name} is {values.dtype}{list(values.shape)}; int64[{prompts}] is needed: one value "
+            "for each prompt",
+            array=name,
+        )
+    for row in (int(values.argmin()), int(values.argmax())):
+        BOUNDS[SamplingParams][name].check(f"{name} of prompt {row}", int(values[row]))
 
 
 def _check_rows(spec: DeploymentSpec, arrays: Arrays) -> Array:

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from plexrl.process.plain_text import is_plain
+from plexrl.wire.parameter_checks import SAMPLES_MAX
 
 COUNT_MAX = 1_000_000_000
 SECONDS_MAX = 1e12
@@ -163,6 +164,14 @@ class PauseRequest(_Strict):
     )
 
 
+class StopRowsRequest(_Strict):
+    """Rows of a generation to stop."""
+
+    rows: list[Annotated[int, Field(strict=True, ge=0, lt=SAMPLES_MAX)]] = Field(
+        min_length=1, max_length=SAMPLES_MAX, description="from 0, over all prompts"
+    )
+
+
 class LoraRequest(_Strict):
     """Low-rank adapters; checked against the model when the deployment is made."""
 
@@ -253,6 +262,12 @@ class RolloutRequest(_Strict):
     prompts: Count = Field(description="prompts of one batch")
     samples: Count = Field(1, description="samples of each prompt")
     sampling: dict[str, Any] = Field(description="as `sampling` of `generate`, with a `seed`")
+    first_batch: Count = Field(0, description="number of the first batch")
+    failed_prompts_max: Count = Field(
+        0,
+        description="prompts dropped one after another because of failures after which the rollout "
+        "fails; 0: as many as a batch has, and at least 8",
+    )
 
 
 class ExchangeRequest(_Strict):
@@ -270,3 +285,4 @@ class BatchRequest(_Strict):
     """A batch to take."""
 
     trainer_step: Count = Field(description="the trainer's steps so far")
+    first: Count = Field(0, description="sample of the batch from which on to return samples")

@@ -8,12 +8,12 @@ client. Once the generation has finished, the remaining events come from its res
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError, StorageError, UnavailableError
 from plexrl.ids import BlobRef
-from plexrl.router.execution.engines import engines_of
+from plexrl.router.execution.engines import Engine, engines_of
 from plexrl.router.http.authentication import Caller
 from plexrl.router.http.services import RouterServices
 from plexrl.router.streams.events import (
@@ -21,6 +21,7 @@ from plexrl.router.streams.events import (
     RESTART,
     WAITING,
     Cursor,
+    Position,
     result_events,
     tokens_event,
 )
@@ -87,43 +88,73 @@ class TokenReader:
     async def _view(self, timeout_s: float) -> Plain:
         return await self._services.operation(self._caller, self._operation, timeout_s)
 
-    async def _result(self, view: Plain) -> tuple[str, Any]:
-        """The stream's id and the arrays of a finished generation."""
+    async def _result(self, view: Plain) -> tuple[Plain, Any]:
+        """Values and arrays of a finished generation."""
         if view["result"] is None:
-            return "", {}
+            return {}, {}
         _, arrays = decode_body(await self._services.blobs.read(BlobRef(view["result"])))
-        return str(json.loads(view["result_json"]).get("stream", "")), arrays
+        return json.loads(view["result_json"]), arrays
 
     async def _worker_events(self, deployment: str) -> AsyncIterator[Plain]:
-        """Events from the worker, until it has no tokens for a while."""
+        """Events from the workers that lead replicas, until none has any for a while."""
         engines = engines_of(await self._services.deployment(self._caller, deployment))
         if not engines:
             await asyncio.sleep(PAUSE_S)
             return
-        while True:
-            try:
-                found = await self._services.engines.request(
-                    engines[0],
-                    "read_stream",
-                    READ_TIMEOUT_S,
-                    operation=self._operation,
-                    reader=self._name,
-                    stream=self._cursor.stream,
-                    after=self._cursor.position,
-                )
-            except UnavailableError as error:
-                if error.details["is_gone"]:
-                    await asyncio.sleep(PAUSE_S)
-                return
-            if "rows" not in found:
-                if "ended" in found:
-                    # The worker has reported its result; the scheduler receives it in a moment.
-                    await self._view(READ_TIMEOUT_S)
-                else:
-                    # The worker has too many waiting readers: pause before the next request.
-                    await asyncio.sleep(PAUSE_S)
-                return
-            if self._cursor.stream not in ("", found["stream"]):
-                yield RESTART
-            self._cursor = Cursor(found["stream"], found["next"])
-            yield tokens_event(self._cursor, found["rows"])
+        # The worker that has ended has reported its result; the scheduler receives it in a moment.
+        final: asyncio.Task[Plain] | None = None
+        reads = {self._read(replica, engine): replica for replica, engine in enumerate(engines)}
+        try:
+            while reads:
+                waits = [*reads, *([] if final is None else [final])]
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if final in done:
+                    return
+                for task in [each for each in reads if each in done]:
+                    replica = reads.pop(task)
+                    found = task.result()
+                    if "rows" in found:
+                        for event in self._taken(replica, found):
+                            yield event
+                        reads[self._read(replica, engines[replica])] = replica
+                    elif "ended" in found and final is None:
+                        final = asyncio.create_task(self._view(READ_TIMEOUT_S))
+            if final is not None:
+                await final
+        finally:
+            tasks = [*reads, *([] if final is None else [final])]
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _taken(self, replica: int, found: Plain) -> Iterator[Plain]:
+        """The events for what a worker has replied."""
+        if self._cursor.is_void(replica, found["stream"]):
+            self._cursor.reset()
+            yield RESTART
+        self._cursor.move(replica, Position(found["stream"], found["next"]))
+        yield tokens_event(self._cursor, found["rows"])
+
+    def _read(self, replica: int, engine: Engine) -> "asyncio.Task[Plain]":
+        return asyncio.create_task(self._reply(engine, self._cursor[replica]))
+
+    async def _reply(self, engine: Engine, position: Position) -> Plain:
+        """A worker's reply: `rows`, `ended`, or nothing."""
+        try:
+            found = await self._services.engines.request(
+                engine,
+                "read_stream",
+                READ_TIMEOUT_S,
+                operation=self._operation,
+                reader=self._name,
+                stream=position.stream,
+                after=position.offset,
+            )
+        except UnavailableError as error:
+            if error.details["is_gone"]:
+                await asyncio.sleep(PAUSE_S)
+            return {}
+        if "rows" not in found and "ended" not in found:
+            # The worker has too many waiting readers: pause before the next request.
+            await asyncio.sleep(PAUSE_S)
+        return found

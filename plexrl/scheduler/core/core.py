@@ -80,7 +80,7 @@ from plexrl.scheduler.jobs.tenants import (
     tenant_configured,
     tenant_created,
 )
-from plexrl.scheduler.operations.cancellation import await_deadline, cancel
+from plexrl.scheduler.operations.cancellation import await_deadline, cancel, stop_rows
 from plexrl.scheduler.operations.failures import check_not_halted, failure_view, job_failure
 from plexrl.scheduler.operations.holding import HeldView, held_view
 from plexrl.scheduler.operations.operations import enqueue
@@ -334,7 +334,10 @@ class SchedulerCore:
         operation = self._operation(event.operation)
         deployment = self._deployment(operation.deployment)
         check_controller(self._job(deployment.job), event.controller)
-        cancel(self._state, self._effects, operation, now)
+        if event.rows is None:
+            cancel(self._state, self._effects, operation, now)
+        else:
+            stop_rows(self._state, self._effects, operation, event.rows)
 
     def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
         """The pending wake-up has fired; due timers are handled after every event."""

@@ -12,8 +12,8 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
-from plexrl.scheduler.operations.cancellation import abort, early_end, is_over
-from plexrl.scheduler.operations.operations import fail
+from plexrl.scheduler.operations.cancellation import early_end, is_over
+from plexrl.scheduler.operations.operations import abort, fail
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
@@ -378,6 +378,9 @@ def issue_again(state: State, effects: Effects) -> None:
         if deployment.moving is not None:
             effects.emit(deployment.moving)
         for command in deployment.running.values():
+            operation = state.operations[command.operation]
+            if operation.stopped_rows:
+                abort(effects, command, operation.stopped_rows)
             effects.emit(command)
-            if state.operations[command.operation].is_aborted:
+            if operation.is_aborted:
                 abort(effects, command)

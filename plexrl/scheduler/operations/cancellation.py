@@ -13,9 +13,8 @@ from plexrl.errors import (
 )
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.effects import Effects
-from plexrl.scheduler.operations.operations import fail_queued
+from plexrl.scheduler.operations.operations import abort, fail_queued
 from plexrl.scheduler.state.messages import timers
-from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import State
 from plexrl.wire.operations import OperationKind, OperationState
@@ -37,6 +36,26 @@ def cancel(state: State, effects: Effects, operation: Operation, now: float) -> 
             f"a running {operation.kind.value} cannot be cancelled: wait for its result"
         )
     _end_run(state, effects, operation)
+
+
+def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[int, ...]) -> None:
+    """Stop some rows of a generation; the others go on. Rows of a pending one never draw a token,
+    also if it is pending because its run is to be repeated.
+
+    Raises:
+        ConflictError: it has no rows.
+    """
+    if operation.kind != OperationKind.GENERATE:
+        raise ConflictError(
+            f"operation {operation.operation!r} is a {operation.kind.value}, and only a generate "
+            "has rows that can be stopped: cancel the operation"
+        )
+    if operation.state.is_final:
+        return
+    operation.stopped_rows = tuple(sorted({*operation.stopped_rows, *rows}))
+    if operation.state == OperationState.RUNNING:
+        deployment = state.deployment(operation.deployment)
+        abort(effects, deployment.running[operation.operation], rows)
 
 
 def await_deadline(effects: Effects, operation: Operation) -> None:
@@ -75,18 +94,6 @@ def early_end(operation: Operation, now: float) -> PlexRLError:
         f"operation {operation.operation!r} was not carried out within its deadline of "
         f"{given_s:g} s: set a longer deadline, or see with `explain` what it waits for",
         deadline_s=given_s,
-    )
-
-
-def abort(effects: Effects, command: RunOperation) -> None:
-    """Have the workers stop a run, which returns its tokens so far."""
-    effects.emit(
-        AbortOperation(
-            operation=command.operation,
-            deployment=command.deployment,
-            addresses=command.addresses,
-            incarnation=command.incarnation,
-        )
     )
 
 

@@ -83,6 +83,8 @@ class Operation:
     """Tenant of that job, which may have ended and been dropped before the offload is over."""
     is_aborted: bool = False
     """Its early end was requested."""
+    stopped_rows: tuple[int, ...] = ()
+    """For a generation: rows whose early end was requested, in ascending order."""
     source_seq: int = 0
     """For a sync: the version that was published for it."""
     source_step: int = 0
@@ -144,6 +146,7 @@ class Operation:
         self.caused_by = None
         self.paid_by = None
         self.is_aborted = False
+        self.stopped_rows = ()
         self.source_seq = 0
         self.source_step = 0
         self.in_flight = False

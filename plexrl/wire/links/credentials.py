@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
@@ -27,7 +28,7 @@ from weakref import WeakKeyDictionary
 from plexrl.errors import AuthenticationError, InvalidRequestError
 from plexrl.process.folders.operator_key import write_private
 from plexrl.wire.links.followed_files import FollowedFiles, renew_at_handshakes
-from plexrl.wire.links.tls_socket import TlsSocket
+from plexrl.wire.links.tls_socket import TlsSocket, shut_down
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -142,7 +143,7 @@ class Credentials:
         paths = [files.ca, files.certificate, files.key, files.crl]
         self._loaded = FollowedFiles([path for path in paths if path], self._load)
         self._lock = threading.Lock()
-        self._links: WeakKeyDictionary[Connection, tuple[int, Callable[[int], None]]] = (
+        self._links: WeakKeyDictionary[Connection, tuple[int, Callable[[], None]]] = (
             WeakKeyDictionary()
         )
         """Serial number of the other end's certificate, and what shuts the socket down."""
@@ -239,7 +240,7 @@ class Credentials:
         for _, serial, shutdown in found:
             # Its owner sees the end of the stream, whatever thread or event loop it has.
             with suppress(OSError):
-                shutdown(socket.SHUT_RDWR)
+                shutdown()
                 LOG.warning("certificate %x is revoked: its link was ended", serial)
 
     def _load(self) -> _Loaded:
@@ -284,23 +285,18 @@ class Credentials:
         )
 
 
-def _shutdown(connection: Connection) -> Callable[[int], None]:
+def _shutdown(connection: Connection) -> Callable[[], None]:
     """What ends a connection; it does not keep the connection alive."""
     if isinstance(connection, asyncio.StreamWriter):
         # Its transport forgets the socket when it is closed.
-        end: Callable[[int], None] = connection.get_extra_info("socket").shutdown
-        return end
+        return partial(connection.get_extra_info("socket").shutdown, socket.SHUT_RDWR)
     link = weakref.ref(connection)
 
-    def shut_down(how: int) -> None:
-        found = link()
-        if isinstance(found, ssl.SSLSocket):
-            # Not `SSLSocket.shutdown`, which drops the TLS state that is still in use.
-            socket.socket.shutdown(found, how)
-        elif found is not None:
-            found.shutdown(how)
+    def end() -> None:
+        if (found := link()) is not None:
+            shut_down(found)
 
-    return shut_down
+    return end
 
 
 def _watch(watched: "weakref.ref[Credentials]") -> None:

@@ -10,7 +10,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from plexrl.wire.framing import read_frame, recv_frame, send_frame, write_frame
 from plexrl.wire.links.address import Address, TlsAddress, UnixAddress
 from plexrl.wire.links.credentials import LOCAL, Credentials, Identity, Role
 from plexrl.wire.links.handshakes import BACKLOG, Handshakes, start_tls_server
-from plexrl.wire.links.tls_socket import TlsSocket
+from plexrl.wire.links.tls_socket import TlsSocket, shut_down
 
 LOG = logging.getLogger(__name__)
 
@@ -220,7 +219,7 @@ class Listener:
         """The next connection, which `greet` must still admit. Raises `OSError` after `close`."""
         accepted, peer = self._socket.accept()
         if self._credentials is not None:
-            self._handshakes.begin(accepted, peer[0], partial(_shut_down, accepted))
+            self._handshakes.begin(accepted, peer[0], partial(shut_down, accepted))
         return accepted
 
     def greet(self, accepted: socket.socket) -> tuple[BlockingSocket, Identity]:
@@ -260,20 +259,10 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening; a waiting `accept` raises. Accepted connections go on."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            # A Unix socket needs no shutdown on every kernel; closing is what counts.
-            LOG.debug("the listening socket was shut down before")
+        shut_down(self._socket)
         self._socket.close()
         if isinstance(self.address, UnixAddress):
             remove_socket(self.address.path)
-
-
-def _shut_down(connected: socket.socket) -> None:
-    """End a connection on which another thread may wait."""
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
 
 
 def listen_blocking(

@@ -34,6 +34,7 @@ from plexrl.wire.links.dial import (
     needed,
     raise_refusal,
 )
+from plexrl.wire.links.tls_socket import shut_down
 
 _Result = TypeVar("_Result")
 
@@ -191,8 +192,7 @@ class _PlainStream:
     def close(self) -> None:
         """Close the socket; a running send raises `OSError`."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._socket)
         if not self._is_sending:
             # The loop would wait forever on a closed descriptor, so a running send closes it.
             self._socket.close()
@@ -258,8 +258,7 @@ class _TlsStream:
             if waiting:
                 unwatch(self._socket.fileno())
             self._wake(waiting)
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        shut_down(self._socket)
         self._socket.close()
 
     async def _when_possible(self, step: Callable[[], _Result]) -> _Result:

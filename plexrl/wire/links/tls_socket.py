@@ -22,6 +22,17 @@ FIRST_BYTES = 16 << 10
 """Size of the receive buffer of a connection that has had short messages only."""
 
 
+def shut_down(connected: "socket.socket | TlsSocket") -> None:
+    """End a connection for both sides; waiting threads and tasks see its end. No effect on one that
+    has ended."""
+    with suppress(OSError):
+        if isinstance(connected, TlsSocket):
+            connected.shutdown(socket.SHUT_RDWR)
+        else:
+            # Not `SSLSocket.shutdown`, which drops the TLS state that is still in use.
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
 class TlsSocket:
     """A connected socket after its TLS handshake, with the methods of `socket.socket` that frames
     need. A timeout raises `TimeoutError`, every other failure another `OSError`."""

@@ -190,9 +190,7 @@ class Agent:
         configs = [self._worker_config(command, rank) for rank in mine]
         if len(mine) == len(command["ranks"]):
             self._clear_rendezvous(configs[0])
-        else:
-            own = [config.rank for config in configs]
-            await self._state.keep_ranks(command["deployment"], own)
+        await self._state.keep_ranks(command["deployment"], [config.rank for config in configs])
         for config in configs:
             self._in_background(self._start_worker(config))
         return {}

@@ -6,7 +6,7 @@ between calls. The backend itself has no connections (PlexRL §5.1: a Worker is 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 Emit = Callable[[int, list[int], list[float]], None]
 """Callback for (sample row, new tokens, their logprobs) during a generation."""
+EmitRow = Callable[[int, list[int], list[float], int, list[list[int]]], None]
+"""Callback for a row that has ended: row, tokens, logprobs, why it ended (a number of
+`plexrl.worker.rollout.generation`), and `[start, weights_seq, trainer_step]` of each span of tokens
+that one version drew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,13 +162,14 @@ class RolloutBackend(Backend):
     """A backend that also generates, many calls at a time."""
 
     @abstractmethod
-    def submit(self, call: BackendCall, emit: Emit | None) -> None:
-        """Queue a `generate`. Its samples join the running batch when slots are free."""
+    def submit(self, call: BackendCall, emit: Emit | None, emit_row: EmitRow | None = None) -> None:
+        """Queue a `generate`. Its samples join the running batch when slots are free. Rows are
+        numbered over the whole call, of which this may be a part."""
 
     @abstractmethod
-    def abort(self, operation: str) -> None:
-        """End an operation's samples; it finishes with the tokens drawn so far. No effect for an
-        unknown operation."""
+    def abort(self, operation: str, rows: Collection[int] | None = None) -> None:
+        """End an operation's rows, or some of them, with the tokens drawn so far. No effect on rows
+        that have ended, that another replica has, or of an unknown operation."""
 
     @abstractmethod
     def step(self) -> list[tuple[str, BackendResult]]:
@@ -195,3 +200,9 @@ class RolloutBackend(Backend):
     @abstractmethod
     def stats(self) -> "EngineStats":
         """Counters and queue lengths of the engine."""
+
+    @abstractmethod
+    def load(self) -> dict[str, Any]:
+        """The lengths of all unfinished rows, and what decode steps take: `rows` has operation,
+        row, tokens and whether it runs; `steps` has number, rows, tokens in the KV cache, seconds.
+        """

@@ -30,7 +30,7 @@ from plexrl.worker.process.command import RunCommand, RunName
 from plexrl.worker.process.reply_cache import Reply, ReplyCache
 from plexrl.worker.process.server import Connection, Request
 from plexrl.worker.rollout.control_requests import ControlRequests
-from plexrl.worker.rollout.token_streams import TokenLog, TokenStreams
+from plexrl.worker.rollout.token_streams import Log, RowLog, TokenLog, TokenStreams
 from plexrl.worker.state.state_mover import MOVES, StateMover
 
 LOG = logging.getLogger(__name__)
@@ -177,10 +177,14 @@ class Worker:
 
     def _generate(self, name: RunName, call: BackendCall, started: float) -> None:
         assert self._generator is not None, "only rollout deployments receive generates"
-        log = self._streams.begin(call.operation, streamed=call.params.stream)
+        log = self._streams.begin(call.operation, call.params.stream)
         self._generations[call.operation] = (name, started)
         try:
-            self._generator.submit(call, None if log is None else log.append)
+            self._generator.submit(
+                call,
+                log.append if isinstance(log, TokenLog) else None,
+                log.append if isinstance(log, RowLog) else None,
+            )
         except PlexRLError:
             del self._generations[call.operation]
             self._streams.end(call.operation)
@@ -261,13 +265,14 @@ def _runs_during_generation(command: RunCommand) -> bool:
     return command.kind == OperationKind.GENERATE
 
 
-def _with_stream_order(result: BackendResult, log: TokenLog | None) -> BackendResult:
-    """The result of a generation, with the order in which its tokens were streamed."""
+def _with_stream_order(result: BackendResult, log: Log | None) -> BackendResult:
+    """The result of a generation, with the order in which its tokens or rows were streamed."""
     if log is None:
         return result
+    order = "row_order" if isinstance(log, RowLog) else "stream_order"
     return BackendResult(
         result={**result.result, "stream": log.name},
-        arrays={**result.arrays, "stream_order": log.order()},
+        arrays={**result.arrays, order: log.order()},
     )
 
 

@@ -30,7 +30,8 @@ class ControlRequests:
         self._generator = backend if isinstance(backend, RolloutBackend) else None
         self._mover = mover
         self._streams = streams
-        self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._aborted: OrderedDict[str, frozenset[int] | None] = OrderedDict()
+        """The rows to end by operation; None: all."""
         self._resume_at: float | None = None
         """Time at which a pause ends, on the monotonic clock; absent: not paused."""
 
@@ -39,14 +40,9 @@ class ControlRequests:
         header = request.header
         kind = header.get("request")
         if kind == "abort":
-            if self._generator is not None:
-                self._aborted[header["operation"]] = None
-                while len(self._aborted) > ABORTED_MAX:
-                    self._aborted.popitem(last=False)
-                if self._mover.is_resident:
-                    self._generator.abort(header["operation"])
+            self._abort(header["operation"], header.get("rows"))
             return True
-        if kind not in ("engine_stats", "read_stream", "pause", "resume"):
+        if kind not in ("engine_stats", "engine_load", "read_stream", "pause", "resume"):
             return False
         try:
             if kind == "read_stream":
@@ -57,10 +53,21 @@ class ControlRequests:
             request.connection.refuse(header["ask"], error)
         return True
 
+    def _abort(self, operation: str, rows: list[int] | None) -> None:
+        if self._generator is None:
+            return
+        known = self._aborted.pop(operation, frozenset())
+        ended = None if rows is None or known is None else known | frozenset(rows)
+        self._aborted[operation] = ended
+        while len(self._aborted) > ABORTED_MAX:
+            self._aborted.popitem(last=False)
+        if self._mover.is_resident:
+            self._generator.abort(operation, ended)
+
     def generation_began(self, operation: str) -> None:
-        """Abort a generation that has just begun, if its abort arrived before it."""
+        """Abort a generation that has just begun, or rows of it, if that was requested before."""
         if self._generator is not None and operation in self._aborted:
-            self._generator.abort(operation)
+            self._generator.abort(operation, self._aborted[operation])
 
     def paused_for_s(self) -> float | None:
         """Seconds until the pause ends by itself; None: not paused."""
@@ -84,7 +91,8 @@ class ControlRequests:
         elif kind == "resume":
             engine.resume()
             self._resume_at = None
-        return asdict(engine.stats())
+        answer = asdict(engine.stats())
+        return {**answer, **engine.load()} if kind == "engine_load" else answer
 
     def _engine(self) -> RolloutBackend:
         if self._generator is None:

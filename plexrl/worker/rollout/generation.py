@@ -1,13 +1,15 @@
 """One `generate` call in an engine, and its results."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from plexrl.wire.operations import SamplingParams
-from plexrl.wire.tensors import Arrays
+from plexrl.wire.tensors import Array, Arrays
 from plexrl.worker.process.backend import Emit
+from plexrl.worker.rollout.sampling import stream_of
 
 STOP, LENGTH, ABORT = range(3)
 """Why a row ended; the numbers are part of the wire format."""
@@ -52,6 +54,10 @@ class Generation:
     unfinished: int = 0
     first_row: int = 0
     """Index of this part's first row in the whole call; random streams depend on it."""
+    prompt_sampling: Mapping[str, Array] = field(default_factory=dict)
+    """Values for each prompt that replace those of `sampling`, by name; see `PROMPT_SAMPLING`."""
+    on_end: "Callable[[int], None] | None" = None
+    """Called with each row that has ended, after its results are stored."""
     preemptions: int = 0
     """Times that one of its samples lost its blocks."""
     blocks_max: int = 0
@@ -64,6 +70,24 @@ class Generation:
         self.finish = [ABORT] * rows
         self.segments = [[] for _ in range(rows)]
         self.unfinished = rows
+
+    def max_tokens(self, row: int) -> int:
+        """Most tokens to draw for a row."""
+        return self._setting("max_tokens", row, self.sampling.max_tokens)
+
+    def random_stream(self, row: int) -> int:
+        """Id of a row's random stream, an int64."""
+        sampling = self.sampling
+        if "first_sample" in self.prompt_sampling:
+            number = self._setting("first_sample", row, 0) + row % self.samples_per_prompt
+        else:
+            number = sampling.first_sample + self.first_row + row
+        drawn = self._setting("drawn_tokens", row, sampling.drawn_tokens)
+        return stream_of(sampling.seed or 0, number, drawn)
+
+    def _setting(self, name: str, row: int, common: int) -> int:
+        values = self.prompt_sampling.get(name)
+        return common if values is None else int(values[row // self.samples_per_prompt])
 
     def arrays(self) -> Arrays:
         """The result, rows prompt-major."""
@@ -96,6 +120,8 @@ class Sample:
     """Order of submission. Older samples are served first and preempted last."""
     prompt: Any
     """int32 `[prompt tokens]`, shared by the samples of a prompt."""
+    prompt_number: int
+    """The same for all rows of the generation with these tokens."""
     names: list[bytes] = field(default_factory=list)
     """Names (prefix hashes, see `blocks`) of its first full blocks that are computed."""
     segments: list[Segment] = field(default_factory=list)
@@ -109,7 +135,7 @@ class Sample:
     @property
     def group(self) -> tuple[str, int]:
         """Identifies the prompt: its samples have the same value."""
-        return self.generation.name, self.row // self.generation.samples_per_prompt
+        return self.generation.name, self.prompt_number
 
     @property
     def is_fresh(self) -> bool:

@@ -5,8 +5,10 @@ other calls take effect there.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
 from plexrl.worker.rollout.generation import Generation
@@ -41,11 +43,63 @@ class EngineStats:
     kv_bytes_max: int
     """Budget of the KV cache."""
     block_bytes: int
+    block_tokens: int
+    """Tokens of one block."""
     blocks: int
     blocks_held: int
     """Blocks that samples hold."""
     blocks_kept: int
     """Blocks that no sample holds, kept in the prefix cache."""
+
+
+class RowLength(NamedTuple):
+    """An unfinished row."""
+
+    name: str
+    """Its generation."""
+    row: int
+    tokens: int
+    """Prompt and drawn tokens."""
+    runs: bool
+    """It holds a slot."""
+
+
+class MeasuredSteps(NamedTuple):
+    """Mean of consecutive decode steps with the same number of rows."""
+
+    number: int
+    """Counts the entries of this engine, from 1."""
+    running: int
+    kv_tokens: float
+    seconds: float
+
+
+class StepMeter:
+    """Measures decode steps: passes in which every row draws a token and no prompt is computed."""
+
+    MEAN_OF = 16
+    KEPT = 64
+
+    def __init__(self) -> None:
+        self.latest: deque[MeasuredSteps] = deque(maxlen=self.KEPT)
+        self._number = 0
+        self._running = self._count = 0
+        self._kv_tokens = self._seconds = 0.0
+
+    def add(self, running: int, kv_tokens: int, seconds: float) -> None:
+        """A step of `running` rows with `kv_tokens` tokens in their KV caches."""
+        if running != self._running:
+            # Too few steps for a mean are dropped.
+            self._running, self._count = running, 0
+            self._kv_tokens = self._seconds = 0.0
+        self._count += 1
+        self._kv_tokens += kv_tokens
+        self._seconds += seconds
+        if self._count == self.MEAN_OF:
+            self._number += 1
+            means = self._kv_tokens / self._count, self._seconds / self._count
+            self.latest.append(MeasuredSteps(self._number, running, *means))
+            self._count, self._kv_tokens, self._seconds = 0, 0.0, 0.0
 
 
 class RolloutEngine(ABC):
@@ -63,6 +117,7 @@ class RolloutEngine(ABC):
         self._paused = False
         self._submitted = 0
         self._steps = self._tokens_drawn = 0
+        self.meter = StepMeter()
 
     @property
     def has_work(self) -> bool:
@@ -98,8 +153,9 @@ class RolloutEngine(ABC):
         return ended
 
     @abstractmethod
-    def abort(self, name: str) -> None:
-        """End a generation with the tokens drawn so far; the next step returns it. No effect for an
+    def abort(self, name: str, rows: Collection[int] | None = None) -> None:
+        """End a generation's rows, or only `rows`, with the tokens drawn so far; the next step
+        returns a generation of which all have ended. No effect on rows that have ended, or for an
         unknown name."""
 
     def interrupt(self, name: str) -> Generation | None:
@@ -136,6 +192,10 @@ class RolloutEngine(ABC):
         """Current state and counters."""
 
     @abstractmethod
+    def lengths(self) -> list[RowLength]:
+        """All unfinished rows."""
+
+    @abstractmethod
     def _enqueue(self, generation: Generation) -> None:
         """Queue the rows of a generation."""
 
@@ -147,6 +207,8 @@ class RolloutEngine(ABC):
         """Record why a row ended, after its results are stored."""
         generation.finish[row] = code
         generation.unfinished -= 1
+        if generation.on_end is not None:
+            generation.on_end(row)
         if generation.unfinished == 0:
             self._finish(generation)
 

@@ -1,4 +1,4 @@
-"""Logs of streamed generations' tokens, and the readers that wait for new tokens.
+"""Logs of streamed generations' tokens or rows, and the readers that wait for new ones.
 
 A reader requests the tokens after an offset, and gets a reply when there are some (long polling).
 So a slow reader delays nothing, and the memory used is that of the result, for any number of
@@ -8,7 +8,7 @@ readers.
 import uuid
 from array import array
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -62,23 +62,68 @@ class TokenLog:
         return np.array(self._rows, dtype=np.int32)
 
 
+class RowLog:
+    """The rows of one run of a generation, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex[:12]
+        """As `TokenLog.name`."""
+        self._rows: list[list[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def append(
+        self,
+        row: int,
+        tokens: list[int],
+        logprobs: list[float],
+        finish: int,
+        weights: list[list[int]],
+    ) -> None:
+        """Append a row that has ended; see `EmitRow`."""
+        self._rows.append([row, tokens, logprobs, finish, weights])
+
+    def read(self, after: int) -> Plain:
+        """As `TokenLog.read`, for whole rows; offsets count rows."""
+        rows: list[list[Any]] = []
+        tokens = 0
+        for row in self._rows[after:]:
+            rows.append(row)
+            tokens += len(row[1])
+            if tokens >= TOKENS_MAX:
+                break
+        return {"stream": self.name, "next": after + len(rows), "rows": rows}
+
+    def order(self) -> Array:
+        """The rows in this order, int32 `[rows]`."""
+        return np.array([row[0] for row in self._rows], dtype=np.int32)
+
+
+Log = TokenLog | RowLog
+
+
 class TokenStreams:
     """Logs of the running generations, and their waiting readers."""
 
     def __init__(self) -> None:
-        self._logs: dict[str, TokenLog | None] = {}
+        self._logs: dict[str, Log | None] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         # By the reader's name: a new request replaces the reader's earlier one.
         self._waiting: OrderedDict[str, tuple[Connection, Plain]] = OrderedDict()
 
-    def begin(self, operation: str, *, streamed: bool) -> TokenLog | None:
-        """Register a generation; returns its log if it is streamed."""
-        log = self._logs[operation] = TokenLog() if streamed else None
+    def begin(self, operation: str, stream: "bool | Literal['rows']") -> Log | None:
+        """Register a generation; returns its log if it is streamed, as `GenerateParams.stream`."""
+        log: Log | None = None
+        if stream:
+            log = RowLog() if stream == "rows" else TokenLog()
+        self._logs[operation] = log
         self._ended.pop(operation, None)
         return log
 
-    def end(self, operation: str) -> TokenLog | None:
-        """Unregister a generation, and reply to its readers that it has ended."""
+    def end(self, operation: str) -> Log | None:
+        """Unregister a generation, and reply to its readers with the rest, or that it has ended."""
+        self.serve()
         log = self._logs.pop(operation, None)
         self._ended[operation] = None
         if len(self._ended) > ENDED_MAX:

@@ -69,6 +69,10 @@ def test_all_problems_of_a_file_are_reported_at_once_with_their_places(tmp_path:
         listen = ["unix:/x"]
         [ruter]
         json_bytes_max = 5
+        [rollout]
+        cycle_s = 0
+        listen = ["tcp://0.0.0.0:1"]
+        routers = ["http://localhost"]
         [statemanager]
         drain = 1
         moves_max = 0
@@ -78,6 +82,7 @@ def test_all_problems_of_a_file_are_reported_at_once_with_their_places(tmp_path:
         *("loose", "ruter", "cluster.blocks", "cluster.policy", "cluster.gpus_per_node"),
         *("cluster.host_memory_bytes", "scheduler.load_max", "scheduler.horizon_slots"),
         *("scheduler.burst_max_s", "scheduler.polcy", "scheduler.listen"),
+        *("rollout.cycle_s", "rollout.listen", "rollout.routers"),
         *("statemanager.drain", "statemanager.moves_max"),
     }
     assert "did you mean 'router'" in found["ruter"]
@@ -118,6 +123,9 @@ def test_settings_reach_the_options_and_the_parts(tmp_path: Path) -> None:
         [router]
         json_bytes_max = "1MiB"
         arriving_bytes_max = "2GiB"
+        [rollout]
+        cycle_s = 1
+        listen = ["tls://0.0.0.0:8473"]
         [statemanager]
         drain = true
         tenant_limits = {alice = {total_bytes = 3}}
@@ -134,6 +142,7 @@ def test_settings_reach_the_options_and_the_parts(tmp_path: Path) -> None:
     assert found.network.node_ports == (21_000, 21_999)
     assert found.settings.scheduler == {"burst_hold_s": 1.0}
     assert found.settings.router == {"arriving_bytes_max": 2 << 30}
+    assert found.settings.rollout == {"cycle_s": 1.0, "listen": ("tls://0.0.0.0:8473",)}
     assert found.settings.statemanager["drain"] is True
     assert found.settings.agent == {"threads": 2}
     ClusterOptions(**found.options, network=found.network, settings=found.settings)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from plexrl.cluster.join.authority import Authority
 from plexrl.cluster.join.certificate_files import CertificateFiles
 from plexrl.cluster.join.client import HeadClient
 from plexrl.cluster.join.ledger import revoke
@@ -135,3 +136,23 @@ def test_the_certificate_of_a_member_whom_an_earlier_version_admitted_can_be_rev
     head.run(lambda at: HeadClient(at, machine.tls).renew())
     revoke(head.ledger, head.authority, "a")
     assert revoked(head) == {serial(machine)}
+
+
+def test_a_list_is_written_anew_only_if_it_would_say_something_else(
+    head: Head, machine: CertificateFiles, tmp_path: Path
+) -> None:
+    become(head, machine)
+    revoke(head.ledger, head.authority, "a")
+    before = head.ledger.crl.read_bytes()
+    head.ledger.publish(head.authority)
+    assert head.ledger.crl.read_bytes() == before
+    other = Authority.open(tmp_path / "other")
+    head.ledger.publish(other)
+    assert other.is_current(x509.load_pem_x509_crl(head.ledger.crl.read_bytes()), revoked_ids(head))
+    head.ledger.crl.write_text("damaged")
+    head.ledger.publish(head.authority)
+    assert revoked(head) == {serial(machine)}
+
+
+def revoked_ids(head: Head) -> list[str]:
+    return [f"{each:x}" for each in revoked(head)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from plexrl.cluster.config.options import ClusterOptions, check_argument
+from plexrl.cluster.config.options import ClusterOptions, PartSettings, check_argument
 from plexrl.cluster.parts import check_shared_memory, router_parts, scheduler_part
 from plexrl.errors import InvalidRequestError
 from plexrl.process.folders.folders import Folders
@@ -42,6 +42,7 @@ def test_a_journal_without_a_password_may_be_an_argument(journal: str) -> None:
         ({"otlp_endpoint": "collector:4318"}, "is not a URL"),
         ({"journal": ""}, "give a path or postgresql"),
         ({"nodes": 3, "node_types": ("a", "b")}, "2 names for 3 nodes"),
+        ({"settings": PartSettings(rollout={"listen": ["tls://h:1"]})}, "which need certificates"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_starts(

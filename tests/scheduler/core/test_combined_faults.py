@@ -208,6 +208,17 @@ def test_an_idle_job_outlives_any_number_of_restarts_of_its_node() -> None:
     assert cluster.state_of("a1") == "finished"
 
 
+def _repeating(operations: int, launch_attempts: int) -> FakeCluster:
+    """A cluster in which "a/train" repeats a0, a1, ... after a kill, with "new" behind them."""
+    cluster = _started(launch_attempts=launch_attempts, snapshot_operations=64)
+    for number in range(operations):
+        cluster.submit(f"a{number}", "a/train", "forward_backward")
+    cluster.settle()
+    cluster.kill("a/train")
+    cluster.submit("new", "a/train", "forward_backward")
+    return cluster
+
+
 def _lose_workers_at(cluster: FakeCluster, operation: str) -> None:
     """Let the WPG repeat its operations up to this one, and kill a worker while it runs."""
     while not (cluster.runs and cluster.runs[0].operation == operation):
@@ -219,12 +230,7 @@ def _lose_workers_at(cluster: FakeCluster, operation: str) -> None:
 
 
 def test_faults_at_several_operations_of_a_repetition_end_no_job() -> None:
-    cluster = _started(launch_attempts=1, snapshot_operations=64)
-    for number in range(6):
-        cluster.submit(f"a{number}", "a/train", "forward_backward")
-    cluster.settle()
-    cluster.kill("a/train")
-    cluster.submit("new", "a/train", "forward_backward")
+    cluster = _repeating(6, launch_attempts=1)
     for number in (3, 1, 4, 2, 5):
         _lose_workers_at(cluster, f"a{number}")
     cluster.settle()
@@ -232,12 +238,7 @@ def test_faults_at_several_operations_of_a_repetition_end_no_job() -> None:
 
 
 def test_faults_without_end_and_without_new_work_end_a_job() -> None:
-    cluster = _started(launch_attempts=1, snapshot_operations=64)
-    for number in range(6):
-        cluster.submit(f"a{number}", "a/train", "forward_backward")
-    cluster.settle()
-    cluster.kill("a/train")
-    cluster.submit("new", "a/train", "forward_backward")
+    cluster = _repeating(6, launch_attempts=1)
     for number in range(10):
         _lose_workers_at(cluster, f"a{number % 2 + 1}")
     view = cluster.core.job_view("a", cluster.now)
@@ -246,12 +247,7 @@ def test_faults_without_end_and_without_new_work_end_a_job() -> None:
 
 
 def test_a_repetition_that_kills_its_worker_names_the_operation() -> None:
-    cluster = _started(launch_attempts=2, snapshot_operations=64)
-    for number in range(3):
-        cluster.submit(f"a{number}", "a/train", "forward_backward")
-    cluster.settle()
-    cluster.kill("a/train")
-    cluster.submit("new", "a/train", "forward_backward")
+    cluster = _repeating(3, launch_attempts=2)
     for _ in range(3):
         _lose_workers_at(cluster, "a1")
     view = cluster.core.job_view("a", cluster.now)

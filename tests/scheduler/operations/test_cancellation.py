@@ -123,3 +123,62 @@ def test_the_same_request_with_less_time_left_is_the_same_request(cluster: FakeC
     cluster.submit("a:1", "a/actor", "barrier", deadline_s=5.0)
     cluster.submit("a:1", "a/actor", "barrier", deadline_s=3.0)
     assert cluster.core.operation_view("a:1", cluster.now)["deadline_at"] == cluster.now + 5.0
+
+
+def watched(cluster: FakeCluster) -> list[cmd.RunOperation | cmd.AbortOperation]:
+    """The commands about runs from now on."""
+    emitted: list[cmd.RunOperation | cmd.AbortOperation] = []
+    take = cluster.take
+
+    def watch(commands: list[cmd.Command]) -> None:
+        emitted.extend(
+            each for each in commands if isinstance(each, cmd.RunOperation | cmd.AbortOperation)
+        )
+        take(commands)
+
+    cluster.take = watch  # type: ignore[method-assign]
+    return emitted
+
+
+def test_rows_of_a_waiting_generation_are_stopped_before_its_run_begins(
+    cluster: FakeCluster,
+) -> None:
+    emitted = watched(cluster)
+    cluster.submit("a:1", "a/rollout", "generate")
+    assert cluster.state_of("a:1") == "pending"
+    for rows in ((3, 1), (1,)):
+        cluster.send(ev.OperationCancelled(operation="a:1", rows=rows))
+    cluster.core = type(cluster.core).restore(cluster.config, cluster.core.dump())
+    cluster.settle()
+    assert cluster.state_of("a:1") == "finished"
+    stop, run = (each for each in emitted if each.operation == "a:1")
+    assert isinstance(stop, cmd.AbortOperation)
+    assert stop.rows == (1, 3)
+    assert isinstance(run, cmd.RunOperation)
+
+
+def test_rows_of_a_running_generation_are_stopped_and_stay_so_when_it_is_repeated(
+    cluster: FakeCluster,
+) -> None:
+    cluster.submit("a:0", "a/rollout", "barrier")
+    cluster.settle()
+    emitted = watched(cluster)
+    cluster.submit("a:1", "a/rollout", "generate")
+    cluster.send(ev.OperationCancelled(operation="a:1", rows=(2,)))
+    cluster.send(ev.OperationCancelled(operation="a:1", rows=(0,)))
+    stops = [each.rows for each in emitted if isinstance(each, cmd.AbortOperation)]
+    assert stops == [(2,), (0,)]
+    emitted.clear()
+    cluster.kill("a/rollout")
+    cluster.settle()
+    assert cluster.state_of("a:1") == "finished"
+    kinds = [
+        (type(each), getattr(each, "rows", None)) for each in emitted if each.operation == "a:1"
+    ]
+    assert kinds == [(cmd.AbortOperation, (0, 2)), (cmd.RunOperation, None)]
+
+
+def test_only_a_generation_has_rows_to_stop(cluster: FakeCluster) -> None:
+    cluster.submit("a:1", "a/actor", "barrier")
+    with pytest.raises(errors.ConflictError, match="only a generate has rows"):
+        cluster.send(ev.OperationCancelled(operation="a:1", rows=(0,)))

@@ -8,13 +8,11 @@ leaves it.
 
 import json
 import logging
-import socket
 import ssl
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -34,6 +32,7 @@ from plexrl.errors import (
 )
 from plexrl.wire.links.credentials import Identity, Role
 from plexrl.wire.links.handshakes import Handshakes
+from plexrl.wire.links.tls_socket import shut_down
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -179,7 +178,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection on a thread of its own."""
-        self._open.begin(request, client_address[0], partial(_shut_down, request))
+        self._open.begin(request, client_address[0], partial(shut_down, request))
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -191,12 +190,6 @@ class _Server(ThreadingHTTPServer):
         """Log what ended a connection, such as a handshake that failed."""
         del request
         LOG.info("a connection from %s ended: %s", client_address[0], sys.exc_info()[1])
-
-
-def _shut_down(connected: socket.socket) -> None:
-    with suppress(OSError):
-        # Not `SSLSocket.shutdown`, which drops the TLS state that its thread uses.
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

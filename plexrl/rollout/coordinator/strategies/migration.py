@@ -11,7 +11,6 @@ returned ones anew raises the throughput by `migration_gain_min` or more, by the
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
@@ -59,13 +58,13 @@ def _to_redistribute(
     """The instance with the highest throughput, if its work is to be redistributed."""
     if _busiest(settings, model, loads) is None:
         return None
-    before = [copy(load) for load in loads]
+    before = [load.copy() for load in loads]
     tried = buffers.copy()
     route(make_router(settings, model, before, tried), tried, queue)
     busiest = _busiest(settings, model, before)
     if busiest is None:
         return None
-    after = [copy(load) for load in before]
+    after = [load.copy() for load in before]
     running, waiting = work(busiest)
     emptied = next(load for load in after if load.index == busiest.index)
     tokens = sum(each.length for each in running)

@@ -26,6 +26,7 @@ from plexrl.router.blobs.store import INLINE_BYTES_MAX, PAYLOAD_SUFFIX, Upload
 from plexrl.router.http.authentication import Caller
 from plexrl.router.http.error_responses import final_response
 from plexrl.router.http.operation_checks import CheckedOperation, check_operation, check_source
+from plexrl.router.http.schemas import StopRowsRequest
 from plexrl.router.http.services import RouterServices, Services
 from plexrl.wire.operations import (
     CheckpointParams,
@@ -158,6 +159,20 @@ async def acknowledge(request: Request, services: Services, operation: str) -> P
 async def cancel(request: Request, services: Services, operation: str) -> Plain:
     """A pending operation never runs. A running generation ends with the tokens drawn so far."""
     return await services.ask(request, "cancel_operation", operation=operation)
+
+
+@ROUTES.post("/operations/{operation:path}/stop-rows", summary="Stop rows of a generation")
+async def stop_rows(
+    request: Request, services: Services, operation: str, body: StopRowsRequest
+) -> Plain:
+    """These rows end with the tokens that they have and finish reason `abort`; the other rows go
+    on. Rows count from 0 over all prompts. A row that has ended stays as it is.
+
+    It is kept with the operation: rows of a pending one draw nothing, also if it is pending because
+    its workers were lost and its run is repeated.
+    """
+    rows = sorted(set(body.rows))
+    return await services.ask(request, "cancel_operation", operation=operation, rows=rows)
 
 
 @ROUTES.get("/operations", summary="Finished operations after index `after`")

@@ -1,4 +1,4 @@
-"""Routes that pause and resume the generations of a rollout deployment.
+"""Routes that pause and resume the generations of a rollout deployment, and tell its load.
 
 The router sends these requests straight to the engines; the scheduler does not admit them.
 """
@@ -25,6 +25,20 @@ async def pause(
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
     return {"engines": await services.engines.command(view, "pause", for_s=body.for_s)}
+
+
+@ROUTES.get("/{job}/deployments/{name}/engines", summary="Load of a rollout's engines")
+async def engines(request: Request, services: Services, job: str, name: str) -> Plain:
+    """One entry for each replica, as in the deployment's status, and two lists. `rows`: operation,
+    row, tokens (prompt included) and whether it runs, of each unfinished row; the others wait for
+    a slot. `steps`: number, rows, tokens in the KV cache and seconds, means of some decode steps
+    each; the latest ones, numbered from 1 since the engine began.
+
+    A replica without weights on its device, or without a reply in time, is left out.
+    """
+    caller = await services.caller(request)
+    view = await services.deployment(caller, f"{job}/{name}")
+    return {"engines": await services.engines.stats(view, "engine_load")}
 
 
 @ROUTES.post(

@@ -135,14 +135,19 @@ class RunOperation(Command, frozen=True, gc=False):
     which refuses the run."""
 
 
-class AbortOperation(Command, frozen=True, kw_only=True):
-    """Stop a running `generate` early; it finishes with the tokens so far."""
+class AbortOperation(Command, frozen=True, kw_only=True, omit_defaults=True):
+    """Stop a `generate`, or some of its rows, early; they end with the tokens so far.
+
+    It may come before the `RunOperation`: what it names then draws nothing.
+    """
 
     operation: OperationId
     deployment: DeploymentId
     addresses: tuple[str, ...]
     incarnation: int = 0
     """Incarnation of the workers at `addresses`."""
+    rows: tuple[int, ...] | None = None
+    """The rows to stop. None: all."""
 
 
 class DiscardBlobs(Command, frozen=True, kw_only=True):

@@ -317,6 +317,8 @@ class OperationCancelled(Event, frozen=True, kw_only=True):
 
     operation: OperationId
     controller: str = ""
+    rows: tuple[int, ...] | None = None
+    """Only these rows of a generation. None: the whole operation."""
 
 
 class StateMoved(msgspec.Struct, frozen=True, kw_only=True):

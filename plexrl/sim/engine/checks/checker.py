@@ -127,7 +127,7 @@ class Checker:
                     self._lost(self._deployments[allocation.created.deployment])
             case ev.NodeJoined():
                 self._node_joined(event)
-            case ev.OperationCancelled():
+            case ev.OperationCancelled(rows=None):
                 for each in self._deployments.values():
                     if event.operation in each.pending:
                         each.pending.remove(event.operation)

@@ -1,6 +1,7 @@
 """An engine as a rollout backend: weights in an arena, results in the wire format."""
 
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -11,9 +12,9 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
-from plexrl.wire.operations import OperationKind
+from plexrl.wire.operations import PROMPT_SAMPLING, OperationKind
 from plexrl.worker.models import build_model, named_parameters
-from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, RolloutBackend
+from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, EmitRow, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
 from plexrl.worker.rollout.engine.forward.selection import probe
@@ -50,8 +51,8 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self._recompute_kv_on_pull = True
         self._trainer_steps: dict[int, int] = {}
         """Optimizer steps in each version of the weights that unfinished generations use."""
-        self._begun: dict[str, int] = {}
-        """The version that each unfinished generation began with."""
+        self._begun: dict[str, Generation] = {}
+        """Unfinished generations."""
 
     def build(self) -> None:
         """Make the model with its weights in the arena, and the engine on it."""
@@ -144,26 +145,48 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self.engine.weights_changed(call.seq)
         return BackendResult(result={"trainer_step": trainer_step})
 
-    def submit(self, call: BackendCall, emit: Emit | None) -> None:
+    def submit(self, call: BackendCall, emit: Emit | None, emit_row: EmitRow | None = None) -> None:
         """Queue a generation. Raises `BatchShapeError`."""
         tokens, lengths = call.arrays["tokens"], call.arrays["lengths"]
         ends = np.cumsum(lengths)[:-1]
-        self._leading.submit(
-            Generation(
-                name=call.operation,
-                prompts=[part.tolist() for part in np.split(tokens, ends)],
-                samples_per_prompt=call.params.samples_per_prompt,
-                sampling=call.params.sampling,
-                emit=emit,
-                weights_seq=call.seq,
-                first_row=int(call.rank_params.get("first_row", 0)),
-            )
+        first_row = int(call.rank_params.get("first_row", 0))
+        generation = Generation(
+            name=call.operation,
+            prompts=[part.tolist() for part in np.split(tokens, ends)],
+            samples_per_prompt=call.params.samples_per_prompt,
+            sampling=call.params.sampling,
+            emit=emit,
+            weights_seq=call.seq,
+            first_row=first_row,
+            prompt_sampling={n: call.arrays[n] for n in PROMPT_SAMPLING if n in call.arrays},
         )
+        if emit is not None and first_row:
+            generation.emit = lambda row, *drawn: emit(first_row + row, *drawn)
+        if emit_row is not None:
+            generation.on_end = lambda row: self._emit_row(generation, row, emit_row)
         self._trainer_steps.setdefault(call.seq, call.trainer_step)
-        self._begun[call.operation] = call.seq
+        self._leading.submit(generation)
+        self._begun[call.operation] = generation
 
-    def abort(self, operation: str) -> None:
-        self._leading.abort(operation)
+    def abort(self, operation: str, rows: Collection[int] | None = None) -> None:
+        generation = self._begun.get(operation)
+        if generation is None:
+            return
+        if rows is not None:
+            first = generation.first_row
+            mine = range(first, first + len(generation.finish))
+            rows = frozenset(row - first for row in rows if row in mine)
+        self._leading.abort(operation, rows)
+
+    def load(self) -> dict[str, Any]:
+        first = {name: each.first_row for name, each in self._begun.items()}
+        return {
+            "rows": [
+                (name, first[name] + row, tokens, runs)
+                for name, row, tokens, runs in self.engine.lengths()
+            ],
+            "steps": list(self.engine.meter.latest),
+        }
 
     def step(self) -> list[tuple[str, BackendResult]]:
         return [(generation.name, self._result(generation)) for generation in self._leading.step()]
@@ -216,10 +239,23 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self._begun.pop(generation.name, None)
         return BackendResult(result=result, arrays=generation.arrays())
 
+    def _emit_row(self, generation: Generation, row: int, emit_row: EmitRow) -> None:
+        spans = [(each.start, each.weights_seq) for each in generation.segments[row]]
+        emit_row(
+            generation.first_row + row,
+            generation.tokens[row].tolist(),
+            generation.logprobs[row].tolist(),
+            generation.finish[row],
+            [
+                [start, seq, self._trainer_steps[seq]]
+                for start, seq in spans or [(0, generation.weights_seq)]
+            ],
+        )
+
     def _note_step(self, seq: int, trainer_step: int) -> None:
         """Record that version `seq` draws next; versions that no unfinished generation used are
         dropped."""
-        oldest = min(self._begun.values(), default=seq)
+        oldest = min((each.weights_seq for each in self._begun.values()), default=seq)
         kept = {old: step for old, step in self._trainer_steps.items() if old >= oldest}
         self._trainer_steps = {**kept, seq: trainer_step}
 

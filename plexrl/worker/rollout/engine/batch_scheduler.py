@@ -9,6 +9,7 @@ A step serves the oldest sample first:
 """
 
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 
@@ -91,13 +92,23 @@ class BatchScheduler:
             rows.samples[follower].names = list(rows.samples[slot].names)
         return followers
 
-    def withdraw(self, generation: Generation) -> list[Sample]:
-        """Remove a generation's waiting samples from the queue. Linear in the queue's length."""
-        taken = [sample for sample in self.waiting if sample.generation is generation]
+    def withdraw(self, generation: Generation, rows: Collection[int]) -> list[Sample]:
+        """Remove these waiting rows of a generation from the queue. Linear in its length."""
+        taken: list[Sample] = []
+        others: list[Sample] = []
+        for sample in self.waiting:
+            is_taken = sample.generation is generation and sample.row in rows
+            (taken if is_taken else others).append(sample)
         if taken:
-            others = [sample for sample in self.waiting if sample.generation is not generation]
             self.waiting = deque(others)
         return taken
+
+    def requeue_followers(self, leaving: Collection[int]) -> None:
+        """Return other samples that wait for the prompts of slots that are to be released."""
+        for leader in leaving:
+            followers: list[int] = self._rows.followers(leader).tolist()
+            back = [self.release(each) for each in followers if each not in leaving]
+            self.waiting.extendleft(reversed(back))
 
     def release(self, slot: int) -> Sample:
         """Remove a sample from its slot. Its full blocks stay cached until they are evicted."""

@@ -11,6 +11,8 @@ Invariants at every token boundary:
 Shapes: N rows that draw, V vocabulary.
 """
 
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,7 @@ from plexrl.worker.rollout.rollout_engine import (
     STEP_TOKENS_MAX,
     EngineStats,
     RolloutEngine,
+    RowLength,
     block_count,
     end_tokens,
 )
@@ -137,25 +140,37 @@ class Engine(RolloutEngine):
             self._streaming.add(generation.name)
         if generation.sampling.stop_token_ids or generation.sampling.stop_sequences:
             self._with_stops.add(generation.name)
-        prompts = [np.array(prompt, dtype=np.int32) for prompt in generation.prompts]
+        # Equal prompts share their blocks, as the samples of one prompt do.
+        numbers: dict[tuple[int, ...], int] = {}
+        prompts: list[tuple[int, Any]] = []
+        for tokens in generation.prompts:
+            number = numbers.setdefault(tuple(tokens), len(prompts))
+            same = prompts[number][1] if number < len(prompts) else np.array(tokens, dtype=np.int32)
+            prompts.append((number, same))
         for row in range(generation.unfinished):
+            number, prompt = prompts[row // generation.samples_per_prompt]
             self._scheduler.waiting.append(
                 Sample(
                     generation=generation,
                     row=row,
                     order=self._submitted,
-                    prompt=prompts[row // generation.samples_per_prompt],
+                    prompt=prompt,
+                    prompt_number=number,
                 )
             )
             self._submitted += 1
 
-    def abort(self, name: str) -> None:
+    def abort(self, name: str, rows: Collection[int] | None = None) -> None:
         generation = self._generations.get(name)
         if generation is None:
             return
-        for sample in self._scheduler.withdraw(generation):
+        wanted = range(len(generation.finish)) if rows is None else rows
+        for sample in self._scheduler.withdraw(generation, wanted):
             self._record(sample, ABORT)
-        for slot in [s for s, r in self._rows.samples.items() if r.generation is generation]:
+        running = self._rows.samples.items()
+        slots = [s for s, each in running if each.generation is generation and each.row in wanted]
+        self._scheduler.requeue_followers(slots)
+        for slot in slots:
             self._record(self._scheduler.release(slot), ABORT)
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
@@ -187,10 +202,23 @@ class Engine(RolloutEngine):
             preemptions=scheduler.preemptions,
             kv_bytes_max=self._blocks * self._block_bytes,
             block_bytes=self._block_bytes,
+            block_tokens=self._block_tokens,
             blocks=self._blocks,
             blocks_held=pool.held,
             blocks_kept=pool.kept,
         )
+
+    def lengths(self) -> list[RowLength]:
+        rows = self._rows
+        found = [
+            RowLength(sample.generation.name, sample.row, int(rows.known[slot]), runs=True)
+            for slot, sample in rows.samples.items()
+        ]
+        for sample in self._scheduler.waiting:
+            drawn = 0 if sample.tokens is None else len(sample.tokens)
+            tokens = len(sample.prompt) + drawn
+            found.append(RowLength(sample.generation.name, sample.row, tokens, runs=False))
+        return found
 
     def check_invariants(self) -> None:
         """Assert that no block is lost, and that every sample is either running or waiting."""
@@ -208,6 +236,7 @@ class Engine(RolloutEngine):
 
     @torch.inference_mode()
     def _pass(self) -> None:
+        began = time.perf_counter()
         rows, steady = self._rows, self._steady
         if steady is not None and self._scheduler.is_unchanged(steady.work.slots, steady.changes):
             work, batch = steady.work, steady.batch
@@ -229,7 +258,10 @@ class Engine(RolloutEngine):
         if (rows.leader >= 0).any():
             slots, which = self._fork(slots)
             logprobs_NV = logprobs_NV[torch.from_numpy(which).to(self._device)]
+        kv_tokens = int(rows.computed[slots].sum())
         token_N = self._draw(logprobs_NV, slots)
+        if batch.wanted is None:
+            self.meter.add(len(slots), kv_tokens, time.perf_counter() - began)
         if batch.wanted is None and rows.changes == changes:
             self._steady = _Steady(work=work, batch=batch, token_N=token_N, changes=changes)
 

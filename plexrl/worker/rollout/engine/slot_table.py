@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.worker.rollout.generation import Sample
-from plexrl.worker.rollout.sampling import stream_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -100,15 +99,15 @@ class SlotTable:
         self.prompt[slot] = prompt
         self.known[slot] = prompt + drawn
         self.computed[slot] = self.held[slot] = 0
-        self.limit[slot] = max(1, min(sampling.max_tokens, self.sequence_max - prompt))
+        most = sample.generation.max_tokens(sample.row)
+        self.limit[slot] = max(1, min(most, self.sequence_max - prompt))
         self.ignore_eos[slot] = sampling.ignore_eos
         temperature = sampling.temperature
         self.temperature[slot] = max(TEMPERATURE_MIN, temperature) if temperature else 0.0
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = sampling.top_k
         if sample.tokens is None:
-            number = sampling.first_sample + sample.generation.first_row + sample.row
-            sample.stream = stream_of(sampling.seed or 0, number, sampling.drawn_tokens)
+            sample.stream = sample.generation.random_stream(sample.row)
         self.stream[slot] = sample.stream
         return slot
 

@@ -7,6 +7,7 @@ sends the buffered calls with its next step.
 Shapes: T tokens, X hidden, R wanted tokens, V vocabulary.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -127,10 +128,10 @@ class LeadingEngine:
         self._calls.send("step")
         return self._engine.step()
 
-    def abort(self, name: str) -> None:
+    def abort(self, name: str, rows: Collection[int] | None = None) -> None:
         """As `RolloutEngine`."""
-        self._engine.abort(name)
-        self._calls.add("abort", name)
+        self._engine.abort(name, rows)
+        self._calls.add("abort", name, rows)
 
     def interrupt(self, name: str) -> Generation | None:
         """As `RolloutEngine`."""
@@ -174,7 +175,14 @@ def rank_group(layout: Parallelism, rank: int) -> RankGroup | None:
 def _without_results(generation: Generation) -> Generation:
     """A copy to send to the followers; only the leader streams tokens."""
     return replace(
-        generation, emit=None, tokens=[], logprobs=[], finish=[], segments=[], unfinished=0
+        generation,
+        emit=None,
+        on_end=None,
+        tokens=[],
+        logprobs=[],
+        finish=[],
+        segments=[],
+        unfinished=0,
     )
 
 

@@ -4,13 +4,15 @@ vLLM is stepped in this thread, so every row is at a token boundary between two 
 stores each row's tokens as they are drawn, so they are available however the row ends.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from plexrl.errors import StaleWeightsError
@@ -22,9 +24,9 @@ from plexrl.worker.rollout.generation import (
     Segment,
     at_stop_sequence,
 )
-from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
+from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, RowLength
 from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
-from plexrl.worker.rollout.vllm.launch import StartedEngine
+from plexrl.worker.rollout.vllm.launch import TOKENS, StartedEngine
 from plexrl.worker.rollout.vllm.probe import check_logprobs
 from plexrl.worker.rollout.vllm.sampling import draw_arguments
 from plexrl.worker.rollout.vllm.weights import ArenaWeights
@@ -97,12 +99,16 @@ class VllmEngine(RolloutEngine):
             raise self._refusal
         super().submit(generation)
 
-    def abort(self, name: str) -> None:
-        rows = [row for row in self._rows.values() if row.generation.name == name]
-        if rows:
-            self._llm.abort_request([row.request for row in rows])
-        for row in rows:
-            self._record(row, ABORT)
+    def abort(self, name: str, rows: Collection[int] | None = None) -> None:
+        found = [
+            each
+            for each in self._rows.values()
+            if each.generation.name == name and (rows is None or each.row in rows)
+        ]
+        if found:
+            self._llm.abort_request([each.request for each in found])
+        for each in found:
+            self._record(each, ABORT)
 
     def weights_changed(self, weights_seq: int, *, recompute_kv: bool = True) -> None:
         """As `RolloutEngine`.
@@ -147,10 +153,24 @@ class VllmEngine(RolloutEngine):
             preemptions=scheduler.preemptions,
             kv_bytes_max=scheduler.blocks * block_bytes,
             block_bytes=block_bytes,
+            block_tokens=TOKENS,
             blocks=scheduler.blocks,
             blocks_held=scheduler.blocks_held,
             blocks_kept=scheduler.blocks_kept,
         )
+
+    def lengths(self) -> list[RowLength]:
+        running = {each.request_id for each in self._scheduler.running}
+        return [
+            RowLength(
+                each.generation.name,
+                each.row,
+                len(each.generation.prompts[each.row // each.generation.samples_per_prompt])
+                + len(each.tokens),
+                each.internal in running,
+            )
+            for each in self._rows.values()
+        ]
 
     @property
     def cache_bytes_held(self) -> int:
@@ -164,7 +184,10 @@ class VllmEngine(RolloutEngine):
     def _pass(self) -> None:
         self._cache.ensure()
         self._steps += 1
+        began = time.perf_counter()
         outputs = self._llm.step()
+        if self._scheduler.decode is not None:
+            self.meter.add(*self._scheduler.decode, time.perf_counter() - began)
         self._count_blocks()
         for output in outputs:
             row = self._rows.get(output.request_id)
@@ -177,7 +200,7 @@ class VllmEngine(RolloutEngine):
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= self._ends
-        limit = min(sampling.max_tokens, self._sequence_max - len(prompt))
+        limit = min(generation.max_tokens(row), self._sequence_max - len(prompt))
         # Names of generations may repeat; vLLM's request ids must be unique.
         request = f"{self._submitted}:{generation.name}:{row}"
         self._submitted += 1
@@ -189,7 +212,7 @@ class VllmEngine(RolloutEngine):
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=draw_arguments(sampling, generation.first_row + row),
+            extra_args=draw_arguments(sampling, generation.random_stream(row)),
         )
         internal = self._llm.add_request(request, self._prompt(prompt), params)
         self._rows[request] = _Row(
@@ -201,8 +224,8 @@ class VllmEngine(RolloutEngine):
             ends=ends,
         )
 
-    def _prompt(self, tokens: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": tokens, "cache_salt": str(self._updates)}
+    def _prompt(self, tokens: list[int]) -> Any:
+        return tokens_input(tokens, cache_salt=str(self._updates))
 
     def _take(self, row: _Row, output: Any) -> None:
         """Store the tokens that vLLM drew for a row, and end the row if it is complete."""

@@ -14,7 +14,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from plexrl.wire.operations import SamplingParams
-from plexrl.worker.rollout.sampling import RowSampling, draw, stream_of
+from plexrl.worker.rollout.sampling import RowSampling, draw
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -23,10 +23,10 @@ DRAW = "plexrl_draw"
 """Key of a request's `extra_args`: `(temperature, top_p, top_k, stream)`."""
 
 
-def draw_arguments(sampling: SamplingParams, row: int) -> dict[str, tuple[float, float, int, int]]:
-    """`extra_args` of the request for row `row` of a generation."""
-    number = sampling.first_sample + row
-    stream = stream_of(sampling.seed or 0, number, sampling.drawn_tokens)
+def draw_arguments(
+    sampling: SamplingParams, stream: int
+) -> dict[str, tuple[float, float, int, int]]:
+    """`extra_args` of the request for a row with this random stream."""
     return {DRAW: (sampling.temperature, sampling.top_p, sampling.top_k, stream)}
 
 

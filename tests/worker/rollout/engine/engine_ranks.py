@@ -79,6 +79,8 @@ def drive(engine: Engine | Leader, pull: Callable[[], None]) -> dict[str, Genera
     made["late"] = generation("late", n=3, top_k=5)
     engine.submit(made["late"])
     engine.step()
+    engine.abort("late", {0, 2})
+    engine.step()
     engine.abort("late")
     while engine.has_work:
         engine.step()

@@ -100,6 +100,60 @@ def test_an_abort_returns_what_there_is() -> None:
     assert [len(t) for t in made.tokens] == [4, 4, 0, 0]
 
 
+def test_stopped_rows_end_and_the_others_go_on_as_if_alone() -> None:
+    whole = generate(PROMPTS, n=2, max_tokens=12)
+    engine = Engine(MODEL, slots=5, sequence_tokens_max=48)
+    made = generation("g", PROMPTS, 2, max_tokens=12)
+    engine.submit(made)
+    engine.abort("g", {0, 7})
+    for _ in range(4):
+        engine.step()
+    assert [(row, tokens) for _, row, tokens, runs in engine.lengths() if runs] == [
+        *((1, 8), (2, 5), (3, 5)),
+        *((4, 10), (5, 10)),
+    ]
+    engine.abort("g", {3, 99})
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+    drawn = [0, 12, 12, 4, 12, 12, 12, 0]
+    for row, (tokens, count) in enumerate(zip(made.tokens, drawn, strict=True)):
+        assert tokens.tolist() == whole.tokens[row].tolist()[:count]
+        assert made.finish[row] == (1 if count == 12 else 2)
+
+
+def test_prompts_with_their_own_settings_draw_what_calls_of_their_own_draw() -> None:
+    made = generation("g", PROMPTS, 2, max_tokens=12)
+    made.prompt_sampling = {
+        "max_tokens": np.array([3, 9, 1, 20]),
+        "first_sample": np.array([40, 0, 7, 100]),
+        "drawn_tokens": np.array([0, 0, 5, 2]),
+    }
+    engine = Engine(MODEL, slots=64, sequence_tokens_max=48)
+    engine.submit(made)
+    while engine.has_work:
+        engine.step()
+    for at, prompt in enumerate(PROMPTS):
+        own = {name: int(values[at]) for name, values in made.prompt_sampling.items()}
+        alone = generate([prompt], n=2, **own)
+        for row in range(2):
+            assert made.tokens[2 * at + row].tolist() == alone.tokens[row].tolist()
+
+
+def test_decode_steps_are_measured_with_their_load() -> None:
+    engine = Engine(MODEL, slots=64, sequence_tokens_max=48)
+    engine.submit(generation("g", PROMPTS, 2, max_tokens=40))
+    while engine.has_work:
+        engine.step()
+    first, second = engine.meter.latest
+    assert (first.number, second.number) == (1, 2)
+    assert first.running == second.running == 8
+    # After the prompts' pass: 16 steps with one token more each.
+    assert first.kv_tokens == sum(2 * (len(p) + 1) for p in PROMPTS) + 8 * 7.5
+    assert second.kv_tokens == first.kv_tokens + 8 * 16
+    assert first.seconds > 0
+
+
 def test_a_row_ends_with_its_stop_token_or_sequence() -> None:
     free = generate([PROMPTS[0]], max_tokens=12).tokens[0].tolist()
     stopped = generate([PROMPTS[0]], max_tokens=12, stop_token_ids=(free[4],))

@@ -31,12 +31,19 @@ def load(model: torch.nn.Module, version: int) -> None:
             home.copy_(source)
 
 
+def number_of(made: Generation, row: int) -> int:
+    """The number of a row's sample."""
+    prompt, sample = divmod(row, made.samples_per_prompt)
+    firsts = made.prompt_sampling.get("first_sample")
+    return row if firsts is None else int(firsts[prompt]) + sample
+
+
 def check(made: Generation) -> None:
     """Every drawn token is the one that its weights draw there, with their logprob."""
     sampling = made.sampling
     for row, (tokens, logprobs) in enumerate(zip(made.tokens, made.logprobs, strict=True)):
         assert len(tokens) == len(logprobs)
-        assert (made.finish[row] == LENGTH) <= (len(tokens) == sampling.max_tokens)
+        assert (made.finish[row] == LENGTH) <= (len(tokens) == made.max_tokens(row))
         assert (made.finish[row] == STOP) <= (EOS in tokens[-1:])
         if not len(tokens):
             assert made.finish[row] == ABORT
@@ -60,7 +67,7 @@ def check(made: Generation) -> None:
             temperature=torch.full((count,), sampling.temperature),
             top_p=torch.full((count,), sampling.top_p),
             top_k=torch.full((count,), sampling.top_k),
-            stream=torch.full((count,), stream_of(sampling.seed or 0, row)),
+            stream=torch.full((count,), stream_of(sampling.seed or 0, number_of(made, row))),
         )
         assert tokens.tolist() == draw(wanted, rows, torch.arange(count)).tolist()
         own = wanted.gather(-1, torch.from_numpy(tokens.astype(np.int64))[:, None])[:, 0]
@@ -77,6 +84,7 @@ class History:
     submitted: int = 0
     ended: list[Generation] = field(default_factory=list)
     running: dict[str, Generation] = field(default_factory=dict)
+    rows_ended: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -92,12 +100,24 @@ class History:
 
     def submit(self) -> None:
         shared = [self.chance.randrange(3, 20) for _ in range(self.chance.randrange(0, 20))]
+        prompts = [
+            [*shared, *(self.chance.randrange(3, 20) for _ in range(self.chance.randint(1, 9)))]
+            for _ in range(self.chance.randint(1, 3))
+        ]
+        prompts += self.chance.choices(prompts, k=self.chance.choice([0, 0, 3]))
+        per_prompt = {
+            "max_tokens": [self.chance.randint(1, 19) for _ in prompts],
+            "first_sample": [10 * self.chance.randrange(20) for _ in prompts],
+        }
         made = Generation(
             name=f"g{self.submitted}",
-            prompts=[
-                [*shared, *(self.chance.randrange(3, 20) for _ in range(self.chance.randint(1, 9)))]
-                for _ in range(self.chance.randint(1, 3))
-            ],
+            prompts=prompts,
+            prompt_sampling={
+                name: np.array(values, dtype=np.int64)
+                for name, values in per_prompt.items()
+                if self.chance.random() < 0.5
+            },
+            on_end=lambda row: self.rows_ended.append((made.name, row)),
             samples_per_prompt=self.chance.choice([1, 1, 4]),
             sampling=SamplingParams(
                 max_tokens=self.chance.randint(1, 19),
@@ -124,7 +144,10 @@ class History:
             case 0 | 1 if self.submitted < 8:
                 self.submit()
             case 2 if names:
-                self.engine.abort(self.chance.choice(names))
+                made = self.running[self.chance.choice(names)]
+                rows = range(len(made.finish) + 1)
+                some = self.chance.sample(rows, self.chance.randrange(len(rows)))
+                self.engine.abort(made.name, self.chance.choice([None, frozenset(some)]))
             case 3 if names:
                 partial = self.engine.interrupt(self.chance.choice(names))
                 if partial is not None:
@@ -158,6 +181,8 @@ def test_every_token_is_what_its_weights_draw_whatever_happened(seed: int) -> No
         history.engine.check_invariants()
     assert not history.running
     assert len(history.ended) == history.submitted
+    rows = [(made.name, row) for made in history.ended for row in range(len(made.finish))]
+    assert sorted(history.rows_ended) == sorted(rows)
     for made in history.ended:
         check(made)
     assert history.engine.stats().blocks_held == 0

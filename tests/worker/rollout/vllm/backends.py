@@ -1,6 +1,7 @@
 """Backends on vLLM and what the tests of this folder do to them."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,9 @@ def write(backend: "VllmRolloutBackend", model: Any) -> None:
         view(backend.arena, piece).copy_(new[piece.key.name].data)
 
 
-def call(name: str, seq: int, *, n: int = 2, **sampling: Any) -> BackendCall:
+def call(
+    name: str, seq: int, *, n: int = 2, prompts: Sequence[list[int]] = PROMPTS, **sampling: Any
+) -> BackendCall:
     chosen = {"max_tokens": 8, "temperature": 1.0, "ignore_eos": True, "seed": 1, **sampling}
     return BackendCall(
         operation=name,
@@ -89,8 +92,8 @@ def call(name: str, seq: int, *, n: int = 2, **sampling: Any) -> BackendCall:
         params=GenerateParams(samples_per_prompt=n, sampling=SamplingParams(**chosen)),
         rank_params={},
         arrays={
-            "tokens": np.concatenate([np.array(prompt) for prompt in PROMPTS]),
-            "lengths": np.array([len(prompt) for prompt in PROMPTS]),
+            "tokens": np.concatenate([np.array(prompt) for prompt in prompts]),
+            "lengths": np.array([len(prompt) for prompt in prompts]),
         },
         seq=seq,
     )

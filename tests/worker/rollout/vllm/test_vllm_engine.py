@@ -128,6 +128,37 @@ def test_an_interrupt_takes_out_what_there_is_and_no_step_returns_it(backend: An
     assert finish(backend) == {}
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.95}])
+def test_a_row_that_moves_to_another_engine_draws_as_if_it_had_stayed(
+    make: Make, sampling: dict[str, Any]
+) -> None:
+    stays, first, second = make(), make(), make(max_concurrent_samples=4)
+    for each in (stays, second):
+        write(each, MODEL)
+        pulled(each)
+    whole = generate(stays, 0, n=1, max_tokens=20, **sampling)
+    first.submit(call("g", 0, n=1, max_tokens=20, **sampling), None)
+    for _ in range(7):
+        first.step()
+    part = first.interrupt("g")
+    assert part is not None
+    # Its neighbours on the other engine change nothing.
+    second.submit(call("other", 0, seed=9, max_tokens=20), None)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, rows_of(part, "tokens"), strict=True)):
+        assert len(tokens) == 7
+        so_far = [*prompt, *tokens.tolist()]
+        moved = {"max_tokens": 13, "first_sample": row, "drawn_tokens": 7, **sampling}
+        second.submit(call(f"row {row}", 0, n=1, prompts=[so_far], **moved), None)
+    found = finish(second)
+    for row, (tokens, logprobs) in enumerate(
+        zip(rows_of(whole, "tokens"), rows_of(whole, "logprobs"), strict=True)
+    ):
+        rest = found[f"row {row}"].arrays
+        assert [*rows_of(part, "tokens")[row], *rest["tokens"]] == tokens.tolist()
+        joint = np.concatenate([rows_of(part, "logprobs")[row], rest["logprobs"]])
+        np.testing.assert_allclose(joint, logprobs, atol=1e-5)
+
+
 def test_a_paused_engine_draws_nothing_and_continues_after_resume(backend: Any) -> None:
     wanted = generate(backend, 0, max_tokens=12).arrays["tokens"].tolist()
     backend.submit(call("g", 0, max_tokens=12), None)

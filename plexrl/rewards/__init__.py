@@ -1,0 +1,1 @@
+"""Rewards in the controller: graders, a sandbox for untrusted programs, concurrent grading."""

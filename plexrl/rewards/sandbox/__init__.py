@@ -1,0 +1,1 @@
+"""Runs untrusted programs: bubblewrap, a system call filter, limits. I/O."""

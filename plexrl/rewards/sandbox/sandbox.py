@@ -1,0 +1,130 @@
+"""The sandbox of a controller: many programs at a time, none of which blocks an event loop."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from plexrl.errors import SandboxError
+from plexrl.rewards.sandbox.cgroups import usable_cgroups
+from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
+from plexrl.rewards.sandbox.limits import Limits, Program, Run
+from plexrl.rewards.sandbox.runner import run_program
+from plexrl.rewards.sandbox.seccomp import compiled_filter
+
+TRIAL_S = 60.0
+NOT_EXECUTED = (126, 127)
+"""Exit codes of `prlimit` when it cannot execute the command."""
+HINT = (
+    "the kernel or the container runtime may forbid unprivileged user namespaces: see "
+    "docs/rewards.md, section 'Where the sandbox works'"
+)
+
+
+class Sandbox:
+    """Runs untrusted programs with bubblewrap: no network, a read-only file system, limits.
+
+    Closing it waits for the programs that run.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        at_once: int | None = None,
+        folders: Sequence[str | Path] = (),
+        control_groups: bool = True,
+    ) -> None:
+        """Runs a first program, to find out what is missing on this machine.
+
+        Args:
+            limits: of each program.
+            at_once: programs that run at the same time; default: the number of this process' CPUs.
+            folders: that programs may read, at the same path, such as a virtual environment.
+            control_groups: use control groups where this process may make them.
+
+        Raises:
+            SandboxError: programs cannot be contained here; says what to install.
+        """
+        self.limits = limits or Limits()
+        self.at_once = at_once or len(os.sched_getaffinity(0))
+        self._command = sandbox_command([Path(each) for each in folders])
+        self._filter = compiled_filter()
+        self._groups = usable_cgroups() if control_groups else None
+        self._threads = ThreadPoolExecutor(self.at_once, thread_name_prefix="plexrl-sandbox")
+        try:
+            tried = self.run(Program(command=("true",)), timeout_s=TRIAL_S)
+            if tried.exit_code != 0:
+                raise SandboxError(f"`true` ended with {tried}")
+        except SandboxError as error:
+            self.close()
+            raise SandboxError(f"the sandbox does not work here: {error}; {HINT}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        groups = "limits of each process" if self._groups is None else repr(self._groups)
+        return f"<Sandbox, {self.at_once} at once, {groups}>"
+
+    @property
+    def has_control_groups(self) -> bool:
+        """Whether the limit of memory holds for all processes of a program together."""
+        return self._groups is not None
+
+    def run(self, program: Program, *, timeout_s: float) -> Run:
+        """Run a program to its end, or for `timeout_s` seconds, in the calling thread.
+
+        Raises:
+            SandboxError: the program could not be started; nothing is known about it.
+        """
+        found = self._run(program, timeout_s)
+        if found.exit_code in NOT_EXECUTED and not self._has(program.command[0]):
+            raise SandboxError(
+                f"the sandbox has no program {program.command[0]!r}: install it in /usr, give its "
+                "folder as one of `folders`, or give it as a file of the program"
+            )
+        return found
+
+    def _has(self, command: str) -> bool:
+        """Whether the sandbox has the command. A program may end with any code by itself."""
+        if command.startswith(PROGRAM_FOLDER):
+            return True
+        look = Program(command=("sh", "-c", 'command -v -- "$0"', command))
+        return self._run(look, TRIAL_S).exit_code == 0
+
+    def _run(self, program: Program, timeout_s: float) -> Run:
+        group = nullcontext() if self._groups is None else self._groups.group(self.limits)
+        with group as cgroup:
+            return run_program(
+                self._command,
+                program,
+                self.limits,
+                timeout_s=timeout_s,
+                seccomp=self._filter,
+                cgroup=cgroup,
+            )
+
+    def submit(self, program: Program, *, timeout_s: float) -> Future[Run]:
+        """As `run`, in a thread of the sandbox as soon as one is free."""
+        return self._threads.submit(self.run, program, timeout_s=timeout_s)
+
+    async def run_async(self, program: Program, *, timeout_s: float) -> Run:
+        """As `run`, for `async` controllers. A cancellation does not end a program that runs."""
+        return await asyncio.wrap_future(self.submit(program, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Wait for the programs that run; those that wait for a thread are dropped."""
+        self._threads.shutdown(cancel_futures=True)

@@ -1,0 +1,69 @@
+"""What serves at the rollout service's socket until a cluster has its first rollout.
+
+Most clusters have none, so the service is started when it is needed.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from plexrl.errors import NotFoundError, UnavailableError
+from plexrl.rollout.service.config import FOLDER, SUFFIX
+from plexrl.wire.links.address import UnixAddress
+from plexrl.wire.links.credentials import Role
+from plexrl.wire.links.dial import Link, serve
+from plexrl.wire.rpc import Peer
+
+START_S = 1.0
+"""How long the service takes to start, for clients that try again."""
+Plain = dict[str, Any]
+
+
+def has_rollouts(data_dir: Path) -> bool:
+    """Whether a cluster has stored rollouts."""
+    return any(data_dir.glob(f"{FOLDER}/*/*{SUFFIX}"))
+
+
+async def first_rollout(address: UnixAddress) -> None:
+    """Serve at `address` as a rollout service without rollouts; return, and stop serving, once a
+    client wants to create one. The client is told to try again.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    wanted = asyncio.Event()
+    peers: set[Peer] = set()
+
+    async def create(peer: Peer, _: Plain) -> Plain:
+        peer.close_after_answers()
+        wanted.set()
+        raise UnavailableError("the rollout service is starting: retry", retry_after_s=START_S)
+
+    async def listing(*_: Any) -> Plain:
+        return {"rollouts": []}
+
+    async def missing(_: Peer, params: Plain) -> Plain:
+        raise NotFoundError(
+            f"job {params['job']!r} has no asynchronous rollout {params['name']!r}: create it"
+        )
+
+    handlers = {"create": create, "list": listing} | dict.fromkeys(
+        ("status", "exchange", "batch"), missing
+    )
+
+    async def on_link(link: Link) -> None:
+        peer = Peer(link.reader, link.writer, handlers)
+        peers.add(peer)
+        try:
+            await peer.run()
+        finally:
+            peers.discard(peer)
+
+    server = await serve(address, None, on_link, roles=(Role.ROUTER,))
+    try:
+        await wanted.wait()
+    finally:
+        server.close()
+        # A router that asked for something else must find the service by a new connection.
+        for each in [*peers]:
+            each.close()
