@@ -37,7 +37,7 @@
     ├── OverloadedError                429  overloaded        (retry after `retry_after_s`)
     ├── OperationCancelledError        499  operation_cancelled
     ├── ExecutionError                 500  execution_failed
-    │   ├── WorkerLostError            500  worker_lost
+    │   ├── RolloutFailedError         500  rollout_failed    (no instance left, or only failures)
     │   └── StaleWeightsError          500  stale_weights     (an engine missed an update)
     ├── ConnectionLostError            503  connection_lost   (no connection, or it broke)
     ├── UnavailableError               503  unavailable       (a part of the cluster is restarting)
@@ -316,10 +316,10 @@ class ExecutionError(PlexRLError):
     code = "execution_failed"
 
 
-class WorkerLostError(ExecutionError):
-    """A worker process ended while it ran the operation."""
+class RolloutFailedError(ExecutionError):
+    """An asynchronous rollout has no instance left, or all that it tries fails."""
 
-    code = "worker_lost"
+    code = "rollout_failed"
 
 
 class StaleWeightsError(ExecutionError):

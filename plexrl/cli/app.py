@@ -21,6 +21,7 @@ from plexrl.cli.jobs.explain import explain
 from plexrl.cli.jobs.jobs import jobs, logs
 from plexrl.cli.jobs.metrics import metrics
 from plexrl.cli.jobs.operations import operations, trace
+from plexrl.cli.jobs.rollouts import rollouts
 from plexrl.cli.simulate.command import simulate
 from plexrl.cli.simulate.compare import compare
 from plexrl.cli.simulate_rollout.command import simulate_rollout
@@ -56,7 +57,7 @@ app = typer.Typer(
 )
 for command in (
     *(up, events, status, jobs, explain, cancel, metrics, logs, groups, usage, demo),
-    *(statemanager, statemanager_status, operations, trace),
+    *(statemanager, statemanager_status, operations, rollouts, trace),
 ):
     app.command()(command)
 app.command(cls=PanelCommand)(simulate)

@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 
 from plexrl.errors import InvalidRequestError, StorageError
-from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
-from plexrl.rollout.coordinator.messages import GroupAdded
-from plexrl.rollout.service.instances import Instances
+from plexrl.rollout.coordinator.messages import (
+    Event,
+    Generated,
+    GroupAdded,
+    ParametersPushed,
+    Stopped,
+)
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.service.journal.state import RolloutState
+from plexrl.rollout.service.journal.store import STEPS_KEPT, Entry, Forgotten, Part, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.service.store import Part, RolloutStore
-from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
+from plexrl.rollout.trajectories.record import SampleGroupId, Segment, TrajectoryId
 from plexrl.wire.operations import SamplingParams
+from tests.rollout.fleet import Fleet
 from tests.rollout.history import History
 
 ORDER = RolloutOrder(
@@ -28,34 +35,148 @@ ORDER = RolloutOrder(
 )
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_replay_finds_what_instances_hold_and_have_not_answered(
-    seed: int, tmp_path: Path
-) -> None:
+def played(seed: int) -> History:
     history = History(Random(seed))
     for _ in range(60):
         history.act()
     history.finish()
-    settings = history.fleet.core.settings
-    log = history.fleet.log
-    crashes = set(Random(seed).sample(range(len(log)), 4))
+    return history
+
+
+def order_of(history: History) -> RolloutOrder:
+    """The settings of a history are of all kinds, and an order has few."""
+
+    class Order(RolloutOrder):
+        def settings(self) -> CoordinatorSettings:
+            return history.fleet.core.settings
+
+    fields = {name: getattr(ORDER, name) for name in ORDER.__dataclass_fields__}
+    return Order(**fields)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_path: Path) -> None:
+    """Snapshots, crashes and commits of several events are at random places."""
+    history = played(seed)
+    order, random = order_of(history), Random(seed)
     store = RolloutStore(tmp_path / "rollout.sqlite")
-    core, instances = RolloutCoordinator(settings), Instances()
-    for at, (event, commands) in enumerate(log):
-        assert core.handle(event) == commands
-        store.append(event)
-        instances.note(event, commands)
-        for name, work in instances.work.items():
-            assert set(work.held) == {each.id for each in core.trajectories.on_instance(name)}
-            assert set(work.begun()) <= set(work.held)
-        if at in crashes:
+    state, everything = RolloutState.new(order), RolloutState.new(order)
+    queue: list[Entry] = []
+    for seq, (event, commands) in enumerate(history.fleet.log, 1):
+        assert state.core.handle(event) == commands
+        orders = state.note(seq, event, commands)
+        assert everything.core.handle(event) == commands
+        assert everything.note(seq, event, commands) == orders
+        snapshot = state.plain() if random.random() < 0.1 else None
+        queue.append(Entry(seq=seq, event=event, snapshot=snapshot))
+        if random.random() < 0.3:
+            store.write(queue)
+            queue.clear()
+        if not queue and random.random() < 0.1:
             store.close()
             store = RolloutStore(tmp_path / "rollout.sqlite")
-            core, found = RolloutCoordinator(settings), Instances()
-            for _, each in store.events():
-                found.note(each, core.handle(each))
-            assert found.work == instances.work
-            instances = found
+            state = RolloutState.stored(order, store)
+            assert state.seq == seq
+            assert state.plain() == everything.plain()
+        for name, work in state.instances.work.items():
+            assert set(work.held) == {each.id for each in state.core.trajectories.on_instance(name)}
+            assert set(work.held.values()) == set(work.routes)
+            assert work.begun <= work.routed
+            for number, routed in work.routes.items():
+                assert work.unended[number] == sum(work.held.get(t) == number for t in routed)
+    store.close()
+
+
+def test_progress_counts_every_sample_once() -> None:
+    for seed in range(30):
+        history = played(seed)
+        state = RolloutState.new(order_of(history))
+        for seq, (event, _) in enumerate(history.fleet.log, 1):
+            state.note(seq, event, state.core.handle(event))
+        progress, fleet = state.progress, history.fleet
+        trained = [each for train in fleet.trained for each in train.batch]
+        assert progress.trained.samples == len(trained)
+        assert progress.trained.tokens == sum(fleet.lengths[each.trajectory] for each in trained)
+        assert progress.dropped_groups == len(fleet.dropped)
+        samples = fleet.core.settings.staleness.samples
+        assert progress.dropped.samples + progress.unfinished == len(fleet.dropped) * samples
+        ended = progress.trained.samples + progress.dropped.samples
+        surplus = progress.generated.samples - ended - len(progress.lengths)
+        assert 0 <= surplus <= len(fleet.trained) * fleet.core.settings.staleness.extra_samples * 9
+        ages = [train.version - each.version for train in fleet.trained for each in train.batch]
+        assert progress.staleness == {age: ages.count(age) for age in set(ages)}
+
+
+class StoredFleet(Fleet):
+    """A fleet whose events are stored, with tokens and steps as real ones have them."""
+
+    def __init__(self, order: RolloutOrder, path: Path) -> None:
+        super().__init__(order.settings())
+        self.store = RolloutStore(path)
+        self.state = RolloutState.new(order)
+        self.core = self.state.core
+        self.entries: list[Entry] = []
+
+    def handle(self, event: Event) -> None:
+        parts: list[Part] = []
+        if isinstance(event, Generated):
+            parts = [part(event.trajectory, event.segments)]
+        elif isinstance(event, Stopped):
+            parts = [part(each.trajectory, each.segments) for each in event.trajectories]
+        prompt = step = None
+        if isinstance(event, GroupAdded):
+            prompt = (event.group, np.arange(event.prompt_tokens, dtype=np.int32))
+        elif isinstance(event, ParametersPushed):
+            step = (event.version, 10 + event.version)
+        last = self.state.progress.batch
+        taken = self.state.take(event, self.store, parts=parts, prompt=prompt, step=step)
+        if taken is None:
+            return
+        self.entries.append(taken[0])
+        for command in taken[1]:
+            self.engines[command.instance].to_run.append(command)
+        if self.state.progress.batch is not last:
+            self.training = self.state.progress.batch
+
+    def write(self) -> None:
+        self.store.write(self.entries)
+        self.entries.clear()
+
+
+def part(trajectory: TrajectoryId, segments: tuple[Segment, ...]) -> Part:
+    tokens = np.zeros(100 * sum(each.tokens for each in segments), dtype=np.int32)
+    return Part(trajectory, tokens, tokens.astype(np.float32), "stop")
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_the_file_does_not_grow_with_the_steps(steps: int, tmp_path: Path) -> None:
+    fleet = StoredFleet(ORDER, tmp_path / "rollout.sqlite")
+    fleet.join(24)
+    fleet.join(24)
+    random = Random(3)
+    files: list[int] = []
+    replays: list[int] = []
+    while fleet.core.newest_version < steps:
+        known = fleet.groups_added * ORDER.samples
+        fleet.add_groups()
+        for each in range(known, fleet.groups_added * ORDER.samples):
+            fleet.lengths[TrajectoryId(each)] = random.randint(1, 6)
+        fleet.round()
+        fleet.write()
+        files.append(fleet.store.path.stat().st_size)
+        replays.append(fleet.store.tail_events)
+    # 300 steps generate 3 MB of tokens. Beside the file, SQLite's log has at most about 4 MiB.
+    assert max(files) < 1 << 20
+    assert fleet.store.bytes < 6 << 20
+    # Every batch brings a snapshot.
+    assert max(replays) < 200
+    fleet.store.close()
+    store = RolloutStore(tmp_path / "rollout.sqlite")
+    restored = RolloutState.stored(ORDER, store)
+    assert restored.plain() == fleet.state.plain()
+    assert restored.progress.trained.samples == steps * ORDER.prompts * ORDER.samples
+    assert len(store.steps()) <= STEPS_KEPT + 2
+    assert all(len(store.prompt(group)) for group in fleet.core.trajectories.groups)
     store.close()
 
 
@@ -65,12 +186,12 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     group, trajectory = SampleGroupId(0), TrajectoryId(1)
     prompt = np.array([3, 4], dtype=np.int32)
     event = GroupAdded(group=group, prompt_tokens=2)
-    store.append(event, prompt=(group, prompt), step=(0, 11))
-    for tokens, finish in (([5, 6], "abort"), ([7], "stop")):
+    entries = [Entry(seq=1, event=event, prompt=(group, prompt), step=(0, 11))]
+    for seq, (tokens, finish) in enumerate((([5, 6], "abort"), ([7], "stop")), 2):
         logprobs = -np.array(tokens, dtype=np.float32)
-        store.append(
-            event, parts=[Part(trajectory, np.array(tokens, dtype=np.int32), logprobs, finish)]
-        )
+        part = Part(trajectory, np.array(tokens, dtype=np.int32), logprobs, finish)
+        entries.append(Entry(seq=seq, event=event, parts=[part]))
+    store.write(entries)
     store.close()
     store = RolloutStore(tmp_path / "a" / "rollout.sqlite")
     assert store.order() == ORDER
@@ -79,8 +200,9 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     found = store.response(trajectory)
     assert (found.tokens.tolist(), found.logprobs.tolist()) == ([5, 6, 7], [-5.0, -6.0, -7.0])
     assert found.finish == "stop"
-    store.forget(group, [trajectory])
+    store.write([Entry(seq=4, event=event, forgotten=[Forgotten(group, (trajectory,))])])
     assert len(store.response(trajectory).tokens) == 0
+    assert store.read([(group, trajectory)], 1000) == [None]
     store.delete()
     assert not list((tmp_path / "a").iterdir())
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,24 @@ from plexrl.client.data.batch_rows import split_rows
 from plexrl.client.data.results import Sample, WeightsSpan
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import InvalidRequestError
+from plexrl.rewards.scheduler import Graded, RewardScheduler
 
 if TYPE_CHECKING:
+    from plexrl.rewards.grade import Grade
     from plexrl.wire.tensors import Arrays
 
 LOG = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """How long the cluster waits for news before it answers; bounds the time to stop, too."""
+PROMPT_TOKENS_MAX = 1 << 20
+"""About the most tokens of prompts in one request."""
 Plain = dict[str, Any]
-Reward = Callable[[list[int], Sample], float | None]
-"""Maps a prompt and one of its samples to its reward. None: the reward could not be computed, and
-the prompt is dropped with all of its samples."""
+GRADING_WAIT_S = 0.1
+"""How long the feeder waits for a reward before it asks the cluster for more samples."""
+RewardFunction = Callable[[list[int], Sample], "Grade | float | None"]
+"""Maps a prompt and one of its samples to its reward. None: the sample shall have none, and the
+prompt is dropped with all of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +39,11 @@ class RolloutBatch:
     """The samples of one training step, as `generate` would return them, with their rewards."""
 
     version: int
-    """Number of the batch, from 0: the model has trained as many batches."""
+    """Number of the batch: the model has trained as many batches before."""
     prompts: list[list[int]]
     """Token ids, in the order in which the prompts were given."""
+    prompt_numbers: list[int]
+    """Position of each prompt among those that were given to this rollout, from 0."""
     samples: list[list[Sample]]
     """`[prompts][samples]`. `Sample.weights` has versions of the rollout: one for each batch."""
     rewards: list[list[float]]
@@ -60,67 +68,94 @@ class BoundedRollout:
         self.name: str = order["name"]
         base = f"/v1/jobs/{quote(job)}/rollouts"
         self._path = f"{base}/{quote(self.name)}"
-        while not (found := self._ask(base, order).json())["joined"]:
+        while not self._ask(base, order).json()["joined"]:
             LOG.info("rollout %s: instances are placed and load the weights", self.name)
-        self._next_batch = int(found["next_batch"])
 
     def __repr__(self) -> str:
         return handle_repr(self, self.name, staleness=self._order["staleness"])
 
     def status(self) -> Plain:
-        """Versions, groups dropped so far with the latest reason, and the load of each instance."""
+        """Versions, staleness of the latest batches, samples and tokens generated, trained and
+        dropped, and the load of each instance."""
         return self._transport.ask("GET", self._path)
 
     def batches(
-        self, prompts: Iterable[Sequence[int]], reward: Reward, *, steps: int
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        *,
+        steps: int,
     ) -> Iterator[RolloutBatch]:
-        """Yield one batch for each of the model's first `steps` steps that it has not made yet.
+        """Yield the batches up to number `steps` - 1 on which the model was not trained yet.
 
         Train on a batch, with one `optim_step`, before taking the next one. `prompts` are token
         ids, from the first one of the rollout on, also when a controller continues another's
-        work; there are more than `steps` batches need, because some may be dropped. `reward` runs
-        in a thread of its own while the model is trained.
+        work; there are more than `steps` batches need, because some may be dropped.
+
+        `reward` runs in a thread while the model is trained; the loop ends with an error that it
+        raises. `rewards.Graded` grades several samples at a time, and chooses what an error means.
 
         Raises:
-            PlexRLError: the rollout failed.
+            RolloutFailedError: no instance is left, or too many prompts were dropped one after
+                another. Create the rollout again, with the same arguments, to continue.
             InvalidRequestError: there are too few prompts.
         """
         return self._started(prompts, reward, steps)
 
     def _started(
-        self, prompts: Iterable[Sequence[int]], reward: Reward, steps: int
+        self, prompts: Iterable[Sequence[int]], reward: RewardFunction | Graded[Sample], steps: int
     ) -> Generator[RolloutBatch]:
         """As `batches`; closing it ends the thread."""
-        feeder = _Feeder(self, iter(prompts), reward, steps * int(self._order["prompts"]))
+        batches = steps - int(self._order["first_batch"])
+        feeder = _Feeder(self, iter(prompts), reward, batches * int(self._order["prompts"]))
         feeder.start()
         try:
-            for version in range(self._next_batch, steps):
-                # The step of the batch before counts.
-                self._source.barrier().result()
-                step = int(self._source.status()["trainer_step"])
-                batch = self._batch(version, step, feeder)
-                # If this controller stops now, the next one trains this batch.
-                yield batch
-                self._next_batch = version + 1
+            for version in range(self._untrained(), steps):
+                yield self._batch(version, self._trainer_step(), feeder)
         finally:
             feeder.stop()
 
+    def _untrained(self) -> int:
+        """Number of the first batch on which the model was not trained."""
+        found = self.status()
+        latest = found["latest_batch"]
+        # A controller that ended may have had the batch, and made no step with it.
+        is_trained = latest is None or latest["trainer_step"] != self._trainer_step()
+        return int(found["next_batch"] if is_trained else latest["version"])
+
+    def _trainer_step(self) -> int:
+        """The trainer's steps, including those that were submitted before."""
+        self._source.barrier().result()
+        return int(self._source.status()["trainer_step"])
+
     def _batch(self, version: int, trainer_step: int, feeder: "_Feeder") -> RolloutBatch:
-        body = {"trainer_step": trainer_step}
+        from plexrl.wire.tensors import decode_body
+
+        rows: list[_Row] = []
+        rewards: list[float] = []
+        versions: list[int] = []
         while True:
             feeder.check()
+            body = {"trainer_step": trainer_step, "first": len(rows)}
             response = self._ask(f"{self._path}/batches/{version}", body)
-            if response.status_code != 202:
-                return _decode_batch(response.content, int(self._order["samples"]))
+            if response.status_code == 202:
+                continue
+            answer, arrays = decode_body(bytearray(response.content))
+            rows += _decode_samples(answer, arrays)
+            rewards += answer["rewards"]
+            versions += answer["versions"]
+            # A large batch comes in several answers.
+            if len(rows) >= answer["rows"]:
+                return _as_batch(version, rows, rewards, versions, int(self._order["samples"]))
 
-    def _exchange(self, body: Plain) -> "tuple[Plain, Arrays]":
+    def _exchange(self, body: Plain, wait_s: float) -> "tuple[Plain, Arrays]":
         """Give prompts and rewards, and take samples; see the HTTP API."""
         from plexrl.wire.tensors import decode_body
 
-        return decode_body(bytearray(self._ask(f"{self._path}/exchange", body).content))
+        return decode_body(bytearray(self._ask(f"{self._path}/exchange", body, wait_s).content))
 
-    def _ask(self, path: str, body: Plain) -> Any:
-        call = Call(method="POST", path=path, query={"wait_s": WAIT_S}, json=body)
+    def _ask(self, path: str, body: Plain, wait_s: float = WAIT_S) -> Any:
+        call = Call(method="POST", path=path, query={"wait_s": wait_s}, json=body)
         return self._transport.request(call)
 
 
@@ -131,13 +166,15 @@ class _Feeder(threading.Thread):
         self,
         rollout: BoundedRollout,
         prompts: Iterator[Sequence[int]],
-        reward: Reward,
+        reward: RewardFunction | Graded[Sample],
         needed: int,
     ) -> None:
         super().__init__(name=f"rollout-{rollout.name}", daemon=True)
         self._rollout = rollout
         self._prompts = prompts
-        self._reward = reward
+        if not isinstance(reward, Graded):
+            reward = Graded(reward, on_failure="raise", at_once=1, timeout_s=None)
+        self._scheduler = RewardScheduler(reward)
         self._needed = needed
         """Prompts that are trained in the end."""
         self._stopped = threading.Event()
@@ -164,12 +201,14 @@ class _Feeder(threading.Thread):
         given = self._rollout.status()["next_group"]
         for _ in islice(self._prompts, given):
             pass
-        rewards: list[tuple[int, float | None, str]] = []
+        rewards: list[tuple[Hashable, float | None, str]] = []
         rows: list[list[int]] = []
         cursor, dropped = 0, 0
         while not self._stopped.is_set():
             body = {"first": given, "prompts": rows, "rewards": rewards, "after": cursor}
-            answer, arrays = self._rollout._exchange(body)
+            # New samples and new rewards are waited for in turn while there may be both.
+            wait_s = 0.0 if self._scheduler.pending else WAIT_S
+            answer, arrays = self._rollout._exchange(body, wait_s)
             if answer["dropped"] > dropped:
                 dropped = answer["dropped"]
                 LOG.warning(
@@ -178,8 +217,8 @@ class _Feeder(threading.Thread):
                 )
             cursor, given = answer["cursor"], answer["next_group"]
             wanted = answer["groups_wanted"]
-            rows = [list(map(int, row)) for row in islice(self._prompts, wanted)]
-            if len(rows) < wanted and given + len(rows) - dropped < self._needed:
+            rows, is_all = self._next_prompts(wanted)
+            if is_all and given + len(rows) - dropped < self._needed:
                 raise InvalidRequestError(
                     f"the prompts ended after {given + len(rows)}, {dropped} were dropped, and the "
                     f"steps need {self._needed}: give more prompts"
@@ -187,16 +226,31 @@ class _Feeder(threading.Thread):
             if wanted and not rows:
                 # All have been given: the cluster would answer at once.
                 self._stopped.wait(WAIT_S / 10)
-            rewards = [self._rewarded(*each) for each in _decode_samples(answer, arrays)]
+            for trajectory, prompt, sample in _decode_samples(answer, arrays):
+                self._scheduler.submit(trajectory, prompt, sample)
+            rewards = [
+                (each.key, each.reward, each.failure or "")
+                for each in self._scheduler.finished(GRADING_WAIT_S)
+            ]
 
-    def _rewarded(
-        self, trajectory: int, prompt: list[int], sample: Sample
-    ) -> tuple[int, float | None, str]:
-        found = self._reward(prompt, sample)
-        return trajectory, None if found is None else float(found), "the controller has no reward"
+    def _next_prompts(self, count: int) -> tuple[list[list[int]], bool]:
+        """Up to `count` prompts, as many as fit into a request, and whether there are no more."""
+        rows: list[list[int]] = []
+        tokens = 0
+        while len(rows) < count and tokens < PROMPT_TOKENS_MAX:
+            row = next(self._prompts, None)
+            if row is None:
+                return rows, True
+            rows.append(list(map(int, row)))
+            tokens += len(rows[-1])
+        return rows, False
 
 
-def _decode_samples(answer: Plain, arrays: "Arrays") -> list[tuple[int, list[int], Sample]]:
+_Row = tuple[int, list[int], Sample]
+"""Trajectory, prompt and sample."""
+
+
+def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
     prompts = split_rows(arrays["prompts"], arrays["prompt_lengths"].tolist())
     lengths = arrays["lengths"].tolist()
     tokens, logprobs = (split_rows(arrays[name], lengths) for name in ("tokens", "logprobs"))
@@ -213,16 +267,15 @@ def _decode_samples(answer: Plain, arrays: "Arrays") -> list[tuple[int, list[int
     return found
 
 
-def _decode_batch(content: bytes, samples: int) -> RolloutBatch:
-    from plexrl.wire.tensors import decode_body
-
-    answer, arrays = decode_body(bytearray(content))
-    rows = _decode_samples(answer, arrays)
+def _as_batch(
+    version: int, rows: list[_Row], rewards: list[float], versions: list[int], samples: int
+) -> RolloutBatch:
     groups = [range(at, at + samples) for at in range(0, len(rows), samples)]
     return RolloutBatch(
-        version=answer["version"],
+        version=version,
         prompts=[rows[group[0]][1] for group in groups],
+        prompt_numbers=[rows[group[0]][0] // samples for group in groups],
         samples=[[rows[at][2] for at in group] for group in groups],
-        rewards=[[answer["rewards"][at] for at in group] for group in groups],
-        sample_versions=[[answer["versions"][at] for at in group] for group in groups],
+        rewards=[[rewards[at] for at in group] for group in groups],
+        sample_versions=[[versions[at] for at in group] for group in groups],
     )

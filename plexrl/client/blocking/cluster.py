@@ -148,6 +148,12 @@ class Cluster:
         """All node groups (operator only)."""
         return list(self._get("/v1/groups")["groups"])
 
+    def rollouts(self, job: str | None = None) -> list[Plain]:
+        """The asynchronous rollouts of the job with the id `job`, or of all jobs that the key may
+        see."""
+        path = "/v1/rollouts" if job is None else f"/v1/jobs/{quote(job)}/rollouts"
+        return list(self._get(path)["rollouts"])
+
     def status(self) -> Plain:
         """The cluster in a few numbers."""
         return self._get("/v1/status")

@@ -205,6 +205,8 @@ class Job:
         prompts: int,
         samples: int,
         sampling: SamplingParams,
+        first_batch: int = 0,
+        failed_prompts_max: int = 0,
         backend: str | None = None,
         dtype: Dtype = "float32",
         max_sequence_tokens: int = 512,
@@ -220,6 +222,11 @@ class Job:
         with weights that are more than `staleness` batches older than those that it trains. With a
         `staleness` of 0 that is synchronous training: the samples are those that `generate` draws
         with the `seed` of `sampling`, which is needed.
+
+        The batches are numbered from `first_batch`: for a model that was trained on so many before,
+        such as one whose checkpoint was loaded. The rollout fails if more than
+        `failed_prompts_max` prompts are dropped one after another because all that was tried for
+        them failed; 0: as many as a batch has, and at least 8.
 
         `model`, `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`,
         `kv_cache_bytes` and `node_type` are as in `rollout_deployment`, for each instance.
@@ -250,6 +257,8 @@ class Job:
             "prompts": prompts,
             "samples": samples,
             "sampling": asdict(sampling),
+            "first_batch": first_batch,
+            "failed_prompts_max": failed_prompts_max,
         }
         # Not `source` itself, which may be of an `async` controller.
         trainer = TrainDeployment(self._transport, source.deployment)

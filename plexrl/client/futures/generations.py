@@ -25,11 +25,16 @@ RETRIABLE = frozenset({429, 502, 503, 504, 507})
 """Statuses after which the stream is requested again, unless they are the operation's own error."""
 
 
+def stream_call(operation: str, cursor: str) -> Call:
+    """The request for what comes after the cursor in a generation's stream."""
+    path = f"/v1/operations/{quote(operation, safe='')}/stream"
+    return Call(method="GET", path=path, query={"after": cursor})
+
+
 class StreamState:
     """A reader's position in a token stream. No I/O: both kinds of future use it."""
 
     def __init__(self, operation: str, samples_per_prompt: int) -> None:
-        self._path = f"/v1/operations/{quote(operation, safe='')}/stream"
         self._operation = operation
         self._samples = samples_per_prompt
         self._cursor = ""
@@ -40,7 +45,7 @@ class StreamState:
 
     def call(self) -> Call:
         """The request for the tokens after the cursor."""
-        return Call(method="GET", path=self._path, query={"after": self._cursor})
+        return stream_call(self._operation, self._cursor)
 
     def take(self, line: str) -> list[Chunk]:
         """Return the chunks of one line.

@@ -34,6 +34,9 @@ class RolloutConfig:
     """This service's certificate; absent: all parts are on one machine."""
     cycle_s: float = 0.2
     """Interval of the snapshots on which trajectories are routed."""
+    instance_lost_s: float = 60.0
+    """How long an instance may be out of service before its work goes to the others. Its worker
+    is started again meanwhile, so shorter than a start only makes it lose what it has."""
 
     def __post_init__(self) -> None:
         if not self.listen or not self.routers:
@@ -42,6 +45,10 @@ class RolloutConfig:
             parse_address(each)
         if not 0.01 <= self.cycle_s <= 60:
             raise InvalidRequestError(f"cycle_s is {self.cycle_s}: set it from 0.01 to 60 seconds")
+        if not 1 <= self.instance_lost_s <= 86_400:
+            raise InvalidRequestError(
+                f"instance_lost_s is {self.instance_lost_s}: set it from 1 to 86400 seconds"
+            )
 
     def operator_key(self) -> str:
         """The operator's key.

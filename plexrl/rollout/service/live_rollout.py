@@ -2,54 +2,68 @@
 
 An event takes effect in this order: the coordinator decides, the event is stored, its commands run
 and the caller is answered. A process that ends in between loses nothing that was answered: the next
-one replays the stored events, and runs the commands that no event has answered.
+one restores the stored state, and runs the commands that no event has answered.
 """
 
 import asyncio
 import logging
-import os
-import sqlite3
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, UnknownJobError
-from plexrl.model.kv_cache import BLOCK_TOKENS
-from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    PlexRLError,
+    RolloutFailedError,
+    UnknownJobError,
+)
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
-    Command,
     Event,
-    Generated,
     GroupAdded,
     GroupFiltered,
     InstanceJoined,
+    InstanceLost,
     ParametersPushed,
-    ReportDroppedGroup,
     Rewarded,
     SnapshotTaken,
-    Train,
+    StepMeasured,
+    StepsMeasured,
 )
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls
+from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instance_driver import InstanceDriver
-from plexrl.rollout.service.instances import InstanceCommand, Instances
+from plexrl.rollout.service.instances import InstanceCommand
+from plexrl.rollout.service.journal.state import RolloutState
+from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
+from plexrl.rollout.service.journal.writer import JournalWriter
+from plexrl.rollout.service.membership import Member, check_members
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.service.store import Part, RolloutStore
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
     TrajectoryId,
-    TrajectoryState,
+    group_of,
 )
 from plexrl.wire.tensors import Array
+
+if TYPE_CHECKING:
+    from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 
 LOG = logging.getLogger(__name__)
 
 JOB_CHECK_S = 5.0
 """Interval at which the service asks whether the job has ended."""
+RATE_S = 60.0
+CYCLE_S_MIN = 0.05
+"""Least interval of snapshots."""
 FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
-TOKENS_OF_BLOCK = BLOCK_TOKENS["torch"]
+FIT_S = 10.0
+"""Least interval of fits of the cost model."""
+FIT_STEPS_MAX = 64
+"""Most measurements of one fit: the latest ones."""
 Plain = dict[str, Any]
 
 
@@ -57,40 +71,48 @@ class LiveRollout:
     """One rollout. `run` drives it; the other methods answer its controller."""
 
     def __init__(
-        self, order: RolloutOrder, store: RolloutStore, calls: ClusterCalls, cycle_s: float
+        self, order: RolloutOrder, store: RolloutStore, calls: ClusterCalls, config: RolloutConfig
     ) -> None:
-        """Continues from the events in `store`."""
+        """Continues from what is in `store`.
+
+        Raises:
+            CorruptStateError: the store cannot be read.
+        """
         self.order = order
         self.store = store
         self.calls = calls
-        self.core = RolloutCoordinator(order.settings())
-        self.instances = Instances()
+        self.writer = JournalWriter(store)
         self.failure: PlexRLError | None = None
         """Why it cannot go on."""
-        self.batch: Train | None = None
-        """The latest batch."""
-        self.dropped = 0
-        """Groups that were not trained."""
-        self.dropped_reason = ""
-        """The latest reason."""
-        self.next_group = SampleGroupId(0)
-        self.unrewarded: dict[TrajectoryId, int] = {}
-        """Generated trajectories without a reward, by the number of the event."""
-        self._cycle_s = cycle_s
-        self._requested = -1
-        """Version of the latest batch that the trainer asked for."""
         self.steps = store.steps()
         """The trainer's step of each version."""
-        self._drivers: dict[InstanceId, InstanceDriver] = {}
+        self._state = state = RolloutState.stored(order, store)
+        self.core = state.core
+        self.instances = state.instances
+        self.progress = state.progress
+        self.loads: dict[InstanceId, InstanceSnapshot] = {}
+        """The latest snapshot of each instance."""
+        self._rate: deque[tuple[float, int]] = deque()
+        """Times, and tokens generated until then, of the last `RATE_S` seconds."""
+        self._steps: deque[StepMeasured] = deque(maxlen=FIT_STEPS_MAX)
+        """Measured since the latest fit."""
+        self._fit_at = 0.0
+        """Time of the next fit, on the loop's clock."""
+        self._cycle_s = config.cycle_s
         self._changed = asyncio.Event()
         """Set, and replaced, at each change."""
-        for seq, event in store.events():
-            self._apply(seq, event, self.core.handle(event))
+        self._drivers = {each: InstanceDriver(each, self) for each in self.instances.work}
+        by_name = {driver.deployment: driver for driver in self._drivers.values()}
+        self.members = [
+            Member(each, self, by_name.get(each), config.instance_lost_s, self._notify)
+            for each in order.instances
+        ]
 
     @property
     def is_joined(self) -> bool:
-        """Whether all instances have the weights of version 0 or later."""
-        return len(self.instances.work) == len(self.order.instances)
+        """Whether an instance has joined, and each other one has too or is known to be lost."""
+        found = [each.instance for each in self.members if each.absence is None]
+        return bool(found) and None not in found
 
     async def run(self) -> None:
         """Run until the job has ended, or the rollout fails."""
@@ -110,32 +132,46 @@ class LiveRollout:
             self._notify()
 
     async def _drive(self) -> None:
-        for name in self.order.instances:
-            if InstanceId(name) not in self.instances.work:
-                await self._join(name)
         async with asyncio.TaskGroup() as tasks:
-            for each in self.instances.work:
-                self._drivers[each] = driver = InstanceDriver(each, self)
-                tasks.create_task(driver.run())
-            self._notify()
+            for member in self.members:
+                tasks.create_task(member.run())
+            tasks.create_task(self._check_health())
             while True:
-                await asyncio.sleep(self._cycle_s)
+                await asyncio.sleep(CYCLE_S_MIN)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._cycle_s - CYCLE_S_MIN):
+                        await self._wait_for_work()
+                self._note_rate()
                 await self._cycle()
 
-    async def _join(self, name: str) -> None:
-        operation = f"{self.order.job}:{self.order.name}/p{name}.0"
-        step = await self.calls.pull(name, self.order.source, operation)
-        first = None if self.steps else (0, step)
-        self.steps.setdefault(0, step)
-        version = await self.version_of(step)
-        engine = None
-        while engine is None:
-            # It has just loaded weights, and answers soon.
-            await asyncio.sleep(self._cycle_s)
-            engine = await self.calls.engine(name)
-        budget = float(engine["blocks"] * TOKENS_OF_BLOCK)
-        joined = InstanceJoined(instance=InstanceId(name), version=version, kv_budget=budget)
-        self.handle(joined, step=first)
+    async def _wait_for_work(self) -> None:
+        changed = self._changed
+        while not self._is_work_waiting() or self._changed is changed:
+            await self._changed.wait()
+
+    async def _check_health(self) -> None:
+        """Raises RolloutFailedError: no instance is left, or nothing but failures comes."""
+        while True:
+            check_members(self.order, self.members)
+            self._check_failures()
+            await self._changed.wait()
+
+    def _check_failures(self) -> None:
+        progress, limit = self.progress, self.order.failed_prompts_limit
+        for count, what in (
+            (progress.failed_groups, "generations"),
+            (progress.groups_without_reward, "rewards"),
+        ):
+            if count >= limit:
+                raise RolloutFailedError(
+                    f"rollout {self.order.name!r} has dropped {count} prompts one after another "
+                    f"because their {what} failed, the last one because: "
+                    f"{progress.dropped_reason}: mend the cause, and call asynchronous_rollout "
+                    "again with the same arguments to continue",
+                    rollout=self.order.name,
+                    dropped=count,
+                    reason=progress.dropped_reason,
+                )
 
     async def job_end(self) -> None:
         """Return once the job has ended."""
@@ -155,105 +191,98 @@ class LiveRollout:
         prompt: tuple[SampleGroupId, Array] | None = None,
         step: tuple[int, int] | None = None,
     ) -> None:
-        """Take an event. Raises as `RolloutCoordinator.handle`; nothing has changed then."""
-        commands = self.core.handle(event)
-        if isinstance(event, SnapshotTaken) and not commands:
-            return
-        try:
-            seq = self.store.append(event, parts=parts, prompt=prompt, step=step)
-        except sqlite3.Error as error:
-            # The coordinator is ahead of the store: the next process begins from the store.
-            LOG.critical("%s cannot be written: %s; ending", self.store.path, error)
-            os._exit(1)
-        for command in self._apply(seq, event, commands):
+        """Take an event: its commands run once it is durable. Raises as
+        `RolloutCoordinator.handle`; nothing has changed then."""
+        taken = self._state.take(event, self.store, parts=parts, prompt=prompt, step=step)
+        if taken is not None:
+            entry, orders = taken
+            self.writer.add(entry, lambda: self._release(orders))
+
+    def _release(self, orders: Sequence[InstanceCommand]) -> None:
+        """An event is durable: its commands run, and who waits for it goes on."""
+        for command in orders:
             if command.instance in self._drivers:
                 self._drivers[command.instance].add(command)
-        self._forget(event, commands)
         self._notify()
-
-    def _apply(self, seq: int, event: Event, commands: Sequence[Command]) -> list[InstanceCommand]:
-        """What follows from an event in memory, also when it is replayed."""
-        match event:
-            case Generated():
-                record = self.core.trajectories.get(event.trajectory)
-                if record is not None and record.state is TrajectoryState.GENERATED:
-                    self.unrewarded[event.trajectory] = seq
-            case Rewarded():
-                self.unrewarded.pop(event.trajectory, None)
-            case GroupAdded():
-                self.next_group = SampleGroupId(event.group + 1)
-            case BatchRequested():
-                self._requested = self.core.manager.buffers.next_version
-            case _:
-                pass
-        for command in commands:
-            if isinstance(command, Train):
-                self.batch, self._requested = command, command.version
-            elif isinstance(command, ReportDroppedGroup):
-                self.dropped += 1
-                self.dropped_reason = command.reason
-                for each in self._members(command.group):
-                    self.unrewarded.pop(each, None)
-        return self.instances.note(event, commands)
-
-    def _forget(self, event: Event, commands: Sequence[Command]) -> None:
-        """Deletes the tokens of groups that were trained or dropped."""
-        groups = [each.group for each in commands if isinstance(each, ReportDroppedGroup)]
-        if isinstance(event, ParametersPushed) and self.batch is not None:
-            groups += sorted({each.group for each in self.batch.batch})
-        for group in groups:
-            self.store.forget(group, self._members(group))
-            self.instances.forget(self._members(group))
-
-    def _members(self, group: SampleGroupId) -> list[TrajectoryId]:
-        samples = self.order.settings().staleness.samples
-        return [TrajectoryId(group * samples + index) for index in range(samples)]
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def joined(self, event: InstanceJoined, trainer_step: int) -> InstanceDriver:
+        """An instance has weights with so many steps of the trainer."""
+        first = self.order.first_batch
+        is_first = not self.steps
+        self.steps.setdefault(first, trainer_step)
+        self.handle(event, step=(first, trainer_step) if is_first else None)
+        driver = self._drivers[event.instance] = InstanceDriver(event.instance, self)
+        return driver
+
+    def lost(self, event: InstanceLost) -> None:
+        """An instance has ended."""
+        self._drivers.pop(event.instance, None)
+        self.handle(event)
+
+    async def is_lost(self, instance: InstanceId) -> bool:
+        """Whether the instance has ended; the coordinator knows it then."""
+        member = self._member(instance)
+        return member is None or await member.is_gone()
+
+    async def pull_failed(self, instance: InstanceId, operation: str, error: PlexRLError) -> None:
+        """The weights of an instance could not be set."""
+        if (member := self._member(instance)) is not None:
+            await member.pull_failed(operation, error)
+
+    def _member(self, instance: InstanceId) -> Member | None:
+        return next((each for each in self.members if each.instance == instance), None)
+
+    def _is_work_waiting(self) -> bool:
+        lags = any(w.version < self.core.newest_version for w in self.instances.work.values())
+        return bool(self.instances.work) and (lags or bool(self.core.trajectories.waiting))
+
+    def tokens_per_s(self) -> float:
+        """Generated tokens of the last `RATE_S` seconds, by second; less soon after a start."""
+        before = self._rate[0][1] if self._rate else self.progress.generated.tokens
+        return (self.progress.generated.tokens - before) / RATE_S
+
+    def _note_rate(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._rate.append((now, self.progress.generated.tokens))
+        while self._rate[0][0] < now - RATE_S:
+            self._rate.popleft()
+
     async def _cycle(self) -> None:
         """Take a snapshot, if there is work."""
-        lags = any(w.version < self.core.newest_version for w in self.instances.work.values())
         holds = any(work.held for work in self.instances.work.values())
-        if not self.core.trajectories.waiting and not lags and not holds:
+        if not self._is_work_waiting() and not holds:
             return
-        names = list(self.instances.work)
-        engines = await asyncio.gather(*(self.calls.engine(each) for each in names))
-        snapshots = [self._snapshot(*each) for each in zip(names, engines, strict=True)]
+        found = await asyncio.gather(*(each.load() for each in self._drivers.values()))
+        loads = [load for load in found if load is not None]
+        steps = [each for _, measured in loads for each in measured]
+        # An instance may have been lost while another one answered.
+        snapshots = [each for each, _ in loads if each.instance in self.instances.work]
+        self.loads = {each.instance: each for each in snapshots}
+        self._measured(steps)
         self.handle(SnapshotTaken(instances=tuple(snapshots)))
 
-    def _snapshot(self, instance: InstanceId, engine: Plain | None) -> InstanceSnapshot:
-        """The load of an instance. The engine tells how many samples wait, and the blocks in use:
-        the running trajectories share the tokens that the service has not seen yet."""
-        work = self.instances.work[instance]
-        held = list(work.held)
-        records = [self.core.trajectories.get(each) for each in held]
-        lengths = [0 if each is None else each.length for each in records]
-        waits = 0 if engine is None else min(int(engine["waiting"]), len(held))
-        runs = len(held) - waits
-        if engine is not None and runs:
-            unseen = engine["blocks_held"] * TOKENS_OF_BLOCK - sum(lengths[:runs])
-            lengths[:runs] = [each + max(0, unseen) // runs for each in lengths[:runs]]
-        return InstanceSnapshot(
-            instance=instance,
-            version=work.version,
-            kv_cache=float(sum(lengths[:runs])),
-            running=tuple(held[:runs]),
-            running_tokens=tuple(lengths[:runs]),
-            waiting=tuple(held[runs:]),
-            waiting_tokens=tuple(lengths[runs:]),
-            completed=work.completed,
-        )
+    def _measured(self, steps: Sequence[StepMeasured]) -> None:
+        """Fit the cost model to what decode steps take, once in a while: each fit is an event."""
+        self._steps.extend(steps)
+        now = asyncio.get_running_loop().time()
+        if self._steps and now >= self._fit_at:
+            self._fit_at = now + FIT_S
+            self.handle(StepsMeasured(steps=tuple(self._steps)))
+            self._steps.clear()
 
     async def version_of(self, trainer_step: int) -> int:
         """The version with these steps, once the controller has declared it."""
-        while True:
+        while self.steps:
             for version, step in self.steps.items():
                 if step == trainer_step:
                     return version
             await self._changed.wait()
+        # The first weights of all.
+        return self.order.first_batch
 
     def check(self) -> None:
         """Raises the error because of which the rollout cannot go on."""
@@ -262,7 +291,7 @@ class LiveRollout:
 
     def add_prompt(self, group: int, tokens: Array) -> bool:
         """Adds the prompt of a group. False: it is known, or there is no room for it now."""
-        if group < self.next_group or not self.core.groups_wanted:
+        if group < self.progress.next_group or not self.core.groups_wanted:
             return False
         added = GroupAdded(group=SampleGroupId(group), prompt_tokens=len(tokens))
         self.handle(added, prompt=(SampleGroupId(group), tokens))
@@ -272,23 +301,28 @@ class LiveRollout:
         """Takes the reward of a generated trajectory; without one its group is dropped. No effect
         on a trajectory that has a reward or has ended."""
         each = TrajectoryId(trajectory)
-        if each not in self.unrewarded:
+        if each not in self.progress.unrewarded:
             return
         if reward is None:
-            samples = self.order.settings().staleness.samples
-            group = SampleGroupId(each // samples)
+            group = group_of(each, self.order.settings().staleness.samples)
             self.handle(GroupFiltered(group=group, reason=reason or "no reward"))
         else:
             self.handle(Rewarded(trajectory=each, reward=reward))
 
     def request_batch(self, version: int, trainer_step: int) -> None:
-        """The model has trained batches 0 to `version` - 1, and `trainer_step` steps.
+        """The model has trained all batches before `version`, and `trainer_step` steps.
 
         Raises:
-            InvalidRequestError: that version is not the next one, or the step was declared for
-                another version.
+            InvalidRequestError: that version is not the next one, or the trainer made no step.
+            ConflictError: the trainer is not at the step at which it was.
         """
-        if version == self._requested:
+        if version in self.steps and self.steps[version] != trainer_step:
+            raise ConflictError(
+                f"the trainer is at step {trainer_step}, and at batch {version} of rollout "
+                f"{self.order.name!r} it was at step {self.steps[version]}: for a model that was "
+                "set to other weights, create a rollout of another name"
+            )
+        if version == self.progress.requested:
             return
         following = self.core.manager.buffers.next_version
         if version != following:
@@ -296,24 +330,21 @@ class LiveRollout:
                 f"batch {version} was requested; the next batch of rollout {self.order.name!r} is "
                 f"{following}: request batches in order"
             )
-        if version == 0 and trainer_step != self.steps[0]:
-            raise ConflictError(
-                f"the trainer is at step {trainer_step}, and the rollout began at step "
-                f"{self.steps[0]}: create the rollout after the steps before it"
-            )
-        if version > 0 and version not in self.steps:
-            if trainer_step in self.steps.values():
+        if version not in self.steps:
+            if trainer_step <= (before := max(self.steps.values())):
                 raise InvalidRequestError(
-                    f"batch {version} was requested at trainer step {trainer_step}, as an earlier "
-                    "one: make an optimizer step with each batch"
+                    f"batch {version} was requested at trainer step {trainer_step}, and the batch "
+                    f"before it at step {before}: make an optimizer step with each batch"
                 )
             self.steps[version] = trainer_step
+            self.steps.pop(version - STEPS_KEPT, None)
             pushed = ParametersPushed(version=version)
             self.handle(pushed, step=(version, trainer_step))
         self.handle(BatchRequested())
 
     async def wait_for(self, is_done: Callable[[], bool], wait_s: float) -> None:
-        """Wait until `is_done()`, or `wait_s` seconds are over. Raises as `check`."""
+        """Wait until `is_done()`, or `wait_s` seconds are over. What led to that may not be durable
+        yet. Raises as `check`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not is_done() and self.failure is None:

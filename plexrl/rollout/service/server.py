@@ -2,22 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 import numpy as np
 
 from plexrl.client.calls.transport import AsyncTransport
-from plexrl.errors import ConflictError, InvalidRequestError, NotFoundError
+from plexrl.errors import ConflictError, InvalidRequestError, NotFoundError, PlexRLError
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
+from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
+from plexrl.rollout.service.membership import Member
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.service.store import RolloutStore
-from plexrl.rollout.trajectories.record import SampleGroupId, Segment, TrajectoryId
+from plexrl.rollout.staleness.buffers import BufferState
+from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import Link, Server, serve
@@ -28,6 +30,9 @@ LOG = logging.getLogger(__name__)
 
 SILENCE_S_MAX = 120.0
 """How long a router may give no answer before the service says so in its log."""
+PAGE_BYTES = 16 << 20
+"""About the largest body of samples: it must fit into one message to a router. The caller asks for
+the rest."""
 Plain = dict[str, Any]
 
 
@@ -38,8 +43,10 @@ class RolloutService:
         self._config = config
         self._folder = Path(config.data_dir) / FOLDER
         self._rollouts: dict[tuple[str, str], LiveRollout] = {}
+        self._unreadable: dict[tuple[str, str], PlexRLError] = {}
+        """Rollouts whose store cannot be read, and why."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._peers: set[Peer] = set()
         self._transport = AsyncTransport(
             config.routers, config.operator_key(), SILENCE_S_MAX, config.ca or None
@@ -49,22 +56,22 @@ class RolloutService:
             "exchange": self._exchange,
             "batch": self._batch,
             "status": self._status,
+            "list": self._list,
         }
 
     async def open(self) -> list[Server]:
         """Read the stored rollouts, and listen.
 
         Raises:
-            StorageError: a store cannot be read.
             OSError: an address cannot be listened on.
         """
         for path in sorted(self._folder.glob(f"*/*{SUFFIX}")):
-            store = RolloutStore(path)
-            order = store.order()
-            if order is None:
-                store.delete()  # its creation was never answered
-            else:
-                self._add(order, store)
+            try:
+                self._read(path)
+            except PlexRLError as error:
+                LOG.error("%s", error)
+                key = unquote(path.parent.name), path.name.removesuffix(SUFFIX)
+                self._unreadable[key] = error
         config = self._config
         credentials = None if config.tls is None else Credentials(config.tls)
         return [
@@ -82,11 +89,12 @@ class RolloutService:
         """End the tasks; close the connections to routers, and the stores."""
         for peer in self._peers:
             peer.close()
-        for task in self._running:
+        for task in self._running.values():
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._transport.close()
         for each in self._rollouts.values():
+            await each.writer.settled()
             each.store.close()
 
     async def _on_link(self, link: Link) -> None:
@@ -97,9 +105,18 @@ class RolloutService:
         finally:
             self._peers.discard(peer)
 
+    def _read(self, path: Path) -> None:
+        """Continue the rollout of a store. Raises StorageError: it cannot be read."""
+        store = RolloutStore(path)
+        order = store.order()
+        if order is None:
+            store.delete()  # its creation was never answered
+        else:
+            self._add(order, store)
+
     def _add(self, order: RolloutOrder, store: RolloutStore) -> LiveRollout:
         calls = ClusterCalls(self._transport, order.job)
-        rollout = LiveRollout(order, store, calls, self._config.cycle_s)
+        rollout = LiveRollout(order, store, calls, self._config)
         self._rollouts[order.job, order.name] = rollout
         if self._tasks is not None:
             self._run(rollout)
@@ -107,32 +124,37 @@ class RolloutService:
 
     def _run(self, rollout: LiveRollout) -> None:
         assert self._tasks is not None
-        task = self._tasks.create_task(self._keep(rollout))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        key = rollout.order.job, rollout.order.name
+        self._running[key] = self._tasks.create_task(self._keep(rollout))
 
     async def _keep(self, rollout: LiveRollout) -> None:
         """Run a rollout, and delete it once its job has ended."""
         await rollout.run()
         if rollout.failure is not None:
             await rollout.job_end()
-        del self._rollouts[rollout.order.job, rollout.order.name]
+        await rollout.writer.settled()
+        key = rollout.order.job, rollout.order.name
+        del self._rollouts[key], self._running[key]
         rollout.store.delete()
 
     def _find(self, params: Plain) -> LiveRollout:
-        found = self._rollouts.get((params["job"], params["name"]))
-        if found is None:
-            raise NotFoundError(
-                f"job {params['job']!r} has no asynchronous rollout {params['name']!r}: create it"
-            )
-        found.check()
-        return found
+        key = params["job"], params["name"]
+        found = self._rollouts.get(key)
+        if found is not None:
+            return found
+        if (error := self._unreadable.get(key)) is not None:
+            raise error
+        raise NotFoundError(
+            f"job {params['job']!r} has no asynchronous rollout {params['name']!r}: create it"
+        )
 
     async def _create(self, _: Peer, params: Plain) -> Plain:
         try:
             order = msgspec.convert(params["order"], RolloutOrder)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the rollout is not valid: {error}") from error
+        if (order.job, order.name) in self._unreadable:
+            raise self._unreadable[order.job, order.name]
         found = self._rollouts.get((order.job, order.name))
         if found is None:
             path = self._folder / quote(order.job, safe="") / f"{order.name}{SUFFIX}"
@@ -144,102 +166,229 @@ class RolloutService:
                 f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
                 "name, or the same settings"
             )
+        elif found.failure is not None:
+            found = await self._again(found)
         await found.wait_for(lambda: found.is_joined, float(params["wait_s"]))
-        return _summary(found)
+        return await _durable_status(found)
+
+    async def _again(self, failed: LiveRollout) -> LiveRollout:
+        """Continue a rollout that failed: its controller has asked for it again."""
+        key = failed.order.job, failed.order.name
+        del self._rollouts[key]
+        task = self._running.pop(key)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await failed.writer.settled()
+        failed.store.close()
+        self._read(failed.store.path)
+        self._rollouts[key].progress.forgive()
+        return self._rollouts[key]
 
     async def _status(self, _: Peer, params: Plain) -> Plain:
-        return _summary(self._find(params))
+        return await _durable_status(self._find(params))
+
+    async def _list(self, _: Peer, params: Plain) -> Plain:
+        job = params.get("job")
+        found = [each for each in self._rollouts.values() if job in (None, each.order.job)]
+        return {"rollouts": [await _durable_status(each) for each in found]}
 
     async def _exchange(self, _: Peer, params: Plain) -> Plain:
         rollout, body = self._find(params), params["body"]
+        rollout.check()
         for trajectory, reward, reason in body["rewards"]:
             rollout.reward(trajectory, reward, reason)
         for group, tokens in enumerate(body["prompts"], body["first"]):
             rollout.add_prompt(group, np.array(tokens, dtype=np.int32))
         after = int(body["after"])
+        unrewarded = rollout.progress.unrewarded
 
         def news() -> list[TrajectoryId]:
-            return [each for each, seq in rollout.unrewarded.items() if seq > after]
+            return [each for each, seq in unrewarded.items() if seq > after]
 
-        await rollout.wait_for(lambda: bool(news() or _wanted(rollout)), float(params["wait_s"]))
-        found = news()
-        cursor = max([after, *rollout.unrewarded.values()])
+        def is_done() -> bool:
+            return bool(rollout.core.groups_wanted) or any(s > after for s in unrewarded.values())
+
+        await rollout.wait_for(is_done, float(params["wait_s"]))
+        found = {each: unrewarded[each] for each in news()}
         records = [rollout.core.trajectories.get(each) for each in found]
         segments = [() if each is None else tuple(each.segments) for each in records]
-        params = {**_summary(rollout), "cursor": cursor}
-        return {"body": _samples(rollout, found, segments, params)}
+        about = status(rollout)
+
+        def fields(seen: Sequence[int], read: int) -> Plain:
+            del seen
+            # In the order of events: the page holds all up to the last one that was read.
+            return {**about, "cursor": max([after, *list(found.values())[:read]])}
+
+        return {"body": await _samples(rollout, list(found), segments, fields)}
 
     async def _batch(self, _: Peer, params: Plain) -> Plain:
         rollout, version = self._find(params), int(params["version"])
+        rollout.check()
+        first = int(params.get("first", 0))
         rollout.request_batch(version, int(params["trainer_step"]))
+        progress = rollout.progress
 
         def ready() -> bool:
-            return rollout.batch is not None and rollout.batch.version == version
+            return progress.batch is not None and progress.batch.version == version
 
         await rollout.wait_for(ready, float(params["wait_s"]))
-        if not ready() or rollout.batch is None:
+        if not ready() or progress.batch is None:
             return {"body": None}
-        trained = rollout.batch.batch
-        params = {
-            "version": version,
-            "rewards": [each.reward for each in trained],
-            "versions": [each.version for each in trained],
-        }
-        body = _samples(
-            rollout,
-            [each.trajectory for each in trained],
-            [each.segments for each in trained],
-            params,
-        )
-        return {"body": body}
+        trained = progress.batch.batch
+        page = trained[first:]
+        if first and not page:
+            raise InvalidRequestError(f"batch {version} has {len(trained)} samples, not {first}")
+
+        def fields(seen: Sequence[int], read: int) -> Plain:
+            if len(seen) < read:
+                raise ConflictError(f"batch {version} was trained: request the next one")
+            return {
+                "version": version,
+                "rows": len(trained),
+                "rewards": [page[each].reward for each in seen],
+                "versions": [page[each].version for each in seen],
+            }
+
+        ids = [each.trajectory for each in page]
+        return {"body": await _samples(rollout, ids, [each.segments for each in page], fields)}
 
 
-def _wanted(rollout: LiveRollout) -> int:
-    return rollout.core.groups_wanted
-
-
-def _summary(rollout: LiveRollout) -> Plain:
-    core = rollout.core
+def status(rollout: LiveRollout) -> Plain:
+    """What controllers and operators see of a rollout; see docs/sdk.md."""
+    core, progress, order = rollout.core, rollout.progress, rollout.order
+    buffers, settings = core.manager.buffers, order.settings().staleness
+    failure = rollout.failure
+    latest = progress.batch
     return {
+        "job": order.job,
+        "name": order.name,
+        "source": order.source,
+        "staleness": order.staleness,
+        "prompts": order.prompts,
+        "samples": order.samples,
+        "state": "failed" if failure else "running" if rollout.is_joined else "joining",
+        "failure": None if failure is None else failure.to_wire(),
         "joined": rollout.is_joined,
         "groups_wanted": core.groups_wanted,
-        "next_group": rollout.next_group,
-        "next_batch": core.manager.buffers.next_version,
+        "next_group": progress.next_group,
+        "next_batch": buffers.next_version,
+        "latest_batch": None
+        if latest is None
+        else {"version": latest.version, "trainer_step": rollout.steps.get(latest.version)},
         "newest_version": core.newest_version,
-        "dropped": rollout.dropped,
-        "dropped_reason": rollout.dropped_reason,
-        "instances": {
-            name: {"version": work.version, "trajectories": len(work.held)}
-            for name, work in rollout.instances.work.items()
+        "waiting": len(core.trajectories.waiting),
+        "unrewarded": len(progress.unrewarded),
+        "dropped": progress.dropped_groups,
+        "dropped_reason": progress.dropped_reason,
+        "instances": {each.name: _instance(rollout, each) for each in rollout.members},
+        "buffers": [
+            {
+                "version": version,
+                "state": buffers.state(version).value,
+                "reserved": len(each.reserved),
+                "occupied": len(each.occupied),
+                "size": buffers.size,
+            }
+            for version, each in buffers.entries()
+        ],
+        "batches_ready": sum(
+            buffers.state(version) is BufferState.READY for version, _ in buffers.entries()
+        ),
+        "in_flight": len(core.trajectories.groups) * settings.samples,
+        "in_flight_max": settings.groups_max * settings.samples,
+        "batches": [
+            {
+                **msgspec.to_builtins(each, str_keys=True),
+                "trainer_step": rollout.steps.get(each.version),
+            }
+            for each in progress.batches
+        ],
+        "staleness_seen": {str(age): n for age, n in sorted(progress.staleness.items())},
+        "totals": {
+            "generated": msgspec.to_builtins(progress.generated),
+            "trained": msgspec.to_builtins(progress.trained),
+            "dropped": msgspec.to_builtins(progress.dropped),
+            "unfinished": progress.unfinished,
+            "failed_generations": progress.failed_generations,
         },
+        "tokens_generated": progress.generated.tokens,
+        "tokens_per_s": rollout.tokens_per_s(),
+        "journal": {"bytes": rollout.store.bytes, "events": rollout.store.tail_events},
     }
 
 
-def _samples(
+def _instance(rollout: LiveRollout, member: Member) -> Plain:
+    work = None if member.instance is None else rollout.instances.work.get(member.instance)
+    if work is None:
+        is_lost = member.absence is not None
+        reason = member.absence.reason if member.absence is not None else ""
+        return {
+            "state": "lost" if is_lost else "joining",
+            "reason": reason,
+            **dict.fromkeys(("trajectories", "running", "waiting", "completed"), 0),
+            **dict.fromkeys(("version", "kv_tokens", "kv_budget"), None),
+        }
+    assert member.instance is not None
+    shown = rollout.loads.get(member.instance)
+    return {
+        "state": "joined",
+        "reason": "",
+        "version": work.version,
+        "trajectories": len(work.held),
+        "running": 0 if shown is None else len(shown.running),
+        "waiting": 0 if shown is None else len(shown.waiting),
+        "kv_tokens": 0 if shown is None else int(shown.kv_cache),
+        "kv_budget": int(work.kv_budget),
+        "completed": work.completed,
+    }
+
+
+async def _durable_status(rollout: LiveRollout) -> Plain:
+    found = status(rollout)
+    await rollout.writer.settled()
+    return found
+
+
+async def _samples(
     rollout: LiveRollout,
     ids: Sequence[TrajectoryId],
     segments: Sequence[Sequence[Segment]],
-    params: Plain,
+    fields: Callable[[Sequence[int], int], Plain],
 ) -> bytes:
     """A body with trajectories: `prompts` and `tokens` packed, with lengths; for each one its
-    `segments` (count of tokens, version, trainer's step) and why it ended (`finish`)."""
+    `segments` (count of tokens, version, trainer's step) and why it ended (`finish`).
+
+    It holds the first ones of `ids`, about `PAGE_BYTES` of them at most. `fields` gets the indices
+    of those that it holds, and how many it has looked for, and returns the other parameters."""
     per_group = rollout.order.settings().staleness.samples
-    prompts = [rollout.store.prompt(SampleGroupId(each // per_group)) for each in ids]
-    responses = [rollout.store.response(each) for each in ids]
-    spans = [
-        [[s.tokens, s.policy_version, rollout.steps[s.policy_version]] for s in each]
-        for each in segments
-    ]
-    none = np.empty(0)
-    arrays: Arrays = {
-        "trajectories": np.array(ids, dtype=np.int64),
-        "prompts": np.concatenate([*prompts, none]).astype(np.int32),
-        "prompt_lengths": np.array([len(each) for each in prompts], dtype=np.int32),
-        "tokens": np.concatenate([*(each.tokens for each in responses), none]).astype(np.int32),
-        "lengths": np.array([len(each.tokens) for each in responses], dtype=np.int32),
-        "logprobs": np.concatenate([*(each.logprobs for each in responses), none]).astype(
-            np.float32
-        ),
-    }
-    finish = [each.finish for each in responses]
-    return encode_body({**params, "segments": spans, "finish": finish}, arrays)
+    wanted = [(group_of(each, per_group), each) for each in ids]
+    steps = dict(rollout.steps)
+    # What the caller knows of them may not be durable yet.
+    await rollout.writer.settled()
+
+    def read() -> bytes:
+        rows = rollout.store.read(wanted, PAGE_BYTES)
+        found = [(index, *row) for index, row in enumerate(rows) if row is not None]
+        spans = [
+            [[s.tokens, s.policy_version, steps[s.policy_version]] for s in segments[index]]
+            for index, _, _ in found
+        ]
+        none = np.empty(0)
+        arrays: Arrays = {
+            "trajectories": np.array([ids[index] for index, _, _ in found], dtype=np.int64),
+            "prompts": np.concatenate([*(p for _, p, _ in found), none]).astype(np.int32),
+            "prompt_lengths": np.array([len(p) for _, p, _ in found], dtype=np.int32),
+            "tokens": np.concatenate([*(r.tokens for _, _, r in found), none]).astype(np.int32),
+            "lengths": np.array([len(r.tokens) for _, _, r in found], dtype=np.int32),
+            "logprobs": np.concatenate([*(r.logprobs for _, _, r in found), none]).astype(
+                np.float32
+            ),
+        }
+        params = {
+            **fields([index for index, _, _ in found], len(rows)),
+            "segments": spans,
+            "finish": [r.finish for _, _, r in found],
+        }
+        return encode_body(params, arrays)
+
+    return await asyncio.to_thread(read)

@@ -33,6 +33,7 @@ from plexrl.router.http.routes import (
     deployments,
     jobs,
     operations,
+    rollout_views,
     rollouts,
     streams,
 )
@@ -45,6 +46,7 @@ from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsFiles, MetricsLog
 from plexrl.router.job_files.metrics_objects import MetricsObjects
 from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.spans import SpanSender
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.statemanager.checkpoint.places.choice import root_at
@@ -95,7 +97,10 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     )
     # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
     # come before the path that ends with the id. After that the busiest come first.
-    subjects = (streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster)
+    subjects = (
+        *(streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
+        rollout_views,
+    )
     for subject in subjects:
         app.include_router(subject.ROUTES)
     return app, services
@@ -131,7 +136,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
     blobs, metrics = _stores(config)
     credentials = None if config.tls is None else Credentials(config.tls)
     executor = Executor(blobs, credentials)
-    keys = KeyCache()
+    keys, rollouts = KeyCache(), RolloutLink(config.rollout, credentials)
     scheduler = SchedulerLink(
         config.scheduler,
         config.router,
@@ -170,7 +175,8 @@ def _make_services(config: RouterConfig) -> RouterServices:
         checkpoint_quota=quota,
         keys=keys,
         engines=Engines(executor),
-        rollouts=RolloutLink(config.rollout, credentials),
+        rollouts=rollouts,
+        rollout_views=RolloutViews(rollouts),
         disconnects=CancelOnDisconnect(scheduler),
         health=ClusterHealth(scheduler, data_dir, parts_file),
         data_dir=data_dir,

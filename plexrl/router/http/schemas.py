@@ -262,6 +262,12 @@ class RolloutRequest(_Strict):
     prompts: Count = Field(description="prompts of one batch")
     samples: Count = Field(1, description="samples of each prompt")
     sampling: dict[str, Any] = Field(description="as `sampling` of `generate`, with a `seed`")
+    first_batch: Count = Field(0, description="number of the first batch")
+    failed_prompts_max: Count = Field(
+        0,
+        description="prompts dropped one after another because of failures after which the rollout "
+        "fails; 0: as many as a batch has, and at least 8",
+    )
 
 
 class ExchangeRequest(_Strict):
@@ -279,3 +285,4 @@ class BatchRequest(_Strict):
     """A batch to take."""
 
     trainer_step: Count = Field(description="the trainer's steps so far")
+    first: Count = Field(0, description="sample of the batch from which on to return samples")

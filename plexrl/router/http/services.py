@@ -32,6 +32,7 @@ from plexrl.router.job_files.checkpoint_access import CheckpointAccess
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.router.job_files.metrics_log import MetricsLog
 from plexrl.router.observe.health import ClusterHealth
+from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.streams.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.wire.tensors import MEDIA_TYPE
 
@@ -57,6 +58,7 @@ class RouterServices:
     keys: KeyCache
     engines: Engines
     rollouts: RolloutLink
+    rollout_views: RolloutViews
     disconnects: CancelOnDisconnect
     health: ClusterHealth
     data_dir: Path

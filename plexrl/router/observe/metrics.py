@@ -1,4 +1,4 @@
-"""The cluster's health as Prometheus metrics, with the same content as `/v1/health`."""
+"""Prometheus metrics: the cluster's health, with the same content as `/v1/health`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,8 +41,9 @@ class HealthCollector(Collector):
         yield restarts
 
 
-def metrics_text(health: dict[str, Any], now: float) -> bytes:
+def metrics_text(*collectors: Collector) -> bytes:
     """The metrics in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(HealthCollector(health, now))
+    for each in collectors:
+        registry.register(each)
     return generate_latest(registry)

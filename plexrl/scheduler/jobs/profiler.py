@@ -5,8 +5,10 @@ jobs that never publish, an optimizer step ends the cycle; in forward deployment
 Rollouts that sync at moments of their own cause several publishes in one step. So a publish ends a
 cycle only after an optimizer step in it, and further publishes belong to the cycle that has ended.
 The cycle's clock stops while the deployment waits for the group, so a trace shows the job as it
-would run alone. The trace is the median of several cycles after the warm-up. Only cycles with the
-most common number of segments count, so stragglers, checkpoints and evaluations do not distort it.
+would run alone. It does not stop for waiting that delays nothing: the rollouts of an asynchronous
+job generated meanwhile, and the trainer waited for them afterwards. The trace is the median of
+several cycles after the warm-up. Only cycles with the most common number of segments count, so
+stragglers, checkpoints and evaluations do not distort it.
 """
 
 from collections import Counter
@@ -57,8 +59,15 @@ class ProfilerConfig:
     """Relative change of period or busy time that counts as drift."""
 
 
-def run_began(deployment: Deployment, now: float) -> None:
-    """An operation starts on the group: record its wait, and the start of a cycle."""
+def waits(deployment: Deployment, now: float) -> bool:
+    """Whether an operation that starts now has waited for the group."""
+    since = deployment.burst.wants_since
+    return since is not None and since < now
+
+
+def run_began(deployment: Deployment, now: float, *, overlapped: bool) -> None:
+    """An operation starts on the group: record its wait, and the start of a cycle. `overlapped`: a
+    rollout of the job generates, as it did during the wait."""
     since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.burst.stop_wanting()
     cycle = deployment.cycles.open
@@ -66,6 +75,8 @@ def run_began(deployment: Deployment, now: float) -> None:
         cycle = deployment.cycles.begin(since)
     if now > since:
         cycle.waited_s += now - since
+        if overlapped:
+            cycle.hidden_s += now - since
 
 
 def run_ended(
@@ -87,8 +98,7 @@ def run_ended(
     elif len(spans) < SPANS_MAX:
         spans.append(BusySpan(offset_s, now - began_at, overlapped))
     if kind == _OPTIM_STEP:
-        deployment.cycles.steps = True
-        cycle.has_step = True
+        deployment.cycles.step()
     if not cycle.ends:
         cycle.ends = _is_end(deployment, cycle, kind)
 
@@ -107,6 +117,11 @@ def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
         for span in cycle.spans:
             busy_s += span.duration_s
         waited_s = min(cycle.waited_s, length_s)
+        if cycle.hidden_s and cycle.spans:
+            last = cycle.spans[-1]
+            idle_s = length_s - waited_s - last.offset_s - last.duration_s
+            if idle_s > MERGE_PART * length_s:
+                waited_s = max(0.0, waited_s - cycle.hidden_s)
         deployment.cycles.add(
             Cycle(cycle.started_at, length_s, waited_s, busy_s, tuple(cycle.spans))
         )

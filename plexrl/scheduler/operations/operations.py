@@ -8,10 +8,16 @@ from plexrl.errors import (
     OperationCancelledError,
     PlexRLError,
 )
-from plexrl.ids import DeploymentId, OperationId
+from plexrl.ids import OperationId
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.next_use import next_use_s
-from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended
+from plexrl.scheduler.dispatch.published_versions import (
+    has_published,
+    note_published,
+    pull_newest,
+    statemanagers,
+)
+from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, waits
 from plexrl.scheduler.jobs.retention import forget_oldest
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import bill, count_failure, meter
@@ -20,7 +26,6 @@ from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
-from plexrl.scheduler.state.deployment.stored_version import PublishedVersion
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
@@ -36,6 +41,7 @@ MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAP
 
 _PUBLISH: Final = OperationKind.PUBLISH
 _OFFLOAD: Final = OperationKind.OFFLOAD
+_GENERATE: Final = OperationKind.GENERATE
 _STARTED: Final = OperationTrigger.STARTED
 _FINISHED: Final = OperationTrigger.FINISHED
 _FAILS: Final = OperationTrigger.FAILED
@@ -55,7 +61,7 @@ def enqueue(
 ) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
     after: OperationId | None = None
-    if event.source is not None and not (event.published and _has_published(state, event.source)):
+    if event.source is not None and not (event.published and has_published(state, event.source)):
         after = publish_name(state, event.operation)
         enqueue_publish(state, effects, state.deployment(event.source), after, event.operation, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
@@ -144,14 +150,15 @@ def start(
             if next_began(deployment, operation.kind, now):
                 effects.cycles_over[deployment.deployment] = None
             note_wait(state, group, deployment, now)
-            run_began(deployment, now)
+            overlapped = waits(deployment, now) and _rollouts_generate(state, deployment)
+            run_began(deployment, now, overlapped=overlapped)
         if operation.expected_at is not None:
             _compare(state, operation, now)
     operation.token = group.token
     operation.group = group.group
     source = operation.source
     if operation.published and operation.after is None and not replay:
-        _pull_newest(state, operation)
+        pull_newest(state, operation, deployment)
     command = RunOperation(
         operation.operation,
         deployment.deployment,
@@ -164,7 +171,7 @@ def start(
         operation.params_json,
         operation.payload,
         deployment.processes.endpoints,
-        () if source is None else _statemanagers(state, source, operation.source_seq),
+        () if source is None else statemanagers(state, source, operation.source_seq),
         source,
         operation.source_seq,
         deployment.replay.durable_seq,
@@ -251,29 +258,6 @@ def start_move(
         effects.commands.append(command)
 
 
-def _has_published(state: State, trainer: DeploymentId) -> bool:
-    """Whether a `publish` of the trainer made a version, which the nodes that it is on hold."""
-    deployment = state.deployment(trainer)
-    version = deployment.published
-    return version is not None and version.nodes == tuple(deployment.nodes)
-
-
-def _pull_newest(state: State, sync: Operation) -> None:
-    """Choose the version that a sync pulls: the newest at its start, which is kept longest."""
-    assert sync.source is not None
-    version = state.deployment(sync.source).published
-    if version is not None:
-        sync.source_seq, sync.source_step = version.seq, version.trainer_step
-
-
-def _statemanagers(state: State, trainer: DeploymentId, seq: int) -> tuple[str, ...]:
-    """StateManagers of the nodes that hold a trainer's published version."""
-    nodes, deployment = state.nodes, state.deployment(trainer)
-    version = deployment.published
-    holders = version.nodes if version is not None and version.seq == seq else deployment.nodes
-    return tuple(nodes[node].statemanager for node in holders if node in nodes)
-
-
 def _compare(state: State, operation: Operation, now: float) -> None:
     """Record the error of the estimated start of an operation."""
     assert operation.expected_at is not None
@@ -315,11 +299,7 @@ def complete(
         effects.discards.append(operation.payload)
     if kind == _PUBLISH:
         if not operation.internal:
-            deployment.published = PublishedVersion(
-                seq=operation.seq,
-                trainer_step=deployment.trainer_step,
-                nodes=tuple(deployment.nodes),
-            )
+            note_published(state, effects, deployment, operation)
         dependent = _served(state, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq
@@ -331,17 +311,25 @@ def complete(
 
 def _note_run(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
     began_at = operation.started_at if operation.started_at is not None else now
-    overlapped = False
-    names = state.jobs[deployment.job].deployments
-    if len(names) > 1:
-        deployments = state.deployments
-        for name in names:
-            other = deployments[name]
-            if other.kind == "rollout" and other.running:
-                overlapped = True
+    overlapped = _rollouts_generate(state, deployment)
     run_ended(deployment, operation.kind, began_at, now, overlapped=overlapped)
     if deployment.queue:
         deployment.burst.want(now)
+
+
+def _rollouts_generate(state: State, deployment: Deployment) -> bool:
+    """Whether a rollout of the deployment's job generates."""
+    names = state.jobs[deployment.job].deployments
+    if len(names) == 1:
+        return False
+    deployments = state.deployments
+    for name in names:
+        other = deployments[name]
+        if other.kind == "rollout":
+            for run in other.running.values():
+                if run.kind is _GENERATE:
+                    return True
+    return False
 
 
 def fail(

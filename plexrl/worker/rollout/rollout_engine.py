@@ -43,6 +43,8 @@ class EngineStats:
     kv_bytes_max: int
     """Budget of the KV cache."""
     block_bytes: int
+    block_tokens: int
+    """Tokens of one block."""
     blocks: int
     blocks_held: int
     """Blocks that samples hold."""

@@ -46,6 +46,11 @@ FULL: Plain = {
         "service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
         "ingress": {"enabled": True, "className": "nginx", "hosts": ["plexrl.example.com"]},
     },
+    "rollout": {
+        "settings": {"cycle_s": 1},
+        "volume": {"size": "100Gi", "storageClassName": "fast"},
+        "nodeSelector": {"pool": "control"},
+    },
     "data": {
         "url": "s3://bucket/plexrl",
         "checkpointUrl": "s3://bucket/checkpoints",
@@ -66,6 +71,7 @@ SHARED_VOLUME: Plain = {
     "data": {"volume": {"accessMode": "ReadWriteMany"}},
     "keys": {"existingSecret": "own-keys", "existingAuthority": "own-authority"},
     "operator": {"enabled": False},
+    "rollout": {"enabled": False},
     "crd": {"install": False},
     "nodePools": [{"name": "small", "gpus": 2}],
 }

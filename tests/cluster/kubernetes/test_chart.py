@@ -10,6 +10,7 @@ import yaml
 
 from plexrl.cluster.kubernetes.settings import fill
 from plexrl.process.startup import parse_config
+from plexrl.rollout.service.config import RolloutConfig
 from plexrl.router.config import RouterConfig
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.statemanager.daemon.config import StateManagerConfig
@@ -95,6 +96,8 @@ def test_helm_finds_no_fault_in_the_chart() -> None:
         ({"nodePools": [{"name": "a", "workers": "pods"}]}, "hostMemoryPath"),
         ({"images": {"control": {"digest": "latest"}}}, "/images/control/digest"),
         ({"data": {"url": "bucket"}}, "/data/url"),
+        ({"rollout": {"replicas": 2}}, "rollout"),
+        ({"rollout": {"volume": {"size": "much"}}}, "/rollout/volume/size"),
         ({"user": 0}, "/user"),
     ],
 )
@@ -122,6 +125,12 @@ def test_settings_are_those_that_the_processes_read(name: str, tmp_path: Path) -
     router = settings("demo-plexrl-router", "router.json")
     parse_config(json.dumps(scheduler), SchedulerConfig, name)
     parse_config(json.dumps(router), RouterConfig, name)
+    if "demo-plexrl-rollout" in maps:
+        rollout = settings("demo-plexrl-rollout", "rollout.json")
+        parse_config(json.dumps(rollout), RolloutConfig, name)
+        assert router["rollout"].endswith(rollout["listen"][0].rpartition(":")[2])
+    else:
+        assert "rollout" not in router
     for pool in VALUES[name].get("nodePools", ()):
         node = settings(f"demo-plexrl-node-{pool['name']}", "node.json")
         parse_config(json.dumps(node["statemanager"]), StateManagerConfig, name)
@@ -210,6 +219,30 @@ def test_one_scheduler_is_replaced_and_several_are_rolled(tmp_path: Path) -> Non
     )
 
 
+def test_rollouts_outlive_their_pod_and_one_process_writes_them(tmp_path: Path) -> None:
+    objects = render({}, tmp_path)
+    deployment = of_kind(objects, "Deployment")["demo-plexrl-rollout"]["spec"]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+    settings = json.loads(
+        of_kind(objects, "ConfigMap")["demo-plexrl-rollout"]["data"]["rollout.json"]
+    )
+    spec = deployment["template"]["spec"]
+    (mount,) = (
+        each
+        for each in spec["containers"][0]["volumeMounts"]
+        if each["mountPath"] == settings["data_dir"]
+    )
+    (volume,) = (each for each in spec["volumes"] if each["name"] == mount["name"])
+    claim = of_kind(objects, "PersistentVolumeClaim")[volume["persistentVolumeClaim"]["claimName"]]
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    issuer = pod_specs(objects)["Deployment/demo-plexrl-issuer"]["containers"][0]["args"]
+    assert "--role=rollout=plexrl/demo-plexrl-rollout" in issuer
+    assert not any(
+        "rollout" in json.dumps(each["metadata"])
+        for each in render({"rollout": {"enabled": False}}, tmp_path)
+    )
+
+
 def test_the_node_takes_all_its_gpus_in_one_container(tmp_path: Path) -> None:
     spec = pod_specs(render(FULL, tmp_path))["DaemonSet/demo-plexrl-node-h200"]
     with_gpus = [
@@ -237,6 +270,10 @@ def test_folders_of_the_node_get_the_pods_user_and_only_they_do(tmp_path: Path) 
 def test_policies_admit_nodes_of_the_host_network_the_operator_and_rljobs(tmp_path: Path) -> None:
     policies = of_kind(render(FULL, tmp_path), "NetworkPolicy")
     machines = {"ipBlock": {"cidr": "10.1.0.0/16"}}
+    (rollout,) = policies["demo-plexrl-rollout"]["spec"]["ingress"]
+    (routers,) = rollout["from"]
+    assert routers["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert rollout["ports"] == [{"port": 7072, "protocol": "TCP"}]
     for name in ("scheduler", "issuer", "node"):
         assert machines in policies[f"demo-plexrl-{name}"]["spec"]["ingress"][0]["from"], name
     admitted = policies["demo-plexrl-router"]["spec"]["ingress"][0]["from"]

@@ -8,7 +8,7 @@ from typing import Any
 from plexrl.process.children.restart_log import PartRecord, read_parts
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.observe.health import ClusterHealth
-from plexrl.router.observe.metrics import metrics_text
+from plexrl.router.observe.metrics import HealthCollector, metrics_text
 from plexrl.wire.rpc import Peer
 
 Plain = dict[str, Any]
@@ -118,7 +118,7 @@ def test_an_unreachable_scheduler_is_a_condition_since_its_first_failure(tmp_pat
 def test_prometheus_metrics_have_the_age_of_a_condition(tmp_path: Path) -> None:
     async def test(link: SchedulerLink) -> int:
         health = ClusterHealth(link, tmp_path, None, free_bytes_min=0)
-        text = metrics_text(await health.public(), now=12.0).decode()
+        text = metrics_text(HealthCollector(await health.public(), now=12.0)).decode()
         assert 'plexrl_condition_seconds{code="journal_full"} 7.0' in text
         assert "plexrl_scheduler_connected 1.0" in text
         assert "plexrl_part_restarts_total 0.0" in text

@@ -75,11 +75,10 @@ def test_the_profile_is_one_step_whatever_the_staleness(
     assert found["busy_s"] == pytest.approx(TRAIN_S)
     assert found["duty"] == pytest.approx(TRAIN_S / period_s)
     # What the profile predicts for a step is what a step was billed.
-    usage = clock.cluster.core.job_view("a", clock.cluster.now)["usage"]
     billed = sum(
         row["gpu_seconds"]
-        for kind, row in usage.items()
-        if kind in ("forward_backward", "optim_step", "publish")
+        for row in clock.cluster.core.usage(None)
+        if row["kind"] in ("forward_backward", "optim_step", "publish")
     )
     assert billed / job.trained == pytest.approx(found["busy_s"] * TRAINER_GPUS, rel=0.05)
 
@@ -111,6 +110,8 @@ def test_two_jobs_that_wait_for_their_rollouts_share_a_group_without_loss() -> N
         assert waiting_part is not None
         assert waiting_part <= 0.05
         assert shared.steps[f"{name}/actor"] >= 0.95 * alone.steps["a/actor"]
+        # Their batches are ready at the same times: one waits, within its slack, at every step.
+        assert profile(shared.cluster, name)["period_s"] == pytest.approx(60.0 + PULL_S, rel=0.02)
 
 
 def test_a_job_that_trains_all_the_time_is_moved_away_from_its_co_resident() -> None:

@@ -40,7 +40,7 @@ def live(
         one.burst.want(now)
         now += waited_s
         profiler.next_began(one, kind, now)
-        profiler.run_began(one, now)
+        profiler.run_began(one, now, overlapped=False)
         began_at, now = now, now + seconds
         profiler.run_ended(one, kind, began_at, now, overlapped=False)
     return now

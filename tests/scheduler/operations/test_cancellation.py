@@ -125,9 +125,9 @@ def test_the_same_request_with_less_time_left_is_the_same_request(cluster: FakeC
     assert cluster.core.operation_view("a:1", cluster.now)["deadline_at"] == cluster.now + 5.0
 
 
-def watched(cluster: FakeCluster) -> list[cmd.Command]:
+def watched(cluster: FakeCluster) -> list[cmd.RunOperation | cmd.AbortOperation]:
     """The commands about runs from now on."""
-    emitted: list[cmd.Command] = []
+    emitted: list[cmd.RunOperation | cmd.AbortOperation] = []
     take = cluster.take
 
     def watch(commands: list[cmd.Command]) -> None:

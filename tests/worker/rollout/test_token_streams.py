@@ -10,7 +10,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.wire.framing import recv_frame
 from plexrl.worker.process.server import Connection
 from plexrl.worker.rollout import token_streams
-from plexrl.worker.rollout.token_streams import TokenStreams
+from plexrl.worker.rollout.token_streams import RowLog, TokenLog, TokenStreams
 
 
 class Reader:
@@ -57,7 +57,7 @@ def test_a_reader_may_come_before_the_generation_and_finds_all_that_was_drawn_si
     streams = TokenStreams()
     streams.read(router.connection, router.question("slow"))
     log = streams.begin("op", True)
-    assert log is not None
+    assert isinstance(log, TokenLog)
     streams.serve()
     assert router.answer() is None
     log.append(1, [7], [-0.5])
@@ -79,7 +79,7 @@ def test_a_reader_may_come_before_the_generation_and_finds_all_that_was_drawn_si
 def test_a_place_in_another_run_begins_at_the_start(router: Reader) -> None:
     streams = TokenStreams()
     log = streams.begin("op", True)
-    assert log is not None
+    assert isinstance(log, TokenLog)
     log.append(0, [7], [0.0])
     streams.read(router.connection, router.question("one", 5, "former"))
     found = router.answer()
@@ -112,7 +112,7 @@ def test_a_request_after_the_end_is_answered_at_once(
     log = streams.begin("op", True)
     streams.read(router.connection, router.question("late", 3, "run"))
     assert router.answer() is None, "the generation has restarted"
-    assert log is not None
+    assert isinstance(log, TokenLog)
     log.append(0, [7], [0.0])
     streams.serve()
     assert router.answer() is not None
@@ -135,3 +135,30 @@ def test_what_is_not_streamed_cannot_be_read(router: Reader) -> None:
     streams.begin("op", False)
     with pytest.raises(InvalidRequestError, match="was submitted without `stream`"):
         streams.read(router.connection, router.question("one"))
+
+
+def test_rows_that_end_with_the_generation_reach_a_waiting_reader(router: Reader) -> None:
+    streams = TokenStreams()
+    log = streams.begin("op", "rows")
+    assert isinstance(log, RowLog)
+    streams.read(router.connection, router.question("one"))
+    log.append(4, [7, 8], [-0.5, -1.0], 0, [[0, 3, 2]])
+    log.append(1, [], [], 2, [[0, 3, 2]])
+    assert streams.end("op") is log
+    found = router.answer()
+    assert found is not None
+    assert found["rows"] == [[4, [7, 8], [-0.5, -1.0], 0, [[0, 3, 2]]], [1, [], [], 2, [[0, 3, 2]]]]
+    assert found["next"] == 2
+    assert log.order().tolist() == [4, 1]
+
+
+def test_long_rows_come_in_several_replies_and_none_is_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_streams, "TOKENS_MAX", 4)
+    log = RowLog()
+    for row in range(5):
+        log.append(row, [row] * 3, [0.0] * 3, 1, [])
+    assert [row[0] for row in log.read(0)["rows"]] == [0, 1]
+    assert [row[0] for row in log.read(4)["rows"]] == [4]
+    assert log.read(4)["next"] == 5

@@ -5,6 +5,7 @@ it is asked to.
 """
 
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from plexrl.worker.process.backend import (
     BackendCall,
     BackendResult,
     Emit,
+    EmitRow,
     RolloutBackend,
 )
 from plexrl.worker.process.command import RunCommand
@@ -73,10 +75,13 @@ class Idle(RolloutBackend):
     def run(self, call: BackendCall) -> BackendResult:
         raise NotImplementedError
 
-    def submit(self, call: BackendCall, emit: Emit | None) -> None:
+    def submit(self, call: BackendCall, emit: Emit | None, emit_row: EmitRow | None = None) -> None:
         raise NotImplementedError
 
-    def abort(self, operation: str) -> None:
+    def abort(self, operation: str, rows: Collection[int] | None = None) -> None:
+        raise NotImplementedError
+
+    def load(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def interrupt(self, operation: str) -> BackendResult | None:

@@ -24,9 +24,16 @@ async def create(
     return await _ask(request, services, job, "create", wait_s, order=order)
 
 
+@ROUTES.get("", summary="The asynchronous rollouts of a job")
+async def index(request: Request, services: Services, job: str) -> Plain:
+    """`rollouts`: each as below."""
+    return await _ask(request, services, job, "list", 0.0)
+
+
 @ROUTES.get("/{name}", summary="One asynchronous rollout")
 async def get(request: Request, services: Services, job: str, name: str) -> Plain:
-    """Its versions, and the load of its instances."""
+    """Its versions, buffers and latest batches, counts of samples, and the load of its instances.
+    Also of a rollout that has failed, with its error as `failure`."""
     return await _ask(request, services, job, "status", 0.0, name=name)
 
 
@@ -58,7 +65,8 @@ async def batch(
     wait_s: float = 25.0,
 ) -> Response:
     """The request tells that the model has trained all earlier batches. 202: the batch is not
-    complete; send the request again."""
+    complete; send the request again. `rows` of the answer is the number of samples of the batch: if
+    the answers so far have fewer, the next request has their number as `first`."""
     found = await _ask(
         request,
         services,
@@ -68,6 +76,7 @@ async def batch(
         name=name,
         version=version,
         trainer_step=body.trainer_step,
+        first=body.first,
     )
     if found["body"] is None:
         return Response(status_code=202)

@@ -12,7 +12,7 @@ from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
 from plexrl.router.http.authentication import key_digest
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
 from plexrl.router.http.services import Services
-from plexrl.router.observe.metrics import metrics_text
+from plexrl.router.observe.metrics import HealthCollector, metrics_text
 from plexrl.wire.parameter_checks import check_name
 
 Plain = dict[str, Any]
@@ -26,10 +26,11 @@ async def health(services: Services) -> Plain:
     return await services.health.public()
 
 
-@ROUTES.get("/metrics", summary="Health as Prometheus metrics; needs no key")
+@ROUTES.get("/metrics", summary="Prometheus metrics; needs no key")
 async def metrics(services: Services) -> Response:
-    """The content of `/v1/health` in Prometheus's text format."""
-    text = metrics_text(await services.health.public(), time.time())
+    """The content of `/v1/health`, and figures of all asynchronous rollouts."""
+    health = HealthCollector(await services.health.public(), time.time())
+    text = metrics_text(health, await services.rollout_views.metrics())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -17,7 +17,7 @@ from plexrl.router.http.server.guarded_protocol import STATE_KEY, GuardedProtoco
 
 OPEN_PATHS = frozenset(
     {
-        *("/v1/health", "/v1/metrics"),
+        *("/v1/health", "/v1/metrics", "/dashboard"),
         *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
     }
 )

@@ -37,6 +37,8 @@ class OpenCycle:
     started_at: float
     waited_s: float = 0.0
     """Time waited for the group so far."""
+    hidden_s: float = 0.0
+    """Part of it in which rollouts of the job generated."""
     spans: list[BusySpan] = field(default_factory=list)
     ends: bool = False
     """Its last operation has run; the next submission starts another cycle."""
@@ -46,6 +48,7 @@ class OpenCycle:
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
         self.waited_s = 0.0
+        self.hidden_s = 0.0
         self.spans = []
         self.ends = False
         self.has_step = False
@@ -59,6 +62,7 @@ class Cycle:
     started_at: float
     length_s: float
     waited_s: float
+    """Time by which waiting for the group delayed the job."""
     busy_s: float
     """Time busy on the group."""
     spans: tuple[BusySpan, ...]
@@ -99,6 +103,12 @@ class Cycles:
         """A cycle begins."""
         self.open = OpenCycle(at)
         return self.open
+
+    def step(self) -> None:
+        """An optimizer step has run in the open cycle."""
+        self.steps = True
+        if self.open is not None:
+            self.open.has_step = True
 
     def count(self) -> bool:
         """A cycle has ended. True if the warm-up was over before it."""

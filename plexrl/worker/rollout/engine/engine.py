@@ -202,6 +202,7 @@ class Engine(RolloutEngine):
             preemptions=scheduler.preemptions,
             kv_bytes_max=self._blocks * self._block_bytes,
             block_bytes=self._block_bytes,
+            block_tokens=self._block_tokens,
             blocks=self._blocks,
             blocks_held=pool.held,
             blocks_kept=pool.kept,

@@ -4,6 +4,7 @@ vLLM is stepped in this thread, so every row is at a token boundary between two 
 stores each row's tokens as they are drawn, so they are available however the row ends.
 """
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from plexrl.worker.rollout.generation import (
 )
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine, RowLength
 from plexrl.worker.rollout.vllm.cache_memory import CacheMemory
-from plexrl.worker.rollout.vllm.launch import StartedEngine
+from plexrl.worker.rollout.vllm.launch import TOKENS, StartedEngine
 from plexrl.worker.rollout.vllm.probe import check_logprobs
 from plexrl.worker.rollout.vllm.sampling import draw_arguments
 from plexrl.worker.rollout.vllm.weights import ArenaWeights
@@ -152,6 +153,7 @@ class VllmEngine(RolloutEngine):
             preemptions=scheduler.preemptions,
             kv_bytes_max=scheduler.blocks * block_bytes,
             block_bytes=block_bytes,
+            block_tokens=TOKENS,
             blocks=scheduler.blocks,
             blocks_held=scheduler.blocks_held,
             blocks_kept=scheduler.blocks_kept,
@@ -182,7 +184,10 @@ class VllmEngine(RolloutEngine):
     def _pass(self) -> None:
         self._cache.ensure()
         self._steps += 1
+        began = time.perf_counter()
         outputs = self._llm.step()
+        if self._scheduler.decode is not None:
+            self.meter.add(*self._scheduler.decode, time.perf_counter() - began)
         self._count_blocks()
         for output in outputs:
             row = self._rows.get(output.request_id)

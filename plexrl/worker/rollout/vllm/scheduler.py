@@ -17,8 +17,12 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not install
     preemptions = 0
     blocks_held_then = 0
     """Blocks that samples held when the last step was planned."""
+    decode: tuple[int, int] | None = None
+    """Of the last planned step: samples, and the tokens in their caches. None: the step computes
+    more than one token of some sample, or draws none for it."""
     running: list[Any]
     waiting: Any
+    requests: dict[str, Any]
     _for_memory = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +39,19 @@ class CountingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not install
         for request in planned.scheduled_new_reqs:
             self.prefix_tokens_reused += request.num_computed_tokens
         self.blocks_held_then = self.blocks_held
+        self.decode = self._decode_of(planned)
         return planned
+
+    def _decode_of(self, planned: Any) -> tuple[int, int] | None:
+        rows = [self.requests[name] for name in planned.num_scheduled_tokens]
+        if not rows or planned.total_num_scheduled_tokens != len(rows):
+            return None
+        # vLLM counts tokens as computed when it plans them.
+        if any(
+            not row.num_prompt_tokens < row.num_computed_tokens == row.num_tokens for row in rows
+        ):
+            return None
+        return len(rows), sum(row.num_computed_tokens for row in rows)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.tokens_recomputed += request.num_computed_tokens

@@ -1,0 +1,76 @@
+"""`plexrl rollouts`: asynchronous rollouts, their buffers and instances."""
+
+from typing import Annotated, Any
+
+import typer
+
+from plexrl.cli.terminal.context import Access, Cells, Output, print_line
+from plexrl.cli.terminal.job_ids import find_job
+from plexrl.cli.terminal.option_groups import with_option_groups
+
+View = dict[str, Any]
+
+
+@with_option_groups
+def rollouts(
+    job: Annotated[
+        str | None,
+        typer.Argument(help="Only this job's: its id, a prefix of it, or its name."),
+    ] = None,
+    *,
+    access: Access,
+    output: Output,
+) -> None:
+    """Asynchronous rollouts: how far generation is ahead of training, and the load of instances."""
+    with access.open() as cluster:
+        found = cluster.rollouts(None if job is None else find_job(cluster, job).job)
+    cells: Cells = {
+        "job": "job",
+        "rollout": "name",
+        "state": "state",
+        "η": "staleness",
+        "version": "newest_version",
+        "ready": "batches_ready",
+        "in flight": lambda each: f"{each['in_flight']}/{each['in_flight_max']}",
+        "ages": lambda each: shares(each["staleness_seen"]),
+        "tokens/s": lambda each: f"{each['tokens_per_s']:.0f}",
+    }
+    output.table(cells, found)
+    if output.as_json or not found:
+        return
+    instances = [
+        {**each, "name": name, "of": view}
+        for view in found
+        for name, each in view["instances"].items()
+    ]
+    columns: Cells = {
+        **({"job": lambda each: each["of"]["job"]} if len({v["job"] for v in found}) > 1 else {}),
+        **{field: field for field in ("name", "state", "version", "running", "waiting")},
+        "KV cache": _kv_cache,
+    }
+    output.table(columns, instances, title="Instances")
+    for view in found:
+        where = f"{view['job']}/{view['name']}"
+        if view["failure"] is not None:
+            print_line(f"{where} failed: {view['failure']['message']}")
+        if view["dropped"]:
+            groups = "1 prompt was" if view["dropped"] == 1 else f"{view['dropped']} prompts were"
+            print_line(f"{where}: {groups} dropped, the last because: {view['dropped_reason']}")
+    for each in instances:
+        if each["reason"]:
+            print_line(f"{each['of']['job']}/{each['name']} is {each['state']}: {each['reason']}")
+
+
+def shares(counts: dict[str, int]) -> str:
+    """Counts by staleness as shares, such as `0: 63 %, 1: 37 %`."""
+    total = sum(counts.values())
+    return ", ".join(
+        f"{age}: {100 * counts[age] / total:.0f} %" for age in sorted(counts, key=int) if total
+    )
+
+
+def _kv_cache(instance: View) -> str:
+    """The tokens in the KV cache and its size in tokens."""
+    if not instance["kv_budget"]:
+        return ""
+    return f"{100 * instance['kv_tokens'] / instance['kv_budget']:.0f} %"

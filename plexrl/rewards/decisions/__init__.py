@@ -1,0 +1,1 @@
+"""Decisions about rewards: timeouts of tests, attempts of graders, what a failure means. Pure."""

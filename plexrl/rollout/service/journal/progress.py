@@ -1,0 +1,173 @@
+"""What a rollout has generated, trained and dropped; a replay of the events gives the same."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
+from plexrl.rollout.coordinator.messages import (
+    BatchRequested,
+    Command,
+    Event,
+    Generated,
+    GenerationFailed,
+    GroupAdded,
+    GroupFiltered,
+    InstanceJoined,
+    ReportDroppedGroup,
+    Rewarded,
+    Train,
+)
+from plexrl.rollout.service.order import deployment_of
+from plexrl.rollout.trajectories.record import (
+    SampleGroupId,
+    TrajectoryId,
+    TrajectoryState,
+    group_of,
+    trajectory_ids,
+)
+
+BATCHES_KEPT = 32
+
+
+@dataclass(slots=True, kw_only=True)
+class Count:
+    """Samples, and the tokens of their responses."""
+
+    samples: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Counts a sample for each number of tokens."""
+        for each in tokens:
+            self.samples += 1
+            self.tokens += each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBatch:
+    """What is kept of a trained batch."""
+
+    version: int
+    samples: int
+    tokens: int
+    """Of the responses."""
+    staleness: dict[int, int]
+    """Samples by `version` less V_traj."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Counts since the rollout was created, and what its controller has to answer next."""
+
+    group_size: int
+    """Samples of a prompt."""
+    requested: int = -1
+    """Version of the latest batch that the trainer asked for."""
+    batch: Train | None = None
+    """The latest batch."""
+    next_group: SampleGroupId = SampleGroupId(0)
+    unrewarded: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Generated trajectories without a reward, by the number of the event."""
+    lengths: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Tokens of the generated responses of groups that are neither trained nor dropped."""
+    generated: Count = field(default_factory=Count)
+    """Responses that were generated to their end."""
+    trained: Count = field(default_factory=Count)
+    """Those of them that were handed to the trainer."""
+    dropped: Count = field(default_factory=Count)
+    """Those of them whose group was dropped."""
+    unfinished: int = 0
+    """Samples of dropped groups that were not generated to their end."""
+    dropped_groups: int = 0
+    dropped_reason: str = ""
+    """The latest reason."""
+    failed_generations: int = 0
+    failed_groups: int = 0
+    """Groups dropped because of failed generations, since the latest success of one."""
+    groups_without_reward: int = 0
+    """Groups dropped because a reward failed, since the latest reward."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """Trained samples by the version of their batch less V_traj."""
+    batches: list[TrainedBatch] = field(default_factory=list)
+    """The latest ones."""
+    joins: dict[str, int] = field(default_factory=dict)
+    """How often each deployment has joined."""
+
+    def note(
+        self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
+    ) -> None:
+        """Records an event and its commands; `core` has handled it."""
+        match event:
+            case Generated():
+                record = core.trajectories.get(event.trajectory)
+                if record is not None and record.state is TrajectoryState.GENERATED:
+                    self.unrewarded[event.trajectory] = seq
+                    self.lengths[event.trajectory] = record.response_tokens
+                    self.generated.add([record.response_tokens])
+                    self.failed_groups = 0
+            case GenerationFailed():
+                self.failed_generations += 1
+            case Rewarded():
+                self.unrewarded.pop(event.trajectory, None)
+                self.groups_without_reward = 0
+            case GroupAdded():
+                self.next_group = SampleGroupId(event.group + 1)
+            case InstanceJoined():
+                name = deployment_of(event.instance)
+                self.joins[name] = self.joins.get(name, 0) + 1
+            case BatchRequested():
+                self.requested = core.manager.buffers.next_version
+            case _:
+                pass
+        for command in commands:
+            if isinstance(command, Train):
+                self._trained(command)
+            elif isinstance(command, ReportDroppedGroup):
+                self._dropped(event, command)
+
+    def forgive(self) -> None:
+        """The causes of the failures so far are mended."""
+        self.failed_groups = self.groups_without_reward = 0
+
+    def _trained(self, train: Train) -> None:
+        self.batch, self.requested = train, train.version
+        tokens = [sum(part.tokens for part in each.segments) for each in train.batch]
+        self.trained.add(tokens)
+        ages: dict[int, int] = {}
+        for each in train.batch:
+            age = train.version - each.version
+            ages[age] = ages.get(age, 0) + 1
+            self.staleness[age] = self.staleness.get(age, 0) + 1
+        self.batches.append(
+            TrainedBatch(
+                version=train.version,
+                samples=len(tokens),
+                tokens=sum(tokens),
+                staleness=dict(sorted(ages.items())),
+            )
+        )
+        del self.batches[:-BATCHES_KEPT]
+        for group in {each.group for each in train.batch}:
+            self._end(group)
+
+    def _dropped(self, event: Event, command: ReportDroppedGroup) -> None:
+        self.dropped_groups += 1
+        self.dropped_reason = command.reason
+        if isinstance(event, GenerationFailed):
+            # Another group that becomes surplus by that has not failed.
+            is_own = group_of(event.trajectory, self.group_size) == command.group
+            self.failed_groups += is_own
+        elif isinstance(event, GroupFiltered) and event.group == command.group:
+            self.groups_without_reward += 1
+        generated = self._end(command.group)
+        self.dropped.add(generated)
+        self.unfinished += self.group_size - len(generated)
+
+    def _end(self, group: SampleGroupId) -> list[int]:
+        """Forgets a group; returns the lengths of its generated responses."""
+        found = []
+        for each in trajectory_ids(group, self.group_size):
+            self.unrewarded.pop(each, None)
+            if (length := self.lengths.pop(each, None)) is not None:
+                found.append(length)
+        return found

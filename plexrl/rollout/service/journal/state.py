@@ -1,0 +1,167 @@
+"""The state of a rollout as plain data, for the journal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+import msgspec
+
+from plexrl.errors import CorruptStateError, PlexRLError
+from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
+from plexrl.rollout.coordinator.messages import (
+    Abort,
+    Command,
+    Event,
+    Interrupt,
+    ParametersPushed,
+    Pull,
+    ReportDroppedGroup,
+    Route,
+    SnapshotTaken,
+    Train,
+)
+from plexrl.rollout.service.instances import InstanceCommand, Instances, InstanceWork
+from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.journal.store import Entry, Forgotten, Part, RolloutStore
+from plexrl.rollout.service.order import RolloutOrder
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    trajectory_ids,
+)
+from plexrl.wire.tensors import Array
+
+COMMANDS: dict[str, type[Any]] = {each.__name__: each for each in (Route, Interrupt, Abort, Pull)}
+_HINTS = get_type_hints(InstanceWork)
+Plain = dict[str, Any]
+
+
+@dataclass(slots=True)
+class RolloutState:
+    """Everything that follows from the events."""
+
+    core: RolloutCoordinator
+    instances: Instances
+    progress: Progress
+    seq: int = 0
+    """Number of the latest event."""
+
+    @classmethod
+    def new(cls, order: RolloutOrder) -> "RolloutState":
+        """Before the first event."""
+        settings = order.settings()
+        progress = Progress(group_size=settings.staleness.samples)
+        return cls(RolloutCoordinator(settings), Instances(), progress)
+
+    @classmethod
+    def stored(cls, order: RolloutOrder, store: RolloutStore) -> "RolloutState":
+        """After the latest stored event.
+
+        Raises:
+            CorruptStateError: what is stored cannot have been written by a rollout service.
+        """
+        try:
+            found = store.snapshot()
+            state = cls.new(order) if found is None else cls.restored(order, *found)
+            for seq, event in store.events():
+                state.note(seq, event, state.core.handle(event))
+        except (PlexRLError, msgspec.MsgspecError, LookupError, TypeError) as error:
+            raise CorruptStateError(
+                f"{store.path} cannot be read: {error}: restore the file from a backup, or delete "
+                "it to end its rollout"
+            ) from error
+        return state
+
+    @classmethod
+    def restored(cls, order: RolloutOrder, seq: int, plain: Plain) -> "RolloutState":
+        """The state that `plain` was made of, after the event `seq`. Raises as msgspec."""
+        return cls(
+            RolloutCoordinator.restore(order.settings(), plain["core"]),
+            _restored_instances(plain["instances"]),
+            msgspec.convert(plain["progress"], Progress, str_keys=True),
+            seq,
+        )
+
+    def plain(self) -> Plain:
+        """The state as JSON values, which later events do not change."""
+        return {
+            "core": self.core.state(),
+            "instances": _plain_instances(self.instances),
+            "progress": msgspec.to_builtins(self.progress, str_keys=True),
+        }
+
+    def take(
+        self,
+        event: Event,
+        store: RolloutStore,
+        *,
+        parts: Sequence[Part] = (),
+        prompt: tuple[SampleGroupId, Array] | None = None,
+        step: tuple[int, int] | None = None,
+    ) -> tuple[Entry, list[InstanceCommand]] | None:
+        """Decides on an event: what is to be stored, and the commands for instances after that.
+        None: it changed nothing. Raises as `RolloutCoordinator.handle`; nothing has changed
+        then."""
+        commands = self.core.handle(event)
+        if isinstance(event, SnapshotTaken) and not commands:
+            return None
+        last_batch = self.progress.batch
+        orders = self.note(self.seq + 1, event, commands)
+        is_due = store.is_tail_long or any(isinstance(each, Train) for each in commands)
+        entry = Entry(
+            seq=self.seq,
+            event=event,
+            parts=parts,
+            prompt=prompt,
+            step=step,
+            forgotten=self._forgotten(event, commands, last_batch),
+            snapshot=self.plain() if is_due else None,
+        )
+        return entry, orders
+
+    def note(self, seq: int, event: Event, commands: Sequence[Command]) -> list[InstanceCommand]:
+        """Takes what `core` decided on an event; returns the commands for instances."""
+        self.seq = seq
+        self.progress.note(seq, event, commands, self.core)
+        return self.instances.note(event, commands)
+
+    def _forgotten(
+        self, event: Event, commands: Sequence[Command], last_batch: Train | None
+    ) -> list[Forgotten]:
+        """The groups that the event says were trained, or that it made the core drop."""
+        groups = [each.group for each in commands if isinstance(each, ReportDroppedGroup)]
+        if isinstance(event, ParametersPushed) and last_batch is not None:
+            groups += sorted({each.group for each in last_batch.batch})
+        return [Forgotten(each, trajectory_ids(each, self.progress.group_size)) for each in groups]
+
+
+def _plain_instances(instances: Instances) -> Plain:
+    return {
+        "work": {name: _plain_work(work) for name, work in instances.work.items()},
+    }
+
+
+def _plain_work(work: InstanceWork) -> Plain:
+    plain: Plain = {}
+    for each in fields(work):
+        value = getattr(work, each.name)
+        if each.name == "unanswered":
+            value = [[type(command).__name__, command] for command in value]
+        plain[each.name] = msgspec.to_builtins(value, str_keys=True)
+    return plain
+
+
+def _restored_instances(plain: Plain) -> Instances:
+    instances = Instances()
+    for name, work in plain["work"].items():
+        found = {
+            key: msgspec.convert(value, _HINTS[key], str_keys=True)
+            for key, value in work.items()
+            if key != "unanswered"
+        }
+        commands = [
+            msgspec.convert(command, COMMANDS[kind]) for kind, command in work["unanswered"]
+        ]
+        instances.work[InstanceId(name)] = restored = InstanceWork(**found)
+        restored.unanswered.extend(commands)
+    return instances

@@ -1,0 +1,113 @@
+"""The asynchronous rollouts of the cluster, for operators, tenants and Prometheus."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from plexrl.errors import NotFoundError, PlexRLError
+from plexrl.router.execution.rollout_link import RolloutLink
+
+CACHE_S = 2.0
+"""Requests within this time share one answer of the rollout service."""
+TIMEOUT_S = 5.0
+Plain = dict[str, Any]
+
+
+class RolloutViews:
+    """Asks the rollout service at most once in `CACHE_S` seconds, whatever the number of
+    requests."""
+
+    def __init__(self, link: RolloutLink) -> None:
+        self._link = link
+        self._asking: asyncio.Task[list[Plain]] | None = None
+        self._asked_at = -CACHE_S
+
+    async def views(self) -> list[Plain]:
+        """The state of each rollout, as `GET /v1/jobs/{job}/rollouts/{name}` answers it.
+
+        Raises:
+            NotFoundError: the cluster has no rollout service.
+            PlexRLError: it does not answer.
+        """
+        now = time.monotonic()
+        if self._asking is None or (self._asking.done() and now - self._asked_at >= CACHE_S):
+            self._asked_at = now
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> list[Plain]:
+        reply = await self._link.call("list", {"job": None}, timeout_s=TIMEOUT_S)
+        return list(reply["rollouts"])
+
+    async def metrics(self) -> "RolloutCollector":
+        """The metrics of all rollouts."""
+        try:
+            return RolloutCollector(await self.views(), is_connected=True)
+        except NotFoundError:
+            return RolloutCollector([], is_connected=None)
+        except PlexRLError:
+            return RolloutCollector([], is_connected=False)
+
+
+class RolloutCollector(Collector):
+    """Metrics of the present rollouts, without names: they need no key. A rollout ends with its
+    job, so all are gauges."""
+
+    def __init__(self, views: list[Plain], *, is_connected: bool | None) -> None:
+        """`is_connected` is whether the service has answered; None: the cluster has none."""
+        self._views = views
+        self._is_connected = is_connected
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        if self._is_connected is None:
+            return
+        connected = GaugeMetricFamily(
+            "plexrl_rollout_service_connected", "1 while the rollout service answers this router."
+        )
+        connected.add_metric([], self._is_connected)
+        yield connected
+        if not self._is_connected:
+            return
+        for name, help_text, values in (
+            ("batches_ready", "Complete batches that no trainer has taken.", "batches_ready"),
+            ("trajectories", "Trajectories in flight.", "in_flight"),
+            ("tokens_per_second", "Generated tokens per second.", "tokens_per_s"),
+        ):
+            found = GaugeMetricFamily(f"plexrl_rollout_{name}", help_text)
+            found.add_metric([], sum(each[values] for each in self._views))
+            yield found
+        yield _by_label(
+            "plexrl_rollouts",
+            "Asynchronous rollouts by state.",
+            "state",
+            Counter(each["state"] for each in self._views),
+        )
+        instances = [each for view in self._views for each in view["instances"].values()]
+        yield _by_label(
+            "plexrl_rollout_instances",
+            "Rollout instances by state.",
+            "state",
+            Counter(each["state"] for each in instances),
+        )
+        seen: Counter[str] = Counter()
+        for view in self._views:
+            seen.update(view["staleness_seen"])
+        yield _by_label(
+            "plexrl_rollout_trained_trajectories",
+            "Trained trajectories of the present rollouts by their staleness in versions.",
+            "staleness",
+            seen,
+        )
+
+
+def _by_label(name: str, help_text: str, label: str, counts: Counter[str]) -> Metric:
+    found = GaugeMetricFamily(name, help_text, labels=[label])
+    for value, count in sorted(counts.items()):
+        found.add_metric([value], count)
+    return found

@@ -1,0 +1,23 @@
+"""The page at /dashboard: it runs its own script only, and needs no key itself."""
+
+import re
+
+import httpx
+
+from plexrl.router.dashboard.page import HEADERS, PAGE
+from tests.router.live_router import live_router
+
+
+def test_the_page_is_served_under_a_policy_that_admits_its_own_script_only() -> None:
+    with live_router() as router, httpx.Client(base_url=router.url) as client:
+        page = client.get("/dashboard")
+        assert page.status_code == 200
+        assert page.text == PAGE
+        policy = page.headers["content-security-policy"]
+        assert policy == HEADERS["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert client.get("/v1/rollouts").status_code == 401
+    # Nothing from elsewhere, and no markup from data.
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", PAGE)
+    assert not re.search(r"innerHTML|insertAdjacent|document\.write|\son\w+=", PAGE)
