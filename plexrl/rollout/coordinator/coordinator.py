@@ -351,7 +351,7 @@ class RolloutCoordinator:
     def _on_joined(self, event: InstanceJoined) -> None:
         if event.instance in self.expected.instances:
             raise ConflictError(
-                f"instance {event.instance} has joined already: give a restarted one a new id"
+                f"instance {event.instance} has joined already: report its loss first"
             )
         self._check_version(event.version)
         if not event.kv_budget > 0:
