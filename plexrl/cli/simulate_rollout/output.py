@@ -77,11 +77,7 @@ def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
 
 def gain_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """The gains of StaleFlow, one sentence per baseline."""
-    return [
-        f"staleflow over {each.over.value}: {each.mean:.2f} times the tokens/s on average, "
-        f"up to {each.largest:.2f}"
-        for each in gains(outcomes)
-    ]
+    return [f"staleflow trains {each.text}" for each in gains(outcomes)]
 
 
 def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[str, Any]:

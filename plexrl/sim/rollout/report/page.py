@@ -38,11 +38,7 @@ def write_report(
     )
     page = page_template("rollout.html.j2").render(
         title="Rollout and training, simulated",
-        headline=[
-            f"StaleFlow trains {each.mean:.2f} times the tokens/s of {each.over.value} on average, "
-            f"up to {each.largest:.2f} times."
-            for each in gains(outcomes)
-        ],
+        headline=[f"StaleFlow trains {each.text}." for each in gains(outcomes)],
         setting_lines=setting_lines(settings),
         runs=run_table(outcomes),
         plots=[plot for plot in plots if plot is not None],
