@@ -125,7 +125,7 @@ def progress(each: Outcome) -> None:
 
 def outcome_rows(found: BySeed) -> list[Row]:
     """A row per system: means over the seeds."""
-    rows = []
+    rows: list[Row] = []
     for seeds in zip(*found.values(), strict=True):
         first = seeds[0]
         rates = [each.throughput for each in seeds]
@@ -154,7 +154,7 @@ def outcome_rows(found: BySeed) -> list[Row]:
 
 def gain_rows(found: BySeed, figures: dict[str, float]) -> list[Row]:
     """A row per system that StaleFlow is compared with; adds its figures."""
-    rows = []
+    rows: list[Row] = []
     for seeds in zip(*(gains(outcomes) for outcomes in found.values()), strict=True):
         over = seeds[0].over
         means = [each.mean for each in seeds]
@@ -174,7 +174,7 @@ def gain_rows(found: BySeed, figures: dict[str, float]) -> list[Row]:
 
 def ablation_rows(found: BySeed, figures: dict[str, float]) -> list[Row]:
     """A row per subset: its throughput by that of the vanilla strategies; adds its figures."""
-    rows = []
+    rows: list[Row] = []
     for at, first in enumerate(found[SEEDS[0]]):
         ratios = [seed[at].throughput / seed[0].throughput for seed in found.values()]
         label = first.system.strategies.label
