@@ -103,6 +103,15 @@ def test_a_history_changes_nothing(system: System) -> None:
     assert len(recorder.lanes) == last
 
 
+@pytest.mark.parametrize("strategies", [Strategies(), VANILLA], ids=lambda each: each.label)
+def test_slow_commands_reach_an_instance_in_the_order_of_issue(strategies: Strategies) -> None:
+    """A route that is issued after a pull must not overtake it: an instance with work cannot
+    pull."""
+    system = System(name=SystemName.STALEFLOW, staleness=2, rollout_gpus=5, strategies=strategies)
+    recorder = simulate_rollout(replace(SMALL, command_s=4.0), system)
+    assert max(max(step.staleness) for step in recorder.steps) == 2
+
+
 EQUAL = Setting(
     gpus=2,
     batch_groups=4,
