@@ -239,7 +239,7 @@ class RolloutCoordinator:
             record = self._held(each)
             if record.version is None:
                 self.manager.reserve(record.group, each, version)
-                record.assign(version)
+                self.trajectories.assign(record, version)
             self.expected.added(instance)
             self.expected.instances[instance].coming.append(each)
             self._target[each] = instance
