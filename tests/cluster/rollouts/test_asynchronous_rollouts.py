@@ -358,7 +358,7 @@ def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> N
         if version in (1, 2):
             wanted = "lost" if version == 1 else "joined"
             wait_until(lambda: state_of(rollout, name)["state"] == wanted, f"never {wanted}")
-            seen.append(state_of(rollout, name)["reason"])
+            seen.append(str(state_of(rollout, name)["reason"]))
 
     try:
         with (

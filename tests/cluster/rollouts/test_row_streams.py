@@ -31,7 +31,7 @@ def http(embedded: EmbeddedCluster) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def rollout(job: plexrl.Job) -> plexrl.RolloutDeployment:
-    return job.rollout_deployment("rollout", MODEL, workers=2, max_concurrent_samples=4)
+    return job.rollout_deployment("rollout", MODEL, parallelism=plexrl.Parallelism(dp=2))
 
 
 def job_of(rollout: plexrl.RolloutDeployment) -> str:
@@ -125,7 +125,7 @@ def test_rows_end_one_by_one_and_stopped_ones_stay_stopped(
 def test_what_cannot_be_is_refused(http: httpx.Client, rollout: plexrl.RolloutDeployment) -> None:
     made = Rows(http, rollout, "one")
     for rows in ([], [-1], ["0"], [1 << 20]):
-        assert made.stop(rows).status_code == 422  # type: ignore[arg-type]
+        assert made.stop(rows).status_code == 400  # type: ignore[arg-type]
     path = quote(rollout.barrier().operation, safe="")
     refused = http.post(f"/v1/operations/{path}/stop-rows", json={"rows": [0]})
     assert refused.status_code == 409
