@@ -83,6 +83,7 @@ class Led:
         *shown: tuple[InstanceId, list[int], list[int], int],
         version: int = 0,
         versions: dict[InstanceId, int] | None = None,
+        silent: tuple[InstanceId, ...] = (),
     ) -> list[Command]:
         """A snapshot: running, waiting and the number of completed trajectories of each."""
         return self.do(
@@ -97,6 +98,7 @@ class Led:
                         waiting=tuple(map(TrajectoryId, waiting)),
                         waiting_tokens=(20,) * len(waiting),
                         completed=completed,
+                        serves=name not in silent,
                     )
                     for name, running, waiting, completed in shown
                 )
@@ -364,6 +366,19 @@ def test_redistributed_work_goes_to_all_instances_when_it_has_arrived() -> None:
     routes = led.do(stopped(A, 0, 1, 2, 3, 4, 5))
     counts = {each.instance: len(each.trajectories) for each in routes if isinstance(each, Route)}
     assert counts == {A: 3, B: 3}
+
+
+def test_an_instance_that_does_not_answer_gets_no_work_and_attracts_none() -> None:
+    led = Led(groups=2, extra_samples=2, throughput_ratio_max=2.0, instances=(A, B))
+    assert led.show((A, [], [], 0), (B, [], [], 0), silent=(A, B)) == []
+    assert led.show((A, [], [], 0), (B, [], [], 0), silent=(B,)) == [
+        Route(instance=A, trajectories=ids(0, 1, 2, 3, 4, 5))
+    ]
+    busy = (A, [0, 1, 2, 3, 4], [5], 0)
+    assert led.show(busy, (B, [], [], 0), silent=(B,)) == []
+    assert led.show(busy, (B, [], [], 0)) == [
+        Interrupt(instance=A, trajectories=ids(0, 1, 2, 3, 4, 5))
+    ]
 
 
 def test_no_more_groups_are_taken_than_the_bound_allows() -> None:

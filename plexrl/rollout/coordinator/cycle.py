@@ -43,7 +43,9 @@ class Cycle:
         self._model = model
         self._server = server
         self._entries = buffers
-        self._snapshots = sorted(snapshots, key=lambda each: each.instance)
+        # One that is starting again has no throughput, and would attract the work of all others.
+        serving = (each for each in snapshots if each.serves)
+        self._snapshots = sorted(serving, key=lambda each: each.instance)
         self._loads = [
             InstanceLoad(
                 index=index,
