@@ -1,12 +1,12 @@
 """Rewards of asynchronous rollouts that are graded several at a time, on a real cluster."""
 
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 import plexrl
 from plexrl import rewards
-from plexrl.client.blocking.bounded_rollout import RewardFunction
 from plexrl.errors import SandboxError
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
@@ -17,6 +17,9 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
     reward,
     train,
 )
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.bounded_rollout import RewardFunction
 
 
 @pytest.mark.slow
