@@ -80,7 +80,10 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
             assert state.plain() == everything.plain()
         for name, work in state.instances.work.items():
             assert set(work.held) == {each.id for each in state.core.trajectories.on_instance(name)}
-            assert set(work.begun()) <= set(work.held)
+            assert set(work.held.values()) == set(work.routes)
+            assert work.begun <= work.routed
+            for number, routed in work.routes.items():
+                assert work.unended[number] == sum(work.held.get(t) == number for t in routed)
     store.close()
 
 

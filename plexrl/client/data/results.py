@@ -174,6 +174,9 @@ class SyncReport(TypedDict):
     """`full` or `delta`."""
     sources: dict[str, int]
     """Bytes by transport: `shared_memory`, `tls`, `tcp`, `nixl`."""
+    bytes_replicated: int
+    """Bytes that the node fetched for a replica of the version, before: with `published`, if its
+    ranks together pull more bytes than the version has. 0 if it had the replica or needs none."""
     seconds: float
     """Duration on the slowest rank."""
     tier: str

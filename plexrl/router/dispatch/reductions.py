@@ -91,6 +91,7 @@ def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
         "fraction": moved / wanted if wanted else 1.0,
         "way": "delta" if "delta" in ways else "full",
         "sources": sources,
+        "bytes_replicated": sum(int(result.get("bytes_replicated", 0)) for result in results),
     }
     if "digest" in results[0]:
         joined["digest"] = "-".join(str(result["digest"]) for result in results)

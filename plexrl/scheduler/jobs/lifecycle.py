@@ -106,7 +106,7 @@ def _end_deployment(context: Context, deployment: Deployment, job: Job, now: flo
                 nodes=nodes,
             )
         )
-        kept = tuple(sorted({*nodes, *deployment.stored.nodes}))
+        kept = tuple(sorted({*nodes, *deployment.stored.nodes, *deployment.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
     context.cluster.waiting.remove(deployment.deployment)
     if deployment.group is not None:

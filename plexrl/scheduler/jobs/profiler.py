@@ -98,8 +98,7 @@ def run_ended(
     elif len(spans) < SPANS_MAX:
         spans.append(BusySpan(offset_s, now - began_at, overlapped))
     if kind == _OPTIM_STEP:
-        deployment.cycles.steps = True
-        cycle.has_step = True
+        deployment.cycles.step()
     if not cycle.ends:
         cycle.ends = _is_end(deployment, cycle, kind)
 

@@ -8,9 +8,15 @@ from plexrl.errors import (
     OperationCancelledError,
     PlexRLError,
 )
-from plexrl.ids import DeploymentId, OperationId
+from plexrl.ids import OperationId
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.next_use import next_use_s
+from plexrl.scheduler.dispatch.published_versions import (
+    has_published,
+    note_published,
+    pull_newest,
+    statemanagers,
+)
 from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, waits
 from plexrl.scheduler.jobs.retention import forget_oldest
 from plexrl.scheduler.jobs.sharing import note_wait
@@ -20,7 +26,6 @@ from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
-from plexrl.scheduler.state.deployment.stored_version import PublishedVersion
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
@@ -56,7 +61,7 @@ def enqueue(
 ) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
     after: OperationId | None = None
-    if event.source is not None and not (event.published and _has_published(state, event.source)):
+    if event.source is not None and not (event.published and has_published(state, event.source)):
         after = publish_name(state, event.operation)
         enqueue_publish(state, effects, state.deployment(event.source), after, event.operation, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
@@ -153,7 +158,7 @@ def start(
     operation.group = group.group
     source = operation.source
     if operation.published and operation.after is None and not replay:
-        _pull_newest(state, operation)
+        pull_newest(state, operation, deployment)
     command = RunOperation(
         operation.operation,
         deployment.deployment,
@@ -166,7 +171,7 @@ def start(
         operation.params_json,
         operation.payload,
         deployment.processes.endpoints,
-        () if source is None else _statemanagers(state, source, operation.source_seq),
+        () if source is None else statemanagers(state, source, operation.source_seq),
         source,
         operation.source_seq,
         deployment.replay.durable_seq,
@@ -253,29 +258,6 @@ def start_move(
         effects.commands.append(command)
 
 
-def _has_published(state: State, trainer: DeploymentId) -> bool:
-    """Whether a `publish` of the trainer made a version, which the nodes that it is on hold."""
-    deployment = state.deployment(trainer)
-    version = deployment.published
-    return version is not None and version.nodes == tuple(deployment.nodes)
-
-
-def _pull_newest(state: State, sync: Operation) -> None:
-    """Choose the version that a sync pulls: the newest at its start, which is kept longest."""
-    assert sync.source is not None
-    version = state.deployment(sync.source).published
-    if version is not None:
-        sync.source_seq, sync.source_step = version.seq, version.trainer_step
-
-
-def _statemanagers(state: State, trainer: DeploymentId, seq: int) -> tuple[str, ...]:
-    """StateManagers of the nodes that hold a trainer's published version."""
-    nodes, deployment = state.nodes, state.deployment(trainer)
-    version = deployment.published
-    holders = version.nodes if version is not None and version.seq == seq else deployment.nodes
-    return tuple(nodes[node].statemanager for node in holders if node in nodes)
-
-
 def _compare(state: State, operation: Operation, now: float) -> None:
     """Record the error of the estimated start of an operation."""
     assert operation.expected_at is not None
@@ -317,11 +299,7 @@ def complete(
         effects.discards.append(operation.payload)
     if kind == _PUBLISH:
         if not operation.internal:
-            deployment.published = PublishedVersion(
-                seq=operation.seq,
-                trainer_step=deployment.trainer_step,
-                nodes=tuple(deployment.nodes),
-            )
+            note_published(state, effects, deployment, operation)
         dependent = _served(state, operation)
         if dependent is not None:
             dependent.source_seq = operation.seq

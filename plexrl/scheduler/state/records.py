@@ -203,7 +203,9 @@ class Deployment:
     moves: Moves = field(default_factory=Moves)
     stored: StoredVersion = field(default_factory=StoredVersion)
     published: PublishedVersion | None = None
-    """What its newest `publish` made; None: there is none, or its processes have moved since."""
+    """What its newest `publish` made; None: there is none, or it is gone."""
+    reader_nodes: list[NodeId] = field(default_factory=list)
+    """Other nodes that have pulled what it published; their StateManagers may hold replicas."""
     cycles: Cycles = field(default_factory=Cycles)
     replay: ReplayLog = field(default_factory=ReplayLog)
     burst: Burst = field(default_factory=Burst)

@@ -6,6 +6,7 @@ are idempotent: each names its version, and only the client returns the arena's 
 knows that the version is complete.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ import numpy as np
 from plexrl.errors import (
     CorruptStateError,
     InvalidRequestError,
+    PlexRLError,
     StateLostError,
 )
 from plexrl.statemanager.client.arena import Arena
@@ -25,7 +27,7 @@ from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
-from plexrl.statemanager.protocol.address import nearest
+from plexrl.statemanager.protocol.address import is_remote, nearest
 from plexrl.statemanager.protocol.messages import (
     Adopt,
     Answer,
@@ -35,6 +37,7 @@ from plexrl.statemanager.protocol.messages import (
     Publish,
     Register,
     Release,
+    Replicate,
     Request,
     Save,
     StoredShard,
@@ -44,6 +47,8 @@ from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullMode
 from plexrl.statemanager.transfer.transport.choice import Transports
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,8 @@ class PullReport(MoveReport):
     bytes_by_source: dict[str, int]
     attempts: int
     mode: PullMode = PullMode.FULL
+    bytes_replicated: int = 0
+    """Bytes that this node's StateManager fetched for this pull and those of other ranks."""
 
     @property
     def fraction(self) -> float:
@@ -302,6 +309,7 @@ class StateManagerClient:
         seq: int,
         wants: Sequence[StateSlice],
         delta: DeltaPolicy | None = None,
+        replicate: bool = False,
     ) -> PullReport:
         """Fill the wanted slices of the registered arena from a published version.
 
@@ -313,6 +321,9 @@ class StateManagerClient:
 
         With `delta`, only the differences are transferred if the last pull was from the same
         source into the same slices, which have not been written since.
+
+        With `replicate`, and if this node's ranks together pull more bytes of the version over the
+        network than it has, this node's StateManager fetches it once, and the pull is from there.
 
         Raises:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
@@ -329,8 +340,20 @@ class StateManagerClient:
             self._wants = wants, Layout.of(wants)
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
         sources = [nearest(address) for address in sources]
+        remote = tuple(filter(is_remote, sources))
+        replicated = None
+        if replicate and remote:
+            replicated = self._replicated(source, seq, remote, self._wants[1].nbytes)
         try:
-            result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
+            if replicated is not None:
+                try:
+                    result = self._puller.pull([self.path], source, seq, self._wants[1], target)
+                except StateLostError as error:
+                    # It was dropped, for want of space.
+                    LOG.info("pulling from the sources, not from the replica: %s", error)
+                    replicated = None
+            if replicated is None:
+                result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
             self._transports.forget_unused()
         return PullReport(
@@ -341,7 +364,21 @@ class StateManagerClient:
             bytes_by_source=result.bytes_by_source,
             attempts=result.attempts,
             mode=result.mode,
+            bytes_replicated=replicated or 0,
         )
+
+    def _replicated(
+        self, source: str, seq: int, addresses: tuple[str, ...], nbytes: int
+    ) -> int | None:
+        """Bytes that this node fetched for a replica of the version; None: it has none."""
+        request = Replicate(source=source, seq=seq, addresses=addresses, nbytes=nbytes)
+        try:
+            answer = self._call(request)
+        except PlexRLError as error:
+            # Whatever keeps the node from a replica, the sources may serve this rank.
+            LOG.info("no replica of version %d of %s: %s", seq, source, error)
+            return None
+        return int(answer["bytes_moved"]) if answer["held"] else None
 
     def forget_pulled(self) -> None:
         """Record that the arena's weights were written, so that the next pull is a full one."""
@@ -367,10 +404,20 @@ class StateManagerClient:
         request = Adopt(manifest=shard.manifest, regions=shard.regions)
         return msgspec.convert(self._call(request, fds), MoveReport)
 
-    def prefetch(self, deployment: str, seq: int, next_use_s: float | None = None) -> None:
+    def prefetch(
+        self,
+        deployment: str,
+        seq: int,
+        next_use_s: float | None = None,
+        sources: Sequence[str] = (),
+    ) -> None:
         """Hint that version `seq` will be loaded soon, in `next_use_s` seconds if known; returns at
-        once."""
-        self._call(Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s))
+        once. With `sources`: that this node's ranks will pull it, as published, from there."""
+        remote = tuple(filter(is_remote, map(nearest, sources)))
+        if remote or not sources:
+            self._call(
+                Prefetch(deployment=deployment, seq=seq, next_use_s=next_use_s, sources=remote)
+            )
 
     def request(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """The answer to a request without a method of its own.

@@ -44,6 +44,8 @@ class Registration:
     ended: bool = False
     layouts: dict[tuple[StatePart, ...], tuple[int, DataLayout]] = field(default_factory=dict)
     """Cached layout of each set of parts, and the registry's generation for which it is valid."""
+    pulled: dict[str, int] = field(default_factory=dict)
+    """Source → bytes that the rank pulls of its versions over the network."""
 
     @property
     def shard(self) -> Shard:
@@ -158,6 +160,17 @@ class Registry:
         made = lay_out(on_device, own.rank, others, apart)
         own.layouts[saved] = (generation, made)
         return made
+
+    def note_pull(self, registration: Registration, source: str, nbytes: int) -> int:
+        """Record that a rank pulls `nbytes` of each version of a source; returns the bytes that
+        all ranks pull."""
+        registration.pulled[source] = nbytes
+        return self.bytes_pulled(source)
+
+    def bytes_pulled(self, source: str) -> int:
+        """Bytes of each version of a source that the registered ranks pull."""
+        with self._lock:
+            return sum(each.pulled.get(source, 0) for each in self._registrations.values())
 
     def resident_bytes(self) -> dict[Shard, int]:
         """Device memory of each arena."""

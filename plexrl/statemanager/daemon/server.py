@@ -35,6 +35,7 @@ from plexrl.statemanager.store.background.prefetch import Prefetcher
 from plexrl.statemanager.store.store import Store
 from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
+from plexrl.statemanager.transfer.replicas import Replicas
 
 LOG = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Server:
             fencing=Fencing(Path(config.host_dir) / "fencing.json"),
             relayouter=Relayouter(store, key, network),
             prefetcher=Prefetcher(store),
+            replicas=Replicas(store, network, key, config.published_versions),
             checkpoints=CheckpointJobs(config),
             devices=devices,
             key=key,
@@ -130,6 +132,7 @@ class Server:
         for thread in served.values():
             thread.join(DRAIN_TIMEOUT_S)
         self.services.prefetcher.close()
+        self.services.replicas.close()
         self.services.earlier_versions.close()
         self.services.checkpoints.close(CHECKPOINTS_TIMEOUT_S)
         if self._drainer is not None:

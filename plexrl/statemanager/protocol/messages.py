@@ -144,6 +144,18 @@ class OpenPublished(Request, frozen=True, kw_only=True):
     """Digests of layouts that the client has cached."""
 
 
+class Replicate(Request, frozen=True, kw_only=True):
+    """Have a replica of a published version, if this node's ranks together pull more bytes than it
+    has. Answered with `held`: whether there is one."""
+
+    source: str
+    seq: int
+    addresses: tuple[str, ...]
+    """Remote addresses of the StateManagers that hold the version."""
+    nbytes: int
+    """Bytes of it that the caller pulls."""
+
+
 class OpenState(Request, frozen=True, kw_only=True):
     """Open a state version's shards; the connection holds them until it closes."""
 
@@ -185,6 +197,9 @@ class Prefetch(Request, frozen=True, kw_only=True):
     seq: int
     next_use_s: float | None = None
     """Expected time until the load; absent: unknown."""
+    sources: tuple[str, ...] = ()
+    """If present, a published version that this node's ranks pull from these remote addresses: the
+    node fetches a replica if that saves bytes."""
 
 
 class Where(Request, frozen=True, kw_only=True):

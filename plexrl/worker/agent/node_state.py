@@ -218,6 +218,7 @@ class NodeState:
                     str(command["deployment"]),
                     int(command["seq"]),
                     None if next_use_s is None else float(next_use_s),
+                    [str(address) for address in command.get("sources", ())],
                 )
 
         try:

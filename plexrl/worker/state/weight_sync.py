@@ -41,6 +41,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
             seq=command.source_seq,
             wants=slices,
             delta=policy_of(params),
+            replicate=params.published,
         )
         backend.after_pull(seq=command.seq, trainer_step=command.trainer_step)
     sources: dict[str, int] = {}
@@ -56,6 +57,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
         "sources": sources,
         "seconds": report.seconds,
         "tier": report.tier,
+        "bytes_replicated": report.bytes_replicated,
         "weights_seq": command.source_seq,
         "trainer_step": command.trainer_step,
     }

@@ -38,6 +38,26 @@ def test_delta_and_full_syncs_yield_the_same_bits(job: plexrl.Job) -> None:
         assert wide.sync_weights(actor).result(120)["way"] == "full"
 
 
+def test_a_published_version_does_not_contain_what_the_trainer_does_next(job: plexrl.Job) -> None:
+    model = plexrl.tiny_qwen2(VOCABULARY, seed=6)
+    actor = job.train_deployment("actor", model, workers=1)
+    rollouts = [job.rollout_deployment(f"rollout-{number}", model) for number in range(2)]
+    # Nothing is published yet, so the trainer publishes for this sync.
+    initial = rollouts[0].sync_weights(actor, published=True, digest=True).result(120)
+    step(actor, 1, learning_rate=1e-2)
+    publish = actor.publish()
+    step(actor, 2, learning_rate=1e-2)
+    assert publish.result(120)["trainer_step"] == 1
+    found = [
+        rollout.sync_weights(actor, published=True, digest=True).result(120) for rollout in rollouts
+    ]
+    present = rollouts[0].sync_weights(actor, digest=True).result(120)
+    assert [initial["trainer_step"], present["trainer_step"]] == [0, 2]
+    assert [each["trainer_step"] for each in found] == [1, 1]
+    assert len({each["digest"] for each in found}) == 1
+    assert len({initial["digest"], found[0]["digest"], present["digest"]}) == 3
+
+
 def test_loaded_weights_are_not_the_base_of_a_delta(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=6)
     actor = job.train_deployment("actor", model, workers=1)

@@ -57,7 +57,7 @@ def test_it_pulls_while_the_trainer_is_in_its_next_step(cluster: FakeCluster) ->
     cluster.submit("a:s3", "a/actor", "optim_step")
     pull(cluster, "a:p0")
     pull(cluster, "a:p1", "a/r1")
-    running = {run.operation: run for run in cluster.runs}
+    running = {str(run.operation): run for run in cluster.runs}
     assert set(running) == {"a:f3", "a:p0", "a:p1"}
     for name in ("a:p0", "a:p1"):
         sync = running[name]

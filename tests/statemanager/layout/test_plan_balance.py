@@ -53,7 +53,8 @@ def assigned(sizes: list[int], holders: list[list[int]], sources: Sequence[Sourc
         holders=np.array([row for each in holders for row in each]),
         missing={},
     )
-    return assign(matches, np.array(sizes), np.arange(len(sources)), sources).tolist()
+    chosen: list[int] = assign(matches, np.array(sizes), np.arange(len(sources)), sources).tolist()
+    return chosen
 
 
 def alike(count: int) -> list[Source]:

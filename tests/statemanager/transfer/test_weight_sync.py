@@ -219,6 +219,38 @@ def test_a_rollout_pulls_whole_versions_while_the_trainer_goes_on(
     rollout.close()
 
 
+@pytest.mark.parametrize("way", ["shared memory", "tcp"])
+def test_a_slow_reader_gets_its_version_and_the_trainer_does_not_wait(
+    nodes: list[Daemon], way: str
+) -> None:
+    node = nodes[0]
+    trainer = Rank(node, ACTOR, 0, fsdp(0, 1))
+    rollout = Rank(node, ROLLOUT, 0, tensor_parallel(0, 1))
+    other = Rank(node, "job/other", 0, tensor_parallel(0, 1))
+    address = node.config.listen if way == "shared memory" else node.tcp
+    layouts = KnownLayouts()
+    ways = Transports(
+        NETWORK, layouts.find, ticket=node.worker_ticket(ROLLOUT), timeout_s=DEADLINE_S
+    )
+    trainer.publish(1)
+    with contextlib.ExitStack() as stack:
+        [reader] = ways.open(stack, address, ACTOR, 1, ())
+        plan = make_plan([Source(id="0", layout=reader.layout)], [Layout.of(rollout.slices)])
+        copies = plan.targets[0].copies[0]
+        target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
+        for index in range(len(copies)):
+            reader.read(copies.chosen(slice(index, index + 1)), target)
+            # This thread reads on only after the trainer's next version is published and pulled.
+            trainer.publish(2 + index)
+            other.pull([address], 2 + index)
+            assert other.holds(2 + index)
+        assert len(copies) > 2
+        reader.confirm()
+    assert rollout.holds(1)
+    for rank in (trainer, rollout, other):
+        rank.close()
+
+
 def test_a_base_that_somebody_reads_stays_until_it_is_done(nodes: list[Daemon]) -> None:
     """Two versions are kept; a third is there for as long as a reader has it open."""
     node = nodes[0]

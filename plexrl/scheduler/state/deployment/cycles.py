@@ -104,6 +104,12 @@ class Cycles:
         self.open = OpenCycle(at)
         return self.open
 
+    def step(self) -> None:
+        """An optimizer step has run in the open cycle."""
+        self.steps = True
+        if self.open is not None:
+            self.open.has_step = True
+
     def count(self) -> bool:
         """A cycle has ended. True if the warm-up was over before it."""
         self.seen += 1

@@ -88,6 +88,8 @@ class PrefetchState(Command, frozen=True, kw_only=True):
     nodes: tuple[NodeId, ...]
     next_use_s: float | None = None
     """Expected time until the load; None: unknown."""
+    sources: tuple[str, ...] = ()
+    """For a version that a trainer published, and that `nodes` pull from these StateManagers."""
 
 
 class RunOperation(Command, frozen=True, gc=False):

@@ -23,6 +23,7 @@ from plexrl.statemanager.store.store import Store, StoredVersion
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.transfer.copy.fair_queue import FairQueue
 from plexrl.statemanager.transfer.relayout_load import Relayouter
+from plexrl.statemanager.transfer.replicas import Replicas
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -42,6 +43,7 @@ class Services:
     fencing: Fencing
     relayouter: Relayouter
     prefetcher: Prefetcher
+    replicas: Replicas
     checkpoints: CheckpointJobs
     devices: DeviceBackend
     key: TicketKey

@@ -14,6 +14,7 @@ from plexrl.statemanager.checkpoint.requests import PinVersions
 from plexrl.statemanager.daemon.handlers.caller import (
     AGENTS,
     TICKETS,
+    WORKERS,
     Caller,
     Reply,
     handles,
@@ -30,6 +31,7 @@ from plexrl.statemanager.protocol.messages import (
     OpenState,
     Prefetch,
     PublishedShard,
+    Replicate,
     StoredShard,
     regions_of,
 )
@@ -119,11 +121,25 @@ def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
     return Reply(move_report(moved, time.perf_counter() - started, version.tier))
 
 
+def _replicate(caller: Caller, request: Replicate, _: Sequence[int]) -> Reply:
+    claims, services = caller.claims, caller.services
+    claims.check_may_pull(request.source)
+    if not all(map(is_remote, request.addresses)):
+        raise InvalidRequestError("a replica is fetched from the remote addresses of other nodes")
+    pulled = services.registry.note_pull(caller.registered(), request.source, request.nbytes)
+    moved = services.replicas.fetch(claims, request.source, request.seq, request.addresses, pulled)
+    return Reply({"held": moved is not None, "bytes_moved": moved or 0})
+
+
 def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
     return Reply({})
 
 
 def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
+    if request.sources:
+        pulled = caller.services.registry.bytes_pulled(request.deployment)
+        caller.services.replicas.prefetch(request.deployment, request.seq, request.sources, pulled)
+        return Reply({})
     if request.next_use_s is not None:
         caller.services.store.expect_use_in(request.deployment, request.next_use_s)
     caller.services.prefetcher.hint(request.deployment, request.seq)
@@ -132,6 +148,7 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
+    handles(Replicate, _replicate, WORKERS, is_move=True),
     handles(OpenState, _open_state, AGENTS, is_move=True),
     handles(PinVersions, _pin, AGENTS),
     handles(Confirm, _confirm, TICKETS),

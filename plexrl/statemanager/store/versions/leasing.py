@@ -41,9 +41,10 @@ def lease_states(
     *,
     rank: int | None = None,
     in_memory: bool = False,
+    kind: VersionKind = VersionKind.STATE,
 ) -> list[Lease]:
-    """Lease each rank's state version in `store`, or one rank's; `leases` owns the leases. With
-    `in_memory`, spilled versions are promoted first.
+    """Lease each rank's version of this kind in `store`, or one rank's; `leases` owns the leases.
+    With `in_memory`, spilled versions are promoted first.
 
     Raises:
         StateTierFullError: the host tier has no space for a promotion.
@@ -54,8 +55,7 @@ def lease_states(
         leases.enter_context(lease(version.manifest.name, version.manifest.description))
         for version in store.find(
             lambda m: (
-                (m.deployment, m.seq, m.kind) == (deployment, seq, VersionKind.STATE)
-                and rank in (None, m.rank)
+                (m.deployment, m.seq, m.kind) == (deployment, seq, kind) and rank in (None, m.rank)
             )
         )
     ]

@@ -1,7 +1,7 @@
 """Requests of one connection of `tcp.server`.
 
     open        {source, seq, known}              →  {shards}   of a published version
-    open_state  {deployment, seq, rank, digests}  →  {shards: [{manifest, blocks}]}
+    open_state  {deployment, seq, rank, digests, kind}  →  {shards: [{manifest, blocks}]}
     read        {shard, stamp, verify, base, delta} + copies  →  the copies' bytes as the payload,
                 then their checksum; or, with {delta}, their changes since the base
     read_state  {shard, stamp, verify} + copies   →  likewise, without a delta
@@ -39,6 +39,7 @@ from plexrl.statemanager.store.versions.leasing import (
     lease_states,
     offer,
 )
+from plexrl.statemanager.store.versions.versions import VersionKind
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.stream import encode_delta
@@ -72,6 +73,7 @@ class _OpenState(msgspec.Struct, tag="open_state"):
     seq: int
     rank: int | None = None
     digests: bool = False
+    kind: VersionKind = VersionKind.STATE
 
 
 class _Read(msgspec.Struct, tag="read"):
@@ -172,7 +174,9 @@ class Requests:
 
     def _open_state(self, request: _OpenState) -> dict[str, Any]:
         claims = self._claims
-        if claims.role != Role.AGENT and claims.deployment != request.deployment:
+        if request.kind == VersionKind.PUBLISHED:
+            claims.check_may_pull(request.deployment)
+        elif claims.role != Role.AGENT and claims.deployment != request.deployment:
             raise PermissionDeniedError(
                 f"{claims.holder} may read only the state of its own deployment, not of "
                 f"{request.deployment!r}"
@@ -180,7 +184,9 @@ class Requests:
         self._states = []
         self._state_leases.close()
         self._states = lease_states(
-            *(self._store, self._state_leases, request.deployment, request.seq), rank=request.rank
+            *(self._store, self._state_leases, request.deployment, request.seq),
+            rank=request.rank,
+            kind=request.kind,
         )
         offers = []
         for lease in self._states:

@@ -18,7 +18,7 @@ from plexrl.statemanager.layout.strided_copies import StridedCopies, one_range
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.store.tiers.eviction.policy import TierName
 from plexrl.statemanager.store.tiers.nvme import digests_bytes
-from plexrl.statemanager.store.versions.versions import Manifest, digest_of
+from plexrl.statemanager.store.versions.versions import Manifest, VersionKind, digest_of
 from plexrl.statemanager.transfer.copy.strided_copy import Bytes
 from plexrl.statemanager.transfer.transport.reader import Arrived, Delta, HeldState, while_there
 from plexrl.statemanager.transfer.transport.tcp.client import BYTES_PER_S, Opened, TcpConnection
@@ -84,6 +84,7 @@ def open_states(
     *,
     rank: int | None = None,
     digests: bool = False,
+    kind: VersionKind = VersionKind.STATE,
 ) -> list[RemoteReader]:
     """Open every rank's version, or one rank's; they are held until the next call, or until the
     connection closes.
@@ -95,6 +96,8 @@ def open_states(
     request = {"type": "open_state", "deployment": deployment, "seq": seq, "digests": digests}
     if rank is not None:
         request["rank"] = rank
+    if kind != VersionKind.STATE:
+        request["kind"] = kind.value
     offered = msgspec.convert(connection.ask(request)["shards"], list[_Offered])
     return [
         RemoteReader(connection, index, one.manifest, one.blocks)
@@ -111,6 +114,7 @@ class ReconnectingReader:
         address: str,
         ticket: bytes,
         wanted: tuple[str, int, int, str],
+        kind: VersionKind = VersionKind.STATE,
     ) -> None:
         """`wanted` is the version's deployment, seq, rank and stamp.
 
@@ -123,6 +127,7 @@ class ReconnectingReader:
         self._address = address
         self._ticket = ticket
         self._wanted = wanted
+        self._kind = kind
         self._lock = threading.Lock()
         self._held = ExitStack()
         self._reader: RemoteReader | None = None
@@ -163,7 +168,9 @@ class ReconnectingReader:
         deployment, seq, rank, stamp = self._wanted
         connection = TcpConnection(self._network, self._address, self._ticket, PATIENCE_S)
         self._held.callback(connection.close)
-        for reader in open_states(connection, deployment, seq, rank=rank, digests=digests):
+        for reader in open_states(
+            connection, deployment, seq, rank=rank, digests=digests, kind=self._kind
+        ):
             if reader.stamp == stamp:
                 return reader
         raise StateLostError(
