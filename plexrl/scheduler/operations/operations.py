@@ -14,8 +14,10 @@ from plexrl.scheduler.dispatch.next_use import next_use_s
 from plexrl.scheduler.dispatch.published_versions import (
     has_published,
     note_published,
+    pending_publish,
     pull_newest,
     statemanagers,
+    syncs_after,
 )
 from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, waits
 from plexrl.scheduler.jobs.retention import forget_oldest
@@ -29,12 +31,9 @@ from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
-from plexrl.scheduler.state.operation import Operation, change_operation
+from plexrl.scheduler.state.operation import OWN_MARK, Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
-
-OWN_MARK = "#"
-"""Only ids of the scheduler's own operations contain it."""
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """The scheduler's own operations that move state; they do not count as a job's demand."""
@@ -60,10 +59,7 @@ def enqueue(
     state: State, effects: Effects, event: OperationSubmitted, deployment: Deployment, now: float
 ) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
-    after: OperationId | None = None
-    if event.source is not None and not (event.published and has_published(state, event.source)):
-        after = publish_name(state, event.operation)
-        enqueue_publish(state, effects, state.deployment(event.source), after, event.operation, now)
+    after = _publish_before(state, effects, event, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
     operation.params_json = event.params_json
     operation.payload = event.payload
@@ -81,6 +77,21 @@ def enqueue(
     taken_in(state, deployment, operation)
     _queue(effects, deployment, event.operation, now)
     return operation
+
+
+def _publish_before(
+    state: State, effects: Effects, event: OperationSubmitted, now: float
+) -> OperationId | None:
+    """The publish that a submission waits for; None if it needs none."""
+    if event.source is None:
+        return None
+    if event.published:
+        pending = pending_publish(state, event.source)
+        if pending is not None or has_published(state, event.source):
+            return pending
+    name = publish_name(state, event.operation)
+    enqueue_publish(state, effects, state.deployment(event.source), name, event.operation, now)
+    return name
 
 
 def publish_name(state: State, sync: OperationId, attempt: str = "") -> OperationId:
@@ -157,7 +168,7 @@ def start(
     operation.token = group.token
     operation.group = group.group
     source = operation.source
-    if operation.published and operation.after is None and not replay:
+    if operation.pulls_newest and not replay:
         pull_newest(state, operation, deployment)
     command = RunOperation(
         operation.operation,
@@ -355,6 +366,9 @@ def fail(
         own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(state, effects, own, operation, error, now, place)
+    if operation.kind == _PUBLISH and not operation.internal:
+        for sync in syncs_after(state, operation):
+            fail_queued(state, effects, sync, error, now)
     dependent = _served(state, operation)
     if dependent is None:
         return
