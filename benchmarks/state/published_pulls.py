@@ -48,11 +48,13 @@ def main() -> None:
     figures: dict[str, float] = {}
     for dtype, count in INSTANCES.items():
         with (
-            hosts("trainer", "rollout", shared_memory_bytes=4 << 30) as pair,
+            hosts("trainer", "rollout", shared_memory_bytes=4 << 30) as (first, second),
             tempfile.TemporaryDirectory() as folder,
         ):
             size = 4 * MODEL_BYTES + 64 * MIB
-            source, target = start_nodes(pair, Path(folder) / "ca", fabric=TRUSTED, host_bytes=size)
+            source, target = start_nodes(
+                [first, second], Path(folder) / "ca", fabric=TRUSTED, host_bytes=size
+            )
             _measure(source, target, dtype, count, rows, figures)
     report(
         f"Pulls of {MODEL_BYTES / 1e6:.0f} MB of fp32 over {LINK}",

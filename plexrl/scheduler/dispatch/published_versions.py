@@ -1,12 +1,11 @@
 """Published versions of a trainer's weights: which one a sync pulls, and from where."""
 
-from plexrl.ids import DeploymentId, OperationId
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.state.deployment.stored_version import PublishedVersion
 from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, State
-from plexrl.wire.operations import OperationKind
 
 
 def has_published(state: State, trainer: DeploymentId) -> bool:
@@ -14,25 +13,6 @@ def has_published(state: State, trainer: DeploymentId) -> bool:
     deployment = state.deployment(trainer)
     version = deployment.published
     return version is not None and version.nodes == deployment.nodes
-
-
-def pending_publish(state: State, trainer: DeploymentId) -> OperationId | None:
-    """The trainer's newest `publish` that has not ended; None if all have."""
-    deployment = state.deployment(trainer)
-    for name in (*reversed(deployment.queue), *deployment.running):
-        operation = state.operations[name]
-        if operation.kind == OperationKind.PUBLISH and not operation.internal:
-            return name
-    return None
-
-
-def syncs_after(state: State, publish: Operation) -> list[Operation]:
-    """The syncs that wait in their queues for a `publish` of a controller."""
-    job = state.job(state.deployment(publish.deployment).job)
-    queued = (name for each in job.deployments for name in state.deployment(each).queue)
-    return [
-        found for name in queued if (found := state.operations[name]).after == publish.operation
-    ]
 
 
 def note_published(

@@ -14,10 +14,8 @@ from plexrl.scheduler.dispatch.next_use import next_use_s
 from plexrl.scheduler.dispatch.published_versions import (
     has_published,
     note_published,
-    pending_publish,
     pull_newest,
     statemanagers,
-    syncs_after,
 )
 from plexrl.scheduler.jobs.profiler import next_began, run_began, run_ended, waits
 from plexrl.scheduler.jobs.retention import forget_oldest
@@ -31,9 +29,12 @@ from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
-from plexrl.scheduler.state.operation import OWN_MARK, Operation, change_operation
+from plexrl.scheduler.state.operation import Operation, change_operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
+
+OWN_MARK = "#"
+"""Only ids of the scheduler's own operations contain it."""
 
 MOVES = frozenset({OperationKind.LOAD, OperationKind.OFFLOAD, OperationKind.SNAPSHOT})
 """The scheduler's own operations that move state; they do not count as a job's demand."""
@@ -83,12 +84,8 @@ def _publish_before(
     state: State, effects: Effects, event: OperationSubmitted, now: float
 ) -> OperationId | None:
     """The publish that a submission waits for; None if it needs none."""
-    if event.source is None:
+    if event.source is None or (event.published and has_published(state, event.source)):
         return None
-    if event.published:
-        pending = pending_publish(state, event.source)
-        if pending is not None or has_published(state, event.source):
-            return pending
     name = publish_name(state, event.operation)
     enqueue_publish(state, effects, state.deployment(event.source), name, event.operation, now)
     return name
@@ -366,9 +363,6 @@ def fail(
         own.backoff.clear()
     if operation.state is _FAILED and operation.kind in _MISSED:
         _halt(state, effects, own, operation, error, now, place)
-    if operation.kind == _PUBLISH and not operation.internal:
-        for sync in syncs_after(state, operation):
-            fail_queued(state, effects, sync, error, now)
     dependent = _served(state, operation)
     if dependent is None:
         return

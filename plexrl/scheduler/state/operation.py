@@ -7,9 +7,6 @@ from plexrl.ids import BlobRef, DeploymentId, FencingToken, GroupId, OperationId
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger, next_state
 from plexrl.wire.operations import OperationKind, OperationState
 
-OWN_MARK: Final = "#"
-"""Only ids of the scheduler's own operations contain it."""
-
 _PENDING: Final = OperationState.PENDING
 _SAVE_CHECKPOINT: Final = OperationKind.SAVE_CHECKPOINT
 _NO_TOKEN: Final = FencingToken(0)
@@ -57,7 +54,7 @@ class Operation:
     """Counted in the `InFlight` of its deployment and tenant."""
     internal: bool = False
     after: OperationId | None = None
-    """Operation that must finish first (a publish, for a sync)."""
+    """Operation that must finish first (the publish of a sync)."""
     serves: OperationId | None = None
     """For a publish: the sync that it is made for."""
     state: OperationState = OperationState.PENDING
@@ -112,7 +109,7 @@ class Operation:
     @property
     def pulls_newest(self) -> bool:
         """Whether it is a sync of the newest published version, without a publish of its own."""
-        return self.published and (self.after is None or OWN_MARK not in self.after)
+        return self.published and self.after is None
 
     def __init__(
         self,

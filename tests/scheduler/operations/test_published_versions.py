@@ -88,29 +88,11 @@ def test_the_newest_version_at_its_start_is_pulled(cluster: FakeCluster) -> None
     assert (sync.source_seq, sync.trainer_step) == (3, 3)
 
 
-def test_a_sync_gets_what_its_trainer_was_told_to_publish_before(cluster: FakeCluster) -> None:
+def test_a_publish_that_is_queued_is_not_awaited(cluster: FakeCluster) -> None:
     cluster.submit("a:s3", "a/actor", "optim_step")
     cluster.submit("a:v3", "a/actor", "publish")
     pull(cluster, "a:p0")
-    assert cluster.explanation_of("a:p0")["rule"] == "dependency"
-    cluster.submit("a:s4", "a/actor", "optim_step")
-    cluster.execute(run_of(cluster, "a:s3"), trainer_step=3)
-    sync = run_of(cluster, "a:p0")
-    assert sync.trainer_step == 3
-    cluster.settle()
-    assert cluster.state_of("a:p0") == "finished"
-
-
-def test_a_publish_that_is_cancelled_takes_the_syncs_that_wait_for_it_along(
-    cluster: FakeCluster,
-) -> None:
-    cluster.submit("a:s3", "a/actor", "optim_step")
-    cluster.submit("a:v3", "a/actor", "publish")
-    pull(cluster, "a:p0")
-    cluster.send(ev.OperationCancelled(operation="a:v3"))
-    assert cluster.error_of("a:p0")["code"] == cluster.error_of("a:v3")["code"]
-    pull(cluster, "a:p1")
-    assert run_of(cluster, "a:p1").trainer_step == 2
+    assert run_of(cluster, "a:p0").trainer_step == 2
 
 
 def test_before_the_first_publish_the_trainer_publishes_for_the_sync() -> None:

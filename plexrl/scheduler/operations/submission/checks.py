@@ -1,8 +1,9 @@
 """Checks of a submitted operation that do not depend on its deployment's state."""
 
 from plexrl.errors import ConflictError, InvalidRequestError
+from plexrl.scheduler.operations.operations import OWN_MARK
 from plexrl.scheduler.state.messages.events import OperationSubmitted
-from plexrl.scheduler.state.operation import OWN_MARK, Operation
+from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 

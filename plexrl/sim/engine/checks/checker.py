@@ -18,10 +18,9 @@ from typing import Literal, NoReturn
 
 from plexrl.errors import InvariantError
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.operations.operations import MOVES
+from plexrl.scheduler.operations.operations import MOVES, OWN_MARK
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.scheduler.state.operation import OWN_MARK
 from plexrl.sim.engine.checks.occupancy import Allocation, Occupancy
 from plexrl.sim.workload.scenario import Scenario
 from plexrl.wire.operations import OperationKind
