@@ -140,7 +140,7 @@ class StoredFleet(Fleet):
         for command in taken[1]:
             self.engines[command.instance].to_run.append(command)
         if self.state.progress.batch is not last:
-            self.training = self.state.progress.batch
+            self.training, self.is_asked = self.state.progress.batch, False
 
     def write(self) -> None:
         self.store.write(self.entries)
