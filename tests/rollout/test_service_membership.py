@@ -209,3 +209,18 @@ def test_an_instance_that_comes_back_has_a_new_id_also_after_a_restart(tmp_path:
             await reached(again, lambda: again.progress.batch is not None)
 
     asyncio.run(check())
+
+
+def test_a_rollout_that_lost_its_store_gets_no_results_of_the_former_one(tmp_path: Path) -> None:
+    ids = []
+    for name in ("former", "new"):
+        (tmp_path / name).mkdir()
+        store = RolloutStore(tmp_path / name / "rollout.sqlite")
+        store.begin(ORDER)
+        found = store.operation(ORDER, "grollout-0.1")
+        store.close()
+        store = RolloutStore(tmp_path / name / "rollout.sqlite")
+        assert store.operation(ORDER, "grollout-0.1") == found
+        store.close()
+        ids.append(found)
+    assert ids[0] != ids[1]

@@ -24,6 +24,7 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instance_driver import InstanceDriver
 from plexrl.rollout.service.instances import Instances
 from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, instance_id
 
 LOG = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Joining(Protocol):
     """The rollout that instances join."""
 
     order: RolloutOrder
+    store: RolloutStore
     calls: ClusterCalls
     instances: Instances
     progress: Progress
@@ -123,7 +125,7 @@ class Member:
         """Pull weights and join. None: the pull failed."""
         rollout, order = self._rollout, self._rollout.order
         instance = instance_id(self.name, rollout.progress.joins.get(self.name, 0))
-        operation = f"{order.job}:{order.name}/p{instance}.0"
+        operation = rollout.store.operation(order, f"p{instance}.0")
         if self._attempts:
             # A failed operation stays failed.
             operation += f".{self._attempts}"
