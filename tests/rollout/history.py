@@ -44,7 +44,7 @@ ACTIONS = {
     "restart": 1,
 }
 """Methods of `History`, and how likely each is."""
-HISTORY_ACTIONS = 40
+HISTORY_ACTIONS = 32
 PRINTED = 10_000
 """Histories between two lines of `main`."""
 LIKELY = [name for name, weight in ACTIONS.items() for _ in range(weight)]
@@ -86,7 +86,7 @@ class History:
             self.fleet.join(BUDGET)
         self.add_groups()
         # Some histories begin when the rollout has gone on for a while.
-        for _ in range(random.choice((0, 0, 3, 6))):
+        for _ in range(random.choice((0, 0, 1, 4))):
             self.fleet.round(tokens=random.choice((1, LENGTH_MAX)))
             self.add_groups()
 
