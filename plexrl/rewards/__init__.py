@@ -4,6 +4,7 @@ from plexrl.rewards.decisions.grading import OnFailure
 from plexrl.rewards.decisions.timeouts import TimeoutSettings
 from plexrl.rewards.grade import Grade, Outcome
 from plexrl.rewards.graders.answers import exact, numeric
+from plexrl.rewards.graders.mathematics import MathGrader
 from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
 from plexrl.rewards.sandbox.sandbox import Sandbox
@@ -15,6 +16,7 @@ __all__ = [
     "Graded",
     "GradedSamples",
     "Limits",
+    "MathGrader",
     "OnFailure",
     "Outcome",
     "Program",

@@ -44,7 +44,7 @@ def run_program(
         SandboxError: the program could not be started.
     """
     with ExitStack() as stack:
-        child = stack.enter_context(_started(command, program, limits, seccomp))
+        child = stack.enter_context(started(command, program, limits, seccomp))
         try:
             child.join(cgroup)
             began = time.monotonic()
@@ -61,7 +61,7 @@ def run_program(
 
 
 @dataclass(slots=True)
-class _Stream:
+class OutputStream:
     """One output of the program; keeps the first `size` bytes."""
 
     descriptor: int
@@ -84,7 +84,9 @@ class _Stream:
 
 
 @dataclass(slots=True)
-class _Child:
+class SandboxProcess:
+    """bubblewrap and the program that it runs."""
+
     process: subprocess.Popen[bytes]
     init: int
     """Number of the process that is number 1 in the sandbox."""
@@ -92,7 +94,9 @@ class _Child:
     """Its descriptor: it names this process even when the number is given to another one."""
     status_fd: int
     go_fd: int
-    streams: tuple[_Stream, _Stream]
+    stdin_fd: int
+    """-1 if the program is not interactive."""
+    streams: tuple[OutputStream, OutputStream]
     status: bytearray = field(default_factory=bytearray)
 
     def join(self, cgroup: Cgroup | None) -> None:
@@ -105,7 +109,7 @@ class _Child:
             # bubblewrap has ended, and says why; or the group has.
             self.kill()
             self.streams[1].drain()
-            raise _not_started(self.streams[1], str(error)) from error
+            raise not_started(self.streams[1], str(error)) from error
 
     def go(self) -> None:
         """Let bubblewrap start the program."""
@@ -128,14 +132,25 @@ class _Child:
 
 
 @contextmanager
-def _started(
-    command: SandboxCommand, program: Program, limits: Limits, seccomp: bytes
-) -> Iterator[_Child]:
-    """bubblewrap, waiting to start the program."""
+def started(
+    command: SandboxCommand,
+    program: Program,
+    limits: Limits,
+    seccomp: bytes,
+    *,
+    is_interactive: bool = False,
+) -> Iterator[SandboxProcess]:
+    """bubblewrap, waiting to start the program. The standard input of an interactive program is a
+    pipe, `stdin_fd`, instead of the program's content."""
     with ExitStack() as stack:
         with ExitStack() as given:
             files = [(name, _memory_file(given, data)) for name, data in program.files.items()]
-            stdin, rules = _memory_file(given, program.stdin), _memory_file(given, seccomp)
+            rules = _memory_file(given, seccomp)
+            stdin_fd, stdin = -1, -1
+            if is_interactive:
+                stdin_fd, stdin = _pipe(stack, given, is_reversed=True)
+            else:
+                stdin = _memory_file(given, program.stdin)
             status_read, status_write = _pipe(stack, given)
             go_write, go_read = _pipe(stack, given, is_reversed=True)
             options = command.arguments(
@@ -155,16 +170,19 @@ def _started(
             stack.callback(_reap, process)
         assert process.stdout is not None
         assert process.stderr is not None
-        out = _Stream(process.stdout.fileno(), limits.output_bytes)
-        err = _Stream(process.stderr.fileno(), limits.output_bytes)
+        out = OutputStream(process.stdout.fileno(), limits.output_bytes)
+        err = OutputStream(process.stderr.fileno(), limits.output_bytes)
         status = bytearray()
         init = _init_process(status_read, status, err)
         init_fd = os.pidfd_open(init)
         stack.callback(os.close, init_fd)
-        yield _Child(process, init, init_fd, status_read, go_write, (out, err), status)
+        streams = (out, err)
+        yield SandboxProcess(
+            process, init, init_fd, status_read, go_write, stdin_fd, streams, status
+        )
 
 
-def _init_process(status_fd: int, status: bytearray, err: _Stream) -> int:
+def _init_process(status_fd: int, status: bytearray, err: OutputStream) -> int:
     """Number of the sandbox's first process, as soon as bubblewrap has made it."""
     poll = select.poll()
     poll.register(status_fd, select.POLLIN)
@@ -178,12 +196,12 @@ def _init_process(status_fd: int, status: bytearray, err: _Stream) -> int:
             poll.register(err.descriptor, select.POLLIN)
             if poll.poll(0):
                 err.read()
-            raise _not_started(err, f"no answer from bubblewrap in {START_S:g} s")
+            raise not_started(err, f"no answer from bubblewrap in {START_S:g} s")
         status += found
     return int(json.loads(status.splitlines()[0])["child-pid"])
 
 
-def _not_started(err: _Stream, otherwise: str) -> SandboxError:
+def not_started(err: OutputStream, otherwise: str) -> SandboxError:
     """The error with bubblewrap's own words, if there are any."""
     text = err.content.decode(errors="replace").strip()
     return SandboxError(f"the sandbox could not start the program: {text or otherwise}")
@@ -218,7 +236,7 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def _watch(child: _Child, deadline: float) -> str | None:
+def _watch(child: SandboxProcess, deadline: float) -> str | None:
     """Read the outputs until the program has ended; what ended it: `wall`, `output` or None."""
     poll = select.poll()
     streams = {each.descriptor: each for each in child.streams}
@@ -237,12 +255,12 @@ def _watch(child: _Child, deadline: float) -> str | None:
     return "wall"
 
 
-def _result(child: _Child, ended_by: str | None, wall_s: float) -> Run:
+def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> Run:
     """The result of a run that was ended by `ended_by`, or by itself."""
     out, err = (bytes(each.content) for each in child.streams)
     code = child.exit_code() if ended_by is None else None
     if ended_by is None and code is None:
-        raise _not_started(child.streams[1], "no reason given")
+        raise not_started(child.streams[1], "no reason given")
     limit = ended_by if ended_by != "wall" else None
     if code is not None and any(each.is_over for each in child.streams):
         limit = "output"

@@ -16,6 +16,7 @@ from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
 from plexrl.rewards.sandbox.limits import Limits, Program, Run
 from plexrl.rewards.sandbox.runner import run_program
 from plexrl.rewards.sandbox.seccomp import compiled_filter
+from plexrl.rewards.sandbox.session import Session
 
 TRIAL_S = 60.0
 NOT_EXECUTED = (126, 127)
@@ -129,6 +130,19 @@ class Sandbox:
     async def run_async(self, program: Program, *, timeout_s: float) -> Run:
         """As `run`, for `async` controllers. A cancellation does not end a program that runs."""
         return await asyncio.wrap_future(self.submit(program, timeout_s=timeout_s))
+
+    def open_session(self, program: Program) -> Session:
+        """Start a program that answers requests; it has no wall time, and takes no place of the
+        `at_once` programs.
+
+        Raises:
+            SandboxError: the program could not be started.
+        """
+        # The kernel ends the program with the thread that started it, so that is not the caller's.
+        start = self._threads.submit(
+            Session, self._command, program, self.limits, self._filter, self._groups
+        )
+        return start.result()
 
     def close(self) -> None:
         """Wait for the programs that run; those that wait for a thread are dropped."""

@@ -292,7 +292,7 @@ def status(rollout: LiveRollout) -> Plain:
         if latest is None
         else {"version": latest.version, "trainer_step": rollout.steps.get(latest.version)},
         "newest_version": core.newest_version,
-        "waiting": len(core.trajectories.waiting),
+        "waiting": core.trajectories.waiting,
         "unrewarded": len(progress.unrewarded),
         "dropped": progress.dropped_groups,
         "dropped_reason": progress.dropped_reason,
