@@ -139,7 +139,9 @@ def check(batches: list[Plain], end: Plain) -> None:
     # What was given is trained or in flight, and in flight is no more than the bound admits.
     given = set(range(end["next_group"]))
     assert set(trained) <= given
-    assert len(given - set(trained)) <= (STALENESS + 1) * PROMPTS
+    assert len(given - set(trained)) * SAMPLES == end["in_flight"]
+    assert end["in_flight"] <= (STALENESS + 1) * PROMPTS * SAMPLES
+    assert end["totals"]["trained"]["samples"] == len(trained) * SAMPLES
     assert sum(end["staleness_seen"].values()) == len(trained) * SAMPLES
     assert set(end["staleness_seen"]) <= {str(age) for age in range(STALENESS + 1)}
 

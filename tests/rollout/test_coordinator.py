@@ -83,6 +83,7 @@ class Led:
         *shown: tuple[InstanceId, list[int], list[int], int],
         version: int = 0,
         versions: dict[InstanceId, int] | None = None,
+        silent: tuple[InstanceId, ...] = (),
     ) -> list[Command]:
         """A snapshot: running, waiting and the number of completed trajectories of each."""
         return self.do(
@@ -97,6 +98,7 @@ class Led:
                         waiting=tuple(map(TrajectoryId, waiting)),
                         waiting_tokens=(20,) * len(waiting),
                         completed=completed,
+                        serves=name not in silent,
                     )
                     for name, running, waiting, completed in shown
                 )
@@ -229,6 +231,46 @@ def test_what_was_on_its_way_to_a_lost_instance_goes_to_another() -> None:
     assert led.show((B, [], [], 0), version=1) == [Route(instance=B, trajectories=ids(1, 2))]
 
 
+def test_an_instance_comes_back_under_its_id_with_commands_unanswered() -> None:
+    """It was lost between an interrupt, a pull and the routes behind them, none of which it ran."""
+    led = Led(groups=2)
+    pulled_away(led)
+    led.do(InstanceLost(instance=A))
+    led.do(InstanceJoined(instance=A, version=0, kv_budget=100))
+    with pytest.raises(InvalidRequestError, match="no unanswered"):
+        led.do(stopped(A, 1))
+    # Version 0 is used up for trajectory 2, which has version 1: only trajectory 1 may run.
+    assert led.show((A, [], [], 0)) == [Route(instance=A, trajectories=ids(1))]
+    led.finish(1)
+    assert led.show((A, [], [], 1)) == [
+        Pull(instance=A, version=1),
+        Route(instance=A, trajectories=ids(2)),
+    ]
+    led.do(Pulled(instance=A, version=1))
+    led.show((A, [2], [], 0), version=1)
+    assert led.core.snapshots_refused == 0
+
+
+def test_all_instances_are_lost_and_an_older_one_joins() -> None:
+    led = Led(groups=2, instances=(A, B))
+    led.show((A, [], [], 0), (B, [], [], 0))
+    led.do(BatchRequested())
+    led.finish(0)
+    led.do(ParametersPushed(version=1))
+    led.do(InstanceLost(instance=A))
+    led.do(InstanceLost(instance=B))
+    led.do(GroupAdded(group=SampleGroupId(2), prompt_tokens=PROMPT))
+    assert led.do(SnapshotTaken(instances=())) == []
+    c = InstanceId("c")
+    led.do(InstanceJoined(instance=c, version=0, kv_budget=100))
+    assert led.show((c, [], [], 0)) == [Route(instance=c, trajectories=ids(1))]
+    assert led.show((c, [1], [], 0)) == [
+        Interrupt(instance=c, trajectories=ids(1)),
+        Pull(instance=c, version=1),
+    ]
+    assert led.do(stopped(c, 1)) == [Route(instance=c, trajectories=ids(1, 2))]
+
+
 def test_an_instance_may_get_newer_parameters_than_it_was_told_to_pull() -> None:
     led = Led(groups=2)
     pulled_away(led)
@@ -324,6 +366,19 @@ def test_redistributed_work_goes_to_all_instances_when_it_has_arrived() -> None:
     routes = led.do(stopped(A, 0, 1, 2, 3, 4, 5))
     counts = {each.instance: len(each.trajectories) for each in routes if isinstance(each, Route)}
     assert counts == {A: 3, B: 3}
+
+
+def test_an_instance_that_does_not_answer_gets_no_work_and_attracts_none() -> None:
+    led = Led(groups=2, extra_samples=2, throughput_ratio_max=2.0, instances=(A, B))
+    assert led.show((A, [], [], 0), (B, [], [], 0), silent=(A, B)) == []
+    assert led.show((A, [], [], 0), (B, [], [], 0), silent=(B,)) == [
+        Route(instance=A, trajectories=ids(0, 1, 2, 3, 4, 5))
+    ]
+    busy = (A, [0, 1, 2, 3, 4], [5], 0)
+    assert led.show(busy, (B, [], [], 0), silent=(B,)) == []
+    assert led.show(busy, (B, [], [], 0)) == [
+        Interrupt(instance=A, trajectories=ids(0, 1, 2, 3, 4, 5))
+    ]
 
 
 def test_no_more_groups_are_taken_than_the_bound_allows() -> None:

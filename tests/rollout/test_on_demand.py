@@ -37,7 +37,7 @@ def test_the_first_creation_starts_the_service_and_other_requests_do_not(tmp_pat
         assert not serving.done()
         created = asyncio.create_task(link.call("create", {"order": {"a": 1}}, timeout_s=10))
         await serving
-        # No request may wait for what has stopped serving.
+        # No request of a router that did not start it waits for it.
         with pytest.raises(UnavailableError, match="restarting"):
             await other.call("list", {"job": None}, timeout_s=10)
 

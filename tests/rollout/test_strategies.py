@@ -12,10 +12,10 @@ from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20, CostMode
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
-from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
+from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, make_router, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.staleness.manager import StalenessManager, StalenessSettings
-from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, TrajectoryId
+from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Trajectory, TrajectoryId
 from tests.rollout import plain_strategies as plain
 
 SAMPLES = 2
@@ -58,6 +58,16 @@ def manager_at(version: int, **sizes: int) -> StalenessManager:
                 found.complete(group, trajectory)
         found.consume()
     return found
+
+
+def ordered(candidates: list[Candidate], started: set[SampleGroupId]) -> list[Candidate]:
+    initial = [
+        Trajectory(id=each.trajectory, group=each.group, prompt_tokens=each.length)
+        for each in sorted(candidates, key=lambda each: each.trajectory)
+        if each.version is None
+    ]
+    assigned = [each for each in candidates if each.version is not None]
+    return list(Queue(assigned, initial, lambda group: group in started))
 
 
 class World:

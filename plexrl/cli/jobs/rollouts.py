@@ -1,5 +1,6 @@
 """`plexrl rollouts`: asynchronous rollouts, their buffers and instances."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,11 @@ def rollouts(
     """Asynchronous rollouts: how far generation is ahead of training, and the load of instances."""
     with access.open() as cluster:
         found = cluster.rollouts(None if job is None else find_job(cluster, job).job)
+    show(found, output)
+
+
+def show(found: Sequence[View], output: Output) -> None:
+    """Print rollouts as the cluster describes them."""
     cells: Cells = {
         "job": "job",
         "rollout": "name",
@@ -31,7 +37,7 @@ def rollouts(
         "η": "staleness",
         "version": "newest_version",
         "ready": "batches_ready",
-        "in flight": lambda each: f"{each['in_flight']}/{each['in_flight_max']}",
+        "in flight": lambda each: f"{each['in_flight']} of {each['in_flight_max']}",
         "ages": lambda each: shares(each["staleness_seen"]),
         "tokens/s": lambda each: f"{each['tokens_per_s']:.0f}",
     }
@@ -65,7 +71,9 @@ def shares(counts: dict[str, int]) -> str:
     """Counts by staleness as shares, such as `0: 63 %, 1: 37 %`."""
     total = sum(counts.values())
     return ", ".join(
-        f"{age}: {100 * counts[age] / total:.0f} %" for age in sorted(counts, key=int) if total
+        f"{age}: {100 * counts[age] / total:.0f} %"
+        for age in sorted(counts, key=int)
+        if counts[age]
     )
 
 

@@ -45,6 +45,7 @@ class AsyncCluster:
     jobs = in_thread(Cluster.jobs)
     read_checkpoints = in_thread(Cluster.read_checkpoints)
     nodes = in_thread(Cluster.nodes)
+    rollouts = in_thread(Cluster.rollouts)
     groups = in_thread(Cluster.groups)
     status = in_thread(Cluster.status)
     operations = in_thread(Cluster.operations)

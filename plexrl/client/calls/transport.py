@@ -385,12 +385,18 @@ class AsyncTransport(_Connections["httpx.AsyncClient"]):
     """Like `Transport`, for one event loop."""
 
     def __init__(
-        self, url: str | Sequence[str], api_key: str, timeout_s: float, ca: CaFile = None
+        self,
+        url: str | Sequence[str],
+        api_key: str,
+        timeout_s: float,
+        ca: CaFile = None,
+        auth: "httpx.Auth | None" = None,
     ) -> None:
+        """`auth` replaces `api_key` in each request."""
         import httpx
 
         limits = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
-        client = httpx.AsyncClient(limits=limits, verify=trusted_by(ca))
+        client = httpx.AsyncClient(limits=limits, verify=trusted_by(ca), auth=auth)
         super().__init__(client, url, api_key, timeout_s, ca)
 
     async def request(self, call: Call) -> "httpx.Response":

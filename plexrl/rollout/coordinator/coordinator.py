@@ -239,7 +239,7 @@ class RolloutCoordinator:
             record = self._held(each)
             if record.version is None:
                 self.manager.reserve(record.group, each, version)
-                record.assign(version)
+                self.trajectories.assign(record, version)
             self.expected.added(instance)
             self.expected.instances[instance].coming.append(each)
             self._target[each] = instance
@@ -351,7 +351,7 @@ class RolloutCoordinator:
     def _on_joined(self, event: InstanceJoined) -> None:
         if event.instance in self.expected.instances:
             raise ConflictError(
-                f"instance {event.instance} has joined already: give a restarted one a new id"
+                f"instance {event.instance} has joined already: report its loss first"
             )
         self._check_version(event.version)
         if not event.kv_budget > 0:

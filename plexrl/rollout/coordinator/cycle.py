@@ -7,7 +7,7 @@ from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad, InstanceSnapshot
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
-from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
+from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, make_router, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
@@ -43,7 +43,9 @@ class Cycle:
         self._model = model
         self._server = server
         self._entries = buffers
-        self._snapshots = sorted(snapshots, key=lambda each: each.instance)
+        # One that is starting again has no throughput, and would attract the work of all others.
+        serving = (each for each in snapshots if each.serves)
+        self._snapshots = sorted(serving, key=lambda each: each.instance)
         self._loads = [
             InstanceLoad(
                 index=index,
@@ -57,11 +59,10 @@ class Cycle:
             for index, each in enumerate(self._snapshots)
         ]
         self._work: dict[int, tuple[list[Candidate], list[Candidate]]] = {}
-        self._queue = [
+        self._assigned = [
             Candidate(each.id, each.group, each.version, each.length)
-            for each in server.waiting.values()
+            for each in server.returned.values()
         ]
-        self._started = {group for group in server.groups if buffers.place(group) is not None}
 
     def decide(self, newest: int) -> Decision:
         """Synchronisation, migration and routing; `newest` is the parameter server's version."""
@@ -70,7 +71,7 @@ class Cycle:
             return decision
         settings, model, entries = self._settings, self._model, self._entries
         loads = [load.copy() for load in self._loads]
-        queue = ordered(self._queue, self._started)
+        queue = self._queue()
         for found in to_synchronise(settings, model, loads, entries.copy(), queue, newest):
             load = self._loads[found.index]
             running, waiting = self._held(load)
@@ -80,7 +81,7 @@ class Cycle:
             self._work[load.index] = ([], [])
             decision.pulls.append(load.instance)
         if decision.interrupts:
-            queue = ordered(self._queue, self._started)
+            queue = self._queue()
         for load, moved in to_migrate(settings, model, self._loads, entries, queue, self._held):
             running, waiting = self._held(load)
             gone = {each.trajectory for each in moved}
@@ -91,17 +92,19 @@ class Cycle:
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
             self._remove(load, moved, decision)
         reserved = entries.copy()
-        if len(self._queue) > len(queue):
-            queue = ordered(self._queue, self._started)
         router = make_router(settings, model, self._loads, reserved)
-        for candidate, load in route(router, reserved, queue):
+        for candidate, load in route(router, reserved, self._queue()):
             decision.routes.append((candidate.trajectory, load.instance, load.version))
         return decision
+
+    def _queue(self) -> Queue:
+        place = self._entries.place
+        return Queue(self._assigned, self._server.initial.values(), lambda g: place(g) is not None)
 
     def _remove(self, load: InstanceLoad, moved: list[Candidate], decision: Decision) -> None:
         if moved:
             decision.interrupts.setdefault(load.instance, []).extend(c.trajectory for c in moved)
-            self._queue += moved
+            self._assigned += moved
 
     def _held(self, load: InstanceLoad) -> tuple[list[Candidate], list[Candidate]]:
         """Running and waiting trajectories of an instance that have not ended since."""

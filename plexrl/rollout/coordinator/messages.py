@@ -19,7 +19,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined(Event):
-    """An instance is ready to generate. Its id was never used before."""
+    """An instance is ready to generate. It may have the id of a lost one, if no event that was sent
+    before the loss arrives after this."""
 
     instance: InstanceId
     version: int
@@ -134,7 +135,8 @@ class StepMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsMeasured(Event):
-    """Measured decode steps, to which the cost model is fitted anew."""
+    """Measured decode steps, to which the cost model is fitted anew: in each cycle one step of each
+    instance or fewer, without prefill."""
 
     steps: tuple[StepMeasured, ...]
 

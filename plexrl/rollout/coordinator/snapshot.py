@@ -27,6 +27,9 @@ class InstanceSnapshot:
     completed: int = 0
     """Trajectories whose generation completed since the instance's last pull, or since it
     joined."""
+    serves: bool = True
+    """False: its engine does not answer now. It gets no work and no pull, and returns nothing: its
+    load is not known."""
 
     def __post_init__(self) -> None:
         for name, ids, lengths in (

@@ -7,11 +7,13 @@ the operation of the first one, and its result.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import numpy as np
 
 from plexrl.client.calls import requests
@@ -22,6 +24,7 @@ from plexrl.client.data.results import Decoder, Sample, WeightsSpan
 from plexrl.client.futures.futures import POLL_S, poll_call
 from plexrl.client.futures.generations import RETRIABLE, stream_call
 from plexrl.errors import ConnectionLostError, PlexRLError, UnknownOperationError, from_wire
+from plexrl.rollout.service.config import RolloutConfig
 from plexrl.wire.operations import (
     OperationKind,
     OperationState,
@@ -36,6 +39,28 @@ STATS_TIMEOUT_S = 5.0
 RETRY_S = 0.2
 """Pause before rows are read again after a lost connection."""
 Plain = dict[str, Any]
+
+
+class OperatorAccess(httpx.Auth):
+    """The operator's key, as its file has it. It is read again when a router refuses the former
+    one, because the operator may rotate it."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        """Raises `InvalidRequestError` as `RolloutConfig.operator_key`."""
+        self._config = config
+        self.key = config.operator_key()
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Send a request, and again if the key has changed since."""
+        used = self.key
+        request.headers["Authorization"] = f"Bearer {used}"
+        answer = yield request
+        if answer.status_code != HTTPStatus.UNAUTHORIZED:
+            return
+        self.key = self._config.operator_key()
+        if self.key != used:
+            request.headers["Authorization"] = f"Bearer {self.key}"
+            yield request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ class RolloutConfig:
     """PEM file of the authority of the routers' certificates; empty: the public ones."""
     tls: TlsFiles | None = None
     """This service's certificate; absent: all parts are on one machine."""
+    job_rollouts_max: int = 8
+    """Asynchronous rollouts that a job may have."""
     cycle_s: float = 0.2
     """Interval of the snapshots on which trajectories are routed."""
     instance_lost_s: float = 60.0
@@ -43,6 +45,10 @@ class RolloutConfig:
             raise InvalidRequestError("listen and routers need at least one address each")
         for each in self.listen:
             parse_address(each)
+        if not 1 <= self.job_rollouts_max <= 10_000:
+            raise InvalidRequestError(
+                f"job_rollouts_max is {self.job_rollouts_max}: set it from 1 to 10000"
+            )
         if not 0.01 <= self.cycle_s <= 60:
             raise InvalidRequestError(f"cycle_s is {self.cycle_s}: set it from 0.01 to 60 seconds")
         if not 1 <= self.instance_lost_s <= 86_400:

@@ -365,6 +365,7 @@ class InstanceDriver:
             waiting=tuple(waiting),
             waiting_tokens=tuple(waiting.values()),
             completed=work.completed,
+            serves=bool(engines),
         )
         return snapshot, self._measured(engines)
 

@@ -29,7 +29,7 @@ from plexrl.rollout.service.order import RolloutOrder, instance_id
 LOG = logging.getLogger(__name__)
 
 WATCH_S = 2.0
-"""Interval at which a deployment's state is read."""
+"""Longest interval at which a deployment's state is read."""
 JOIN_S = 0.2
 """Interval at which an engine that has just taken weights is asked for its cache."""
 ATTEMPTS_MAX = 3
@@ -157,7 +157,7 @@ class Member:
         out_since: float | None = None
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(min(WATCH_S, self._lost_s / 4))
             state = await self._state()
             if state is None:
                 continue

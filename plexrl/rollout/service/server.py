@@ -11,8 +11,14 @@ import msgspec
 import numpy as np
 
 from plexrl.client.calls.transport import AsyncTransport
-from plexrl.errors import ConflictError, InvalidRequestError, NotFoundError, PlexRLError
-from plexrl.rollout.service.cluster_calls import ClusterCalls
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    PlexRLError,
+    QuotaExceededError,
+)
+from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
@@ -48,8 +54,9 @@ class RolloutService:
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._peers: set[Peer] = set()
+        access = OperatorAccess(config)
         self._transport = AsyncTransport(
-            config.routers, config.operator_key(), SILENCE_S_MAX, config.ca or None
+            config.routers, access.key, SILENCE_S_MAX, config.ca or None, access
         )
         self._handlers = {
             "create": self._create,
@@ -157,6 +164,7 @@ class RolloutService:
             raise self._unreadable[order.job, order.name]
         found = self._rollouts.get((order.job, order.name))
         if found is None:
+            self._check_room(order)
             path = self._folder / quote(order.job, safe="") / f"{order.name}{SUFFIX}"
             store = RolloutStore(path)
             store.begin(order)
@@ -170,6 +178,14 @@ class RolloutService:
             found = await self._again(found)
         await found.wait_for(lambda: found.is_joined, float(params["wait_s"]))
         return await _durable_status(found)
+
+    def _check_room(self, order: RolloutOrder) -> None:
+        count = sum(job == order.job for job, _ in (*self._rollouts, *self._unreadable))
+        if count >= self._config.job_rollouts_max:
+            raise QuotaExceededError(
+                f"job {order.job!r} has {count} asynchronous rollouts, as many as job_rollouts_max "
+                "of the service allows: use one of them, or another job"
+            )
 
     async def _again(self, failed: LiveRollout) -> LiveRollout:
         """Continue a rollout that failed: its controller has asked for it again."""
@@ -276,7 +292,7 @@ def status(rollout: LiveRollout) -> Plain:
         if latest is None
         else {"version": latest.version, "trainer_step": rollout.steps.get(latest.version)},
         "newest_version": core.newest_version,
-        "waiting": len(core.trajectories.waiting),
+        "waiting": core.trajectories.waiting,
         "unrewarded": len(progress.unrewarded),
         "dropped": progress.dropped_groups,
         "dropped_reason": progress.dropped_reason,

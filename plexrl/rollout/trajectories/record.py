@@ -112,8 +112,7 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One sample of one prompt. Only its methods write it, but for `instance` and `reward`, which
-    the trajectory server writes."""
+    """One sample of one prompt. Only the trajectory server writes it."""
 
     id: TrajectoryId
     group: SampleGroupId
@@ -135,14 +134,6 @@ class Trajectory:
     def length(self) -> int:
         """Number of tokens, prompt included."""
         return self.prompt_tokens + self.response_tokens
-
-    def assign(self, version: int) -> None:
-        """Sets `V_traj`. Raises ConflictError: it has one."""
-        if self.version is not None:
-            raise ConflictError(
-                f"trajectory {self.id} has version {self.version} already", trajectory=self.id
-            )
-        self.version = version
 
     def change(self, what: Change) -> None:
         """Moves to the next state of `TRANSITIONS`. Raises ConflictError: there is none."""

@@ -53,8 +53,10 @@ class TrajectoryServer:
         self.samples = samples
         self.groups_max = groups_max
         self.groups: dict[SampleGroupId, SampleGroup] = {}
-        self.waiting: dict[TrajectoryId, Trajectory] = {}
-        """Trajectories to be routed."""
+        self.initial: dict[TrajectoryId, Trajectory] = {}
+        """Trajectories to be routed that have no version, by id ascending."""
+        self.returned: dict[TrajectoryId, Trajectory] = {}
+        """Trajectories to be routed that have a version."""
         self._all: dict[TrajectoryId, Trajectory] = {}
         self._on: dict[InstanceId, dict[TrajectoryId, None]] = {}
         self._next_group = SampleGroupId(0)
@@ -80,7 +82,12 @@ class TrajectoryServer:
             if each.instance is not None:
                 self._on.setdefault(each.instance, {})[each.id] = None
             if each.state is TrajectoryState.WAITING:
-                self.waiting[each.id] = each
+                self._to_be_routed(each)[each.id] = each
+
+    @property
+    def waiting(self) -> int:
+        """Number of trajectories to be routed."""
+        return len(self.initial) + len(self.returned)
 
     @property
     def groups_wanted(self) -> int:
@@ -145,8 +152,18 @@ class TrajectoryServer:
         self._next_group = SampleGroupId(group + 1)
         for each in members:
             record = Trajectory(id=each, group=group, prompt_tokens=prompt_tokens)
-            self._all[each] = self.waiting[each] = record
+            self._all[each] = self.initial[each] = record
         return added
+
+    def assign(self, trajectory: Trajectory, version: int) -> None:
+        """Gives an initial trajectory its version. Raises ConflictError: it has one."""
+        if trajectory.version is not None:
+            raise ConflictError(
+                f"trajectory {trajectory.id} has version {trajectory.version} already",
+                trajectory=trajectory.id,
+            )
+        trajectory.version = version
+        self.returned[trajectory.id] = self.initial.pop(trajectory.id)
 
     def route(self, trajectory: Trajectory, instance: InstanceId, version: int) -> None:
         """Gives a waiting trajectory to an instance with weights of this version.
@@ -160,7 +177,7 @@ class TrajectoryServer:
             )
         trajectory.change(Change.ROUTE)
         trajectory.instance = instance
-        del self.waiting[trajectory.id]
+        del self.returned[trajectory.id]
         self._on.setdefault(instance, {})[trajectory.id] = None
 
     def interrupt(self, trajectory: Trajectory) -> None:
@@ -179,7 +196,7 @@ class TrajectoryServer:
         trajectory.change(Change.RETURN)
         trajectory.extend(segments)
         self._leave(trajectory, instance)
-        self.waiting[trajectory.id] = trajectory
+        self.returned[trajectory.id] = trajectory
 
     def generated(self, trajectory: Trajectory, segments: tuple[Segment, ...]) -> None:
         """Its generation is complete. Raises as `take_back`."""
@@ -225,6 +242,10 @@ class TrajectoryServer:
         self.forget_group(group)
         return records
 
+    def _to_be_routed(self, trajectory: Trajectory) -> dict[TrajectoryId, Trajectory]:
+        """Where the trajectory is while it waits."""
+        return self.initial if trajectory.version is None else self.returned
+
     def _leave(self, trajectory: Trajectory, instance: InstanceId | None) -> None:
         if instance is not None:
             del self._on[instance][trajectory.id]
@@ -233,13 +254,13 @@ class TrajectoryServer:
 
     def _end(self, trajectory: Trajectory) -> None:
         del self._all[trajectory.id]
-        self.waiting.pop(trajectory.id, None)
+        self._to_be_routed(trajectory).pop(trajectory.id, None)
 
     def check_invariants(self) -> None:
         """Raises InvariantError: an invariant of this module or of `record` does not hold."""
         if len(self.groups) > self.groups_max:
             raise InvariantError(f"{len(self.groups)} groups are held", law="groups held")
-        held = 0
+        held = waiting = 0
         for each in self._all.values():
             state, instance = each.state, each.instance
             if (state in ON_INSTANCE) != (instance is not None):
@@ -247,8 +268,9 @@ class TrajectoryServer:
             held += instance is not None
             if instance is not None and each.id not in self._on.get(instance, ()):
                 raise InvariantError(f"trajectory {each.id} is not listed", law="on an instance")
-            if (state is TrajectoryState.WAITING) != (each.id in self.waiting):
-                raise InvariantError(f"trajectory {each.id} is {state}", law="waiting")
+            if (state is TrajectoryState.WAITING) != (each.id in self._to_be_routed(each)):
+                raise InvariantError(f"trajectory {each.id} is {state}", law="to be routed")
+            waiting += state is TrajectoryState.WAITING
             if each.group not in self.groups and state is not TrajectoryState.ABORTING:
                 raise InvariantError(f"trajectory {each.id} has no group", law="held with group")
             if each.version is None:
@@ -258,5 +280,7 @@ class TrajectoryServer:
             for segment in each.segments:
                 if segment.kv_version < each.version:
                     raise InvariantError(f"trajectory {each.id} is older", law="oldest version")
+        if waiting != self.waiting:
+            raise InvariantError("what is not waiting is to be routed", law="to be routed")
         if sum(map(len, self._on.values())) != held:
             raise InvariantError("an instance has what has ended", law="on an instance")

@@ -1,6 +1,7 @@
 """The router's connection to the rollout service, made when it is needed."""
 
 import asyncio
+import math
 from typing import Any
 
 from plexrl.errors import ConnectionLostError, NotFoundError, UnavailableError
@@ -9,9 +10,11 @@ from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Peer
 
-START_S_MAX = 10.0
-"""How long a request waits for a service that is being started for it."""
+START_S_MAX = 30.0
+"""How long a request waits while the service starts."""
 START_POLL_S = 0.1
+WAITING_MAX = 256
+"""Most requests that wait so."""
 Plain = dict[str, Any]
 
 
@@ -25,6 +28,9 @@ class RolloutLink:
         self._peer: Peer | None = None
         self._running: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
+        self._starting_until = -math.inf
+        """Until when the service may be starting, by the event loop's clock."""
+        self._waiting = 0
 
     async def call(self, method: str, params: Plain, *, timeout_s: float) -> Plain:
         """Call the service and return its reply.
@@ -38,20 +44,25 @@ class RolloutLink:
             raise NotFoundError(
                 "this cluster has no rollout service: start the routers with its address, `rollout`"
             )
-        try:
-            return await self._call(method, params, timeout_s)
-        except UnavailableError as error:
-            if not error.details.get("is_starting"):
-                raise
-        # The first rollout of a cluster starts the service, which is no news for its controller.
-        deadline = asyncio.get_running_loop().time() + START_S_MAX
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + START_S_MAX
         while True:
-            await asyncio.sleep(START_POLL_S)
             try:
-                return await self._call(method, params, timeout_s)
-            except UnavailableError:
-                if asyncio.get_running_loop().time() > deadline:
+                reply = await self._call(method, params, timeout_s)
+                self._starting_until = -math.inf
+                return reply
+            except UnavailableError as error:
+                if error.details.get("is_starting"):
+                    self._starting_until = clock() + START_S_MAX
+                # That the first rollout of a cluster starts the service is no news for a client.
+                is_starting = clock() < min(deadline, self._starting_until)
+                if not is_starting or self._waiting >= WAITING_MAX:
                     raise
+            self._waiting += 1
+            try:
+                await asyncio.sleep(START_POLL_S)
+            finally:
+                self._waiting -= 1
 
     async def _call(self, method: str, params: Plain, timeout_s: float) -> Plain:
         try:

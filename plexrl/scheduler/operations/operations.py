@@ -60,10 +60,7 @@ def enqueue(
     state: State, effects: Effects, event: OperationSubmitted, deployment: Deployment, now: float
 ) -> Operation:
     """Queue a checked submission; for a sync, also the publish that it depends on."""
-    after: OperationId | None = None
-    if event.source is not None and not (event.published and has_published(state, event.source)):
-        after = publish_name(state, event.operation)
-        enqueue_publish(state, effects, state.deployment(event.source), after, event.operation, now)
+    after = _publish_before(state, effects, event, now)
     operation = Operation(event.operation, event.deployment, event.kind, now, internal=False)
     operation.params_json = event.params_json
     operation.payload = event.payload
@@ -81,6 +78,17 @@ def enqueue(
     taken_in(state, deployment, operation)
     _queue(effects, deployment, event.operation, now)
     return operation
+
+
+def _publish_before(
+    state: State, effects: Effects, event: OperationSubmitted, now: float
+) -> OperationId | None:
+    """The publish that a submission waits for; None if it needs none."""
+    if event.source is None or (event.published and has_published(state, event.source)):
+        return None
+    name = publish_name(state, event.operation)
+    enqueue_publish(state, effects, state.deployment(event.source), name, event.operation, now)
+    return name
 
 
 def publish_name(state: State, sync: OperationId, attempt: str = "") -> OperationId:
@@ -157,7 +165,7 @@ def start(
     operation.token = group.token
     operation.group = group.group
     source = operation.source
-    if operation.published and operation.after is None and not replay:
+    if operation.pulls_newest and not replay:
         pull_newest(state, operation, deployment)
     command = RunOperation(
         operation.operation,

@@ -115,7 +115,7 @@ def publish_first(
     """Repeat a sync, which is no longer in flight, after a publish of its own: the published
     version that it was to pull is gone. False: another publish would not help; nothing has
     changed."""
-    if not operation.published or operation.after is not None or error.code not in OUT_OF_REACH:
+    if not operation.pulls_newest or error.code not in OUT_OF_REACH:
         return False
     assert operation.source is not None
     trainer = state.deployment(operation.source)

@@ -304,7 +304,7 @@ def _has_pending_pulls(state: State, deployment: Deployment) -> bool:
             if operation.source != deployment.deployment:
                 continue
             if operation.after is None:
-                if operation.published:
+                if operation.pulls_newest:
                     return True
                 continue
             publish = operations.get(operation.after)

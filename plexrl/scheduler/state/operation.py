@@ -106,6 +106,11 @@ class Operation:
     is_forgotten: bool = False
     """It has left the history, and is kept only because a recovery may repeat it."""
 
+    @property
+    def pulls_newest(self) -> bool:
+        """Whether it is a sync of the newest published version, without a publish of its own."""
+        return self.published and self.after is None
+
     def __init__(
         self,
         operation: OperationId,

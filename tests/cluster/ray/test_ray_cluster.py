@@ -4,6 +4,7 @@ The nodes are Ray's own emulation: each has its raylet, its processes and its re
 machine.
 """
 
+import itertools
 import select
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.process.folders.folders import Folders
 from plexrl.worker.agent.ray.launcher import RayLauncher, RayWorker
 from plexrl.worker.config import WorkerConfig
-from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
+from tests.cluster.tools import (
+    VOCABULARY,
+    checkpoint_weights,
+    process_of,
+    some_batch,
+    wait_until,
+)
 
 ray = pytest.importorskip("ray", reason="needs plexrl[ray]")
 
@@ -229,6 +236,38 @@ def test_ray_nodes_with_gpus_join_and_their_gpus_are_reserved(
     # Ray reports resources a moment after they are taken.
     wait_until(lambda: not ray.available_resources().get("GPU", 0), "Ray has free GPUs")
     assert sorted(group["name"].rpartition("-")[2] for group in groups()) == ["one", "two"]
+
+
+@pytest.mark.slow
+def test_an_asynchronous_rollout_has_its_service_on_the_head_and_its_instances_on_ray(
+    on_ray: EmbeddedCluster,
+) -> None:
+    with (
+        plexrl.connect(on_ray.url, on_ray.api_key) as cluster,
+        cluster.create_job("ahead") as job,
+    ):
+        actor = job.train_deployment("actor", MODEL)
+        rollout = job.asynchronous_rollout(
+            *("rollout", MODEL, actor),
+            instances=2,
+            staleness=1,
+            prompts=2,
+            samples=2,
+            sampling=plexrl.SamplingParams(max_tokens=8, seed=1),
+        )
+        prompts = ([3 + number % 5, 4] for number in itertools.count())
+        versions = []
+        for batch in rollout.batches(prompts, lambda _, s: float(len(s.tokens)), steps=3):
+            train = plexrl.Batch.from_samples(batch.prompts, batch.samples, batch.rewards)
+            actor.forward_backward(train, plexrl.losses.importance_sampling())
+            actor.optim_step(learning_rate=1e-3)
+            versions.append((batch.version, min(map(min, batch.sample_versions))))
+        assert [version for version, _ in versions] == [0, 1, 2]
+        assert all(oldest >= version - 1 for version, oldest in versions)
+        (view,) = cluster.rollouts(job.job)
+        assert [each["state"] for each in view["instances"].values()] == ["joined", "joined"]
+        service = process_of(on_ray, "plexrl.rollout")
+        assert service.parent() == psutil.Process(on_ray.pid)
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ import pytest
 
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
-from plexrl.cluster.config.options import PartSettings
-from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import ConflictError, InvalidRequestError, RolloutFailedError
 from tests.cluster.tools import checkpoint_weights, kill_worker, process_of, wait_until
 
@@ -347,8 +346,11 @@ def test_a_killed_controller_goes_on_with_the_batch_that_it_had(
 
 @pytest.mark.slow
 def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> None:
-    settings = PartSettings(rollout={"instance_lost_s": 1.0})
-    embedded = start_embedded(tmp_path / "data", gpus_per_node=8, settings=settings)
+    config = tmp_path / "cluster.toml"
+    config.write_text(
+        f'[cluster]\ndata_dir = "{tmp_path}/data"\ngpus_per_node = 8\nport = 0\n'
+        "[rollout]\ninstance_lost_s = 1.0\n"
+    )
     seen: list[str] = []
 
     def meanwhile(version: int, rollout: BoundedRollout) -> None:
@@ -360,14 +362,18 @@ def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> N
             wait_until(lambda: state_of(rollout, name)["state"] == wanted, f"never {wanted}")
             seen.append(str(state_of(rollout, name)["reason"]))
 
-    try:
-        with (
-            plexrl.connect(embedded.url, embedded.api_key) as cluster,
-            cluster.create_job("lost") as job,
-        ):
-            batches, _ = run(job, 1, 4, meanwhile)
-    finally:
-        embedded.close()
+    command = [sys.executable, "-m", "plexrl.cli.app", "up", "--json", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        endpoint = json.loads(up.stdout.readline())
+        try:
+            with (
+                plexrl.connect(endpoint["url"], endpoint["api_key"]) as cluster,
+                cluster.create_job("lost") as job,
+            ):
+                batches, _ = run(job, 1, 4, meanwhile)
+        finally:
+            up.terminate()
     check(batches, 1)
     assert "it has been" in seen[0]
     assert seen[1] == ""

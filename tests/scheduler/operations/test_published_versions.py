@@ -88,6 +88,13 @@ def test_the_newest_version_at_its_start_is_pulled(cluster: FakeCluster) -> None
     assert (sync.source_seq, sync.trainer_step) == (3, 3)
 
 
+def test_a_publish_that_is_queued_is_not_awaited(cluster: FakeCluster) -> None:
+    cluster.submit("a:s3", "a/actor", "optim_step")
+    cluster.submit("a:v3", "a/actor", "publish")
+    pull(cluster, "a:p0")
+    assert run_of(cluster, "a:p0").trainer_step == 2
+
+
 def test_before_the_first_publish_the_trainer_publishes_for_the_sync() -> None:
     cluster = FakeCluster()
     cluster.start_node()

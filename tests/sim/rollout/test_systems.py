@@ -7,6 +7,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.sim.rollout.results.bound import throughput_bound
 from plexrl.sim.rollout.results.outcome import Outcome, outcome
 from plexrl.sim.rollout.run import simulate_rollout
 from plexrl.sim.rollout.setting import BOUNDED, Setting, Strategies, System, SystemName
@@ -103,6 +104,15 @@ def test_a_history_changes_nothing(system: System) -> None:
     assert len(recorder.lanes) == last
 
 
+@pytest.mark.parametrize("strategies", [Strategies(), VANILLA], ids=lambda each: each.label)
+def test_slow_commands_reach_an_instance_in_the_order_of_issue(strategies: Strategies) -> None:
+    """A route that is issued after a pull must not overtake it: an instance with work cannot
+    pull."""
+    system = System(name=SystemName.STALEFLOW, staleness=2, rollout_gpus=5, strategies=strategies)
+    recorder = simulate_rollout(replace(SMALL, command_s=4.0), system)
+    assert max(max(step.staleness) for step in recorder.steps) == 2
+
+
 EQUAL = Setting(
     gpus=2,
     batch_groups=4,
@@ -194,6 +204,28 @@ def test_a_split_without_trainer_or_rollout_is_refused(gpus: int) -> None:
 def test_impossible_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         replace(SMALL, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [SystemName.ONE_STEP, SystemName.INFLIGHT])
+@pytest.mark.parametrize("train", [1e-4, 7e-4, 3e-3])
+def test_no_schedule_exceeds_the_bound(name: SystemName, train: float) -> None:
+    """Counted from the start, so that nothing is trained that was generated before."""
+    costs = replace(SMALL.costs, train_gpu_s_per_token=train)
+    setting = replace(SMALL, warmup_steps=0, costs=costs)
+    for gpus in (3, 5):
+        found = figures(setting, System(name=name, staleness=1, rollout_gpus=gpus))
+        assert found.throughput <= throughput_bound(setting, gpus) <= throughput_bound(setting)
+
+
+def test_busy_instances_or_a_busy_trainer_reach_the_bound() -> None:
+    """Without costs of a step itself, the size of the batch does not matter."""
+    costs = replace(EQUAL.costs, k2=1e-9, k4=0.0, pull_s=0.0, train_fixed_s=0.0)
+    setting = replace(EQUAL, costs=replace(costs, train_gpu_s_per_token=1e-9))
+    generated = figures(setting, System(name=SystemName.ONE_STEP, staleness=1, rollout_gpus=1))
+    assert generated.throughput == pytest.approx(throughput_bound(setting, 1), rel=1e-4)
+    slow = replace(EQUAL, costs=replace(costs, train_gpu_s_per_token=1.0))
+    trained = figures(slow, System(name=SystemName.INFLIGHT, staleness=2, rollout_gpus=1))
+    assert trained.throughput == pytest.approx(throughput_bound(slow, 1))
 
 
 def test_systems_with_a_fixed_bound_take_no_other() -> None:

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,17 @@ class Rank:
         return {}
 
     def pull(
-        self, seq: int, sources: list[str], source: str, *, delta: bool | str = False
+        self,
+        seq: int,
+        sources: list[str],
+        source: str,
+        *,
+        delta: bool | str = False,
+        replicate: bool = False,
     ) -> dict[str, Any]:
         """Pull version `seq`: the changes since the last pull, or everything into empty memory, or
-        with `delta` "auto" what was quicker lately."""
+        with `delta` "auto" what was quicker lately. With `replicate` from a replica here, if that
+        saves bytes."""
         if not delta:
             self._memory()[:] = 0
         began = time.monotonic()
@@ -141,6 +149,7 @@ class Rank:
             seq=seq,
             wants=self._slices,
             delta=DeltaPolicy(only_where_quicker=delta == "auto") if delta else None,
+            replicate=replicate,
         )
         ended = time.monotonic()
         return {
@@ -148,6 +157,7 @@ class Rank:
             "ended": ended,
             "moved": report.bytes_moved,
             "wanted": report.bytes_wanted,
+            "replicated": report.bytes_replicated,
             "by_source": report.bytes_by_source,
             "attempts": report.attempts,
             "mode": report.mode.value,
@@ -155,6 +165,17 @@ class Rank:
             if self._setup.digests
             else "",
         }
+
+    def prefetch(self, seq: int, sources: list[str], source: str) -> dict[str, Any]:
+        """As this node's agent: have the node fetch a version that its ranks will pull; returns
+        when it is here."""
+        with closing(self._agent()) as agent:
+            agent.prefetch(source, seq, sources=sources)
+            while True:
+                versions = agent.usage()["deployments"].get(source, {}).get("versions", [])
+                if any(each["seq"] == seq for each in versions):
+                    return {}
+                time.sleep(0.001)
 
     def check(self, seq: int) -> dict[str, Any]:
         """Whether every element is that of version `seq`."""
@@ -183,6 +204,16 @@ class Rank:
             timeout_s=self._setup.timeout_s,
         )
         return {"moved": report.bytes_moved}
+
+    def _agent(self) -> StateManagerClient:
+        return StateManagerClient(
+            self._setup.listen,
+            deployment="",
+            rank=0,
+            world_size=1,
+            ticket=self._key.mint(AGENT),
+            timeout_s=self._setup.timeout_s,
+        )
 
     def _memory(self) -> Bytes:
         return np.frombuffer(self._arena.buffer, dtype=np.uint8)

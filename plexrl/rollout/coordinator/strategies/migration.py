@@ -10,12 +10,12 @@ those after the waiting trajectories have been routed, and the rule applies only
 returned ones anew raises the throughput by `migration_gain_min` or more, by the cost model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
-from plexrl.rollout.coordinator.strategies.routing import Candidate, make_router, ordered, route
+from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, make_router, route
 from plexrl.rollout.staleness.buffers import Buffers
 
 Work = Callable[[InstanceLoad], tuple[list[Candidate], list[Candidate]]]
@@ -28,7 +28,7 @@ def to_migrate(
     model: CostModel,
     loads: Sequence[InstanceLoad],
     buffers: Buffers,
-    queue: Sequence[Candidate],
+    queue: Iterable[Candidate],
     work: Work,
 ) -> list[tuple[InstanceLoad, list[Candidate]]]:
     """The trajectories that instances return. `queue`: what is waiting to be routed. Nothing
@@ -52,7 +52,7 @@ def _to_redistribute(
     model: CostModel,
     loads: Sequence[InstanceLoad],
     buffers: Buffers,
-    queue: Sequence[Candidate],
+    queue: Iterable[Candidate],
     work: Work,
 ) -> InstanceLoad | None:
     """The instance with the highest throughput, if its work is to be redistributed."""
@@ -71,7 +71,7 @@ def _to_redistribute(
     emptied.kv_cache = max(0.0, emptied.kv_cache - model.k5 * tokens)
     emptied.running = max(0, emptied.running - len(running))
     emptied.waiting = 0
-    returned = ordered(running + waiting, set())
+    returned = Queue(running + waiting)
     route(make_router(settings, model, after, tried), tried, returned)
     gained = sum(model.throughput(load.kv_cache, load.running) for load in after)
     held = sum(model.throughput(load.kv_cache, load.running) for load in before)

@@ -7,7 +7,7 @@ The paper leaves the order within one version open. Here longer trajectories com
 complete last; of the initial ones, groups that have an entry come first, then older groups.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Protocol
@@ -18,7 +18,7 @@ from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
-from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
+from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory, TrajectoryId
 
 
 @dataclass(slots=True)
@@ -69,15 +69,30 @@ def is_routable(buffers: Buffers, candidate: Candidate, version: int) -> bool:
     return candidate.version <= version
 
 
-def ordered(candidates: Iterable[Candidate], started: set[SampleGroupId]) -> list[Candidate]:
-    """The multi-level queue. `started`: groups that have an entry."""
-    assigned: list[Candidate] = []
-    initial: list[Candidate] = []
-    for each in candidates:
-        (initial if each.version is None else assigned).append(each)
-    assigned.sort(key=lambda c: (c.version or 0, -c.length, c.trajectory))
-    initial.sort(key=lambda c: (c.group not in started, c.group, c.trajectory))
-    return assigned + initial
+class Queue:
+    """The multi-level queue. It can be gone through several times.
+
+    Initial trajectories become candidates one by one, since thousands may wait for a version that
+    no instance has yet.
+    """
+
+    def __init__(
+        self,
+        assigned: Iterable[Candidate],
+        initial: Iterable[Trajectory] = (),
+        is_started: Callable[[SampleGroupId], bool] = lambda _: False,
+    ) -> None:
+        """`initial`: by id ascending; `is_started`: whether a group has an entry."""
+        self._assigned = sorted(assigned, key=lambda c: (c.version or 0, -c.length, c.trajectory))
+        self._initial = initial
+        self._is_started = is_started
+
+    def __iter__(self) -> Iterator[Candidate]:
+        yield from self._assigned
+        for is_first in (True, False):
+            for each in self._initial:
+                if self._is_started(each.group) is is_first:
+                    yield Candidate(each.id, each.group, None, each.length)
 
 
 def route(

@@ -11,7 +11,7 @@ out an idle instance which could run a trajectory further back in the queue, beh
 new for it: it would stay idle until others make room, and for ever if those were lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
@@ -31,7 +31,7 @@ def to_synchronise(
     model: CostModel,
     loads: Sequence[InstanceLoad],
     buffers: Buffers,
-    queue: Sequence[Candidate],
+    queue: Iterable[Candidate],
     newest: int,
 ) -> list[InstanceLoad]:
     """The instances that pull version `newest`. Changes the buffers and the loads: pass copies."""

@@ -67,6 +67,12 @@ def load_plot(histories: Sequence[History]) -> Plot | None:
     if not histories:
         return None
     end_s = max(recorder.end_s for _, _, recorder in histories)
+    most = max(
+        load.running + load.waiting
+        for _, _, recorder in histories
+        for loads in recorder.loads.values()
+        for load in loads
+    )
     unit = time_unit(end_s)
     return Plot(
         name="load",
@@ -76,7 +82,7 @@ def load_plot(histories: Sequence[History]) -> Plot | None:
         pictures=tuple(
             Picture(
                 title=f"{outcome.system.label}, {recorder.instances} instances",
-                svg=_loads(f"load{at}", recorder, end_s),
+                svg=_loads(f"load{at}", recorder, end_s, most),
             )
             for at, (_, outcome, recorder) in enumerate(histories)
         ),
@@ -135,10 +141,10 @@ def _staleness(name: str, recorder: Recorder) -> "Markup":
     return draw(name, (5.8, 2.6), paint, describes="Staleness per buffer as stacked bars")
 
 
-def _loads(name: str, recorder: Recorder, end_s: float) -> "Markup":
+def _loads(name: str, recorder: Recorder, end_s: float, most: int) -> "Markup":
+    """Loads of some instances, on axes that all pictures share."""
     unit = time_unit(end_s)
     numbers = _spaced(sorted(recorder.loads), INSTANCES_MAX)
-    most = max(load.running + load.waiting for number in numbers for load in recorder.loads[number])
 
     def paint(figure: "Figure") -> None:
         rows = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]

@@ -13,6 +13,7 @@ from plexrl.sim.rollout.report.histories import (
     staleness_plot,
 )
 from plexrl.sim.rollout.report.throughput import throughput_plot
+from plexrl.sim.rollout.results.bound import throughput_bound
 from plexrl.sim.rollout.results.gains import gain_over_sync, gains
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.setting import Setting, SystemName
@@ -38,11 +39,7 @@ def write_report(
     )
     page = page_template("rollout.html.j2").render(
         title="Rollout and training, simulated",
-        headline=[
-            f"StaleFlow trains {each.mean:.2f} times the tokens/s of {each.over.value} on average, "
-            f"up to {each.largest:.2f} times."
-            for each in gains(outcomes)
-        ],
+        headline=[f"StaleFlow trains {each.text}." for each in gains(outcomes)],
         setting_lines=setting_lines(settings),
         runs=run_table(outcomes),
         plots=[plot for plot in plots if plot is not None],
@@ -112,6 +109,10 @@ def setting_lines(settings: Sequence[Setting]) -> list[tuple[str, str]]:
         ),
         ("pull, push", f"{costs.pull_s:g} s, {costs.push_s:g} s"),
         ("training", f"{costs.train_gpu_s_per_token:g} GPU-s a token, {costs.train_fixed_s:g} s"),
+        (
+            "no split trains more than",
+            ", ".join(f"{throughput_bound(each):,.0f} tokens/s" for each in settings),
+        ),
         ("steps", f"{first.steps}, of which {first.warmup_steps} to warm up"),
         ("seed", f"{workload.seed}"),
     ]

@@ -33,6 +33,14 @@ class Gains:
         """The largest of the settings."""
         return max(self.ratios.values())
 
+    @property
+    def text(self) -> str:
+        """The gain in words, with what the other system does not keep."""
+        loose = self.over == SystemName.INFLIGHT_LOOSE
+        over = f"{self.over.value}{' (bound not kept)' if loose else ''}"
+        most = "" if len(self.ratios) == 1 else f", at most {self.largest:.2f}"
+        return f"{self.mean:.2f} times the tokens/s of {over}{most}"
+
 
 def gains(outcomes: Iterable[Outcome]) -> list[Gains]:
     """The gains of StaleFlow with all strategies over each system that was run in the same

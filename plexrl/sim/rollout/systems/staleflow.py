@@ -94,11 +94,24 @@ class StaleFlow:
         commands = self._core.handle(snapshot)
         if self._core.snapshots_used > used:
             world.recorder.decide_s.append(thread_time() - began)
-        world.at(world.now + world.setting.command_s, lambda: self._execute(commands))
+        self._issue(commands)
         world.at(world.now + world.setting.cycle_s, self._cycle)
 
     def _tell(self, event: Event) -> None:
-        self._execute(self._core.handle(event))
+        self._issue(self._core.handle(event))
+
+    def _issue(self, commands: Sequence[Command]) -> None:
+        """Training begins at once. Instances get their commands `command_s` later: all of them, so
+        that each runs them in the order of issue, as the protocol wants."""
+        world = self._world
+        remote = []
+        for command in commands:
+            if isinstance(command, Train):
+                self._train(command)
+            else:
+                remote.append(command)
+        if remote:
+            world.at(world.now + world.setting.command_s, lambda: self._execute(remote))
 
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -115,14 +128,15 @@ class StaleFlow:
                     end_s = instance.pull(command.version, self._world.now)
                     pulled = Pulled(instance=command.instance, version=command.version)
                     self._world.at(end_s, lambda told=pulled: self._tell(told))  # type: ignore[misc]
-                case Train():
-                    batch = [self._trajectories.pop(each.trajectory) for each in command.batch]
-                    for each in batch:
-                        del self._reported[each.number]
-                    self._world.train(batch, self)
-                    self._add_groups()
                 case _:
                     raise InvariantError(f"the coordinator says {command} in a run without faults")
+
+    def _train(self, command: Train) -> None:
+        batch = [self._trajectories.pop(each.trajectory) for each in command.batch]
+        for each in batch:
+            del self._reported[each.number]
+        self._world.train(batch, self)
+        self._add_groups()
 
     def _interrupt(self, command: Interrupt) -> None:
         instance = self._instances[command.instance]

@@ -1,7 +1,8 @@
-"""Asynchronous rollouts as operators and tenants see them: commands, routes, metrics."""
+"""The rollout service as a part of a cluster: when it starts, and what is seen of its rollouts."""
 
 import itertools
 import json
+from pathlib import Path
 
 import httpx
 import psutil
@@ -10,11 +11,11 @@ from typer.testing import CliRunner
 
 import plexrl
 from plexrl.cli.app import app
-from plexrl.cluster.embedded.start import EmbeddedCluster
-from tests.cluster.rollouts.test_asynchronous_rollouts import MODEL, SAMPLING
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from tests.cluster.rollouts.test_asynchronous_rollouts import MODEL, SAMPLING, check, run
 from tests.cluster.tools import process_of
 
-ENDED = "plexrl.rollout"
+SERVICE = "plexrl.rollout"
 
 
 def parts(embedded: EmbeddedCluster) -> str:
@@ -52,7 +53,7 @@ def test_the_service_starts_with_the_first_rollout_and_its_rollouts_are_seen(
             train = plexrl.Batch.from_samples(batch.prompts, batch.samples, batch.rewards)
             actor.forward_backward(train, plexrl.losses.importance_sampling())
             actor.optim_step(learning_rate=1e-3)
-        assert process_of(embedded, ENDED).is_running()
+        assert process_of(embedded, SERVICE).is_running()
         (view,) = cluster.rollouts(job.job)
         assert view["job"] == job.job
         assert (view["staleness"], view["state"], view["failure"]) == (1, "running", None)
@@ -71,3 +72,27 @@ def test_the_service_starts_with_the_first_rollout_and_its_rollouts_are_seen(
         assert "plexrl_rollout_service_connected 1.0" in text
         assert 'plexrl_rollouts{state="running"} 1.0' in text
         assert job.job not in text
+
+
+@pytest.mark.slow
+def test_a_restarted_cluster_starts_the_service_for_the_rollouts_that_it_has(
+    tmp_path: Path,
+) -> None:
+    running = [start_embedded(tmp_path / "data", gpus_per_node=4)]
+    try:
+        with plexrl.connect(running[0].url, running[0].api_key) as cluster:
+            assert SERVICE not in parts(running[0]), "nobody needs the service yet"
+
+            def restart(version: int, _: plexrl.BoundedRollout) -> None:
+                if version == 3:
+                    assert SERVICE in parts(running[0])
+                    running[0].close()
+                    running.append(start_embedded(tmp_path / "data", gpus_per_node=4))
+
+            with cluster.create_job("restarted") as job:
+                batches, _ = run(job, 1, 6, restart)
+            assert len(running) == 2
+            assert [each.version for each in batches] == list(range(6))
+            check(batches, 1)
+    finally:
+        running[-1].close()
