@@ -174,7 +174,13 @@ def started(
         err = OutputStream(process.stderr.fileno(), limits.output_bytes)
         status = bytearray()
         init = _init_process(status_read, status, err)
-        init_fd = os.pidfd_open(init)
+        try:
+            init_fd = os.pidfd_open(init)
+        except ProcessLookupError as error:
+            # bubblewrap has ended, and says why.
+            process.wait()
+            err.drain()
+            raise not_started(err, str(error)) from error
         stack.callback(os.close, init_fd)
         streams = (out, err)
         yield SandboxProcess(
