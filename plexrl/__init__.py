@@ -3,7 +3,7 @@
 A controller imports this package and nothing heavy comes with it: no torch, no server.
 """
 
-from plexrl import errors, losses
+from plexrl import errors, losses, rewards
 from plexrl.client.asynchronous.bounded_rollout import AsyncBoundedRollout
 from plexrl.client.asynchronous.cluster import AsyncCluster, connect_async
 from plexrl.client.asynchronous.deployment_kinds import (
@@ -99,5 +99,6 @@ __all__ = [
     "connect_async",
     "errors",
     "losses",
+    "rewards",
     "tiny_qwen2",
 ]

@@ -1,1 +1,30 @@
 """Rewards in the controller: graders, a sandbox for untrusted programs, concurrent grading."""
+
+from plexrl.rewards.decisions.grading import OnFailure
+from plexrl.rewards.decisions.timeouts import TimeoutSettings
+from plexrl.rewards.grade import Grade, Outcome
+from plexrl.rewards.graders.answers import exact, numeric
+from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
+from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
+from plexrl.rewards.sandbox.sandbox import Sandbox
+from plexrl.rewards.scheduler import Graded, GradedSamples, RewardScheduler, SampleReward
+
+__all__ = [
+    "Ending",
+    "Grade",
+    "Graded",
+    "GradedSamples",
+    "Limits",
+    "OnFailure",
+    "Outcome",
+    "Program",
+    "ProgramGrader",
+    "ProgramTest",
+    "RewardScheduler",
+    "Run",
+    "SampleReward",
+    "Sandbox",
+    "TimeoutSettings",
+    "exact",
+    "numeric",
+]

@@ -5,6 +5,7 @@ hangs holds up no other. Results come in the order in which they are ready.
 """
 
 import asyncio
+import logging
 import math
 import os
 import threading
@@ -17,7 +18,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from plexrl.errors import BatchShapeError, DeadlineExceededError, InvalidRequestError, PlexRLError
+from plexrl.errors import BatchShapeError, DeadlineExceededError, InvalidRequestError
 from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
@@ -34,10 +35,12 @@ from plexrl.rewards.decisions.grading import (
 )
 from plexrl.rewards.grade import Grade
 
+LOG = logging.getLogger(__name__)
+
 SampleT = TypeVar("SampleT")
 Reward = Callable[[list[int], SampleT], "Grade | float | None"]
-"""Maps a prompt and one of its samples to a grade or a reward. None, or an error that it raises: it
-could not grade the sample."""
+"""Maps a prompt and one of its samples to a grade or a reward. None: the sample shall have none,
+and its prompt is dropped with all of its samples. An error: the sample could not be graded."""
 
 
 class Graded(Generic[SampleT]):
@@ -50,7 +53,7 @@ class Graded(Generic[SampleT]):
         on_failure: OnFailure,
         retries: int = 0,
         at_once: int | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = 300.0,
     ) -> None:
         """Args:
         reward: called in threads, several at a time.
@@ -58,7 +61,8 @@ class Graded(Generic[SampleT]):
             all of its samples, `zero` for a reward of 0, or `raise` the error in the controller.
         retries: calls after a failed one, before `on_failure` decides.
         at_once: calls at the same time; default: twice the number of this process' CPUs.
-        timeout_s: a call that takes longer has failed. It includes waiting for the sandbox.
+        timeout_s: a call that takes longer has failed; None: no call does. It includes waiting
+            for the sandbox.
         """
         cpus = len(os.sched_getaffinity(0))
         self.settings = GradingSettings(
@@ -66,10 +70,10 @@ class Graded(Generic[SampleT]):
             retries=retries,
             at_once=2 * cpus if at_once is None else at_once,
         )
-        if not 0.0 < timeout_s < math.inf:
-            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0")
+        if timeout_s is not None and not timeout_s > 0.0:
+            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0, or None")
         self.reward = reward
-        self.timeout_s = timeout_s
+        self.timeout_s = math.inf if timeout_s is None else timeout_s
 
     def grade(
         self, prompts: Sequence[list[int]], samples: Sequence[Sequence[SampleT]]
@@ -77,7 +81,7 @@ class Graded(Generic[SampleT]):
         """Grade all samples, `[prompts][samples]`, of a `generate` that has ended.
 
         Raises:
-            PlexRLError: a grader failed, and `on_failure` is `raise`; its error is the cause.
+            Exception: what a grader raised, if `on_failure` is `raise`.
         """
         if len(prompts) != len(samples) or len({len(group) for group in samples}) > 1:
             raise BatchShapeError("grade needs as many samples for each of the prompts")
@@ -150,7 +154,7 @@ class _Results:
     """What waits for the controller."""
 
     ready: deque[SampleReward] = field(default_factory=deque)
-    failure: PlexRLError | None = None
+    failure: Exception | None = None
 
 
 class RewardScheduler(Generic[SampleT]):
@@ -185,8 +189,8 @@ class RewardScheduler(Generic[SampleT]):
         Waits for a first one, for at most `timeout_s` seconds, unless nothing is pending.
 
         Raises:
-            PlexRLError: a grader failed and `on_failure` is `raise`; its error is the cause. Or
-                more calls hang than run at once.
+            Exception: what a grader raised, if `on_failure` is `raise`.
+            DeadlineExceededError: more calls hang than run at once.
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -241,14 +245,15 @@ class RewardScheduler(Generic[SampleT]):
                 sample = self._samples.pop(number)
                 del self._deadlines_s[number]
                 wall_s = time.monotonic() - sample.submitted_s
+                if failure is not None:
+                    LOG.warning("sample %r was not graded: %s", sample.key, failure)
                 grade = sample.grade if failure is None else None
                 self._results.ready.append(
                     SampleReward(sample.key, reward, failure, attempts, grade, wall_s)
                 )
             case StopGrading(reason=reason):
-                sample = self._samples[number]
-                error = PlexRLError(f"sample {sample.key!r} could not be graded: {reason}")
-                error.__cause__ = sample.error
+                error = self._samples[number].error or InvalidRequestError(reason)
+                error.add_note(f"sample {self._samples[number].key!r} was not graded: {reason}")
                 self._results.failure = error
                 self._samples.clear()
                 self._deadlines_s.clear()
@@ -261,11 +266,10 @@ class RewardScheduler(Generic[SampleT]):
             found = self._graded.reward(sample.prompt, sample.sample)
             if isinstance(found, Grade):
                 grade = found
-            if found is None:
-                event = AttemptFailed(sample=number, attempt=attempt, reason="it gave no reward")
-            else:
-                reward = found.score if isinstance(found, Grade) else float(found)
-                event = AttemptGraded(sample=number, attempt=attempt, reward=reward)
+            reward = found.score if isinstance(found, Grade) else found
+            event = AttemptGraded(
+                sample=number, attempt=attempt, reward=None if reward is None else float(reward)
+            )
         except Exception as error:
             # The controller's own code: it may raise anything, and `on_failure` says what follows.
             failed, reason = error, f"{type(error).__name__}: {error}"

@@ -37,7 +37,9 @@ async def first_rollout(address: UnixAddress) -> None:
     async def create(peer: Peer, _: Plain) -> Plain:
         peer.close_after_answers()
         wanted.set()
-        raise UnavailableError("the rollout service is starting: retry", retry_after_s=START_S)
+        raise UnavailableError(
+            "the rollout service is starting: retry", retry_after_s=START_S, is_starting=True
+        )
 
     async def listing(*_: Any) -> Plain:
         return {"rollouts": []}

@@ -111,7 +111,12 @@ class Fleet:
         """Events of lost instances, still on their way."""
         self.lost: list[InstanceId] = []
         """Names of instances that ended."""
+        self.tokens: dict[TrajectoryId, int] = {}
+        """Response tokens that instances have returned."""
+        self.failures: dict[TrajectoryId, int] = {}
         self.training: Train | None = None
+        self.is_asked = False
+        """The trainer waits for a batch."""
         self.pushed = settings.staleness.first_version
         self.trained: list[Train] = []
         self.dropped: list[SampleGroupId] = []
@@ -124,8 +129,8 @@ class Fleet:
         for command in commands:
             match command:
                 case Train():
-                    assert self.training is None
-                    self.training = command
+                    assert self.is_asked
+                    self.training, self.is_asked = command, False
                     self.trained.append(command)
                 case ReportDroppedGroup():
                     self.dropped.append(command.group)
@@ -163,8 +168,10 @@ class Fleet:
             case Route():
                 for each in command.trajectories:
                     record = self.core.trajectories.get(each)
+                    tokens = self.tokens.get(each, 0)
                     # An abort may be on its way to the engine.
-                    engine.before[each] = record.length if record else PROMPT
+                    assert record is None or record.length == PROMPT + tokens
+                    engine.before[each] = PROMPT + tokens
                     engine.held[each] = 0
             case Interrupt() | Abort():
                 found = [each for each in command.trajectories if each in engine.held]
@@ -198,12 +205,22 @@ class Fleet:
 
     def deliver(self, engine: Engine) -> None:
         """The oldest event of the engine arrives."""
-        event = engine.sent.popleft()
-        self.handle(event)
-        if isinstance(event, Generated):
-            record = self.core.trajectories.get(event.trajectory)
-            if record is not None and record.state is TrajectoryState.GENERATED:
-                self.to_reward.append(event.trajectory)
+        match event := engine.sent.popleft():
+            case Generated():
+                self.handle(event)
+                record = self.core.trajectories.get(event.trajectory)
+                if record is not None and record.state is TrajectoryState.GENERATED:
+                    self.to_reward.append(event.trajectory)
+            case GenerationFailed():
+                self.failures[event.trajectory] = self.failures.get(event.trajectory, 0) + 1
+                self.handle(event)
+            case Stopped():
+                for each in event.trajectories:
+                    new = sum(segment.tokens for segment in each.segments)
+                    self.tokens[each.trajectory] = self.tokens.get(each.trajectory, 0) + new
+                self.handle(event)
+            case _:
+                self.handle(event)
 
     def snapshot(self) -> None:
         """All engines are seen at once."""
@@ -214,7 +231,8 @@ class Fleet:
         self.handle(Rewarded(trajectory=each, reward=float(each % 2)))
 
     def ask_for_batch(self) -> None:
-        if self.training is None:
+        if self.training is None and not self.is_asked:
+            self.is_asked = True
             self.handle(BatchRequested())
 
     def finish_training(self) -> None:

@@ -11,6 +11,7 @@ seed fails.
 """
 
 import sys
+from collections.abc import Callable
 from random import Random
 
 from plexrl.errors import InvariantError
@@ -26,19 +27,19 @@ ENGINES_MAX = 4
 BUDGET = 24
 LENGTH_MAX = 12
 ACTIONS = {
-    "run_command": 4,
-    "decode": 6,
-    "deliver": 5,
-    "snapshot": 4,
-    "reward": 3,
-    "trainer": 2,
+    "run_command": 16,
+    "decode": 12,
+    "deliver": 16,
+    "snapshot": 14,
+    "reward": 12,
+    "trainer": 10,
+    "add_groups": 6,
     "kill": 1,
     "deliver_late": 1,
     "join": 1,
     "come_back": 1,
-    "fail": 1,
+    "fail": 2,
     "filter_group": 2,
-    "add_groups": 1,
     "measure": 1,
     "restart": 1,
 }
@@ -83,6 +84,11 @@ class History:
         self.fleet = Fleet(settings_from(random))
         for _ in range(random.randint(1, ENGINES_MAX)):
             self.fleet.join(BUDGET)
+        self.add_groups()
+        # Some histories begin when the rollout has gone on for a while.
+        for _ in range(random.choice((0, 0, 3, 6))):
+            self.fleet.round(tokens=random.choice((1, LENGTH_MAX)))
+            self.add_groups()
 
     def act(self) -> None:
         """One action. Raises InvariantError: an invariant does not hold after it."""
@@ -104,13 +110,18 @@ class History:
         first = buffers.next_version
         versions: dict[int, list[int]] = {}
         for group in core.trajectories.groups:
-            found = [m.version for m in core.trajectories.members(group) if m.version is not None]
-            if found:
+            members = list(core.trajectories.members(group))
+            if found := [each.version for each in members if each.version is not None]:
                 versions[group] = found
-        if len(versions) > (sizes.staleness + 1) * (sizes.batch_groups + sizes.extra_groups):
-            raise InvariantError(f"{len(versions)} groups are in flight", law="in flight")
+            for each in members:
+                failures = self.fleet.failures.get(each.id, 0)
+                if each.failures != failures or failures >= core.settings.failures_max:
+                    raise InvariantError(f"{failures} failures of {each}", law="failures")
+        batches = sizes.staleness + 1
+        if len(core.trajectories.groups) > batches * (sizes.batch_groups + sizes.extra_groups):
+            raise InvariantError("too many groups are in flight", law="in flight")
         entries = []
-        occupied = [0] * (sizes.staleness + 1)
+        occupied = [0] * batches
         for place, buffer in buffers.entries():
             for group, version in (buffer.reserved | buffer.occupied).items():
                 oldest = min(versions.pop(group))
@@ -130,36 +141,45 @@ class History:
         if tuple(occupied) != best:
             raise InvariantError(f"{occupied}, not {best}", law="earliest ready")
 
-    def engine(self) -> Engine | None:
-        engines = list(self.fleet.engines.values())
+    def ends(self) -> bool:
+        """Whether an action that can be repeated ends here: after four times in the mean."""
+        return self.random.random() < 1 / 4
+
+    def engine(self, can: Callable[[Engine], object] = lambda _: True) -> Engine | None:
+        """Any engine that can act so."""
+        engines = [each for each in self.fleet.engines.values() if can(each)]
         return self.random.choice(engines) if engines else None
 
     def run_command(self) -> None:
-        engine = self.engine()
-        if engine and engine.to_run:
+        while engine := self.engine(lambda each: each.to_run):
             self.fleet.run_command(engine)
+            if self.ends():
+                return
 
     def decode(self) -> None:
-        if engine := self.engine():
-            self.fleet.decode(engine)
+        while engine := self.engine(lambda each: each.held):
+            self.fleet.decode(engine, self.random.choice((1, 4, LENGTH_MAX)))
+            if self.ends():
+                return
 
     def deliver(self) -> None:
-        engine = self.engine()
-        if engine and engine.sent:
+        while engine := self.engine(lambda each: each.sent):
             self.fleet.deliver(engine)
+            if self.ends():
+                return
 
     def deliver_late(self) -> None:
         if self.fleet.late:
             self.fleet.handle(self.fleet.late.pop(0))
 
     def snapshot(self) -> None:
-        # A snapshot that overtakes events of its own instance would break the protocol.
-        if not any(engine.sent for engine in self.fleet.engines.values()):
-            self.fleet.snapshot()
+        self.fleet.snapshot()
 
     def reward(self) -> None:
-        if self.fleet.to_reward:
+        while self.fleet.to_reward:
             self.fleet.reward(self.random.randrange(len(self.fleet.to_reward)))
+            if self.ends():
+                return
 
     def trainer(self) -> None:
         if self.fleet.training is not None:
@@ -197,8 +217,7 @@ class History:
             self.fleet.join(BUDGET)
 
     def fail(self) -> None:
-        engine = self.engine()
-        if engine and engine.held:
+        if engine := self.engine(lambda each: each.held):
             self.fleet.fail(engine, self.random.choice(list(engine.held)))
 
     def filter_group(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,11 @@ from plexrl.rollout.on_demand import first_rollout, has_rollouts
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.wire.links.address import UnixAddress
+from plexrl.wire.links.credentials import Role
+from plexrl.wire.links.dial import Link, serve
+from plexrl.wire.rpc import Peer
+
+Plain = dict[str, Any]
 
 
 def test_the_first_creation_starts_the_service_and_other_requests_do_not(tmp_path: Path) -> None:
@@ -29,15 +35,24 @@ def test_the_first_creation_starts_the_service_and_other_requests_do_not(tmp_pat
             with pytest.raises(NotFoundError, match="job 'j' has no asynchronous rollout 'r'"):
                 await other.call(method, {"job": "j", "name": "r"}, timeout_s=10)
         assert not serving.done()
-        with pytest.raises(UnavailableError, match="is starting") as caught:
-            await link.call("create", {"order": {}}, timeout_s=10)
-        assert caught.value.details["retry_after_s"]
+        created = asyncio.create_task(link.call("create", {"order": {"a": 1}}, timeout_s=10))
         await serving
         # No request may wait for what has stopped serving.
+        with pytest.raises(UnavailableError, match="restarting"):
+            await other.call("list", {"job": None}, timeout_s=10)
+
+        async def create(_: Peer, params: Plain) -> Plain:
+            return {"joined": params["order"]}
+
+        async def on_link(service: Link) -> None:
+            await Peer(service.reader, service.writer, {"create": create}).run()
+
+        # The request that started the service is answered by it.
+        server = await serve(address, None, on_link, roles=(Role.ROUTER,))
+        assert await created == {"joined": {"a": 1}}
         for each in (link, other):
-            with pytest.raises(UnavailableError, match="restarting"):
-                await each.call("list", {"job": None}, timeout_s=10)
             await each.close()
+        server.close()
 
     asyncio.run(ask())
     assert not Path(address.path).exists()

@@ -80,7 +80,10 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
             assert state.plain() == everything.plain()
         for name, work in state.instances.work.items():
             assert set(work.held) == {each.id for each in state.core.trajectories.on_instance(name)}
-            assert set(work.begun()) <= set(work.held)
+            assert set(work.held.values()) == set(work.routes)
+            assert work.begun <= work.routed
+            for number, routed in work.routes.items():
+                assert work.unended[number] == sum(work.held.get(t) == number for t in routed)
     store.close()
 
 
@@ -151,7 +154,7 @@ def test_the_file_does_not_grow_with_the_steps(steps: int, tmp_path: Path) -> No
     fleet.join(24)
     fleet.join(24)
     random = Random(3)
-    sizes: list[int] = []
+    files: list[int] = []
     replays: list[int] = []
     while fleet.core.newest_version < steps:
         known = fleet.groups_added * ORDER.samples
@@ -160,9 +163,11 @@ def test_the_file_does_not_grow_with_the_steps(steps: int, tmp_path: Path) -> No
             fleet.lengths[TrajectoryId(each)] = random.randint(1, 6)
         fleet.round()
         fleet.write()
-        sizes.append(fleet.store.bytes)
+        files.append(fleet.store.path.stat().st_size)
         replays.append(fleet.store.tail_events)
-    assert max(sizes[len(sizes) // 10 :]) <= 1.1 * max(sizes[: len(sizes) // 10])
+    # 300 steps generate 3 MB of tokens. Beside the file, SQLite's log has at most about 4 MiB.
+    assert max(files) < 1 << 20
+    assert fleet.store.bytes < 6 << 20
     # Every batch brings a snapshot.
     assert max(replays) < 200
     fleet.store.close()

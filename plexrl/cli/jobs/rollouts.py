@@ -32,7 +32,7 @@ def rollouts(
         "version": "newest_version",
         "ready": "batches_ready",
         "in flight": lambda each: f"{each['in_flight']}/{each['in_flight_max']}",
-        "staleness": lambda each: shares(each["staleness_seen"]),
+        "ages": lambda each: shares(each["staleness_seen"]),
         "tokens/s": lambda each: f"{each['tokens_per_s']:.0f}",
     }
     output.table(cells, found)

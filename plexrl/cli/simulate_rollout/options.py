@@ -38,7 +38,7 @@ class ResponseOptions:
             max=1.0,
             help="Correlation of the lengths of one prompt, if the trace has no groups.",
         ),
-    ] = 0.5
+    ] = 0.9
     group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 16
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256
 
@@ -73,8 +73,8 @@ class SystemOptions:
     system: Annotated[
         str,
         typer.Option(
-            help="sync, one-step, inflight, inflight-fixed, inflight-loose, staleflow, with "
-            "commas between."
+            help="sync, one-step, inflight, inflight-rebalanced, inflight-loose, staleflow, "
+            "with commas between."
         ),
     ] = "sync,one-step,inflight,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"

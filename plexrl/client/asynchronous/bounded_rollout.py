@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from plexrl.client.asynchronous.from_blocking import in_thread
-from plexrl.client.blocking.bounded_rollout import BoundedRollout, Reward, RolloutBatch
+from plexrl.client.blocking.bounded_rollout import BoundedRollout, RewardFunction, RolloutBatch
 from plexrl.client.calls.transport import AsyncTransport
+from plexrl.client.data.results import Sample
+from plexrl.rewards.scheduler import Graded
 
 
 class AsyncBoundedRollout:
@@ -26,7 +28,11 @@ class AsyncBoundedRollout:
     status = in_thread(BoundedRollout.status)
 
     async def batches(
-        self, prompts: Iterable[Sequence[int]], reward: Reward, *, steps: int
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        *,
+        steps: int,
     ) -> AsyncIterator[RolloutBatch]:
         """As `BoundedRollout.batches`. `prompts` and `reward`, plain functions, are used in a
         thread; `steps` is as there. Close it (`aclosing`) if the loop may end early."""

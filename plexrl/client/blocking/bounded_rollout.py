@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from plexrl.client.data.batch_rows import split_rows
 from plexrl.client.data.results import Sample, WeightsSpan
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.errors import InvalidRequestError
+from plexrl.rewards.scheduler import Graded, RewardScheduler
 
 if TYPE_CHECKING:
+    from plexrl.rewards.grade import Grade
     from plexrl.wire.tensors import Arrays
 
 LOG = logging.getLogger(__name__)
@@ -25,9 +27,11 @@ WAIT_S = 2.0
 PROMPT_TOKENS_MAX = 1 << 20
 """About the most tokens of prompts in one request."""
 Plain = dict[str, Any]
-Reward = Callable[[list[int], Sample], float | None]
-"""Maps a prompt and one of its samples to its reward. None: the reward could not be computed, and
-the prompt is dropped with all of its samples."""
+GRADING_WAIT_S = 0.1
+"""How long the feeder waits for a reward before it asks the cluster for more samples."""
+RewardFunction = Callable[[list[int], Sample], "Grade | float | None"]
+"""Maps a prompt and one of its samples to its reward. None: the sample shall have none, and the
+prompt is dropped with all of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +80,20 @@ class BoundedRollout:
         return self._transport.ask("GET", self._path)
 
     def batches(
-        self, prompts: Iterable[Sequence[int]], reward: Reward, *, steps: int
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        *,
+        steps: int,
     ) -> Iterator[RolloutBatch]:
         """Yield the batches up to number `steps` - 1 on which the model was not trained yet.
 
         Train on a batch, with one `optim_step`, before taking the next one. `prompts` are token
         ids, from the first one of the rollout on, also when a controller continues another's
-        work; there are more than `steps` batches need, because some may be dropped. `reward` runs
-        in a thread of its own while the model is trained.
+        work; there are more than `steps` batches need, because some may be dropped.
+
+        `reward` runs in a thread while the model is trained; the loop ends with an error that it
+        raises. `rewards.Graded` grades several samples at a time, and chooses what an error means.
 
         Raises:
             RolloutFailedError: no instance is left, or too many prompts were dropped one after
@@ -93,7 +103,7 @@ class BoundedRollout:
         return self._started(prompts, reward, steps)
 
     def _started(
-        self, prompts: Iterable[Sequence[int]], reward: Reward, steps: int
+        self, prompts: Iterable[Sequence[int]], reward: RewardFunction | Graded[Sample], steps: int
     ) -> Generator[RolloutBatch]:
         """As `batches`; closing it ends the thread."""
         batches = steps - int(self._order["first_batch"])
@@ -138,14 +148,14 @@ class BoundedRollout:
             if len(rows) >= answer["rows"]:
                 return _as_batch(version, rows, rewards, versions, int(self._order["samples"]))
 
-    def _exchange(self, body: Plain) -> "tuple[Plain, Arrays]":
+    def _exchange(self, body: Plain, wait_s: float) -> "tuple[Plain, Arrays]":
         """Give prompts and rewards, and take samples; see the HTTP API."""
         from plexrl.wire.tensors import decode_body
 
-        return decode_body(bytearray(self._ask(f"{self._path}/exchange", body).content))
+        return decode_body(bytearray(self._ask(f"{self._path}/exchange", body, wait_s).content))
 
-    def _ask(self, path: str, body: Plain) -> Any:
-        call = Call(method="POST", path=path, query={"wait_s": WAIT_S}, json=body)
+    def _ask(self, path: str, body: Plain, wait_s: float = WAIT_S) -> Any:
+        call = Call(method="POST", path=path, query={"wait_s": wait_s}, json=body)
         return self._transport.request(call)
 
 
@@ -156,13 +166,15 @@ class _Feeder(threading.Thread):
         self,
         rollout: BoundedRollout,
         prompts: Iterator[Sequence[int]],
-        reward: Reward,
+        reward: RewardFunction | Graded[Sample],
         needed: int,
     ) -> None:
         super().__init__(name=f"rollout-{rollout.name}", daemon=True)
         self._rollout = rollout
         self._prompts = prompts
-        self._reward = reward
+        if not isinstance(reward, Graded):
+            reward = Graded(reward, on_failure="raise", at_once=1, timeout_s=None)
+        self._scheduler = RewardScheduler(reward)
         self._needed = needed
         """Prompts that are trained in the end."""
         self._stopped = threading.Event()
@@ -189,12 +201,14 @@ class _Feeder(threading.Thread):
         given = self._rollout.status()["next_group"]
         for _ in islice(self._prompts, given):
             pass
-        rewards: list[tuple[int, float | None, str]] = []
+        rewards: list[tuple[Hashable, float | None, str]] = []
         rows: list[list[int]] = []
         cursor, dropped = 0, 0
         while not self._stopped.is_set():
             body = {"first": given, "prompts": rows, "rewards": rewards, "after": cursor}
-            answer, arrays = self._rollout._exchange(body)
+            # New samples and new rewards are waited for in turn while there may be both.
+            wait_s = 0.0 if self._scheduler.pending else WAIT_S
+            answer, arrays = self._rollout._exchange(body, wait_s)
             if answer["dropped"] > dropped:
                 dropped = answer["dropped"]
                 LOG.warning(
@@ -212,7 +226,12 @@ class _Feeder(threading.Thread):
             if wanted and not rows:
                 # All have been given: the cluster would answer at once.
                 self._stopped.wait(WAIT_S / 10)
-            rewards = [self._rewarded(*each) for each in _decode_samples(answer, arrays)]
+            for trajectory, prompt, sample in _decode_samples(answer, arrays):
+                self._scheduler.submit(trajectory, prompt, sample)
+            rewards = [
+                (each.key, each.reward, each.failure or "")
+                for each in self._scheduler.finished(GRADING_WAIT_S)
+            ]
 
     def _next_prompts(self, count: int) -> tuple[list[list[int]], bool]:
         """Up to `count` prompts, as many as fit into a request, and whether there are no more."""
@@ -225,12 +244,6 @@ class _Feeder(threading.Thread):
             rows.append(list(map(int, row)))
             tokens += len(rows[-1])
         return rows, False
-
-    def _rewarded(
-        self, trajectory: int, prompt: list[int], sample: Sample
-    ) -> tuple[int, float | None, str]:
-        found = self._reward(prompt, sample)
-        return trajectory, None if found is None else float(found), "the controller has no reward"
 
 
 _Row = tuple[int, list[int], Sample]

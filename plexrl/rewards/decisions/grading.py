@@ -53,10 +53,10 @@ class SampleSubmitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptGraded(Event):
-    """The grader gave a reward."""
+    """The grader gave a reward, or None: it found that the sample shall have none."""
 
     attempt: int
-    reward: float
+    reward: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +146,12 @@ class GradingCore:
             return []
         del self._running[sample]
         if isinstance(event, AttemptGraded):
-            if math.isfinite(event.reward):
-                return [self._delivered(sample, event.reward, None, attempt), *self._starts()]
-            reason = f"the grader gave {event.reward}"
+            reward, failure = event.reward, None
+            if reward is None:
+                failure = "the grader gave no reward"
+            if reward is None or math.isfinite(reward):
+                return [self._delivered(sample, reward, failure, attempt), *self._starts()]
+            reason = f"the grader gave {reward}"
         else:
             reason = event.reason
         if isinstance(event, AttemptTimedOut):

@@ -6,6 +6,7 @@ of the controller.
 """
 
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -31,6 +32,11 @@ SYSTEM = (
 )
 """What programs need of the system, where it exists. Nothing else of `/etc` is visible."""
 PROGRAM_FOLDER = "/program"
+PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
+"""Where bubblewrap and others are looked for, and programs of the sandbox besides its Python."""
+
+ASIDE = Path("/sys")
+"""Where closed folders are kept while others take their places: it exists, and nothing needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +78,8 @@ class SandboxCommand:
             *self.prefix,
             *("--unshare-all", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
             *("--cap-drop", "ALL", "--new-session", "--die-with-parent"),
-            *self.view,
             *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"),
-            *("--remount-ro", "/dev", "--size", size, "--tmpfs", "/tmp"),
+            *("--remount-ro", "/dev", "--size", size, "--tmpfs", "/tmp", *self.view),
             *("--perms", "0755", "--dir", PROGRAM_FOLDER, *copies, "--remount-ro", "/"),
             *("--chdir", "/tmp", "--clearenv", "--setenv", "PATH", self.path),
             *("--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
@@ -108,13 +113,13 @@ def sandbox_command(folders: Sequence[Path]) -> SandboxCommand:
     if os.geteuid() == 0:
         setpriv = _installed("setpriv", "util-linux")
         drop = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        prefix = [*_opened_for_nobody(bwrap, shown), *drop, bwrap]
-    path = f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+        prefix = [*_opened_for_nobody(shown), *drop, bwrap]
+    path = f"{sys.base_prefix}/bin:{PROGRAMS}"
     return SandboxCommand(tuple(prefix), tuple(view), path)
 
 
 def _installed(program: str, package: str) -> str:
-    found = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin:/run/current-system/sw/bin")
+    found = shutil.which(program, path=PROGRAMS)
     if found is None:
         raise SandboxError(
             f"the sandbox needs {program}, which is not installed: apt-get install {package} "
@@ -138,28 +143,39 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _opened_for_nobody(bwrap: str, folders: Sequence[Path]) -> list[str]:
+def _opened_for_nobody(folders: Sequence[Path]) -> list[str]:
     """Command that makes `folders` reachable for everyone, for the command after it only.
 
     An interpreter in root's home cannot be reached by another user. In a mount namespace, an empty
-    folder that everyone may enter takes the place of the closed one, and `folders` are in it.
+    folder that everyone may enter takes the place of the closed one, and `folders` are in it. The
+    command executes the next one in its own process: a parent without the right to send signals
+    to another user's processes would not take them along when it ends.
     """
-    options: list[str] = []
-    covered: set[Path] = set()
+    steps: list[str] = []
+    aside: dict[Path, Path] = {}
     for folder in folders:
-        closed = next(
-            (each for each in (*reversed(folder.parents), folder) if _is_closed(each)), None
-        )
+        parents = (*reversed(folder.parents), folder)
+        closed = next((each for each in parents if _is_closed(each)), None)
         if closed is None:
             continue
-        if closed not in covered:
-            options += ["--perms", "0755", "--tmpfs", str(closed)]
-            covered.add(closed)
-        between = [each for each in reversed(folder.parents) if each.is_relative_to(closed)]
-        for each in between[1:]:
-            options += ["--perms", "0755", "--dir", str(each)]
-        options += ["--ro-bind", str(folder), str(folder)]
-    return [bwrap, "--die-with-parent", "--dev-bind", "/", "/", *options, "--"] if options else []
+        if closed not in aside:
+            aside[closed] = ASIDE / str(len(aside))
+            steps += [
+                shlex.join(("mkdir", str(aside[closed]))),
+                shlex.join(("mount", "--bind", str(closed), str(aside[closed]))),
+                shlex.join(("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", str(closed))),
+            ]
+        source = aside[closed] / folder.relative_to(closed)
+        steps += [
+            shlex.join(("mkdir", "-p", str(folder))),
+            shlex.join(("mount", "--bind", str(source), str(folder))),
+        ]
+    if not steps:
+        return []
+    first = ("set -e", "umask 022", f"mount -t tmpfs tmpfs {ASIDE}")
+    script = "\n".join([*first, *steps, 'exec "$@"'])
+    unshare = _installed("unshare", "util-linux")
+    return [unshare, "--mount", "--propagation", "private", "/bin/sh", "-c", script, "sh"]
 
 
 def _is_closed(folder: Path) -> bool:

@@ -46,8 +46,7 @@ def run_program(
     with ExitStack() as stack:
         child = stack.enter_context(_started(command, program, limits, seccomp))
         try:
-            if cgroup is not None:
-                cgroup.add(child.init)
+            child.join(cgroup)
             began = time.monotonic()
             child.go()
             ended_by = _watch(child, began + timeout_s)
@@ -95,6 +94,18 @@ class _Child:
     go_fd: int
     streams: tuple[_Stream, _Stream]
     status: bytearray = field(default_factory=bytearray)
+
+    def join(self, cgroup: Cgroup | None) -> None:
+        """Put the sandbox into its control group."""
+        if cgroup is None:
+            return
+        try:
+            cgroup.add(self.init)
+        except OSError as error:
+            # bubblewrap has ended, and says why; or the group has.
+            self.kill()
+            self.streams[1].drain()
+            raise _not_started(self.streams[1], str(error)) from error
 
     def go(self) -> None:
         """Let bubblewrap start the program."""
@@ -164,13 +175,18 @@ def _init_process(status_fd: int, status: bytearray, err: _Stream) -> int:
         if left > 0 and poll.poll(math.ceil(left * 1000)):
             found = os.read(status_fd, CHUNK_BYTES)
         if not found:
-            err.read()
-            text = err.content.decode(errors="replace").strip()
-            raise SandboxError(
-                f"the sandbox did not start: {text or f'no answer from bubblewrap in {START_S} s'}"
-            )
+            poll.register(err.descriptor, select.POLLIN)
+            if poll.poll(0):
+                err.read()
+            raise _not_started(err, f"no answer from bubblewrap in {START_S:g} s")
         status += found
     return int(json.loads(status.splitlines()[0])["child-pid"])
+
+
+def _not_started(err: _Stream, otherwise: str) -> SandboxError:
+    """The error with bubblewrap's own words, if there are any."""
+    text = err.content.decode(errors="replace").strip()
+    return SandboxError(f"the sandbox could not start the program: {text or otherwise}")
 
 
 def _memory_file(stack: ExitStack, content: bytes) -> int:
@@ -226,8 +242,7 @@ def _result(child: _Child, ended_by: str | None, wall_s: float) -> Run:
     out, err = (bytes(each.content) for each in child.streams)
     code = child.exit_code() if ended_by is None else None
     if ended_by is None and code is None:
-        text = err.decode(errors="replace").strip()
-        raise SandboxError(f"the sandbox could not start the program: {text or 'no reason given'}")
+        raise _not_started(child.streams[1], "no reason given")
     limit = ended_by if ended_by != "wall" else None
     if code is not None and any(each.is_over for each in child.streams):
         limit = "output"

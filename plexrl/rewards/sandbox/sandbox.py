@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from plexrl.errors import SandboxError
+from plexrl.errors import InvalidRequestError, SandboxError
 from plexrl.rewards.sandbox.cgroups import usable_cgroups
 from plexrl.rewards.sandbox.command import PROGRAM_FOLDER, sandbox_command
 from plexrl.rewards.sandbox.limits import Limits, Program, Run
@@ -50,11 +51,14 @@ class Sandbox:
         Raises:
             SandboxError: programs cannot be contained here; says what to install.
         """
+        if at_once is not None and at_once < 1:
+            raise InvalidRequestError(f"at_once is {at_once}: give at least 1")
         self.limits = limits or Limits()
         self.at_once = at_once or len(os.sched_getaffinity(0))
         self._command = sandbox_command([Path(each) for each in folders])
         self._filter = compiled_filter()
         self._groups = usable_cgroups() if control_groups else None
+        self._slots = threading.BoundedSemaphore(self.at_once)
         self._threads = ThreadPoolExecutor(self.at_once, thread_name_prefix="plexrl-sandbox")
         try:
             tried = self.run(Program(command=("true",)), timeout_s=TRIAL_S)
@@ -85,7 +89,8 @@ class Sandbox:
         return self._groups is not None
 
     def run(self, program: Program, *, timeout_s: float) -> Run:
-        """Run a program to its end, or for `timeout_s` seconds, in the calling thread.
+        """Run a program to its end, or for `timeout_s` seconds, in the calling thread. Waits
+        before if `at_once` programs run.
 
         Raises:
             SandboxError: the program could not be started; nothing is known about it.
@@ -107,7 +112,7 @@ class Sandbox:
 
     def _run(self, program: Program, timeout_s: float) -> Run:
         group = nullcontext() if self._groups is None else self._groups.group(self.limits)
-        with group as cgroup:
+        with self._slots, group as cgroup:
             return run_program(
                 self._command,
                 program,

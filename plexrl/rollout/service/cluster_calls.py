@@ -5,26 +5,51 @@ the operation of the first one, and its result.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
+
+import numpy as np
 
 from plexrl.client.calls import requests
 from plexrl.client.calls.requests import Submission
 from plexrl.client.calls.transport import AsyncTransport, Call, deployment_path
 from plexrl.client.data import results
-from plexrl.client.data.results import Decoder, GenerateResult, Sample
+from plexrl.client.data.results import Decoder, Sample, WeightsSpan
 from plexrl.client.futures.futures import POLL_S, poll_call
-from plexrl.errors import ConnectionLostError, OperationCancelledError, PlexRLError
-from plexrl.wire.operations import OperationKind, SamplingParams, SyncWeightsParams
+from plexrl.client.futures.generations import RETRIABLE, stream_call
+from plexrl.errors import ConnectionLostError, PlexRLError, UnknownOperationError, from_wire
+from plexrl.wire.operations import (
+    OperationKind,
+    OperationState,
+    SamplingParams,
+    SyncWeightsParams,
+)
 from plexrl.wire.tensors import decode_body
 
 LOG = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
+RETRY_S = 0.2
+"""Pause before rows are read again after a lost connection."""
 Plain = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """One row to generate."""
+
+    tokens: Sequence[int]
+    """Prompt and tokens drawn so far."""
+    max_tokens: int
+    """Most tokens to draw now."""
+    number: int
+    """Number of its random stream."""
+    drawn: int
+    """Tokens drawn so far."""
 
 
 class ClusterCalls:
@@ -35,29 +60,76 @@ class ClusterCalls:
         self._job = job
 
     async def generate(
-        self, deployment: str, prompt: Sequence[int], sampling: SamplingParams, operation: str
+        self, deployment: str, rows: Sequence[RowRequest], sampling: SamplingParams, operation: str
     ) -> None:
-        """Begin to draw one sample of a prompt.
+        """Begin to draw rows, one sample each.
 
         Raises:
             PlexRLError: it was refused.
         """
-        name = f"{self._job}/{deployment}"
-        submission = requests.generate(name, [prompt], 1, sampling, stream=False)
+        settings = {
+            "max_tokens": [each.max_tokens for each in rows],
+            "first_sample": [each.number for each in rows],
+            "drawn_tokens": [each.drawn for each in rows],
+        }
+        submission = requests.generate(
+            f"{self._job}/{deployment}",
+            [each.tokens for each in rows],
+            1,
+            sampling,
+            stream="rows",
+            settings={name: np.array(values, np.int64) for name, values in settings.items()},
+        )
         await self._submit(submission, operation)
 
-    async def sample(self, operation: str) -> Sample | None:
-        """The sample of a `generate`, once it has ended. None: it was cancelled before it began.
+    async def is_known(self, operation: str) -> bool:
+        """Whether the cluster has an operation."""
+        try:
+            await self._request(poll_call(operation, 0.0))
+        except UnknownOperationError:
+            return False
+        except PlexRLError as error:
+            # Its own error, which the reader of its rows meets, too.
+            LOG.info("%s has failed: %s", operation, error)
+        return True
+
+    async def rows(self, operation: str) -> AsyncIterator[list[tuple[int, Sample]] | None]:
+        """The rows of a `generate`, in the order in which they end. None: it runs again, from its
+        start, and rows may come again.
 
         Raises:
             PlexRLError: the generation failed.
         """
-        try:
-            result = await self._result(results.generate_decoder(1), operation)
-        except OperationCancelledError:
-            return None
-        assert isinstance(result, GenerateResult)
-        return result.samples[0][0]
+        cursor, is_done = "", False
+        while not is_done:
+            try:
+                async for line in self._transport.lines(stream_call(operation, cursor)):
+                    event = json.loads(line) if line else {}
+                    if "error" in event:
+                        is_done = True
+                        raise from_wire(event["error"])
+                    if "restart" in event:
+                        yield None
+                    elif "rows" in event:
+                        cursor = event["cursor"]
+                        yield [(each["sample"], _sample(each)) for each in event["rows"]]
+                    is_done = "done" in event
+            except PlexRLError as error:
+                if is_done or error.status not in RETRIABLE:
+                    raise
+                LOG.info("the rows of %s are read again (%s)", operation, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def stop_rows(self, operation: str, rows: Sequence[int]) -> bool:
+        """Stop rows of a `generate`. Rows that have ended stay as they are. True: the operation
+        does not run now, and these rows will draw nothing.
+
+        Raises:
+            NotFoundError: there is no such operation.
+        """
+        path = f"/v1/operations/{quote(operation, safe='')}/stop-rows"
+        call = Call(method="POST", path=path, json={"rows": list(rows)})
+        return bool((await self._request(call)).json()["state"] == OperationState.PENDING)
 
     async def pull(self, deployment: str, source: str, operation: str) -> int:
         """Set a deployment's weights to those of `source`; returns the trainer's step in them.
@@ -78,16 +150,15 @@ class ClusterCalls:
         path = f"/v1/operations/{quote(operation, safe='')}"
         await self._request(Call(method="DELETE", path=path))
 
-    async def engine(self, deployment: str) -> Plain | None:
-        """Statistics of a deployment's engine; None: it gives none now."""
-        path = deployment_path(f"{self._job}/{deployment}")
+    async def engines(self, deployment: str) -> list[Plain]:
+        """Load of a deployment's engines; empty: they give none now."""
+        path = f"{deployment_path(f'{self._job}/{deployment}')}/engines"
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 response = await self._transport.request(Call(method="GET", path=path))
         except (TimeoutError, PlexRLError):
-            return None
-        engines = response.json()["engines"]
-        return dict(engines[0]) if engines else None
+            return []
+        return list(response.json()["engines"])
 
     async def deployment(self, name: str) -> Plain:
         """A deployment's status.
@@ -130,3 +201,12 @@ class ClusterCalls:
                 return await self._transport.request(call)
             except ConnectionLostError as error:
                 LOG.warning("no router answers: %s; trying again", error)
+
+
+def _sample(row: Plain) -> Sample:
+    return Sample(
+        row["tokens"],
+        np.array(row["logprobs"], dtype=np.float32),
+        row["finish_reason"],
+        tuple(WeightsSpan(*span) for span in row["weights"]),
+    )

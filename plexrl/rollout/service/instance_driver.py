@@ -1,11 +1,16 @@
-"""Carries out the commands of one instance, in their order."""
+"""Carries out the commands of one instance, in their order.
+
+The trajectories of one `Route` are the rows of one `generate` operation, whose rows are read one by
+one as they end. A stop ends some rows of it, and the others go on. A row that is repeated, because
+the instance or this process was restarted, is not reported twice.
+"""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,10 +26,12 @@ from plexrl.rollout.coordinator.messages import (
     Pull,
     Pulled,
     Route,
+    StepMeasured,
     Stopped,
     StoppedTrajectory,
 )
-from plexrl.rollout.service.cluster_calls import ClusterCalls
+from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.instances import InstanceCommand, Instances
 from plexrl.rollout.service.journal.store import Part, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
@@ -33,6 +40,7 @@ from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId
 LOG = logging.getLogger(__name__)
 ABORTED = "abort"
 """Finish reason of a sample that was cut short."""
+Plain = dict[str, Any]
 
 
 class Surroundings(Protocol):
@@ -61,12 +69,37 @@ class Surroundings(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Generating:
-    task: "asyncio.Task[Sample | None]"
-    begun: "asyncio.Future[bool]"
-    """Whether its operation was submitted."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Generation:
+    """The operation of one `Route`."""
+
     operation: str
+    trajectories: tuple[TrajectoryId, ...]
+    """By row."""
+    running: set[TrajectoryId]
+    """Those that have not ended."""
+    stopping: set[TrajectoryId] = field(default_factory=set)
+    stopped: dict[TrajectoryId, Sample | None] = field(default_factory=dict)
+    """What there is of those that were stopped; None: nothing that is kept."""
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the cluster has the operation, or will not get it."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced, when a trajectory has ended."""
+
+    def rows(self, trajectories: Collection[TrajectoryId]) -> list[int]:
+        """Their rows, ascending."""
+        return [row for row, each in enumerate(self.trajectories) if each in trajectories]
+
+    def end(self, trajectory: TrajectoryId) -> None:
+        """A trajectory has ended."""
+        self.running.discard(trajectory)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def stop(self, trajectory: TrajectoryId, sample: Sample | None) -> None:
+        """A trajectory has ended because it was stopped."""
+        self.stopped[trajectory] = sample
+        self.end(trajectory)
 
 
 class InstanceDriver:
@@ -78,10 +111,14 @@ class InstanceDriver:
         self.deployment = deployment_of(instance)
         self._rollout = rollout
         self._queue: asyncio.Queue[InstanceCommand] = asyncio.Queue()
-        self._generating: dict[TrajectoryId, _Generating] = {}
-        self._stopping: set[TrajectoryId] = set()
+        self._at: dict[TrajectoryId, _Generation] = {}
+        """The generation of each trajectory that is not reported as ended."""
         work = rollout.instances.work[instance]
-        self._begun = work.begun()
+        self._begun = work.begun
+        """Number of the latest `Route` that is begun."""
+        self._left = [number for number in work.routes if number <= self._begun]
+        self._steps_seen: dict[int, int] = {}
+        """Number of the latest measured steps, by replica."""
         for command in work.unanswered:
             self._queue.put_nowait(command)
 
@@ -89,124 +126,157 @@ class InstanceDriver:
         """Append a command."""
         self._queue.put_nowait(command)
 
+    def operations(self) -> list[str]:
+        """Ids of the generations that have not ended."""
+        return sorted({each.operation for each in self._at.values()})
+
     async def run(self) -> None:
         """Carry out commands until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for each in self._begun:
-                self._begin(tasks, each)
+            for number in self._left:
+                self._begin(tasks, number, is_repeated=True)
             while True:
                 match command := await self._queue.get():
                     case Route():
-                        for each in command.trajectories:
-                            self._begin(tasks, each)
+                        self._begun += 1
+                        self._begin(tasks, self._begun, is_repeated=False)
                     case Interrupt() | Abort():
                         await self._stop(command)
                     case Pull():
                         await self._pull(command)
 
-    def operations(self) -> list[str]:
-        """Ids of the generations that have not ended."""
-        return [each.operation for each in self._generating.values()]
-
-    def operation(self, trajectory: TrajectoryId) -> str:
-        """Id of the operation that generates a trajectory here."""
-        order = self._rollout.order
-        times = self._rollout.instances.work[self.instance].held[trajectory]
-        return f"{order.job}:{order.name}/t{trajectory}.{times}"
-
-    def _begin(self, tasks: asyncio.TaskGroup, trajectory: TrajectoryId) -> None:
-        work = self._rollout.instances.work.get(self.instance)
-        # A trajectory may have failed between two commands, or the instance is lost.
-        if work is not None and trajectory in work.held and trajectory not in self._generating:
-            begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            task = tasks.create_task(self._generate(trajectory, begun))
-            operation = self.operation(trajectory)
-            self._generating[trajectory] = _Generating(task, begun, operation)
-
-    async def _generate(
-        self, trajectory: TrajectoryId, begun: "asyncio.Future[bool]"
-    ) -> Sample | None:
-        """Generate a trajectory to its end and report it. If it is stopped before, return what
-        there is, without a report."""
-        rollout = self._rollout
-        record = rollout.core.trajectories.get(trajectory)
-        if record is None or record.state is TrajectoryState.ABORTING:
-            # Its `Abort` follows.
-            begun.set_result(False)
-            return None
-        prompt = rollout.store.prompt(record.group)
-        before = rollout.store.response(trajectory).tokens
-        sampling = replace(
-            rollout.order.sampling,
-            max_tokens=rollout.order.sampling.max_tokens - len(before),
-            first_sample=trajectory,
-            drawn_tokens=len(before),
+    def _begin(self, tasks: asyncio.TaskGroup, number: int, *, is_repeated: bool) -> None:
+        order, work = self._rollout.order, self._rollout.instances.work.get(self.instance)
+        if work is None or number not in work.routes:
+            return  # the instance is lost, or all trajectories have ended
+        trajectories = work.routes[number]
+        generation = _Generation(
+            operation=f"{order.job}:{order.name}/g{self.instance}.{number}",
+            trajectories=trajectories,
+            running={each for each in trajectories if work.held.get(each) == number},
         )
-        tokens = [*prompt.tolist(), *before.tolist()]
+        self._at.update(dict.fromkeys(generation.running, generation))
+        tasks.create_task(self._generate(generation, is_repeated=is_repeated))
+
+    async def _generate(self, generation: _Generation, *, is_repeated: bool) -> None:
+        """Generate the trajectories of a `Route` to their ends and report each one that was not
+        stopped."""
+        calls, operation = self._rollout.calls, generation.operation
+        for each in [each for each in generation.trajectories if each in generation.running]:
+            if not self._is_kept(each):
+                generation.stop(each, None)  # its `Abort` follows
         try:
-            operation = self._generating[trajectory].operation
-            try:
-                await rollout.calls.generate(self.deployment, tokens, sampling, operation)
-            finally:
-                begun.set_result(True)
-            sample = await rollout.calls.sample(operation)
+            if generation.running:
+                if not is_repeated or not await calls.is_known(operation):
+                    await calls.generate(
+                        self.deployment,
+                        self._requests(generation),
+                        self._rollout.order.sampling,
+                        operation,
+                    )
+                generation.submitted.set()
+                await self._read(generation)
         except PlexRLError as error:
-            if await rollout.is_lost(self.instance):
-                return None
-            self._generating.pop(trajectory, None)
-            LOG.warning("trajectory %d failed on %s: %s", trajectory, self.instance, error)
-            rollout.handle(
-                GenerationFailed(
-                    trajectory=trajectory, instance=self.instance, reason=error.message
-                )
+            if await self._rollout.is_lost(self.instance):
+                return
+            LOG.warning("%s failed on %s: %s", operation, self.instance, error)
+            self._fail(generation, generation.running, error.message)
+        finally:
+            generation.submitted.set()
+
+    async def _read(self, generation: _Generation) -> None:
+        """Take the rows of an operation until all have ended."""
+        calls = self._rollout.calls
+        async for rows in calls.rows(generation.operation):
+            if rows is None:
+                # The operation runs again from its start; what has ended is not repeated.
+                ended = set(generation.trajectories) - generation.running
+                if ended:
+                    await calls.stop_rows(generation.operation, generation.rows(ended))
+                continue
+            for row, sample in rows:
+                trajectory = generation.trajectories[row]
+                if trajectory in generation.running:
+                    await self._take(generation, trajectory, sample)
+            if not generation.running:
+                return
+
+    async def _take(
+        self, generation: _Generation, trajectory: TrajectoryId, sample: Sample
+    ) -> None:
+        """A row has ended."""
+        if sample.finish_reason != ABORTED:
+            segments = await self._segments(sample)
+            if trajectory not in generation.running:
+                return
+            self._report(
+                generation,
+                Generated(trajectory=trajectory, instance=self.instance, segments=segments),
+                self._parts(trajectory, sample),
             )
-            return None
-        is_cut = sample is None or sample.finish_reason == ABORTED
-        if is_cut and trajectory in self._stopping:
-            return sample
-        self._generating.pop(trajectory, None)
-        if is_cut or sample is None:
-            reason = "its operation was cancelled by another than the rollout service"
-            rollout.handle(
-                GenerationFailed(trajectory=trajectory, instance=self.instance, reason=reason)
-            )
-            return None
-        segments = await self._segments(sample)
-        rollout.handle(
-            Generated(trajectory=trajectory, instance=self.instance, segments=segments),
-            parts=self._parts(trajectory, sample),
-        )
-        return None
+        elif trajectory in generation.stopping:
+            generation.stop(trajectory, sample)
+        else:
+            reason = "it was cancelled by another than the rollout service"
+            self._fail(generation, {trajectory}, reason)
+
+    def _fail(
+        self, generation: _Generation, trajectories: Collection[TrajectoryId], reason: str
+    ) -> None:
+        """Trajectories could not be generated. Nothing is known of those that are to be stopped."""
+        for each in [each for each in generation.trajectories if each in trajectories]:
+            if each in generation.stopping:
+                generation.stop(each, None)
+            else:
+                failed = GenerationFailed(trajectory=each, instance=self.instance, reason=reason)
+                self._report(generation, failed)
+
+    def _report(
+        self,
+        generation: _Generation,
+        event: Generated | GenerationFailed,
+        parts: Sequence[Part] = (),
+    ) -> None:
+        del self._at[event.trajectory]
+        self._rollout.handle(event, parts=parts)
+        generation.end(event.trajectory)
 
     async def _stop(self, command: Interrupt | Abort) -> None:
-        rollout = self._rollout
-        found = [each for each in command.trajectories if each in self._generating]
-        self._stopping.update(found)
-        await asyncio.gather(*(self._cancel(each) for each in found))
-        left = [self._generating[each].task for each in found if each in self._generating]
-        await asyncio.gather(*left)
+        found: dict[_Generation, list[TrajectoryId]] = {}
+        for each in command.trajectories:
+            if (generation := self._at.get(each)) is not None:
+                found.setdefault(generation, []).append(each)
+        for generation, trajectories in found.items():
+            generation.stopping.update(trajectories)
+        await asyncio.gather(*(self._stop_rows(*each) for each in found.items()))
         stopped, parts = [], []
-        for each in found:
-            generating = self._generating.pop(each, None)
-            if generating is None:
-                continue  # it ended before, and was reported
-            sample = generating.task.result()
-            segments: tuple[Segment, ...] = ()
-            if sample is not None and self._is_kept(each):
-                segments = await self._segments(sample)
-                parts += self._parts(each, sample)
-            stopped.append(StoppedTrajectory(trajectory=each, segments=segments))
-        self._stopping.difference_update(found)
-        rollout.handle(Stopped(instance=self.instance, trajectories=tuple(stopped)), parts=parts)
+        for each in command.trajectories:
+            # Otherwise it ended before, and was reported.
+            if (generation := self._at.pop(each, None)) is not None:
+                sample = generation.stopped.pop(each)
+                segments: tuple[Segment, ...] = ()
+                if sample is not None and self._is_kept(each):
+                    segments = await self._segments(sample)
+                    parts += self._parts(each, sample)
+                stopped.append(StoppedTrajectory(trajectory=each, segments=segments))
+        event = Stopped(instance=self.instance, trajectories=tuple(stopped))
+        self._rollout.handle(event, parts=parts)
 
-    async def _cancel(self, trajectory: TrajectoryId) -> None:
-        generating = self._generating.get(trajectory)
-        if generating is None:
-            return  # it has ended meanwhile
-        # The order to end an operation that is unknown yet would be refused.
-        if await asyncio.shield(generating.begun) and trajectory in self._generating:
+    async def _stop_rows(
+        self, generation: _Generation, trajectories: Collection[TrajectoryId]
+    ) -> None:
+        """Stop trajectories, and wait until they have ended."""
+        # The order to end rows of an operation that is unknown yet would be refused.
+        await generation.submitted.wait()
+        if rows := generation.rows(generation.running.intersection(trajectories)):
+            is_pending = False
             with suppress(NotFoundError):
-                await self._rollout.calls.cancel(generating.operation)
+                is_pending = await self._rollout.calls.stop_rows(generation.operation, rows)
+            if is_pending:
+                for each in generation.running.intersection(trajectories):
+                    generation.stop(each, None)
+        while generation.running.intersection(trajectories):
+            await generation.changed.wait()
 
     async def _pull(self, command: Pull) -> None:
         rollout = self._rollout
@@ -214,8 +284,7 @@ class InstanceDriver:
         work = rollout.instances.work.get(self.instance)
         if work is None:
             return  # it is lost, and this task is about to end
-        number = work.pulls + 1
-        operation = f"{order.job}:{order.name}/p{self.instance}.{number}"
+        operation = f"{order.job}:{order.name}/p{self.instance}.{work.pulls + 1}"
         try:
             step = await rollout.calls.pull(self.deployment, order.source, operation)
         except PlexRLError as error:
@@ -224,6 +293,21 @@ class InstanceDriver:
         version = await rollout.version_of(step)
         assert version >= command.version, "a sync gets what was published before it"
         rollout.handle(Pulled(instance=self.instance, version=version))
+
+    def _requests(self, generation: _Generation) -> list[RowRequest]:
+        """What to generate, by row. A row that has ended, or whose tokens are not kept, draws one
+        token in its place, which nobody reads: so a row keeps its number."""
+        rollout, found = self._rollout, []
+        for each in generation.trajectories:
+            record = rollout.core.trajectories.get(each)
+            if each not in generation.running or record is None:
+                found.append(RowRequest(tokens=[0], max_tokens=1, number=each, drawn=0))
+                continue
+            before = rollout.store.response(each).tokens
+            tokens = [*rollout.store.prompt(record.group).tolist(), *before.tolist()]
+            most = rollout.order.sampling.max_tokens - len(before)
+            found.append(RowRequest(tokens=tokens, max_tokens=most, number=each, drawn=len(before)))
+        return found
 
     async def _segments(self, sample: Sample) -> tuple[Segment, ...]:
         """The sample's tokens by version."""
@@ -246,3 +330,54 @@ class InstanceDriver:
             return []
         tokens = np.array(sample.tokens, dtype=np.int32)
         return [Part(trajectory, tokens, sample.logprobs, sample.finish_reason)]
+
+    async def load(self) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]] | None:
+        """The instance's load, and the decode steps that were measured since the last call. None:
+        it is lost.
+
+        A trajectory that its engine does not know has just ended, or its operation waits for its
+        turn: it counts as running with the tokens known before, or as waiting.
+        """
+        engines = await self._rollout.calls.engines(self.deployment)
+        work = self._rollout.instances.work.get(self.instance)
+        if work is None:
+            return None
+        generations = {each.operation: each for each in self._at.values()}
+        running, waiting = dict[TrajectoryId, int](), dict[TrajectoryId, int]()
+        started: set[str] = set()
+        for engine in engines:
+            for operation, row, tokens, runs in engine["rows"]:
+                started.add(operation)
+                if (generation := generations.get(operation)) is not None:
+                    trajectory = generation.trajectories[row]
+                    if trajectory in work.held:
+                        (running if runs else waiting)[trajectory] = tokens
+        for each in [t for t in work.held if t not in running and t not in waiting]:
+            at, record = self._at.get(each), self._rollout.core.trajectories.get(each)
+            runs = at is not None and at.operation in started
+            (running if runs else waiting)[each] = 0 if record is None else record.length
+        snapshot = InstanceSnapshot(
+            instance=self.instance,
+            version=work.version,
+            kv_cache=float(sum(running.values())),
+            running=tuple(running),
+            running_tokens=tuple(running.values()),
+            waiting=tuple(waiting),
+            waiting_tokens=tuple(waiting.values()),
+            completed=work.completed,
+        )
+        return snapshot, self._measured(engines)
+
+    def _measured(self, engines: Sequence[Plain]) -> tuple[StepMeasured, ...]:
+        found = []
+        for replica, engine in enumerate(engines):
+            seen = self._steps_seen.get(replica, 0)
+            steps = engine["steps"]
+            if steps and steps[-1][0] < seen:
+                seen = 0  # the engine was restarted
+            for number, running, kv_tokens, seconds in steps:
+                if number > seen:
+                    found.append(StepMeasured(kv_cache=kv_tokens, running=running, seconds=seconds))
+            if steps:
+                self._steps_seen[replica] = steps[-1][0]
+        return tuple(found)

@@ -1,6 +1,6 @@
 """What each instance was told and has answered; a replay of the events gives the same."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,21 +33,30 @@ class InstanceWork:
     unanswered: deque[InstanceCommand] = field(default_factory=deque)
     """Commands from the first stop or pull on that is not answered."""
     held: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Trajectories routed there that have not ended, and how often each was routed."""
+    """Trajectories routed there that have not ended, with the number of their `Route`."""
+    routes: dict[int, tuple[TrajectoryId, ...]] = field(default_factory=dict)
+    """All trajectories of each `Route` of which some have not ended."""
+    unended: dict[int, int] = field(default_factory=dict)
+    """How many of each such `Route` have not ended."""
+    routed: int = 0
+    """`Route` commands so far: their numbers count from 1."""
     completed: int = 0
     """Trajectories completed since the last pull."""
     pulls: int = 0
     """Pulls answered so far."""
 
-    def begun(self) -> list[TrajectoryId]:
-        """Trajectories whose `Route` does not wait for another command."""
-        later = {
-            t for each in self.unanswered if isinstance(each, Route) for t in each.trajectories
-        }
-        return [each for each in self.held if each not in later]
+    @property
+    def begun(self) -> int:
+        """Number of the latest `Route` that does not wait for another command."""
+        return self.routed - sum(isinstance(each, Route) for each in self.unanswered)
 
     def add(self, command: InstanceCommand) -> None:
         """The instance is told something."""
+        if isinstance(command, Route):
+            self.routed += 1
+            self.routes[self.routed] = command.trajectories
+            self.unended[self.routed] = len(command.trajectories)
+            self.held.update(dict.fromkeys(command.trajectories, self.routed))
         self.unanswered.append(command)
         self._settle()
 
@@ -55,6 +64,16 @@ class InstanceWork:
         """The oldest stop or pull is answered."""
         self.unanswered.popleft()
         self._settle()
+
+    def ended(self, trajectory: TrajectoryId) -> bool:
+        """A trajectory has ended there. False: it was not held."""
+        number = self.held.pop(trajectory, None)
+        if number is None:
+            return False
+        self.unended[number] -= 1
+        if not self.unended[number]:
+            del self.unended[number], self.routes[number]
+        return True
 
     def _settle(self) -> None:
         while self.unanswered and isinstance(self.unanswered[0], Route):
@@ -66,8 +85,6 @@ class Instances:
 
     def __init__(self) -> None:
         self.work: dict[InstanceId, InstanceWork] = {}
-        self.routed: Counter[TrajectoryId] = Counter()
-        """How often each trajectory was routed."""
 
     def note(self, event: Event, commands: Iterable[Command]) -> list[InstanceCommand]:
         """Records an event and its commands; returns those for instances, in order."""
@@ -76,19 +93,9 @@ class Instances:
         for command in commands:
             if not isinstance(command, InstanceCommand):
                 continue
-            work = self.work[command.instance]
-            if isinstance(command, Route):
-                for each in command.trajectories:
-                    self.routed[each] += 1
-                    work.held[each] = self.routed[each]
-            work.add(command)
+            self.work[command.instance].add(command)
             found.append(command)
         return found
-
-    def forget(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """Forgets trajectories that have ended."""
-        for each in trajectories:
-            self.routed.pop(each, None)
 
     def _note_event(self, event: Event) -> None:
         if isinstance(event, InstanceJoined):
@@ -108,13 +115,13 @@ def _note_answer(
 ) -> None:
     match event:
         case Generated():
-            if work.held.pop(event.trajectory, None) is not None:
+            if work.ended(event.trajectory):
                 work.completed += 1
         case GenerationFailed():
-            work.held.pop(event.trajectory, None)
+            work.ended(event.trajectory)
         case Stopped():
             for each in event.trajectories:
-                work.held.pop(each.trajectory, None)
+                work.ended(each.trajectory)
             work.answered()
         case Pulled():
             work.version, work.completed = event.version, 0

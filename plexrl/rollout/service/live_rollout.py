@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
     ConflictError,
@@ -19,7 +19,6 @@ from plexrl.errors import (
     RolloutFailedError,
     UnknownJobError,
 )
-from plexrl.model.kv_cache import BLOCK_TOKENS
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
     Event,
@@ -30,8 +29,9 @@ from plexrl.rollout.coordinator.messages import (
     ParametersPushed,
     Rewarded,
     SnapshotTaken,
+    StepMeasured,
+    StepsMeasured,
 )
-from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instance_driver import InstanceDriver
@@ -49,6 +49,9 @@ from plexrl.rollout.trajectories.record import (
 )
 from plexrl.wire.tensors import Array
 
+if TYPE_CHECKING:
+    from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+
 LOG = logging.getLogger(__name__)
 
 JOB_CHECK_S = 5.0
@@ -57,7 +60,10 @@ RATE_S = 60.0
 CYCLE_S_MIN = 0.05
 """Least interval of snapshots."""
 FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
-TOKENS_OF_BLOCK = BLOCK_TOKENS["torch"]
+FIT_S = 10.0
+"""Least interval of fits of the cost model."""
+FIT_STEPS_MAX = 64
+"""Most measurements of one fit: the latest ones."""
 Plain = dict[str, Any]
 
 
@@ -88,6 +94,10 @@ class LiveRollout:
         """The latest snapshot of each instance."""
         self._rate: deque[tuple[float, int]] = deque()
         """Times, and tokens generated until then, of the last `RATE_S` seconds."""
+        self._steps: deque[StepMeasured] = deque(maxlen=FIT_STEPS_MAX)
+        """Measured since the latest fit."""
+        self._fit_at = 0.0
+        """Time of the next fit, on the loop's clock."""
         self._cycle_s = config.cycle_s
         self._changed = asyncio.Event()
         """Set, and replaced, at each change."""
@@ -246,38 +256,23 @@ class LiveRollout:
         holds = any(work.held for work in self.instances.work.values())
         if not self._is_work_waiting() and not holds:
             return
-        found = list(self._drivers.items())
-        engines = await asyncio.gather(*(self.calls.engine(each.deployment) for _, each in found))
-        snapshots = [
-            self._snapshot(instance, engine)
-            for (instance, _), engine in zip(found, engines, strict=True)
-            if instance in self.instances.work
-        ]
+        found = await asyncio.gather(*(each.load() for each in self._drivers.values()))
+        loads = [load for load in found if load is not None]
+        steps = [each for _, measured in loads for each in measured]
+        # An instance may have been lost while another one answered.
+        snapshots = [each for each, _ in loads if each.instance in self.instances.work]
         self.loads = {each.instance: each for each in snapshots}
+        self._measured(steps)
         self.handle(SnapshotTaken(instances=tuple(snapshots)))
 
-    def _snapshot(self, instance: InstanceId, engine: Plain | None) -> InstanceSnapshot:
-        """The load of an instance. The engine tells how many samples wait, and the blocks in use:
-        the running trajectories share the tokens that the service has not seen yet."""
-        work = self.instances.work[instance]
-        held = list(work.held)
-        records = [self.core.trajectories.get(each) for each in held]
-        lengths = [0 if each is None else each.length for each in records]
-        waits = 0 if engine is None else min(int(engine["waiting"]), len(held))
-        runs = len(held) - waits
-        if engine is not None and runs:
-            unseen = engine["blocks_held"] * TOKENS_OF_BLOCK - sum(lengths[:runs])
-            lengths[:runs] = [each + max(0, unseen) // runs for each in lengths[:runs]]
-        return InstanceSnapshot(
-            instance=instance,
-            version=work.version,
-            kv_cache=float(sum(lengths[:runs])),
-            running=tuple(held[:runs]),
-            running_tokens=tuple(lengths[:runs]),
-            waiting=tuple(held[runs:]),
-            waiting_tokens=tuple(lengths[runs:]),
-            completed=work.completed,
-        )
+    def _measured(self, steps: Sequence[StepMeasured]) -> None:
+        """Fit the cost model to what decode steps take, once in a while: each fit is an event."""
+        self._steps.extend(steps)
+        now = asyncio.get_running_loop().time()
+        if self._steps and now >= self._fit_at:
+            self._fit_at = now + FIT_S
+            self.handle(StepsMeasured(steps=tuple(self._steps)))
+            self._steps.clear()
 
     async def version_of(self, trainer_step: int) -> int:
         """The version with these steps, once the controller has declared it."""

@@ -19,7 +19,6 @@ from plexrl.errors import (
     RolloutFailedError,
     UnknownDeploymentError,
 )
-from plexrl.model.kv_cache import BLOCK_TOKENS
 from plexrl.rollout.coordinator.messages import InstanceJoined, InstanceLost
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instance_driver import InstanceDriver
@@ -39,7 +38,6 @@ RETRY_S = 30.0
 """Interval at which an instance that counts as failed tries again."""
 SERVING = "ready"
 STOPPED = "stopped"
-TOKENS_OF_BLOCK = BLOCK_TOKENS["torch"]
 ENDED = "its deployment has ended"
 
 
@@ -138,14 +136,14 @@ class Member:
             await asyncio.sleep(RETRY_S if has_failed else WATCH_S)
             return None
         self._attempts = 0
-        engine = None
-        while engine is None:
+        engines = await rollout.calls.engines(self.name)
+        while not engines:
             # It has just loaded weights, and answers soon.
             await asyncio.sleep(JOIN_S)
-            engine = await rollout.calls.engine(self.name)
+            engines = await rollout.calls.engines(self.name)
         # Last, so that the first instance to join decides which weights are the first version.
         version = await rollout.version_of(step)
-        budget = float(engine["blocks"] * engine.get("block_tokens", TOKENS_OF_BLOCK))
+        budget = float(sum(each["blocks"] * each["block_tokens"] for each in engines))
         self.instance, self.absence = instance, None
         joined = InstanceJoined(instance=instance, version=version, kv_budget=budget)
         return rollout.joined(joined, step)

@@ -181,6 +181,7 @@ class RolloutService:
         await failed.writer.settled()
         failed.store.close()
         self._read(failed.store.path)
+        self._rollouts[key].progress.forgive()
         return self._rollouts[key]
 
     async def _status(self, _: Peer, params: Plain) -> Plain:

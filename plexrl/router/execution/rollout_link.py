@@ -9,6 +9,9 @@ from plexrl.wire.links.credentials import Credentials, Role
 from plexrl.wire.links.dial import connect
 from plexrl.wire.rpc import Peer
 
+START_S_MAX = 10.0
+"""How long a request waits for a service that is being started for it."""
+START_POLL_S = 0.1
 Plain = dict[str, Any]
 
 
@@ -35,6 +38,22 @@ class RolloutLink:
             raise NotFoundError(
                 "this cluster has no rollout service: start the routers with its address, `rollout`"
             )
+        try:
+            return await self._call(method, params, timeout_s)
+        except UnavailableError as error:
+            if not error.details.get("is_starting"):
+                raise
+        # The first rollout of a cluster starts the service, which is no news for its controller.
+        deadline = asyncio.get_running_loop().time() + START_S_MAX
+        while True:
+            await asyncio.sleep(START_POLL_S)
+            try:
+                return await self._call(method, params, timeout_s)
+            except UnavailableError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+
+    async def _call(self, method: str, params: Plain, timeout_s: float) -> Plain:
         try:
             peer = await self._connected()
             return await peer.call(method, params, timeout_s=timeout_s)

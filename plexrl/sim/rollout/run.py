@@ -46,8 +46,8 @@ def _policy(world: World, system: System) -> Policy:
             return OneStep(world)
         case SystemName.INFLIGHT:
             return InFlight(world, system.staleness)
-        case SystemName.INFLIGHT_FIXED:
-            return InFlight(world, system.staleness, is_fixed=True)
+        case SystemName.INFLIGHT_REBALANCED:
+            return InFlight(world, system.staleness, is_rebalanced=True)
         case SystemName.INFLIGHT_LOOSE:
             return InFlight(world, system.staleness, in_order=False)
         case SystemName.STALEFLOW:

@@ -17,19 +17,18 @@ class SystemName(StrEnum):
     """Batch i + 1 is generated while batch i is trained, as verl-pipeline."""
     INFLIGHT = "inflight"
     """At most (η + 1) batches in flight, trained in the order of the prompts, which keeps the
-    bound; every update interrupts all instances."""
-    INFLIGHT_FIXED = "inflight-fixed"
-    """The same, and a trajectory stays on its first instance."""
+    bound; every update interrupts all instances, and a trajectory stays on its instance."""
+    INFLIGHT_REBALANCED = "inflight-rebalanced"
+    """As inflight, and every update distributes all trajectories anew."""
     INFLIGHT_LOOSE = "inflight-loose"
-    """As inflight in the order of completion, as AReaL: the bound is not kept for each
-    trajectory."""
+    """As inflight in the order of completion: the bound is not kept for each trajectory."""
     STALEFLOW = "staleflow"
     """PlexRL's coordinator, as StaleFlow."""
 
 
 BOUNDED = (
     SystemName.INFLIGHT,
-    SystemName.INFLIGHT_FIXED,
+    SystemName.INFLIGHT_REBALANCED,
     SystemName.INFLIGHT_LOOSE,
     SystemName.STALEFLOW,
 )

@@ -41,8 +41,10 @@ class Workload:
     """Factor on lengths. R1 was served with a limit of 32 000 tokens, of which 40 000 is 1.25."""
     limit: int = 40_000
     """Longest response in tokens; longer ones are cut there."""
-    correlation: float = 0.5
-    """Correlation of the responses to one prompt, if the trace does not determine it."""
+    correlation: float = 0.9
+    """Correlation of the responses to one prompt, if the trace does not determine it. StreamRL
+    Tab. 4 finds up to 87 % of the longest fifth from the prompts alone; at 0.9 a perfect ranker of
+    prompts finds 82 %."""
     group_size: int = 16
     prompt_tokens: int = 256
     seed: int = 0

@@ -126,5 +126,5 @@ def test_the_page_of_the_docs_names_every_option_and_system() -> None:
     page = DOCS.read_text()
     command: Any = typer.main.get_command(app).commands["simulate-rollout"]  # type: ignore[attr-defined]
     options = {option for each in command.params for option in each.opts if option != "--help"}
-    systems = {"sync", "one-step", "inflight", "inflight-fixed", "inflight-loose", "staleflow"}
+    systems = {"sync", "one-step", "inflight", "inflight-rebalanced", "inflight-loose", "staleflow"}
     assert not {word for word in options | systems if word not in page}

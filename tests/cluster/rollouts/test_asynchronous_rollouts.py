@@ -1,17 +1,23 @@
 """Asynchronous rollouts on a real cluster: the staleness bound, equality with synchronous training,
 and what survives when processes are killed."""
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, islice, repeat
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
-from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.errors import ConflictError, InvalidRequestError
+from plexrl.cluster.config.options import PartSettings
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
+from plexrl.errors import ConflictError, InvalidRequestError, RolloutFailedError
 from tests.cluster.tools import checkpoint_weights, kill_worker, process_of, wait_until
 
 VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -59,6 +65,9 @@ def asynchronous(
     actor: plexrl.TrainDeployment,
     staleness: int,
     sampling: plexrl.SamplingParams = SAMPLING,
+    *,
+    failed_prompts_max: int = 0,
+    first_batch: int = 0,
 ) -> BoundedRollout:
     return job.asynchronous_rollout(
         "rollout",
@@ -69,6 +78,8 @@ def asynchronous(
         prompts=PROMPTS,
         samples=SAMPLES,
         sampling=sampling,
+        failed_prompts_max=failed_prompts_max,
+        first_batch=first_batch,
     )
 
 
@@ -78,16 +89,24 @@ def run(
     steps: int,
     meanwhile: Callable[[int, BoundedRollout], None] = lambda _, __: None,
     sampling: plexrl.SamplingParams = SAMPLING,
+    reward: Callable[[list[int], plexrl.Sample], float] = reward,
 ) -> tuple[list[RolloutBatch], plexrl.TrainDeployment]:
-    """Train `steps` steps; `meanwhile` is called before each one with the number of its batch."""
+    """Train `steps` steps with as many prompts as they need; `meanwhile` is called before each one
+    with the number of its batch. Everything that was generated is trained in the end."""
     actor = job.train_deployment("actor", MODEL)
     rollout = asynchronous(job, actor, staleness, sampling)
+    rows = islice(prompts(), steps * PROMPTS)
     found = []
-    for batch in rollout.batches(prompts(), reward, steps=steps):
+    for batch in rollout.batches(rows, reward, steps=steps):
         meanwhile(batch.version, rollout)
         train(actor, batch.prompts, batch.samples, batch.rewards)
         found.append(batch)
-    assert rollout.status()["dropped"] == 0
+    status = rollout.status()
+    assert status["dropped"] == status["waiting"] == status["in_flight"] == 0
+    tokens = [len(each.tokens) for batch in found for row in batch.samples for each in row]
+    trained = {"samples": len(tokens), "tokens": sum(tokens)}
+    assert status["totals"]["generated"] == status["totals"]["trained"] == trained
+    assert sum(status["staleness_seen"].values()) == len(tokens)
     return found, actor
 
 
@@ -139,8 +158,17 @@ def test_without_staleness_it_is_synchronous_training_bit_for_bit(cluster: plexr
     [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
 )
 def test_no_trained_sample_is_older_than_the_bound(job: plexrl.Job, staleness: int) -> None:
-    batches, _ = run(job, staleness, 6)
+    generated: list[int] = []
+
+    def recorded(prompt: list[int], sample: plexrl.Sample) -> float:
+        generated.append(len(sample.tokens))
+        return reward(prompt, sample)
+
+    batches, _ = run(job, staleness, 6, reward=recorded)
     check(batches, staleness)
+    # Long samples are not left out.
+    trained = [len(each.tokens) for b in batches for row in b.samples for each in row]
+    assert sorted(trained) == sorted(generated)
     ages = {
         batch.version - oldest
         for batch in batches
@@ -212,6 +240,142 @@ def test_a_failed_reward_drops_its_prompt_and_is_no_reward_of_zero(job: plexrl.J
     assert not [each for each in trained if each % 3 == 0]
     assert rollout.status()["dropped"] >= 1
     assert "no reward" in rollout.status()["dropped_reason"]
+
+
+@pytest.mark.slow
+def test_a_rollout_whose_generations_all_fail_ends_with_the_cause(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    # They do not fit into the 512 tokens of the model.
+    too_long = repeat([5] * 600, 3 * PROMPTS)
+    rows = list(chain(too_long, islice(prompts(), 3 * PROMPTS)))
+    failures = []
+    batches: list[RolloutBatch] = []
+    while not batches:
+        rollout = asynchronous(job, actor, 1, failed_prompts_max=PROMPTS)
+        try:
+            for batch in rollout.batches(rows, reward, steps=2):
+                train(actor, batch.prompts, batch.samples, batch.rewards)
+                batches.append(batch)
+        except RolloutFailedError as error:
+            failures.append(error)
+            status = rollout.status()
+            assert status["state"] == "failed"
+            assert status["failure"]["code"] == "rollout_failed"
+        assert len(failures) <= 3
+    # Asked again, it has gone on behind the prompts that were dropped.
+    assert failures
+    assert "600" in failures[0].message
+    assert "their generations failed" in failures[0].message
+    assert [batch.version for batch in batches] == [0, 1]
+    assert rollout.status()["totals"]["failed_generations"] >= 3 * 3 * PROMPTS
+    check(batches, 1)
+
+
+@pytest.mark.slow
+def test_a_model_from_a_checkpoint_goes_on_with_the_batches_after_it(
+    cluster: plexrl.Cluster,
+) -> None:
+    with cluster.create_job("first") as job:
+        _, actor = run(job, 1, 2)
+        actor.save_checkpoint("two").result(120)
+        earlier = job.job
+    with cluster.create_job("second") as job:
+        actor = job.train_deployment("actor", MODEL)
+        actor.load_checkpoint("two", job=earlier).result(120)
+        rollout = asynchronous(job, actor, 1, first_batch=2)
+        batches = []
+        for batch in rollout.batches(prompts(), reward, steps=4):
+            train(actor, batch.prompts, batch.samples, batch.rewards)
+            batches.append(batch)
+        actor.barrier().result()
+        assert actor.status()["trainer_step"] == 4
+    assert [batch.version for batch in batches] == [2, 3]
+    check(batches, 1)
+    spans = [span for b in batches for row in b.samples for each in row for span in each.weights]
+    assert {span.version for span in spans} <= {2, 3}
+    # Each batch is one step of the trainer.
+    assert all(span.trainer_step == span.version for span in spans)
+
+
+CONTROLLER = """
+import json, sys, plexrl
+from tests.cluster.rollouts.test_asynchronous_rollouts import *
+
+url, key, job_id = sys.argv[1:]
+with plexrl.connect(url, key) as cluster:
+    job = cluster.attach_job(job_id)
+    actor = job.train_deployment("actor", MODEL)
+    for batch in asynchronous(job, actor, 1).batches(prompts(), reward, steps=6):
+        print(json.dumps(["has", batch.version, batch.prompt_numbers]), flush=True)
+        train(actor, batch.prompts, batch.samples, batch.rewards)
+        actor.barrier().result()
+        print(json.dumps(["trained", batch.version, batch.prompt_numbers]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_controller_goes_on_with_the_batch_that_it_had(
+    cluster: plexrl.Cluster, embedded: EmbeddedCluster
+) -> None:
+    job = cluster.create_job("killed")
+    trained: dict[int, list[int]] = {}
+    had: dict[int, list[int]] = {}
+    for kill_at in (["has", 1], ["trained", 3], None):
+        command = [sys.executable, "-c", CONTROLLER, embedded.url, embedded.api_key, job.job]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
+            assert controller.stdout is not None
+            for line in controller.stdout:
+                what, version, numbers = json.loads(line)
+                if what == "has":
+                    # After a kill, a batch comes again as it was.
+                    assert had.setdefault(version, numbers) == numbers
+                else:
+                    assert version not in trained
+                    trained[version] = numbers
+                if [what, version] == kill_at:
+                    controller.kill()
+                    break
+        assert controller.returncode == (0 if kill_at is None else -9)
+    job = cluster.attach_job(job.job)
+    assert job.train_deployment("actor", MODEL).status()["trainer_step"] == 6
+    job.finish()
+    # Batch 1 was trained once: the controller that had it first ended before its step.
+    assert sorted(trained) == list(range(6))
+    numbers = [each for row in trained.values() for each in row]
+    assert len(set(numbers)) == 6 * PROMPTS
+
+
+@pytest.mark.slow
+def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> None:
+    settings = PartSettings(rollout={"instance_lost_s": 1.0})
+    embedded = start_embedded(tmp_path / "data", gpus_per_node=8, settings=settings)
+    seen: list[str] = []
+
+    def meanwhile(version: int, rollout: BoundedRollout) -> None:
+        name = "rollout-1"
+        if version == 1:
+            kill_worker(job.rollout_deployment(name, MODEL), 0)
+        if version in (1, 2):
+            wanted = "lost" if version == 1 else "joined"
+            wait_until(lambda: state_of(rollout, name)["state"] == wanted, f"never {wanted}")
+            seen.append(str(state_of(rollout, name)["reason"]))
+
+    try:
+        with (
+            plexrl.connect(embedded.url, embedded.api_key) as cluster,
+            cluster.create_job("lost") as job,
+        ):
+            batches, _ = run(job, 1, 4, meanwhile)
+    finally:
+        embedded.close()
+    check(batches, 1)
+    assert "it has been" in seen[0]
+    assert seen[1] == ""
+
+
+def state_of(rollout: BoundedRollout, name: str) -> dict[str, object]:
+    found: dict[str, object] = rollout.status()["instances"][name]
+    return found
 
 
 def test_wrong_settings_are_refused(job: plexrl.Job) -> None:

@@ -1,6 +1,5 @@
 """Each hostile program is contained: its run ends, nothing of it is left, other programs pass."""
 
-import os
 import socket
 import textwrap
 import uuid
@@ -13,6 +12,7 @@ import pytest
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.conftest import LIMITS
+from tests.rewards.processes import processes_of
 
 TIMEOUT_S = 60.0
 """Of programs that end by themselves, on a busy machine."""
@@ -42,20 +42,6 @@ def python(source: str, *arguments: str, stdin: bytes = b"") -> Program:
         files={"main.py": textwrap.dedent(source).encode()},
         stdin=stdin,
     )
-
-
-def processes_of(marker: str) -> list[str]:
-    """Processes of this machine with `marker` in their command line."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                line = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if marker.encode() in line:
-                found.append(f"{folder.name}: {line!r}")
-    return found
 
 
 @pytest.fixture

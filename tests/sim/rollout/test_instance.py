@@ -25,6 +25,11 @@ def drain(instance: Instance) -> None:
         instance.check_invariants()
 
 
+def prefilled_s(costs: EngineCosts, tokens: int) -> float:
+    """Matrix products by the tokens, attention by their square."""
+    return costs.prefill_s_per_token * tokens + costs.prefill_s_per_token2 * tokens**2
+
+
 def step_by_step(costs: EngineCosts, work: list[Trajectory]) -> dict[int, float]:
     """End times by trajectory, one decode step at a time: an oracle without closed forms."""
     waiting, at_s = list(work), 0.0
@@ -44,7 +49,7 @@ def step_by_step(costs: EngineCosts, work: list[Trajectory]) -> dict[int, float]
             if count and cached + length(waiting[0]) + count + 1 > costs.kv_tokens:
                 break
             new.append(waiting.pop(0))
-        at_s += sum(map(length, new)) * costs.prefill_s_per_token
+        at_s += sum(prefilled_s(costs, length(each)) for each in new)
         running.extend(new)
 
     admit()
@@ -68,7 +73,7 @@ def test_equal_lengths_take_the_closed_form() -> None:
     instance = Instance(0, costs)
     instance.route([trajectory(at, 1000, prompt=100) for at in range(20)], 0.0)
     drain(instance)
-    prefill_s = 20 * 100 * costs.prefill_s_per_token
+    prefill_s = 20 * prefilled_s(costs, 100)
     steps = [
         costs.k1 * 20 * (100 + step) + max(costs.k2, costs.k3 * 20) + costs.k4
         for step in range(1000)
@@ -152,7 +157,7 @@ def test_work_routed_during_a_pull_starts_after_it() -> None:
     drain(instance)
     (segment,) = instance.finished[0].segments
     assert segment.version == 3
-    assert segment.start_s == pytest.approx(end_s + 10 * COSTS.prefill_s_per_token)
+    assert segment.start_s == pytest.approx(end_s + prefilled_s(COSTS, 10))
 
 
 @settings(max_examples=100, deadline=None)

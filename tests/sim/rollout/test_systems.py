@@ -117,7 +117,8 @@ def batch_s(setting: Setting, instances: int) -> float:
     """Seconds of a batch of equal responses, one token at a time."""
     costs, workload = setting.costs, setting.workload
     many = setting.batch_trajectories // instances
-    prefill_s = many * workload.prompt_tokens * costs.prefill_s_per_token
+    tokens = workload.prompt_tokens
+    prefill_s = many * (costs.prefill_s_per_token * tokens + costs.prefill_s_per_token2 * tokens**2)
     return prefill_s + sum(
         costs.step_s(many, many * (workload.prompt_tokens + step)) for step in range(workload.limit)
     )

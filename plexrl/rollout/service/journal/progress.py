@@ -125,6 +125,10 @@ class Progress:
             elif isinstance(command, ReportDroppedGroup):
                 self._dropped(event, command)
 
+    def forgive(self) -> None:
+        """The causes of the failures so far are mended."""
+        self.failed_groups = self.groups_without_reward = 0
+
     def _trained(self, train: Train) -> None:
         self.batch, self.requested = train, train.version
         tokens = [sum(part.tokens for part in each.segments) for each in train.batch]

@@ -27,7 +27,6 @@ from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
-    TrajectoryId,
     trajectory_ids,
 )
 from plexrl.wire.tensors import Array
@@ -122,8 +121,6 @@ class RolloutState:
 
     def note(self, seq: int, event: Event, commands: Sequence[Command]) -> list[InstanceCommand]:
         """Takes what `core` decided on an event; returns the commands for instances."""
-        for each in self._forgotten(event, commands, self.progress.batch):
-            self.instances.forget(each.members)
         self.seq = seq
         self.progress.note(seq, event, commands, self.core)
         return self.instances.note(event, commands)
@@ -140,7 +137,6 @@ class RolloutState:
 
 def _plain_instances(instances: Instances) -> Plain:
     return {
-        "routed": msgspec.to_builtins(instances.routed, str_keys=True),
         "work": {name: _plain_work(work) for name, work in instances.work.items()},
     }
 
@@ -157,8 +153,6 @@ def _plain_work(work: InstanceWork) -> Plain:
 
 def _restored_instances(plain: Plain) -> Instances:
     instances = Instances()
-    routed = msgspec.convert(plain["routed"], dict[TrajectoryId, int], str_keys=True)
-    instances.routed.update(routed)
     for name, work in plain["work"].items():
         found = {
             key: msgspec.convert(value, _HINTS[key], str_keys=True)

@@ -25,15 +25,6 @@ async def every(request: Request, services: Services) -> Plain:
     return {"rollouts": found}
 
 
-@ROUTES.get("/v1/jobs/{job}/rollouts", summary="Asynchronous rollouts of a job")
-async def of_job(request: Request, services: Services, job: str) -> Plain:
-    """At most two seconds old."""
-    # Only who may see the job gets further.
-    await services.ask(request, "get_job", job=job)
-    found = await services.rollout_views.views()
-    return {"rollouts": [each for each in found if each["job"] == job]}
-
-
 @ROUTES.get("/dashboard", include_in_schema=False)
 async def dashboard() -> HTMLResponse:
     """A page that asks for a key and shows the rollouts that it may see."""

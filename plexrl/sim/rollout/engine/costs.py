@@ -35,7 +35,9 @@ class EngineCosts:
     gpus: int = 1
     """GPUs of one instance."""
     prefill_s_per_token: float = 8.9e-5
-    """6.6e9 FLOP a token at half of 148 TFLOP/s."""
+    """Matrix products of a prefill: 6.6e9 FLOP a token at half of 148 TFLOP/s."""
+    prefill_s_per_token2: float = 5.3e-9
+    """Attention of a prefill, by the square of the length: 3.9e5 FLOP at half of 148 TFLOP/s."""
     pull_s: float = 7.8
     """Seconds in which an instance receives new parameters (StaleFlow Tab. 3)."""
     push_s: float = 7.8
@@ -87,6 +89,10 @@ class EngineCosts:
         while steps and self.steps_s(steps, running, kv) > seconds:
             steps -= 1
         return steps
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds of the prefill of one trajectory of this length."""
+        return tokens * (self.prefill_s_per_token + self.prefill_s_per_token2 * tokens)
 
     def throughput(self, running: int, kv: int) -> float:
         """Tokens per second at this load."""

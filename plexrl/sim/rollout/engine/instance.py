@@ -219,8 +219,7 @@ class Instance:
             admitted.append(self.waiting.popleft())
         if not admitted:
             return
-        tokens = kv - self.kv
-        lasting_s = tokens * self.costs.prefill_s_per_token
+        lasting_s = sum(self.costs.prefill_s(each.length) for each in admitted)
         self.at_s += lasting_s
         self.prefill_s += lasting_s
         self.kv = kv

@@ -106,7 +106,10 @@ def setting_lines(settings: Sequence[Setting]) -> list[tuple[str, str]]:
             "decode step",
             f"{costs.k1:g}·kv + max({costs.k2:g}, {costs.k3:g}·n) + {costs.k4:g} s",
         ),
-        ("prefill", f"{costs.prefill_s_per_token:g} s a token"),
+        (
+            "prefill of l tokens",
+            f"{costs.prefill_s_per_token:g}·l + {costs.prefill_s_per_token2:g}·l² s",
+        ),
         ("pull, push", f"{costs.pull_s:g} s, {costs.push_s:g} s"),
         ("training", f"{costs.train_gpu_s_per_token:g} GPU-s a token, {costs.train_fixed_s:g} s"),
         ("steps", f"{first.steps}, of which {first.warmup_steps} to warm up"),

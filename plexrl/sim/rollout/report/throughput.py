@@ -16,7 +16,7 @@ COLOURS = {
     SystemName.SYNC: "#858c94",
     SystemName.ONE_STEP: "#d9822b",
     SystemName.INFLIGHT: "#3d9a50",
-    SystemName.INFLIGHT_FIXED: "#a8a13a",
+    SystemName.INFLIGHT_REBALANCED: "#a8a13a",
     SystemName.INFLIGHT_LOOSE: "#8fbf9a",
     SystemName.STALEFLOW: "#2a6fbb",
 }

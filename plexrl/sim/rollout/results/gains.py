@@ -13,7 +13,7 @@ PUBLISHED = {
     SystemName.INFLIGHT: (1.17, 1.42),
 }
 """Mean and largest gain of StaleFlow over each system (StaleFlow §6.2)."""
-COMPARED = (*PUBLISHED, SystemName.INFLIGHT_FIXED, SystemName.INFLIGHT_LOOSE)
+COMPARED = (*PUBLISHED, SystemName.INFLIGHT_REBALANCED, SystemName.INFLIGHT_LOOSE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

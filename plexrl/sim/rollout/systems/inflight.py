@@ -2,13 +2,14 @@
 
 While version v is trained, at most (v + 1 + η)·B groups have been started (AReaL §5.1). Every
 update interrupts all instances; they load the new version, and the KV cache of what was running is
-computed again: on the instance with the fewest requests, or on the same one (`is_fixed`), which is
-how StaleFlow §2.4 describes such systems. Two orders of training are possible:
+computed again on the same instance: such systems have one version and a fixed assignment of
+trajectories (StaleFlow §2.4). With `is_rebalanced` an update also distributes all trajectories
+anew, which no system of that class does. Two orders of training are possible:
 
 * In the order of the prompts. The limit then bounds the staleness of every trajectory by η, since
   batch v has no prompt that was started before version v - η. Training waits for the slowest
   response of the batch.
-* In the order of completion, older prompts first, as AReaL does. Training waits for nobody, and the
+* In the order of completion, older prompts first (AReaL §5.1). Training waits for nobody, and the
   bound is on the number of groups only: a long trajectory is trained later than η versions after
   its start. The reported staleness shows it.
 """
@@ -25,14 +26,14 @@ class InFlight:
     """At most (η + 1) batches in flight."""
 
     def __init__(
-        self, world: World, staleness: int, *, in_order: bool = True, is_fixed: bool = False
+        self, world: World, staleness: int, *, in_order: bool = True, is_rebalanced: bool = False
     ) -> None:
-        """`in_order`: prompts are trained in their order. `is_fixed`: a trajectory stays on its
-        first instance."""
+        """`in_order`: prompts are trained in their order. `is_rebalanced`: every update distributes
+        the trajectories anew."""
         self._world = world
         self._staleness = staleness
         self._in_order = in_order
-        self._is_fixed = is_fixed
+        self._is_rebalanced = is_rebalanced
         self._groups = Groups(world.prompts)
         self._ready: dict[int, list[Trajectory]] = {}
 
@@ -54,11 +55,11 @@ class InFlight:
             removed = each.interrupt_all(world.now)
             world.touch(each, self)
             each.pull(world.version, world.now)
-            if self._is_fixed:
+            if self._is_rebalanced:
+                stopped += removed
+            else:
                 each.route(removed, world.now)
                 world.touch(each, self)
-            else:
-                stopped += removed
         stopped.sort(key=lambda each: each.number)
         self._admit(stopped)
         self._train()

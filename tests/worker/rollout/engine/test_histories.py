@@ -6,7 +6,9 @@ segment names, and draws at each position with the row's own random stream.
 
 import copy
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +22,11 @@ from plexrl.worker.rollout.generation import ABORT, LENGTH, STOP
 from plexrl.worker.rollout.sampling import RowSampling, draw, stream_of
 
 VOCABULARY = "0123456789abcdefghi"
-VERSIONS = [build_model(tiny_qwen2(VOCABULARY, seed=seed)) for seed in (2, 5, 8)]
+VERSIONS = {
+    version: build_model(tiny_qwen2(VOCABULARY, seed=seed))
+    for version, seed in enumerate((2, 5, 8))
+}
 EOS = 2
-
-
-def load(model: torch.nn.Module, version: int) -> None:
-    """Replace the weights in place, as a pull does."""
-    with torch.no_grad():
-        for home, source in zip(model.parameters(), VERSIONS[version].parameters(), strict=True):
-            home.copy_(source)
 
 
 def number_of(made: Generation, row: int) -> int:
@@ -38,7 +36,7 @@ def number_of(made: Generation, row: int) -> int:
     return row if firsts is None else int(firsts[prompt]) + sample
 
 
-def check(made: Generation) -> None:
+def check(made: Generation, versions: Mapping[int, Any]) -> None:
     """Every drawn token is the one that its weights draw there, with their logprob."""
     sampling = made.sampling
     for row, (tokens, logprobs) in enumerate(zip(made.tokens, made.logprobs, strict=True)):
@@ -56,7 +54,7 @@ def check(made: Generation) -> None:
         whole = torch.tensor([[*prompt, *tokens.tolist()]])
         with torch.no_grad():
             by_version = {
-                number: VERSIONS[number](input_ids=whole).logits[0].log_softmax(-1)
+                number: versions[number](input_ids=whole).logits[0].log_softmax(-1)
                 for number in set(version.tolist())
             }
         wanted = torch.stack(
@@ -79,8 +77,9 @@ class History:
     """One engine and a chance of what happens to it."""
 
     seed: int
+    versions: Mapping[int, Any]
+    """Models by version, the first version first."""
     chance: random.Random = field(init=False)
-    version: int = 0
     submitted: int = 0
     ended: list[Generation] = field(default_factory=list)
     running: dict[str, Generation] = field(default_factory=dict)
@@ -88,8 +87,13 @@ class History:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.model = copy.deepcopy(VERSIONS[0])
-        self.engine = Engine(
+        self.version = min(self.versions)
+        self.engine = self.start()
+
+    def start(self) -> Any:
+        """The engine, with the first version."""
+        self.model = copy.deepcopy(self.versions[self.version])
+        return Engine(
             self.model,
             slots=self.chance.choice([3, 8, 20]),
             sequence_tokens_max=48,
@@ -97,6 +101,17 @@ class History:
             block_tokens=4,
             step_tokens_max=self.chance.choice([4, 16, 500]),
         )
+
+    def load(self) -> None:
+        """Replace the weights in place, as a pull does."""
+        new = self.versions[self.version].parameters()
+        with torch.no_grad():
+            for home, source in zip(self.model.parameters(), new, strict=True):
+                home.copy_(source)
+
+    def inspect(self) -> None:
+        """Check the engine between two calls."""
+        self.engine.check_invariants()
 
     def submit(self) -> None:
         shared = [self.chance.randrange(3, 20) for _ in range(self.chance.randrange(0, 20))]
@@ -156,33 +171,36 @@ class History:
                 self.engine.pause()
             case 5:
                 self.engine.drop_cache()
-            case 6 if self.version < len(VERSIONS) - 1:
+            case 6 if self.version < max(self.versions):
                 self.version += 1
-                load(self.model, self.version)
+                self.load()
                 self.engine.weights_changed(self.version)
             case _:
                 self.engine.resume()
                 for made in self.engine.step():
                     self.end(made)
-        self.engine.check_invariants()
+        self.inspect()
+
+    def run(self) -> None:
+        """Live it to its end, and check all that was drawn."""
+        for _ in range(3):
+            self.submit()
+        for _ in range(60):
+            self.happen()
+        self.engine.resume()
+        while self.engine.has_work:
+            for made in self.engine.step():
+                self.end(made)
+            self.inspect()
+        assert not self.running
+        assert len(self.ended) == self.submitted
+        rows = [(made.name, row) for made in self.ended for row in range(len(made.finish))]
+        assert sorted(self.rows_ended) == sorted(rows)
+        for made in self.ended:
+            check(made, self.versions)
+        assert self.engine.stats().blocks_held == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_token_is_what_its_weights_draw_whatever_happened(seed: int) -> None:
-    history = History(seed)
-    for _ in range(3):
-        history.submit()
-    for _ in range(60):
-        history.happen()
-    history.engine.resume()
-    while history.engine.has_work:
-        for made in history.engine.step():
-            history.end(made)
-        history.engine.check_invariants()
-    assert not history.running
-    assert len(history.ended) == history.submitted
-    rows = [(made.name, row) for made in history.ended for row in range(len(made.finish))]
-    assert sorted(history.rows_ended) == sorted(rows)
-    for made in history.ended:
-        check(made)
-    assert history.engine.stats().blocks_held == 0
+    History(seed, VERSIONS).run()

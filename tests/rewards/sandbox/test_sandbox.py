@@ -1,0 +1,202 @@
+"""Many programs at a time, without leaks; what users get where the sandbox does not work."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from plexrl.errors import InvalidRequestError, SandboxError
+from plexrl.rewards.sandbox import command, seccomp
+from plexrl.rewards.sandbox.cgroups import PREFIX
+from plexrl.rewards.sandbox.limits import Ending, Limits, Program
+from plexrl.rewards.sandbox.sandbox import Sandbox
+from tests.rewards.processes import processes_of
+
+
+def shell(text: str, *arguments: str) -> Program:
+    return Program(command=("sh", "-c", text, *arguments))
+
+
+def groups() -> list[Path]:
+    return [path for path in Path("/sys/fs/cgroup").rglob(f"{PREFIX}*") if path.is_dir()]
+
+
+def own_groups() -> list[Path]:
+    return [path for path in groups() if path.name.startswith(f"{PREFIX}{os.getpid()}-")]
+
+
+def grade_many(sandbox: Sandbox, count: int, at_once: int) -> None:
+    """Run `count` programs, some of them hostile, and look for what they leave."""
+    marker = uuid.uuid4().hex
+    texts = (
+        "read n; echo $((n * n))",
+        "read n; sleep 1000 & echo $((n * n)); exit 3",
+        "head -c 100000 /dev/zero > /tmp/x; kill -9 $$",
+    )
+    with Sandbox(limits=sandbox.limits, at_once=at_once) as many:
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        runs = [
+            many.submit(
+                Program(
+                    command=("sh", "-c", texts[index % 3], marker), stdin=f"{index}\n".encode()
+                ),
+                timeout_s=120.0,
+            )
+            for index in range(count)
+        ]
+        for index, each in enumerate(runs):
+            run = each.result()
+            square = b"%d\n" % index**2
+            expected = ((0, square), (3, square), (137, b""))[index % 3]
+            assert (run.exit_code, run.stdout) == expected, run
+        assert processes_of(marker) == []
+        assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+        assert own_groups() == []
+
+
+def test_programs_run_in_parallel_without_leaks(sandbox: Sandbox) -> None:
+    threads = threading.active_count()
+    grade_many(sandbox, 24, 8)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.slow
+def test_a_thousand_programs_leak_nothing(sandbox: Sandbox) -> None:
+    grade_many(sandbox, 200, 32)
+    threads, before = threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grade_many(sandbox, 1000, 32)
+    assert threading.active_count() == threads
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < 16 << 10, f"peak memory grew from {before} to {after} KiB"
+
+
+def test_programs_run_at_the_same_time(sandbox: Sandbox) -> None:
+    # Each ends only after its wall time, so one after another they would need four times as long.
+    began = time.monotonic()
+    runs = [sandbox.submit(shell("sleep 1000"), timeout_s=3.0) for _ in range(sandbox.at_once)]
+    assert {each.result().ending for each in runs} == {Ending.TIMED_OUT}
+    assert time.monotonic() - began < 3.0 * sandbox.at_once
+
+
+def test_event_loop_runs_while_programs_run(sandbox: Sandbox) -> None:
+    async def control() -> list[str]:
+        order: list[str] = []
+
+        async def program() -> None:
+            await sandbox.run_async(shell("sleep 1000"), timeout_s=1.0)
+            order.append("program")
+
+        async def loop() -> None:
+            await asyncio.sleep(0)
+            order.append("loop")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(program())
+            tasks.create_task(loop())
+        return order
+
+    assert asyncio.run(control()) == ["loop", "program"]
+
+
+def test_programs_end_with_a_controller_that_is_killed(sandbox: Sandbox) -> None:
+    del sandbox
+    marker = uuid.uuid4().hex
+    source = f"""
+from plexrl.rewards.sandbox.limits import Program
+from plexrl.rewards.sandbox.sandbox import Sandbox
+with Sandbox(at_once=2) as sandbox:
+    text = "sh -c 'sleep 1000; true' inner-$0 & sleep 1000"
+    program = Program(command=("sh", "-c", text, "{marker}"))
+    runs = [sandbox.submit(program, timeout_s=1000.0) for _ in range(2)]
+    print("submitted", flush=True)
+    runs[0].result()
+"""
+    controller = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    assert controller.stdout is not None
+    assert controller.stdout.readline() == b"submitted\n"
+    while len(processes_of(f"inner-{marker}")) < 2:
+        assert controller.poll() is None
+        time.sleep(0.02)
+    controller.send_signal(signal.SIGKILL)
+    controller.wait()
+    controller.stdout.close()
+    deadline = time.monotonic() + 60.0
+    while processes_of(marker):
+        assert time.monotonic() < deadline, processes_of(marker)
+        time.sleep(0.02)
+
+
+def test_groups_of_a_killed_controller_are_removed_by_the_next_one(sandbox: Sandbox) -> None:
+    if not sandbox.has_control_groups:
+        pytest.skip("this process may make no control groups; docs/rewards.md says how")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert sandbox._groups is not None
+    parents = sandbox._groups._parents
+    left = [parent / f"{PREFIX}{ended.pid}-0" for parent in parents]
+    for each in left:
+        each.mkdir()
+    with Sandbox(at_once=1):
+        assert not any(each.exists() for each in left)
+
+
+def test_folders_that_are_asked_for_can_be_read(sandbox: Sandbox, tmp_path: Path) -> None:
+    del sandbox
+    tmp_path.chmod(0o755)
+    (tmp_path / "data.txt").write_text("some data")
+    with Sandbox(at_once=1, folders=[tmp_path]) as wider:
+        found = wider.run(shell(f"cat {tmp_path}/data.txt; echo x > {tmp_path}/y"), timeout_s=60.0)
+    assert found.stdout == b"some data"
+    assert b"Read-only file system" in found.stderr
+    assert found.exit_code == 2
+
+
+def test_fault_of_the_sandbox_is_an_error_with_its_words(sandbox: Sandbox, tmp_path: Path) -> None:
+    del sandbox
+    folder = tmp_path / "short-lived"
+    folder.mkdir()
+    with Sandbox(at_once=1, folders=[folder]) as short:
+        folder.rmdir()
+        with pytest.raises(SandboxError, match=r"could not start the program: .*short-lived"):
+            short.run(shell("true"), timeout_s=60.0)
+
+
+def test_missing_bubblewrap_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PROGRAMS", "/nowhere")
+    with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
+        Sandbox()
+
+
+def test_missing_binding_of_libseccomp_is_named(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del sandbox
+    monkeypatch.setitem(sys.modules, "pyseccomp", None)
+    with pytest.raises(SandboxError, match=r"pip install 'plexrl\[rewards\]'"):
+        seccomp.compiled_filter()
+
+
+def test_folder_that_does_not_exist_is_named(sandbox: Sandbox, tmp_path: Path) -> None:
+    del sandbox
+    with pytest.raises(SandboxError, match=f"{tmp_path}/no, which is no folder"):
+        Sandbox(folders=[tmp_path / "no"])
+
+
+@pytest.mark.parametrize("name", ["memory_bytes", "cpu_s", "processes", "output_bytes"])
+def test_limits_without_meaning_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"limit {name} is 0"):
+        Limits(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc/passwd"])
+def test_files_of_a_program_stay_in_their_folder(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="without '/'"):
+        Program(command=("true",), files={name: b""})
