@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -85,16 +85,42 @@ class Graded(Generic[SampleT]):
         """
         if len(prompts) != len(samples) or len({len(group) for group in samples}) > 1:
             raise BatchShapeError("grade needs as many samples for each of the prompts")
-        scheduler = RewardScheduler[SampleT](self)
         width = len(samples[0]) if samples else 0
-        for row, (prompt, group) in enumerate(zip(prompts, samples, strict=True)):
-            for column, sample in enumerate(group):
-                scheduler.submit(row * width + column, prompt, sample)
-        rewards, kept = np.full((len(samples), width), np.nan), np.ones(len(samples), dtype=bool)
-        found = GradedSamples(rewards, kept, [])
+        finished = (
+            (row, column, sample)
+            for row, group in enumerate(samples)
+            for column, sample in enumerate(group)
+        )
+        return self.grade_stream(prompts, width, finished)
+
+    def grade_stream(
+        self,
+        prompts: Sequence[list[int]],
+        samples_per_prompt: int,
+        finished: Iterable[tuple[int, int, SampleT]],
+    ) -> "GradedSamples":
+        """Grade samples while others are still generated.
+
+        Args:
+            prompts: of the `generate`.
+            samples_per_prompt: its `n`.
+            finished: (index of the prompt, index of the sample, sample) in any order, such as
+                `future.samples()` of a `generate` with `stream="rows"`.
+
+        Raises:
+            Exception: what a grader raised, if `on_failure` is `raise`; or what `finished` raised.
+        """
+        scheduler = RewardScheduler[SampleT](self)
+        shape = (len(prompts), samples_per_prompt)
+        found = GradedSamples(np.full(shape, np.nan), np.ones(len(prompts), dtype=bool), [])
+        for row, column, sample in finished:
+            scheduler.submit(row * samples_per_prompt + column, prompts[row], sample)
+            for result in scheduler.finished(timeout_s=0.0):
+                found.add(result)
         while scheduler.pending:
             for result in scheduler.finished():
                 found.add(result)
+        found.kept[:] &= ~np.isnan(found.rewards).any(axis=1)
         return found
 
 
@@ -132,9 +158,7 @@ class GradedSamples:
         row, column = divmod(result.key, self.rewards.shape[1])
         if result.failure is not None:
             self.failures.append(result)
-        if result.reward is None:
-            self.kept[row] = False
-        else:
+        if result.reward is not None:
             self.rewards[row, column] = result.reward
 
 

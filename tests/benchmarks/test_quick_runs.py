@@ -11,7 +11,8 @@ NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
 
 
 LONG = {
-    *("delta_sync_hosts.py", "engine.py", "execution.py", "lora_switch.py", "roundtrip.py"),
+    *("delta_sync_hosts.py", "engine.py", "execution.py", "lora_switch.py", "rewards_overlap.py"),
+    "roundtrip.py",
     *("scale.py", "simulating/fidelity.py", "statemanager.py", "switch.py", "weight_sync_hosts.py"),
 }
 """They start hosts, clusters, daemons or hundreds of connections."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -182,6 +183,25 @@ def test_samples_of_a_generate_are_graded_together() -> None:
     np.testing.assert_array_equal(found.rewards, [[1.0, 7.0], [np.nan, 1.0]])
     assert found.kept.tolist() == [True, False]
     assert [each.failure for each in found.failures] == ["ValueError: unreadable"]
+
+
+def test_samples_are_graded_while_others_are_generated() -> None:
+    graded_first = threading.Event()
+
+    def generated() -> Iterator[tuple[int, int, str]]:
+        yield 1, 0, "first"
+        # The second sample is finished only after the first was graded.
+        assert graded_first.wait(60.0)
+        yield 0, 0, "second"
+
+    def reward(_: list[int], sample: str) -> float:
+        graded_first.set()
+        return float(len(sample))
+
+    found = Graded(reward, on_failure="drop").grade_stream([[1], [2], [3]], 1, generated())
+    np.testing.assert_array_equal(found.rewards, [[6.0], [5.0], [np.nan]])
+    # The generation of the third was interrupted.
+    assert found.kept.tolist() == [True, True, False]
 
 
 def test_samples_without_a_prompt_are_refused() -> None:

@@ -81,7 +81,7 @@ class Engine:
     def drop(self, each: TrajectoryId) -> None:
         del self.held[each], self.before[each]
 
-    def snapshot(self) -> InstanceSnapshot:
+    def snapshot(self, *, serves: bool) -> InstanceSnapshot:
         running = self.running()
         waiting = [each for each in self.held if each not in running]
         return InstanceSnapshot(
@@ -93,6 +93,7 @@ class Engine:
             waiting=tuple(waiting),
             waiting_tokens=tuple(map(self.length, waiting)),
             completed=self.completed,
+            serves=serves,
         )
 
 
@@ -222,9 +223,10 @@ class Fleet:
             case _:
                 self.handle(event)
 
-    def snapshot(self) -> None:
-        """All engines are seen at once."""
-        self.handle(SnapshotTaken(instances=tuple(e.snapshot() for e in self.engines.values())))
+    def snapshot(self, silent: Engine | None = None) -> None:
+        """All engines are seen at once. `silent` does not answer, but its load is known."""
+        shown = (each.snapshot(serves=each is not silent) for each in self.engines.values())
+        self.handle(SnapshotTaken(instances=tuple(shown)))
 
     def reward(self, index: int) -> None:
         each = self.to_reward.pop(index)

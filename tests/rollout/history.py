@@ -44,7 +44,7 @@ ACTIONS = {
     "restart": 1,
 }
 """Methods of `History`, and how likely each is."""
-HISTORY_ACTIONS = 40
+HISTORY_ACTIONS = 32
 PRINTED = 10_000
 """Histories between two lines of `main`."""
 LIKELY = [name for name, weight in ACTIONS.items() for _ in range(weight)]
@@ -86,7 +86,7 @@ class History:
             self.fleet.join(BUDGET)
         self.add_groups()
         # Some histories begin when the rollout has gone on for a while.
-        for _ in range(random.choice((0, 0, 3, 6))):
+        for _ in range(random.choice((0, 0, 1, 4))):
             self.fleet.round(tokens=random.choice((1, LENGTH_MAX)))
             self.add_groups()
 
@@ -173,7 +173,8 @@ class History:
             self.fleet.handle(self.fleet.late.pop(0))
 
     def snapshot(self) -> None:
-        self.fleet.snapshot()
+        is_one_silent = self.random.random() < 0.1
+        self.fleet.snapshot(silent=self.engine() if is_one_silent else None)
 
     def reward(self) -> None:
         while self.fleet.to_reward:
@@ -326,9 +327,10 @@ def fails(seed: int, actions: int) -> bool:
 
 def main(first: int, count: int) -> None:
     """Runs histories, and prints after each 10 000 that they passed."""
-    for seed in range(first, first + count, PRINTED):
-        batches = run_histories(seed, min(PRINTED, first + count - seed))
-        sys.stdout.write(f"{seed + PRINTED - first} histories pass; {batches} batches\n")
+    for done in range(0, count, PRINTED):
+        some = min(PRINTED, count - done)
+        batches = run_histories(first + done, some)
+        sys.stdout.write(f"{done + some} histories pass; the last {some} train {batches} batches\n")
         sys.stdout.flush()
 
 

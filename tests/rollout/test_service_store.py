@@ -1,8 +1,12 @@
 """What a rollout service that is killed at any moment finds in its store."""
 
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -136,7 +140,7 @@ class StoredFleet(Fleet):
         for command in taken[1]:
             self.engines[command.instance].to_run.append(command)
         if self.state.progress.batch is not last:
-            self.training = self.state.progress.batch
+            self.training, self.is_asked = self.state.progress.batch, False
 
     def write(self) -> None:
         self.store.write(self.entries)
@@ -205,6 +209,41 @@ def test_parts_of_a_trajectory_are_joined_in_the_order_of_events(tmp_path: Path)
     assert store.read([(group, trajectory)], 1000) == [None]
     store.delete()
     assert not list((tmp_path / "a").iterdir())
+
+
+EARLIER_TABLES = """
+CREATE TABLE about (rollout TEXT NOT NULL);
+CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL);
+CREATE TABLE prompts (sample_group INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
+CREATE TABLE parts (
+    trajectory INTEGER NOT NULL, event INTEGER NOT NULL, tokens BLOB NOT NULL,
+    logprobs BLOB NOT NULL, finish TEXT NOT NULL, PRIMARY KEY (trajectory, event)
+);
+CREATE TABLE steps (version INTEGER PRIMARY KEY, trainer_step INTEGER NOT NULL);
+"""
+
+
+def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "rollout.sqlite"
+    earlier = msgspec.to_builtins(ORDER)
+    del earlier["first_batch"], earlier["failed_prompts_max"]
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.executescript(EARLIER_TABLES)
+        database.execute("INSERT INTO about VALUES (?)", (msgspec.json.encode(earlier).decode(),))
+        joined = '{"instance":"rollout-0","version":0,"kv_budget":64.0}'
+        database.execute("INSERT INTO events VALUES (1, 'InstanceJoined', ?)", (joined,))
+        database.execute("INSERT INTO steps VALUES (0, 5)")
+    path.chmod(0o600)
+    store = RolloutStore(path)
+    order = store.order()
+    assert order == ORDER
+    state = RolloutState.stored(order, store)
+    assert list(state.instances.work) == ["rollout-0"]
+    added = state.take(GroupAdded(group=SampleGroupId(0), prompt_tokens=3), store)
+    assert added is not None
+    store.write([replace(added[0], snapshot=state.plain())])
+    assert RolloutState.stored(order, store).plain() == state.plain()
+    store.close()
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:

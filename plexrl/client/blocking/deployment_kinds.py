@@ -212,13 +212,14 @@ class RolloutDeployment(Deployment):
         *,
         n: int = 1,
         sampling: SamplingParams | None = None,
-        stream: bool = False,
+        stream: bool | Literal["rows"] = False,
     ) -> GenerateFuture:
         """Draw `n` samples for each of `prompts`, which are lists of token ids.
 
         `sampling` controls how tokens are drawn (absent: `SamplingParams()`, at most 64 tokens at
         temperature 1). With `stream` the future also yields tokens as they are drawn, by
-        `future.stream()`.
+        `future.stream()`; with `stream="rows"` each sample when it has ended, by
+        `future.samples()`.
 
         Raises:
             BatchShapeError: a prompt is not a list of whole numbers.

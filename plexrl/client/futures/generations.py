@@ -5,8 +5,10 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
+
+import numpy as np
 
 from plexrl.client.calls.transport import (
     AsyncTransport,
@@ -15,9 +17,9 @@ from plexrl.client.calls.transport import (
     Transport,
     is_unavailable,
 )
-from plexrl.client.data.results import Chunk, Decoder, GenerateResult
+from plexrl.client.data.results import Chunk, Decoder, GenerateResult, Sample, WeightsSpan
 from plexrl.client.futures.futures import AsyncFuture, Future, View
-from plexrl.errors import ExecutionError, PlexRLError, from_wire
+from plexrl.errors import ExecutionError, InvalidRequestError, PlexRLError, from_wire
 
 LOG = logging.getLogger(__name__)
 
@@ -31,24 +33,26 @@ def stream_call(operation: str, cursor: str) -> Call:
     return Call(method="GET", path=path, query={"after": cursor})
 
 
-class StreamState:
-    """A reader's position in a token stream. No I/O: both kinds of future use it."""
+ReadT = TypeVar("ReadT")
+FinishedSample = tuple[int, int, Sample]
+"""Index of the prompt, index of the sample among the prompt's, and the sample."""
+
+
+class StreamState(Generic[ReadT]):
+    """A reader's position in a stream. No I/O: both kinds of future use it."""
 
     def __init__(self, operation: str, samples_per_prompt: int) -> None:
         self._operation = operation
         self._samples = samples_per_prompt
         self._cursor = ""
-        # Tokens of each row from the current run, and tokens of former runs yet to be repeated.
-        self._seen: dict[int, list[int]] = {}
-        self._repeats: dict[int, list[int]] = {}
         self.is_done = False
 
     def call(self) -> Call:
         """The request for the tokens after the cursor."""
         return stream_call(self._operation, self._cursor)
 
-    def take(self, line: str) -> list[Chunk]:
-        """Return the chunks of one line.
+    def take(self, line: str) -> list[ReadT]:
+        """Return what one line has.
 
         Raises:
             PlexRLError: the operation's own error.
@@ -59,29 +63,85 @@ class StreamState:
             self.is_done = True
             raise from_wire(event["error"])
         if "restart" in event:
-            # This run may end, too, before it has repeated all tokens.
-            for row, tokens in self._seen.items():
-                self._repeats[row] = tokens + self._repeats.get(row, [])
-            self._seen = {}
+            self._restarted()
         self.is_done = "done" in event
         if "rows" not in event:
             return []
-        chunks = [self._chunk(**row) for row in event["rows"]]
+        found = [self._read(**row) for row in event["rows"]]
         self._cursor = event["cursor"]
-        return [chunk for chunk in chunks if chunk.tokens]
+        return [each for each in found if each is not None]
 
-    def _chunk(self, sample: int, tokens: list[int], logprobs: list[float]) -> Chunk:
+    def _restarted(self) -> None:
+        """All rows come again."""
+
+    def _read(
+        self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
+    ) -> ReadT | None:
+        """What is new in a row of an event."""
+        raise NotImplementedError
+
+    def _other_tokens(self, sample: int) -> ExecutionError:
+        return ExecutionError(
+            f"operation {self._operation!r} restarted after a fault and draws other tokens of "
+            f"sample {sample}: drop what was streamed of it and read the result"
+        )
+
+
+class TokenStream(StreamState[Chunk]):
+    """A stream of tokens as they are drawn."""
+
+    def __init__(self, operation: str, samples_per_prompt: int) -> None:
+        super().__init__(operation, samples_per_prompt)
+        # Tokens of each row from the current run, and tokens of former runs yet to be repeated.
+        self._seen: dict[int, list[int]] = {}
+        self._repeats: dict[int, list[int]] = {}
+
+    def _restarted(self) -> None:
+        # This run may end, too, before it has repeated all tokens.
+        for row, tokens in self._seen.items():
+            self._repeats[row] = tokens + self._repeats.get(row, [])
+        self._seen = {}
+
+    def _read(
+        self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
+    ) -> Chunk | None:
+        del ended
         expected = self._repeats.get(sample, [])
         again = min(len(expected), len(tokens))
         if tokens[:again] != expected[:again]:
-            raise ExecutionError(
-                f"operation {self._operation!r} restarted after a fault and draws other tokens of "
-                f"sample {sample}: drop its chunks and read the result"
-            )
+            raise self._other_tokens(sample)
         del expected[:again]
         self._seen.setdefault(sample, []).extend(tokens)
+        if again == len(tokens):
+            return None
         prompt, which = divmod(sample, self._samples)
         return Chunk(prompt, which, tokens[again:], logprobs[again:])
+
+
+class SampleStream(StreamState[FinishedSample]):
+    """A stream of samples, each of which comes when it has ended."""
+
+    def __init__(self, operation: str, samples_per_prompt: int) -> None:
+        super().__init__(operation, samples_per_prompt)
+        self._seen: dict[int, list[int]] = {}
+
+    def _read(
+        self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
+    ) -> FinishedSample | None:
+        if not ended:
+            raise InvalidRequestError(
+                f"operation {self._operation!r} streams tokens: submit it with stream='rows' to "
+                "read whole samples"
+            )
+        if sample in self._seen:
+            if tokens != self._seen[sample]:
+                raise self._other_tokens(sample)
+            return None
+        self._seen[sample] = tokens
+        spans = tuple(WeightsSpan(*each) for each in ended["weights"])
+        row = np.array(logprobs, dtype=np.float32)
+        made = Sample(tokens, row, ended["finish_reason"], spans)
+        return (*divmod(sample, self._samples), made)
 
 
 class GenerateFuture(Future[GenerateResult]):
@@ -112,7 +172,17 @@ class GenerateFuture(Future[GenerateResult]):
         Raises:
             PlexRLError: the operation failed; this is its own error.
         """
-        reading = StreamState(self.operation, self._samples)
+        return self._follow(TokenStream(self.operation, self._samples))
+
+    def samples(self) -> Iterator[FinishedSample]:
+        """Yield (index of the prompt, index of the sample, `Sample`) of a generation submitted with
+        `stream="rows"`, each sample when it has ended.
+
+        Raises as `stream`.
+        """
+        return self._follow(SampleStream(self.operation, self._samples))
+
+    def _follow(self, reading: StreamState[ReadT]) -> Iterator[ReadT]:
         timer = RetryTimer(self._transport.timeout_s)
         while not reading.is_done:
             try:
@@ -137,9 +207,15 @@ class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
         await self.cancel()
         return await self.result(timeout_s)
 
-    async def stream(self) -> AsyncIterator[Chunk]:
+    def stream(self) -> AsyncIterator[Chunk]:
         """As `GenerateFuture.stream`."""
-        reading = StreamState(self.operation, self._samples)
+        return self._follow(TokenStream(self.operation, self._samples))
+
+    def samples(self) -> AsyncIterator[FinishedSample]:
+        """As `GenerateFuture.samples`."""
+        return self._follow(SampleStream(self.operation, self._samples))
+
+    async def _follow(self, reading: StreamState[ReadT]) -> AsyncIterator[ReadT]:
         timer = RetryTimer(self._transport.timeout_s)
         while not reading.is_done:
             try:
@@ -151,7 +227,7 @@ class AsyncGenerateFuture(AsyncFuture[GenerateResult]):
                 await asyncio.sleep(_pause_s(reading, error, timer))
 
 
-def _pause_s(reading: StreamState, error: PlexRLError, timer: RetryTimer) -> float:
+def _pause_s(reading: StreamState[Any], error: PlexRLError, timer: RetryTimer) -> float:
     """Seconds before the stream is requested again. Raises `error` if a retry cannot help."""
     if reading.is_done or error.status not in RETRIABLE:
         raise error

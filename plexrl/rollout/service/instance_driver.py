@@ -151,7 +151,7 @@ class InstanceDriver:
             return  # the instance is lost, or all trajectories have ended
         trajectories = work.routes[number]
         generation = _Generation(
-            operation=f"{order.job}:{order.name}/g{self.instance}.{number}",
+            operation=self._rollout.store.operation(order, f"g{self.instance}.{number}"),
             trajectories=trajectories,
             running={each for each in trajectories if work.held.get(each) == number},
         )
@@ -284,7 +284,7 @@ class InstanceDriver:
         work = rollout.instances.work.get(self.instance)
         if work is None:
             return  # it is lost, and this task is about to end
-        operation = f"{order.job}:{order.name}/p{self.instance}.{work.pulls + 1}"
+        operation = rollout.store.operation(order, f"p{self.instance}.{work.pulls + 1}")
         try:
             step = await rollout.calls.pull(self.deployment, order.source, operation)
         except PlexRLError as error:

@@ -24,12 +24,13 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instance_driver import InstanceDriver
 from plexrl.rollout.service.instances import Instances
 from plexrl.rollout.service.journal.progress import Progress
+from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, instance_id
 
 LOG = logging.getLogger(__name__)
 
 WATCH_S = 2.0
-"""Longest interval at which a deployment's state is read."""
+"""Longest interval at which a deployment's state is read, and failed pulls are repeated."""
 JOIN_S = 0.2
 """Interval at which an engine that has just taken weights is asked for its cache."""
 ATTEMPTS_MAX = 3
@@ -45,6 +46,7 @@ class Joining(Protocol):
     """The rollout that instances join."""
 
     order: RolloutOrder
+    store: RolloutStore
     calls: ClusterCalls
     instances: Instances
     progress: Progress
@@ -91,6 +93,7 @@ class Member:
         self._rollout = rollout
         self._driver = driver
         self._lost_s = lost_s
+        self._pause_s = min(WATCH_S, lost_s / 4)
         self._changed = changed
         self._attempts = 0
         """Failed pulls since the latest success."""
@@ -122,7 +125,7 @@ class Member:
         """Pull weights and join. None: the pull failed."""
         rollout, order = self._rollout, self._rollout.order
         instance = instance_id(self.name, rollout.progress.joins.get(self.name, 0))
-        operation = f"{order.job}:{order.name}/p{instance}.0"
+        operation = rollout.store.operation(order, f"p{instance}.0")
         if self._attempts:
             # A failed operation stays failed.
             operation += f".{self._attempts}"
@@ -133,7 +136,7 @@ class Member:
             has_failed = self._attempts >= ATTEMPTS_MAX or isinstance(error, NotFoundError)
             self._absent(f"its weights could not be set: {error.message}", has_failed)
             await self._acknowledge(operation)
-            await asyncio.sleep(RETRY_S if has_failed else WATCH_S)
+            await asyncio.sleep(RETRY_S if has_failed else self._pause_s)
             return None
         self._attempts = 0
         engines = await rollout.calls.engines(self.name)
@@ -157,7 +160,7 @@ class Member:
         out_since: float | None = None
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(min(WATCH_S, self._lost_s / 4))
+            await asyncio.sleep(self._pause_s)
             state = await self._state()
             if state is None:
                 continue

@@ -115,7 +115,7 @@ def machine() -> Iterator[Host]:
         program = ("python", "-m", "tests.cluster.kubernetes.machine", host.address, group)
         process = host.start(*program)
         process.wait_for(READY, START_S)
-        for name in ("journal", "data"):
+        for name in ("journal", "data", "rollout"):
             host.path(f"/srv/{name}").mkdir()
             text = VOLUME.format(name=name, host=host.name)
             env = {"KUBECONFIG": str(KUBECONFIG)}

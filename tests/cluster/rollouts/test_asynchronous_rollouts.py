@@ -11,6 +11,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import plexrl
@@ -356,8 +357,12 @@ def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> N
     def meanwhile(version: int, rollout: BoundedRollout) -> None:
         name = "rollout-1"
         if version == 1:
+            # No worker of the node can start.
+            fork_server(up.pid).suspend()
             kill_worker(job.rollout_deployment(name, MODEL), 0)
-        if version in (1, 2):
+        elif version == 3:
+            fork_server(up.pid).resume()
+        if version in (1, 3):
             wanted = "lost" if version == 1 else "joined"
             wait_until(lambda: state_of(rollout, name)["state"] == wanted, f"never {wanted}")
             seen.append(str(state_of(rollout, name)["reason"]))
@@ -371,12 +376,20 @@ def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> N
                 plexrl.connect(endpoint["url"], endpoint["api_key"]) as cluster,
                 cluster.create_job("lost") as job,
             ):
-                batches, _ = run(job, 1, 4, meanwhile)
+                batches, _ = run(job, 1, 6, meanwhile)
         finally:
             up.terminate()
     check(batches, 1)
     assert "it has been" in seen[0]
     assert seen[1] == ""
+
+
+def fork_server(supervisor: int) -> psutil.Process:
+    """The process of which the node's workers are forked."""
+    for agent in psutil.Process(supervisor).children():
+        if "plexrl.worker" in agent.cmdline():
+            return next(each for each in agent.children() if "forkserver" in str(each.cmdline()))
+    raise AssertionError("the cluster has no agent")
 
 
 def state_of(rollout: BoundedRollout, name: str) -> dict[str, object]:

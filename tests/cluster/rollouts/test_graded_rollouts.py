@@ -11,6 +11,7 @@ from plexrl.errors import SandboxError
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
     SAMPLES,
+    SAMPLING,
     asynchronous,
     number_of,
     prompts,
@@ -84,3 +85,24 @@ def test_programs_in_the_sandbox_give_the_rewards(job: plexrl.Job) -> None:
             expected = [[float(len(s.tokens) % 2) for s in row] for row in batch.samples]
             assert batch.rewards == expected
             train(actor, batch.prompts, batch.samples, batch.rewards)
+
+
+def test_samples_of_a_synchronous_rollout_come_one_by_one(job: plexrl.Job) -> None:
+    rollout = job.rollout_deployment("rollout", MODEL, max_concurrent_samples=2)
+    asked = [[3, 4, 5], [6, 7], [8, 9, 10]]
+
+    def grade(_: list[int], sample: plexrl.Sample) -> float:
+        return float(len(sample.tokens))
+
+    future = rollout.generate(asked, n=2, sampling=SAMPLING, stream="rows")
+    found = rewards.Graded(grade, on_failure="raise").grade_stream(asked, 2, future.samples())
+    samples = future.result().samples
+    assert found.rewards.tolist() == [[len(each.tokens) for each in row] for row in samples]
+    assert found.kept.all()
+    again = {(row, column): each for row, column, each in future.samples()}
+    assert len(again) == 6
+    for (row, column), sample in again.items():
+        whole = samples[row][column]
+        assert sample.tokens == whole.tokens
+        assert sample.logprobs.tobytes() == whole.logprobs.tobytes()
+        assert (sample.finish_reason, sample.weights) == (whole.finish_reason, whole.weights)

@@ -6,6 +6,7 @@ are the tokens of prompts and of generated parts, until their group is trained o
 size of the file is bounded by what is in flight.
 
     about    the order, as JSON
+    identity a random text, which operation ids contain; none in stores of earlier versions
     snapshot the state after an event, as JSON; none before the first one
     events   the events after the snapshot that changed the state, in order
     prompts  tokens int32 by group
@@ -13,6 +14,7 @@ size of the file is bounded by what is in flight.
     steps    the trainer's step of each of the latest versions
 """
 
+import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -23,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from plexrl.errors import StorageError
+from plexrl.errors import NotFoundError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rollout.coordinator.messages import Event
 from plexrl.rollout.service.order import RolloutOrder
@@ -43,6 +45,7 @@ WAL_BYTES_MAX = 16 << 20
 """Size to which the log of SQLite is cut after a larger commit."""
 TABLES = """
 CREATE TABLE IF NOT EXISTS about (rollout TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS identity (random TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshot (seq INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL
@@ -109,6 +112,7 @@ class RolloutStore:
         self.tail_bytes = 0
         """Bytes of these events' bodies."""
         self.snapshot_bytes = 0
+        self._identity: str | None = None
         make_private_folder(path.parent)
         try:
             self._writer = self._connect()
@@ -146,7 +150,18 @@ class RolloutStore:
     def begin(self, order: RolloutOrder) -> None:
         """Stores the order of a new rollout."""
         body = msgspec.json.encode(order).decode()
-        self._writer.execute("INSERT INTO about VALUES (?)", (body,))
+        with self._writer as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("INSERT INTO about VALUES (?)", (body,))
+            database.execute("INSERT INTO identity VALUES (?)", (secrets.token_hex(4),))
+
+    def operation(self, order: RolloutOrder, number: str) -> str:
+        """The id of an operation of this rollout. A rollout that has lost its store and is made
+        anew never gets the results of the former one."""
+        if self._identity is None:
+            found = self._reader.execute("SELECT random FROM identity").fetchone()
+            self._identity = "" if found is None else f".{found[0]}"
+        return f"{order.job}:{order.name}{self._identity}/{number}"
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Stores entries in their order: all in one commit.
@@ -236,7 +251,13 @@ class RolloutStore:
         self, wanted: Sequence[tuple[SampleGroupId, TrajectoryId]], bytes_max: int
     ) -> list[tuple[Array, Part] | None]:
         """Prompt and response of some trajectories; None for those that were trained or dropped
-        meanwhile. It ends early, after at least one, when it has read `bytes_max`."""
+        meanwhile. It ends early, after at least one, when it has read `bytes_max`.
+
+        Raises:
+            NotFoundError: the file was deleted.
+        """
+        if not self.path.exists():
+            raise NotFoundError("the rollout has ended with its job")
         found: list[tuple[Array, Part] | None] = []
         size = 0
         with closing(self._connect()) as database:

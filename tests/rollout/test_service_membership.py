@@ -1,0 +1,226 @@
+"""Instances whose weights cannot be set, and whose deployments end, on a scripted cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plexrl.client.calls.transport import AsyncTransport
+from plexrl.client.data.results import Sample, WeightsSpan
+from plexrl.errors import ExecutionError, RolloutFailedError, UnknownDeploymentError
+from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
+from plexrl.rollout.service.config import RolloutConfig
+from plexrl.rollout.service.journal.store import RolloutStore
+from plexrl.rollout.service.live_rollout import LiveRollout
+from plexrl.rollout.service.order import RolloutOrder
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
+from plexrl.wire.operations import SamplingParams
+
+ORDER = RolloutOrder(
+    job="job",
+    name="rollout",
+    source="actor",
+    instances=("rollout-0", "rollout-1"),
+    staleness=0,
+    prompts=4,
+    samples=1,
+    sampling=SamplingParams(seed=3, max_tokens=8),
+)
+ORDER_1 = InstanceId("rollout-1")
+CONFIG = RolloutConfig(
+    listen=("unix:/unused",),
+    routers=("http://127.0.0.1:1",),
+    data_dir="/unused",
+    cycle_s=0.05,
+    # Failed pulls are repeated every 0.25 s.
+    instance_lost_s=1.0,
+)
+
+
+class ScriptedCluster(ClusterCalls):
+    """Deployments that fail, end and stall as the test says. A sample has two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(AsyncTransport(CONFIG.routers, "key", 1.0, None), ORDER.job)
+        self.failing_pulls: dict[str, int] = {}
+        """Pulls that are still to fail, by deployment."""
+        self.pulls: list[str] = []
+        self.acknowledged: list[str] = []
+        self.cancelled: list[str] = []
+        self.ended: set[str] = set()
+        self.stalled: set[str] = set()
+        """Deployments that generate nothing."""
+        self.generated: dict[str, list[int]] = {}
+        """Trajectories by operation."""
+        self.where: dict[str, str] = {}
+        self.resumed = asyncio.Event()
+
+    async def pull(self, deployment: str, source: str, operation: str) -> int:
+        assert source == "actor"
+        assert operation not in self.pulls
+        self.pulls.append(operation)
+        await asyncio.sleep(0)
+        if deployment in self.ended:
+            raise UnknownDeploymentError(f"there is no deployment {deployment}")
+        if self.failing_pulls.get(deployment, 0):
+            self.failing_pulls[deployment] -= 1
+            raise ExecutionError("the disk is on fire")
+        return 7
+
+    async def acknowledge(self, operation: str) -> None:
+        self.acknowledged.append(operation)
+
+    async def deployment(self, name: str) -> dict[str, Any]:
+        if name in self.ended:
+            raise UnknownDeploymentError(f"there is no deployment {name}")
+        return {"state": "ready"}
+
+    async def engines(self, deployment: str) -> list[dict[str, Any]]:
+        rows = [
+            [operation, row, 2, True]
+            for operation, numbers in self.generated.items()
+            if self.where[operation] == deployment and deployment in self.stalled
+            for row in range(len(numbers))
+        ]
+        return [{"blocks": 100, "block_tokens": 16, "rows": rows, "steps": []}]
+
+    async def job_state(self) -> str:
+        return "RUNNING"
+
+    async def cancel(self, operation: str) -> None:
+        self.cancelled.append(operation)
+
+    async def generate(
+        self, deployment: str, rows: Sequence[RowRequest], sampling: SamplingParams, operation: str
+    ) -> None:
+        del sampling
+        self.where[operation] = deployment
+        self.generated[operation] = [each.number for each in rows]
+
+    async def rows(self, operation: str) -> AsyncIterator[list[tuple[int, Sample]] | None]:
+        if self.where[operation] in self.stalled:
+            await self.resumed.wait()
+        logprobs = np.zeros(2, dtype=np.float32)
+        spans = (WeightsSpan(0, 0, 7),)
+        count = len(self.generated[operation])
+        yield [(row, Sample([row, 1], logprobs, "stop", spans)) for row in range(count)]
+
+
+@asynccontextmanager
+async def running(path: Path, cluster: ScriptedCluster) -> AsyncIterator[LiveRollout]:
+    store = RolloutStore(path / "rollout.sqlite")
+    if store.order() is None:
+        store.begin(ORDER)
+    rollout = LiveRollout(ORDER, store, cluster, CONFIG)
+    task = asyncio.create_task(rollout.run())
+    try:
+        yield rollout
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await rollout.writer.settled()
+        store.close()
+
+
+async def reached(rollout: LiveRollout, what: Callable[[], bool]) -> None:
+    await rollout.wait_for(what, 30.0)
+    assert what()
+
+
+def give_prompts(rollout: LiveRollout) -> None:
+    for group in range(ORDER.prompts):
+        assert rollout.add_prompt(group, np.array([3, group], dtype=np.int32))
+
+
+def test_a_failed_pull_is_acknowledged_and_tried_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.failing_pulls["rollout-1"] = 2
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            failed = [each for each in cluster.pulls if "rollout-1" in each][:2]
+            assert cluster.acknowledged == failed
+            assert rollout.is_joined
+            assert rollout.steps == {0: 7}
+
+    asyncio.run(check())
+
+
+def test_without_an_instance_the_rollout_fails_with_all_causes(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.failing_pulls["rollout-0"] = 100
+        cluster.ended.add("rollout-1")
+        async with running(tmp_path, cluster) as rollout:
+            with pytest.raises(RolloutFailedError, match="no instance left") as caught:
+                await rollout.wait_for(lambda: False, 30.0)
+            assert "rollout-0: its weights could not be set: the disk is on fire" in str(
+                caught.value
+            )
+            assert "rollout-1" in str(caught.value)
+
+    asyncio.run(check())
+
+
+def test_the_work_of_a_removed_instance_goes_to_the_others(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.stalled = {"rollout-0", "rollout-1"}
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            give_prompts(rollout)
+            held: dict[str, dict[TrajectoryId, int]] = {
+                name: work.held for name, work in rollout.instances.work.items()
+            }
+            await reached(rollout, lambda: sum(map(len, held.values())) == ORDER.prompts)
+            lost = set(held[ORDER.instances[0]])
+            assert lost
+            cluster.ended.add("rollout-0")
+            await reached(rollout, lambda: lost <= set(held[ORDER_1]))
+            assert list(rollout.instances.work) == ["rollout-1"]
+            absence = rollout.members[0].absence
+            assert absence is not None
+            assert "ended" in absence.reason or "no deployment" in absence.reason
+        stuck = [each for each, name in cluster.where.items() if name == "rollout-0"]
+        assert cluster.cancelled == stuck
+
+    asyncio.run(check())
+
+
+def test_an_instance_that_comes_back_has_a_new_id_also_after_a_restart(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            await rollout.pull_failed(ORDER_1, "job:rollout/prollout-1.1", ExecutionError("lost"))
+            await reached(rollout, lambda: "rollout-1:1" in rollout.instances.work)
+        async with running(tmp_path, cluster) as again:
+            assert list(again.instances.work) == ["rollout-0", "rollout-1:1"]
+            assert again.is_joined
+            give_prompts(again)
+            again.request_batch(0, 7)
+            await reached(again, lambda: len(again.progress.unrewarded) == ORDER.prompts)
+            for each in list(again.progress.unrewarded):
+                again.reward(each, 1.0, "")
+            await reached(again, lambda: again.progress.batch is not None)
+
+    asyncio.run(check())
+
+
+def test_a_rollout_that_lost_its_store_gets_no_results_of_the_former_one(tmp_path: Path) -> None:
+    ids = []
+    for name in ("former", "new"):
+        (tmp_path / name).mkdir()
+        store = RolloutStore(tmp_path / name / "rollout.sqlite")
+        store.begin(ORDER)
+        found = store.operation(ORDER, "grollout-0.1")
+        store.close()
+        store = RolloutStore(tmp_path / name / "rollout.sqlite")
+        assert store.operation(ORDER, "grollout-0.1") == found
+        store.close()
+        ids.append(found)
+    assert ids[0] != ids[1]
