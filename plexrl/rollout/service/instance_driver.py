@@ -331,17 +331,14 @@ class InstanceDriver:
         tokens = np.array(sample.tokens, dtype=np.int32)
         return [Part(trajectory, tokens, sample.logprobs, sample.finish_reason)]
 
-    async def load(self) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]] | None:
-        """The instance's load, and the decode steps that were measured since the last call. None:
-        it is lost.
+    def load(self, engines: Sequence[Plain]) -> tuple[InstanceSnapshot, tuple[StepMeasured, ...]]:
+        """The instance's load, from that of its engines, and the decode steps that were measured
+        since the last call. It is not lost.
 
         A trajectory that its engine does not know has just ended, or its operation waits for its
         turn: it counts as running with the tokens known before, or as waiting.
         """
-        engines = await self._rollout.calls.engines(self.deployment)
-        work = self._rollout.instances.work.get(self.instance)
-        if work is None:
-            return None
+        work = self._rollout.instances.work[self.instance]
         generations = {each.operation: each for each in self._at.values()}
         running, waiting = dict[TrajectoryId, int](), dict[TrajectoryId, int]()
         started: set[str] = set()
@@ -365,7 +362,8 @@ class InstanceDriver:
             waiting=tuple(waiting),
             waiting_tokens=tuple(waiting.values()),
             completed=work.completed,
-            serves=bool(engines),
+            # One that was offloaded and holds nothing is loaded again only if it gets work.
+            serves=bool(engines) or not work.held,
         )
         return snapshot, self._measured(engines)
 

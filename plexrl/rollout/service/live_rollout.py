@@ -256,11 +256,16 @@ class LiveRollout:
         holds = any(work.held for work in self.instances.work.values())
         if not self._is_work_waiting() and not holds:
             return
-        found = await asyncio.gather(*(each.load() for each in self._drivers.values()))
-        loads = [load for load in found if load is not None]
+        drivers = list(self._drivers.values())
+        found = await asyncio.gather(*(self.calls.engines(each.deployment) for each in drivers))
+        # All at one moment: a snapshot with the end of a trajectory in one instance only is void.
+        loads = [
+            driver.load(engines)
+            for driver, engines in zip(drivers, found, strict=True)
+            if driver.instance in self.instances.work
+        ]
+        snapshots = [each for each, _ in loads]
         steps = [each for _, measured in loads for each in measured]
-        # An instance may have been lost while another one answered.
-        snapshots = [each for each, _ in loads if each.instance in self.instances.work]
         self.loads = {each.instance: each for each in snapshots}
         self._measured(steps)
         self.handle(SnapshotTaken(instances=tuple(snapshots)))
