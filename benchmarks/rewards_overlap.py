@@ -25,9 +25,9 @@ from plexrl import rewards
 from plexrl.cluster.embedded.start import start_embedded
 
 VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-PROMPTS, SAMPLES = sized((8, 8), quick=(2, 2))
-ROUNDS = sized(5, quick=1)
-PROGRAMS = sized(200, quick=20)
+PROMPTS, SAMPLES = sized((4, 8), quick=(2, 2))
+ROUNDS = sized(3, quick=1)
+PROGRAMS = sized(100, quick=20)
 LOOPS_EVERY = 20
 FIXED_S = 6.0
 ADAPTIVE = rewards.TimeoutSettings(factor=1.5, min_s=0.4, max_s=FIXED_S)

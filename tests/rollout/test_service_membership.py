@@ -52,6 +52,9 @@ class ScriptedCluster(ClusterCalls):
         self.acknowledged: list[str] = []
         self.cancelled: list[str] = []
         self.ended: set[str] = set()
+        self.states: dict[str, str] = {}
+        """States other than "ready"."""
+        self.served = asyncio.Event()
         self.stalled: set[str] = set()
         """Deployments that generate nothing."""
         self.generated: dict[str, list[int]] = {}
@@ -64,6 +67,9 @@ class ScriptedCluster(ClusterCalls):
         assert operation not in self.pulls
         self.pulls.append(operation)
         await asyncio.sleep(0)
+        if self.states.get(deployment):
+            # The scheduler keeps the operation until the deployment serves.
+            await self.served.wait()
         if deployment in self.ended:
             raise UnknownDeploymentError(f"there is no deployment {deployment}")
         if self.failing_pulls.get(deployment, 0):
@@ -77,7 +83,7 @@ class ScriptedCluster(ClusterCalls):
     async def deployment(self, name: str) -> dict[str, Any]:
         if name in self.ended:
             raise UnknownDeploymentError(f"there is no deployment {name}")
-        return {"state": "ready"}
+        return {"state": self.states.get(name, "ready")}
 
     async def engines(self, deployment: str) -> list[dict[str, Any]]:
         rows = [
@@ -187,6 +193,31 @@ def test_the_work_of_a_removed_instance_goes_to_the_others(tmp_path: Path) -> No
             assert "ended" in absence.reason or "no deployment" in absence.reason
         stuck = [each for each, name in cluster.where.items() if name == "rollout-0"]
         assert cluster.cancelled == stuck
+
+    asyncio.run(check())
+
+
+def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.stalled = {"rollout-0", "rollout-1"}
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            give_prompts(rollout)
+            held = rollout.instances.work[ORDER_1].held
+            await reached(rollout, lambda: bool(held))
+            cluster.states["rollout-1"] = "waiting"
+            await reached(rollout, lambda: list(rollout.instances.work) == ["rollout-0"])
+            absence = rollout.members[1].absence
+            assert absence is not None
+            assert absence.reason == "it has been waiting for 1 s"
+            # It is expected back, so the rollout does not fail with it.
+            assert not absence.has_failed
+            assert "rollout-1:1" not in rollout.instances.work
+            cluster.states.clear()
+            cluster.served.set()
+            await reached(rollout, lambda: "rollout-1:1" in rollout.instances.work)
+            assert rollout.members[1].absence is None
 
     asyncio.run(check())
 

@@ -120,8 +120,13 @@ class SandboxProcess:
         """End all processes of the sandbox, and wait until they have ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
-        select.select([self.init_fd], [], [])
+        poll = select.poll()
+        poll.register(self.init_fd, select.POLLIN)
+        poll.poll()
         self.process.wait()
+        # bubblewrap leaves it to process 1 of the machine or container. That may be this process.
+        with suppress(ChildProcessError):
+            os.waitpid(self.init, os.WNOHANG)
 
     def exit_code(self) -> int | None:
         """What bubblewrap has reported, after its end; None if it reported none."""

@@ -51,6 +51,8 @@ class RolloutService:
         self._rollouts: dict[tuple[str, str], LiveRollout] = {}
         self._unreadable: dict[tuple[str, str], PlexRLError] = {}
         """Rollouts whose store cannot be read, and why."""
+        self._creating = asyncio.Lock()
+        """Held while a rollout is made, or made again."""
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._peers: set[Peer] = set()
@@ -160,6 +162,13 @@ class RolloutService:
             order = msgspec.convert(params["order"], RolloutOrder)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the rollout is not valid: {error}") from error
+        async with self._creating:
+            found = await self._made(order)
+        await found.wait_for(lambda: found.is_joined, float(params["wait_s"]))
+        return await _durable_status(found)
+
+    async def _made(self, order: RolloutOrder) -> LiveRollout:
+        """The rollout of an order: a new one, the existing one, or that one after a failure."""
         if (order.job, order.name) in self._unreadable:
             raise self._unreadable[order.job, order.name]
         found = self._rollouts.get((order.job, order.name))
@@ -168,16 +177,13 @@ class RolloutService:
             path = self._folder / quote(order.job, safe="") / f"{order.name}{SUFFIX}"
             store = RolloutStore(path)
             store.begin(order)
-            found = self._add(order, store)
-        elif found.order != order:
+            return self._add(order, store)
+        if found.order != order:
             raise ConflictError(
                 f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
                 "name, or the same settings"
             )
-        elif found.failure is not None:
-            found = await self._again(found)
-        await found.wait_for(lambda: found.is_joined, float(params["wait_s"]))
-        return await _durable_status(found)
+        return found if found.failure is None else await self._again(found)
 
     def _check_room(self, order: RolloutOrder) -> None:
         count = sum(job == order.job for job, _ in (*self._rollouts, *self._unreadable))
@@ -190,7 +196,6 @@ class RolloutService:
     async def _again(self, failed: LiveRollout) -> LiveRollout:
         """Continue a rollout that failed: its controller has asked for it again."""
         key = failed.order.job, failed.order.name
-        del self._rollouts[key]
         task = self._running.pop(key)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -8,10 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, islice, repeat
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 import plexrl
@@ -343,58 +341,6 @@ def test_a_killed_controller_goes_on_with_the_batch_that_it_had(
     assert sorted(trained) == list(range(6))
     numbers = [each for row in trained.values() for each in row]
     assert len(set(numbers)) == 6 * PROMPTS
-
-
-@pytest.mark.slow
-def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> None:
-    config = tmp_path / "cluster.toml"
-    config.write_text(
-        f'[cluster]\ndata_dir = "{tmp_path}/data"\ngpus_per_node = 8\nport = 0\n'
-        "[rollout]\ninstance_lost_s = 1.0\n"
-    )
-    seen: list[str] = []
-
-    def meanwhile(version: int, rollout: BoundedRollout) -> None:
-        name = "rollout-1"
-        if version == 1:
-            # No worker of the node can start.
-            fork_server(up.pid).suspend()
-            kill_worker(job.rollout_deployment(name, MODEL), 0)
-        elif version == 3:
-            fork_server(up.pid).resume()
-        if version in (1, 3):
-            wanted = "lost" if version == 1 else "joined"
-            wait_until(lambda: state_of(rollout, name)["state"] == wanted, f"never {wanted}")
-            seen.append(str(state_of(rollout, name)["reason"]))
-
-    command = [sys.executable, "-m", "plexrl.cli.app", "up", "--json", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
-        assert up.stdout is not None
-        endpoint = json.loads(up.stdout.readline())
-        try:
-            with (
-                plexrl.connect(endpoint["url"], endpoint["api_key"]) as cluster,
-                cluster.create_job("lost") as job,
-            ):
-                batches, _ = run(job, 1, 6, meanwhile)
-        finally:
-            up.terminate()
-    check(batches, 1)
-    assert "it has been" in seen[0]
-    assert seen[1] == ""
-
-
-def fork_server(supervisor: int) -> psutil.Process:
-    """The process of which the node's workers are forked."""
-    for agent in psutil.Process(supervisor).children():
-        if "plexrl.worker" in agent.cmdline():
-            return next(each for each in agent.children() if "forkserver" in str(each.cmdline()))
-    raise AssertionError("the cluster has no agent")
-
-
-def state_of(rollout: BoundedRollout, name: str) -> dict[str, object]:
-    found: dict[str, object] = rollout.status()["instances"][name]
-    return found
 
 
 def test_wrong_settings_are_refused(job: plexrl.Job) -> None:

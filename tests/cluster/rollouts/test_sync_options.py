@@ -38,6 +38,7 @@ def test_delta_and_full_syncs_yield_the_same_bits(job: plexrl.Job) -> None:
         assert wide.sync_weights(actor).result(120)["way"] == "full"
 
 
+@pytest.mark.slow
 def test_a_published_version_does_not_contain_what_the_trainer_does_next(job: plexrl.Job) -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, seed=6)
     actor = job.train_deployment("actor", model, workers=1)

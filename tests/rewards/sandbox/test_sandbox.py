@@ -134,6 +134,23 @@ with Sandbox(at_once=2) as sandbox:
         time.sleep(0.02)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace of processes like this")
+def test_controller_that_is_process_1_of_a_container_keeps_no_zombies(sandbox: Sandbox) -> None:
+    del sandbox
+    source = """
+from pathlib import Path
+from plexrl.rewards.sandbox.limits import Program
+from plexrl.rewards.sandbox.sandbox import Sandbox
+with Sandbox(at_once=2, control_groups=False) as sandbox:
+    runs = [sandbox.submit(Program(command=("true",)), timeout_s=60.0) for _ in range(10)]
+    assert [each.result().exit_code for each in runs] == [0] * 10
+print(sorted(path.name for path in Path("/proc").iterdir() if path.name.isdigit()))
+"""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", source]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stdout == "['1']\n", found.stderr
+
+
 def test_groups_of_a_killed_controller_are_removed_by_the_next_one(sandbox: Sandbox) -> None:
     if not sandbox.has_control_groups:
         pytest.skip("this process may make no control groups; docs/rewards.md says how")

@@ -69,7 +69,7 @@ def test_the_profile_is_one_step_whatever_the_staleness(
 ) -> None:
     clock = cluster_of(2)
     job = start(clock, "a", staleness, rollout_s)
-    clock.run_until(clock.cluster.now + 2000.0)
+    clock.run_until(clock.cluster.now + 1000.0)
     found = profile(clock.cluster, "a")
     assert found["period_s"] == pytest.approx(period_s)
     assert found["busy_s"] == pytest.approx(TRAIN_S)
@@ -80,7 +80,7 @@ def test_the_profile_is_one_step_whatever_the_staleness(
         for row in clock.cluster.core.usage(None)
         if row["kind"] in ("forward_backward", "optim_step", "publish")
     )
-    assert billed / job.trained == pytest.approx(found["busy_s"] * TRAINER_GPUS, rel=0.05)
+    assert billed / job.trained == pytest.approx(found["busy_s"] * TRAINER_GPUS, rel=0.1)
 
 
 @pytest.mark.parametrize(("staleness", "rollout_s", "period_s"), CASES)
@@ -89,7 +89,7 @@ def test_syncs_with_publishes_of_their_own_leave_one_cycle_in_each_step(
 ) -> None:
     clock = cluster_of(2)
     start(clock, "a", staleness, rollout_s, pushes=False)
-    clock.run_until(clock.cluster.now + 2000.0)
+    clock.run_until(clock.cluster.now + 1000.0)
     found = profile(clock.cluster, "a")
     more_s = 2 * PUBLISH_S
     assert found["busy_s"] == pytest.approx(TRAIN_S + more_s)
@@ -99,10 +99,10 @@ def test_syncs_with_publishes_of_their_own_leave_one_cycle_in_each_step(
 def test_two_jobs_that_wait_for_their_rollouts_share_a_group_without_loss() -> None:
     alone, shared = cluster_of(3), cluster_of(3)
     start(alone, "a", 3, 60.0)
-    alone.run_until(alone.cluster.now + 3000.0)
+    alone.run_until(alone.cluster.now + 1500.0)
     for name in ("a", "b"):
         start(shared, name, 3, 60.0)
-    shared.run_until(shared.cluster.now + 3000.0)
+    shared.run_until(shared.cluster.now + 1500.0)
     views = [placed(shared.cluster, name) for name in ("a", "b")]
     assert views[0]["group"] == views[1]["group"]
     for name, view in zip("ab", views, strict=True):

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from plexrl.errors import StorageError
+from plexrl.errors import NotFoundError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rollout.coordinator.messages import Event
 from plexrl.rollout.service.order import RolloutOrder
@@ -251,7 +251,13 @@ class RolloutStore:
         self, wanted: Sequence[tuple[SampleGroupId, TrajectoryId]], bytes_max: int
     ) -> list[tuple[Array, Part] | None]:
         """Prompt and response of some trajectories; None for those that were trained or dropped
-        meanwhile. It ends early, after at least one, when it has read `bytes_max`."""
+        meanwhile. It ends early, after at least one, when it has read `bytes_max`.
+
+        Raises:
+            NotFoundError: the file was deleted.
+        """
+        if not self.path.exists():
+            raise NotFoundError("the rollout has ended with its job")
         found: list[tuple[Array, Part] | None] = []
         size = 0
         with closing(self._connect()) as database:

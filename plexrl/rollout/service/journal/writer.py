@@ -33,6 +33,7 @@ class JournalWriter:
         self._added += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write())
+            self._task.add_done_callback(_check)
 
     async def settled(self) -> None:
         """Wait until everything that was added before is durable and released."""
@@ -55,3 +56,10 @@ class JournalWriter:
             self._progress.set()
             self._progress = asyncio.Event()
         self._task = None
+
+
+def _check(task: "asyncio.Task[None]") -> None:
+    """End the process if a writer's task failed, since nobody would write what follows."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        LOG.critical("the journal's writer failed; ending", exc_info=error)
+        os._exit(1)
