@@ -36,6 +36,11 @@ BOUNDS = sized((1, 2, 3), quick=(1, 2))
 CLUSTER = sized({"gpus": 128, "batch_groups": 128}, quick={"gpus": 16, "batch_groups": 12})
 STEPS = sized(16, quick=10)
 """12 steps are measured: whole numbers of the periods of η + 1 steps in which systems train."""
+ABLATION = sized(
+    {"gpus": 32, "rollout": 20, "batch_groups": 32},
+    quick={"gpus": 8, "rollout": 5, "batch_groups": 4},
+)
+"""Where the strategies are switched off: a quarter of the paper's setting."""
 ROLLOUT_BOUND = EngineCosts(train_gpu_s_per_token=1.8e-4)
 """Training takes a quarter of the time, so that it limits no system."""
 DECISION = sized(
@@ -79,9 +84,8 @@ def compared(run: Runner) -> BySeed:
     return found | {seed: others[at * size : (at + 1) * size] for at, seed in enumerate(SEEDS[1:])}
 
 
-def ablation(run: Runner, full: Outcome) -> BySeed:
-    """StaleFlow with each subset of its strategies on the split of the full system, bound by
-    rollout."""
+def ablation(run: Runner) -> BySeed:
+    """StaleFlow with each subset of its strategies, bound by rollout."""
     flags = sorted(product((False, True), repeat=3), key=sum)
     subsets = [
         Strategies(routing=routing, synchronization=synchronization, migration=migration)
@@ -89,8 +93,18 @@ def ablation(run: Runner, full: Outcome) -> BySeed:
     ]
     asked = [
         (
-            replace(setting(full.limit, seed), costs=ROLLOUT_BOUND),
-            replace(full.system, strategies=strategies),
+            replace(
+                setting(LIMITS[-1], seed),
+                gpus=ABLATION["gpus"],
+                batch_groups=ABLATION["batch_groups"],
+                costs=ROLLOUT_BOUND,
+            ),
+            System(
+                name=SystemName.STALEFLOW,
+                staleness=BOUNDS[-1],
+                rollout_gpus=ABLATION["rollout"],
+                strategies=strategies,
+            ),
         )
         for seed in SEEDS
         for strategies in subsets
@@ -192,8 +206,7 @@ def main() -> None:
     given = [word for word in sys.argv[1:] if word.startswith("--workers=")]
     with runner(int(given[0].partition("=")[2]) if given else None) as run:
         found = compared(run)
-        full = found[SEEDS[0]][-1]
-        subsets = ablation(run, full)
+        subsets = ablation(run)
     median, high = decision_ms()
     figures: dict[str, float] = {}
     rows = outcome_rows(found)
