@@ -62,8 +62,12 @@ class ScriptedCluster(ClusterCalls):
         self.where: dict[str, str] = {}
         self.resumed = asyncio.Event()
 
-    async def pull(self, deployment: str, source: str, operation: str) -> int:
+    async def pull(
+        self, deployment: str, source: str, operation: str, *, published: bool = False
+    ) -> int:
         assert source == "actor"
+        # The first weights of an instance need not have been published.
+        assert published is (".0" not in operation)
         assert operation not in self.pulls
         self.pulls.append(operation)
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
@@ -23,7 +24,13 @@ from plexrl.client.data import results
 from plexrl.client.data.results import Decoder, Sample, WeightsSpan
 from plexrl.client.futures.futures import POLL_S, poll_call
 from plexrl.client.futures.generations import RETRIABLE, stream_call
-from plexrl.errors import ConnectionLostError, PlexRLError, UnknownOperationError, from_wire
+from plexrl.errors import (
+    ConnectionLostError,
+    NotFoundError,
+    PlexRLError,
+    UnknownOperationError,
+    from_wire,
+)
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.wire.operations import (
     OperationKind,
@@ -156,19 +163,39 @@ class ClusterCalls:
         call = Call(method="POST", path=path, json={"rows": list(rows)})
         return bool((await self._request(call)).json()["state"] == OperationState.PENDING)
 
-    async def pull(self, deployment: str, source: str, operation: str) -> int:
+    async def pull(
+        self, deployment: str, source: str, operation: str, *, published: bool = False
+    ) -> int:
         """Set a deployment's weights to those of `source`; returns the trainer's step in them.
+        `published`: the newest ones that it has published, without waiting for the trainer.
 
         Raises:
             PlexRLError: the sync failed.
         """
-        params = SyncWeightsParams(source=f"{self._job}/{source}")
+        params = SyncWeightsParams(source=f"{self._job}/{source}", published=published)
         name = f"{self._job}/{deployment}"
         submission = requests.submission(
             name, OperationKind.SYNC_WEIGHTS, params, results.decode_plain
         )
         await self._submit(submission, operation)
         return int((await self._result(submission.decoder, operation))["trainer_step"])
+
+    async def push(self, source: str, operation: str) -> None:
+        """Have a trainer publish its weights; returns once the operation is accepted.
+
+        Raises:
+            PlexRLError: it was refused.
+        """
+        await self._submit(requests.publish(f"{self._job}/{source}"), operation)
+
+    async def pushed(self, operation: str) -> None:
+        """Return once a publish has ended; one that is unknown ended long ago.
+
+        Raises:
+            PlexRLError: it failed.
+        """
+        with suppress(NotFoundError):
+            await self._result(results.decode_plain, operation)
 
     async def cancel(self, operation: str) -> None:
         """End a generation early; one that has ended stays as it is."""

@@ -286,7 +286,10 @@ class InstanceDriver:
             return  # it is lost, and this task is about to end
         operation = rollout.store.operation(order, f"p{self.instance}.{work.pulls + 1}")
         try:
-            step = await rollout.calls.pull(self.deployment, order.source, operation)
+            await rollout.calls.pushed(rollout.store.operation(order, f"v{command.version}"))
+            step = await rollout.calls.pull(
+                self.deployment, order.source, operation, published=True
+            )
         except PlexRLError as error:
             await rollout.pull_failed(self.instance, operation, error)
             return

@@ -314,6 +314,10 @@ class LiveRollout:
         else:
             self.handle(Rewarded(trajectory=each, reward=reward))
 
+    def is_new(self, version: int) -> bool:
+        """Whether it is the next version, and the controller has not declared it yet."""
+        return version not in self.steps and version == self.core.manager.buffers.next_version
+
     def request_batch(self, version: int, trainer_step: int) -> None:
         """The model has trained all batches before `version`, and `trainer_step` steps.
 

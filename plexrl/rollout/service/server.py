@@ -246,6 +246,10 @@ class RolloutService:
         rollout, version = self._find(params), int(params["version"])
         rollout.check()
         first = int(params.get("first", 0))
+        if rollout.is_new(version):
+            # Before the controller's next operations: it has no batch yet.
+            operation = rollout.store.operation(rollout.order, f"v{version}")
+            await rollout.calls.push(rollout.order.source, operation)
         rollout.request_batch(version, int(params["trainer_step"]))
         progress = rollout.progress
 
