@@ -13,10 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from plexrl.errors import BatchShapeError, DeadlineExceededError, InvalidRequestError
 from plexrl.rewards.decisions.grading import (
@@ -34,6 +31,10 @@ from plexrl.rewards.decisions.grading import (
     StopGrading,
 )
 from plexrl.rewards.grade import Grade
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 LOG = logging.getLogger(__name__)
 
@@ -110,6 +111,8 @@ class Graded(Generic[SampleT]):
         Raises:
             Exception: what a grader raised, if `on_failure` is `raise`; or what `finished` raised.
         """
+        import numpy as np
+
         scheduler = RewardScheduler[SampleT](self)
         shape = (len(prompts), samples_per_prompt)
         found = GradedSamples(np.full(shape, np.nan), np.ones(len(prompts), dtype=bool), [])
@@ -145,9 +148,9 @@ class SampleReward:
 class GradedSamples:
     """The rewards of all samples of some prompts."""
 
-    rewards: npt.NDArray[np.float64]
+    rewards: "npt.NDArray[np.float64]"
     """`[prompts, samples]`; NaN where there is none."""
-    kept: npt.NDArray[np.bool_]
+    kept: "npt.NDArray[np.bool_]"
     """`[prompts]`: false for prompts of which a sample has no reward, for `Batch`'s `keep`."""
     failures: list[SampleReward]
     """Samples for which the grader failed."""

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
-import numpy as np
-
 from plexrl.client.calls.transport import (
     AsyncTransport,
     Call,
@@ -128,6 +126,8 @@ class SampleStream(StreamState[FinishedSample]):
     def _read(
         self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
     ) -> FinishedSample | None:
+        import numpy as np
+
         if not ended:
             raise InvalidRequestError(
                 f"operation {self._operation!r} streams tokens: submit it with stream='rows' to "

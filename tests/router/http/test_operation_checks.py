@@ -137,7 +137,7 @@ def test_a_negative_mask_is_refused_with_its_position() -> None:
     [
         (TRAIN, "generate", {}, "not an operation of a train deployment"),
         (ROLLOUT, "optim_step", {"learning_rate": 1}, "not an operation of a rollout deployment"),
-        (TRAIN, "publish", {}, "not an operation"),
+        (ROLLOUT, "publish", {}, "not an operation of a rollout deployment"),
         (TRAIN, "optim_step", {}, "learning_rate"),
         (TRAIN, "optim_step", {"learning_rate": 0.1, "betas": 1}, "no parameter 'betas'"),
         (TRAIN, "optim_step", {"learning_rate": float("nan")}, "at least 0"),
