@@ -11,7 +11,15 @@ import pytest
 
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.data.results import Sample, WeightsSpan
-from plexrl.errors import ExecutionError, RolloutFailedError, UnknownDeploymentError
+from plexrl.errors import (
+    ConflictError,
+    ExecutionError,
+    InvalidRequestError,
+    PlexRLError,
+    RolloutFailedError,
+    UnavailableError,
+    UnknownDeploymentError,
+)
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.journal.store import RolloutStore
@@ -54,6 +62,8 @@ class ScriptedCluster(ClusterCalls):
         self.ended: set[str] = set()
         self.states: dict[str, str] = {}
         """States other than "ready"."""
+        self.job_states: list[PlexRLError] = []
+        """Why the next questions for the job's state are not answered."""
         self.served = asyncio.Event()
         self.stalled: set[str] = set()
         """Deployments that generate nothing."""
@@ -81,6 +91,9 @@ class ScriptedCluster(ClusterCalls):
             raise ExecutionError("the disk is on fire")
         return 7
 
+    async def pushed(self, operation: str) -> None:
+        assert "/v" in operation
+
     async def acknowledge(self, operation: str) -> None:
         self.acknowledged.append(operation)
 
@@ -99,6 +112,8 @@ class ScriptedCluster(ClusterCalls):
         return [{"blocks": 100, "block_tokens": 16, "rows": rows, "steps": []}]
 
     async def job_state(self) -> str:
+        if self.job_states:
+            raise self.job_states.pop()
         return "RUNNING"
 
     async def cancel(self, operation: str) -> None:
@@ -142,7 +157,8 @@ async def reached(rollout: LiveRollout, what: Callable[[], bool]) -> None:
 
 
 def give_prompts(rollout: LiveRollout) -> None:
-    for group in range(ORDER.prompts):
+    first = rollout.progress.next_group
+    for group in range(first, first + ORDER.prompts):
         assert rollout.add_prompt(group, np.array([3, group], dtype=np.int32))
 
 
@@ -259,3 +275,65 @@ def test_a_rollout_that_lost_its_store_gets_no_results_of_the_former_one(tmp_pat
         store.close()
         ids.append(found)
     assert ids[0] != ids[1]
+
+
+def test_a_cluster_that_does_not_tell_the_jobs_state_fails_no_rollout(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.job_states = [UnavailableError("the scheduler is away")]
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            assert not cluster.job_states
+            rollout.check()
+
+    asyncio.run(check())
+
+
+def test_a_batch_is_refused_before_the_first_weights_and_without_a_step(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        async with running(tmp_path, cluster) as rollout:
+            with pytest.raises(ConflictError, match="no instance"):
+                rollout.check_batch(0, 7)
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            give_prompts(rollout)
+            rollout.request_batch(0, 7)
+            await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
+            for each in list(rollout.progress.unrewarded):
+                rollout.reward(each, 1.0, "")
+            await reached(rollout, lambda: rollout.progress.batch is not None)
+            with pytest.raises(InvalidRequestError, match="make an optimizer step"):
+                rollout.check_batch(1, 7)
+            assert rollout.steps == {0: 7}
+
+    asyncio.run(check())
+
+
+def test_weights_between_two_versions_count_as_the_older_one(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path, ScriptedCluster()) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            rollout.steps |= {1: 9, 2: 12}
+            assert [await rollout.version_of(step) for step in (7, 8, 9, 11, 12)] == [0, 0, 1, 1, 2]
+
+    asyncio.run(check())
+
+
+def test_a_pull_of_other_weights_than_the_published_ones_fails_the_rollout(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            give_prompts(rollout)
+            rollout.request_batch(0, 7)
+            await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
+            for each in list(rollout.progress.unrewarded):
+                rollout.reward(each, 1.0, "")
+            await reached(rollout, lambda: rollout.progress.batch is not None)
+            # The cluster goes on giving weights of step 7.
+            rollout.request_batch(1, 8)
+            give_prompts(rollout)
+            with pytest.raises(RolloutFailedError, match="set to other weights"):
+                await rollout.wait_for(lambda: False, 30.0)
+
+    asyncio.run(check())

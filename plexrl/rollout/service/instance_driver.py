@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from plexrl.client.data.results import Sample
-from plexrl.errors import NotFoundError, PlexRLError
+from plexrl.errors import ExecutionError, NotFoundError, PlexRLError, RolloutFailedError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     Abort,
@@ -56,8 +56,13 @@ class Surroundings(Protocol):
         """Take an event."""
         ...
 
+    async def settled(self) -> None:
+        """Wait until what was decided before is durable."""
+        ...
+
     async def version_of(self, trainer_step: int) -> int:
-        """The version with these steps, once the controller has declared it."""
+        """The version with these steps, once the controller has declared it; weights between two
+        versions count as the older one."""
         ...
 
     async def is_lost(self, instance: InstanceId) -> bool:
@@ -162,12 +167,15 @@ class InstanceDriver:
         """Generate the trajectories of a `Route` to their ends and report each one that was not
         stopped."""
         calls, operation = self._rollout.calls, generation.operation
-        for each in [each for each in generation.trajectories if each in generation.running]:
-            if not self._is_kept(each):
-                generation.stop(each, None)  # its `Abort` follows
         try:
+            is_known = is_repeated and await calls.is_known(operation)
+            # The request is the same after a restart: it depends on nothing that may be lost.
+            await self._rollout.settled()
+            for each in [each for each in generation.trajectories if each in generation.running]:
+                if not self._is_kept(each):
+                    generation.stop(each, None)  # its `Abort` follows
             if generation.running:
-                if not is_repeated or not await calls.is_known(operation):
+                if not is_known:
                     await calls.generate(
                         self.deployment,
                         self._requests(generation),
@@ -200,6 +208,7 @@ class InstanceDriver:
                     await self._take(generation, trajectory, sample)
             if not generation.running:
                 return
+        raise ExecutionError(f"{generation.operation} ended without all of its rows")
 
     async def _take(
         self, generation: _Generation, trajectory: TrajectoryId, sample: Sample
@@ -294,7 +303,13 @@ class InstanceDriver:
             await rollout.pull_failed(self.instance, operation, error)
             return
         version = await rollout.version_of(step)
-        assert version >= command.version, "a sync gets what was published before it"
+        if version < command.version:
+            raise RolloutFailedError(
+                f"instance {self.instance} got the weights of version {version}, and version "
+                f"{command.version} was published: the trainer was set to other weights; create a "
+                "rollout of another name",
+                rollout=order.name,
+            )
         rollout.handle(Pulled(instance=self.instance, version=version))
 
     def _requests(self, generation: _Generation) -> list[RowRequest]:

@@ -181,6 +181,8 @@ class LiveRollout:
                     return
             except UnknownJobError:
                 return
+            except PlexRLError as error:
+                LOG.warning("the state of job %s is not known now: %s", self.order.job, error)
             await asyncio.sleep(JOB_CHECK_S)
 
     def handle(
@@ -197,6 +199,10 @@ class LiveRollout:
         if taken is not None:
             entry, orders = taken
             self.writer.add(entry, lambda: self._release(orders))
+
+    async def settled(self) -> None:
+        """Wait until what was decided before is durable."""
+        await self.writer.settled()
 
     def _release(self, orders: Sequence[InstanceCommand]) -> None:
         """An event is durable: its commands run, and who waits for it goes on."""
@@ -280,11 +286,12 @@ class LiveRollout:
             self._steps.clear()
 
     async def version_of(self, trainer_step: int) -> int:
-        """The version with these steps, once the controller has declared it."""
+        """The version with these steps, once the controller has declared it; weights between two
+        versions count as the older one."""
         while self.steps:
-            for version, step in self.steps.items():
-                if step == trainer_step:
-                    return version
+            if trainer_step <= max(self.steps.values()):
+                older = [each for each, step in self.steps.items() if step <= trainer_step]
+                return max(older, default=min(self.steps))
             await self._changed.wait()
         # The first weights of all.
         return self.order.first_batch
@@ -314,17 +321,19 @@ class LiveRollout:
         else:
             self.handle(Rewarded(trajectory=each, reward=reward))
 
-    def is_new(self, version: int) -> bool:
-        """Whether it is the next version, and the controller has not declared it yet."""
-        return version not in self.steps and version == self.core.manager.buffers.next_version
-
-    def request_batch(self, version: int, trainer_step: int) -> None:
-        """The model has trained all batches before `version`, and `trainer_step` steps.
+    def check_batch(self, version: int, trainer_step: int) -> None:
+        """Check that a batch may be requested when the trainer has made so many steps.
 
         Raises:
             InvalidRequestError: that version is not the next one, or the trainer made no step.
-            ConflictError: the trainer is not at the step at which it was.
+            ConflictError: the trainer is not at the step at which it was, or no instance has
+                joined.
         """
+        if not self.steps:
+            raise ConflictError(
+                f"no instance of rollout {self.order.name!r} has joined yet: repeat its creation, "
+                "which waits for them"
+            )
         if version in self.steps and self.steps[version] != trainer_step:
             raise ConflictError(
                 f"the trainer is at step {trainer_step}, and at batch {version} of rollout "
@@ -339,12 +348,19 @@ class LiveRollout:
                 f"batch {version} was requested; the next batch of rollout {self.order.name!r} is "
                 f"{following}: request batches in order"
             )
+        if version not in self.steps and trainer_step <= (before := max(self.steps.values())):
+            raise InvalidRequestError(
+                f"batch {version} was requested at trainer step {trainer_step}, and the batch "
+                f"before it at step {before}: make an optimizer step with each batch"
+            )
+
+    def request_batch(self, version: int, trainer_step: int) -> None:
+        """The model has trained all batches before `version`, and `trainer_step` steps. Raises as
+        `check_batch`."""
+        self.check_batch(version, trainer_step)
+        if version == self.progress.requested:
+            return
         if version not in self.steps:
-            if trainer_step <= (before := max(self.steps.values())):
-                raise InvalidRequestError(
-                    f"batch {version} was requested at trainer step {trainer_step}, and the batch "
-                    f"before it at step {before}: make an optimizer step with each batch"
-                )
             self.steps[version] = trainer_step
             self.steps.pop(version - STEPS_KEPT, None)
             pushed = ParametersPushed(version=version)

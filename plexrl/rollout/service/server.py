@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import numpy as np
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.errors import (
     ConflictError,
+    CorruptStateError,
     InvalidRequestError,
     NotFoundError,
     PlexRLError,
     QuotaExceededError,
+    UnavailableError,
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
@@ -103,7 +106,7 @@ class RolloutService:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._transport.close()
         for each in self._rollouts.values():
-            await each.writer.settled()
+            await each.writer.idle()
             each.store.close()
 
     async def _on_link(self, link: Link) -> None:
@@ -117,11 +120,17 @@ class RolloutService:
     def _read(self, path: Path) -> None:
         """Continue the rollout of a store. Raises StorageError: it cannot be read."""
         store = RolloutStore(path)
-        order = store.order()
-        if order is None:
-            store.delete()  # its creation was never answered
-        else:
-            self._add(order, store)
+        try:
+            order = store.order()
+            if order is None:
+                store.delete()  # its creation was never answered
+            else:
+                self._add(order, store)
+        except (msgspec.MsgspecError, sqlite3.Error) as error:
+            raise CorruptStateError(
+                f"{path} cannot be read: {error}: restore the file from a backup, or delete it to "
+                "end its rollout"
+            ) from error
 
     def _add(self, order: RolloutOrder, store: RolloutStore) -> LiveRollout:
         calls = ClusterCalls(self._transport, order.job)
@@ -141,7 +150,8 @@ class RolloutService:
         await rollout.run()
         if rollout.failure is not None:
             await rollout.job_end()
-        await rollout.writer.settled()
+        await rollout.writer.idle()
+        # No await from here on: requests must not find a rollout whose store is closed.
         key = rollout.order.job, rollout.order.name
         del self._rollouts[key], self._running[key]
         rollout.store.delete()
@@ -183,7 +193,11 @@ class RolloutService:
                 f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
                 "name, or the same settings"
             )
-        return found if found.failure is None else await self._again(found)
+        if found.failure is None:
+            return found
+        assert self._tasks is not None
+        # The link may end and cancel this handler, but not the restart.
+        return await asyncio.shield(self._tasks.create_task(self._again(found)))
 
     def _check_room(self, order: RolloutOrder) -> None:
         count = sum(job == order.job for job, _ in (*self._rollouts, *self._unreadable))
@@ -196,12 +210,20 @@ class RolloutService:
     async def _again(self, failed: LiveRollout) -> LiveRollout:
         """Continue a rollout that failed: its controller has asked for it again."""
         key = failed.order.job, failed.order.name
-        task = self._running.pop(key)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await failed.writer.settled()
+        if (task := self._running.get(key)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await failed.writer.idle()
+        # No await from here on: requests must not find a rollout whose store is closed.
+        if self._rollouts.get(key) is not failed:
+            raise UnavailableError("the rollout has ended or was started again: retry")
         failed.store.close()
-        self._read(failed.store.path)
+        del self._rollouts[key], self._running[key]
+        try:
+            self._read(failed.store.path)
+        except PlexRLError as error:
+            self._unreadable[key] = error
+            raise
         self._rollouts[key].progress.forgive()
         return self._rollouts[key]
 
@@ -235,8 +257,7 @@ class RolloutService:
         segments = [() if each is None else tuple(each.segments) for each in records]
         about = status(rollout)
 
-        def fields(seen: Sequence[int], read: int) -> Plain:
-            del seen
+        def fields(_: Sequence[int], read: int) -> Plain:
             # In the order of events: the page holds all up to the last one that was read.
             return {**about, "cursor": max([after, *list(found.values())[:read]])}
 
@@ -245,12 +266,16 @@ class RolloutService:
     async def _batch(self, _: Peer, params: Plain) -> Plain:
         rollout, version = self._find(params), int(params["version"])
         rollout.check()
-        first = int(params.get("first", 0))
-        if rollout.is_new(version):
+        first, trainer_step = int(params.get("first", 0)), int(params["trainer_step"])
+        rollout.check_batch(version, trainer_step)
+        if version not in rollout.steps:
             # Before the controller's next operations: it has no batch yet.
             operation = rollout.store.operation(rollout.order, f"v{version}")
             await rollout.calls.push(rollout.order.source, operation)
-        rollout.request_batch(version, int(params["trainer_step"]))
+            if self._find(params) is not rollout:
+                raise UnavailableError("the rollout was started again: retry")
+            rollout.check()
+        rollout.request_batch(version, trainer_step)
         progress = rollout.progress
 
         def ready() -> bool:

@@ -119,8 +119,6 @@ def publish_first(
         return False
     assert operation.source is not None
     trainer = state.deployment(operation.source)
-    if trainer.published is not None and trainer.published.seq == operation.source_seq:
-        trainer.published = None
     operation.after = publish_name(state, operation.operation)
     enqueue_publish(state, effects, trainer, operation.after, operation.operation, now)
     requeue(state, deployment, operation, now)

@@ -5,7 +5,6 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.errors import InvalidRequestError
 from tests.cluster.tools import (
     VOCABULARY,
     kill_worker,
@@ -123,9 +122,3 @@ def test_ranks_generate_within_a_budget_each_and_can_be_streamed(job: plexrl.Job
     logprobs = trained.forward(plexrl.Batch(rows)).result(120).logprobs
     for row, sample in zip(logprobs, result.samples[1], strict=True):
         assert np.abs(row[2:] - sample.logprobs).max() < 1e-4
-
-
-def test_replicas_do_not_stream(job: plexrl.Job) -> None:
-    replicas = job.rollout_deployment("split", MODEL, parallelism=plexrl.Parallelism(dp=2))
-    with pytest.raises(InvalidRequestError, match="2 replicas"):
-        replicas.generate([[3]], stream=True)

@@ -45,6 +45,7 @@ COMMAND = RunCommand(
 PULLED = SimpleNamespace(
     bytes_by_source={},
     bytes_moved=1,
+    bytes_replicated=0,
     bytes_wanted=1,
     fraction=1.0,
     mode=PullMode.FULL,

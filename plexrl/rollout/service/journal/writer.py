@@ -41,8 +41,13 @@ class JournalWriter:
         while self._written < wanted:
             await self._progress.wait()
 
+    async def idle(self) -> None:
+        """Wait until nothing is left to write."""
+        while self._task is not None:
+            await self._progress.wait()
+
     async def _write(self) -> None:
-        while self._queue:
+        while self._task is not None:
             batch, self._queue = self._queue, []
             try:
                 await asyncio.to_thread(self._store.write, [entry for entry, _ in batch])
@@ -53,9 +58,10 @@ class JournalWriter:
             for _, release in batch:
                 release()
             self._written += len(batch)
+            if not self._queue:
+                self._task = None
             self._progress.set()
             self._progress = asyncio.Event()
-        self._task = None
 
 
 def _check(task: "asyncio.Task[None]") -> None:
