@@ -12,10 +12,11 @@ NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
 
 LONG = {
     *("delta_sync_hosts.py", "engine.py", "execution.py", "lora_switch.py", "rewards_overlap.py"),
-    "roundtrip.py",
-    *("scale.py", "simulating/fidelity.py", "statemanager.py", "switch.py", "weight_sync_hosts.py"),
+    *("rollout_live.py", "rollout_staleflow.py", "roundtrip.py", "scale.py"),
+    *("simulating/fidelity.py", "simulating/rollout_sensitivity.py", "state/published_pulls.py"),
+    *("statemanager.py", "switch.py", "weight_sync_hosts.py"),
 }
-"""They start hosts, clusters, daemons or hundreds of connections."""
+"""They start hosts, clusters, daemons or hundreds of connections, or simulate for long."""
 
 
 @pytest.mark.parametrize(

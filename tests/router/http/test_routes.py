@@ -17,6 +17,7 @@ GET /v1/jobs/{job}/checkpoints
 GET /v1/jobs/{job}/checkpoints/{name}/files
 GET /v1/jobs/{job}/checkpoints/{name}/files/{path:path}
 GET /v1/jobs/{job}/deployments/{name}
+GET /v1/jobs/{job}/deployments/{name}/engines
 GET /v1/jobs/{job}/deployments/{name}/tokenizer
 GET /v1/jobs/{job}/explain
 GET /v1/jobs/{job}/logs
@@ -44,6 +45,7 @@ POST /v1/jobs/{job}/metrics
 POST /v1/nodes/{node}/drain
 POST /v1/nodes/{node}/undrain
 POST /v1/operations/{operation:path}/acknowledge
+POST /v1/operations/{operation:path}/stop-rows
 POST /v1/tenants
 POST /v1/tenants/{name}/keys
 """
