@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError, SandboxError
-from plexrl.rewards.sandbox import command, seccomp
-from plexrl.rewards.sandbox.cgroups import PREFIX
+from plexrl.rewards.sandbox import cgroups, command, seccomp
+from plexrl.rewards.sandbox.cgroups import PREFIX, Cgroups
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.processes import processes_of
@@ -163,6 +163,31 @@ def test_groups_of_a_killed_controller_are_removed_by_the_next_one(sandbox: Sand
         each.mkdir()
     with Sandbox(at_once=1):
         assert not any(each.exists() for each in left)
+
+
+def test_group_that_cannot_be_made_removes_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = (tmp_path / "memory", tmp_path / "pids")
+    for parent in parents:
+        parent.mkdir()
+    monkeypatch.setattr(cgroups, "_unique_name", lambda: "taken")
+    (parents[1] / "taken").mkdir()
+    made = Cgroups(parents, 1)
+    with (
+        pytest.raises(SandboxError, match="could not make a control group"),
+        made.group(Limits()),
+    ):
+        pass
+    assert not (parents[0] / "taken").exists()
+    assert (parents[1] / "taken").is_dir()
+
+
+def test_sandboxes_of_a_process_run_beside_each_other(sandbox: Sandbox) -> None:
+    with Sandbox(limits=sandbox.limits, at_once=1) as other:
+        long = other.submit(shell("sleep 0.5; echo a"), timeout_s=60.0)
+        runs = [sandbox.run(shell("echo b"), timeout_s=60.0).stdout for _ in range(4)]
+        assert (runs, long.result().stdout) == ([b"b\n"] * 4, b"a\n")
 
 
 def test_folders_that_are_asked_for_can_be_read(sandbox: Sandbox, tmp_path: Path) -> None:
