@@ -1,8 +1,9 @@
 """One run: start it under its limits, read its output, end all of its processes.
 
 The steps: bubblewrap makes the namespaces and waits. The process that is number 1 in them joins the
-control group. bubblewrap starts the program by way of `prlimit`, which sets the other limits. In
-every case we kill number 1, by its descriptor; with it the kernel ends all processes in there.
+control group. bubblewrap starts a shell, which ends if the controller was killed. The shell starts
+the program by way of `prlimit`, which sets the other limits. In every case we kill number 1, by its
+descriptor; with it the kernel ends all processes in there.
 """
 
 import json
@@ -19,7 +20,7 @@ from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_W
 
 from plexrl.errors import SandboxError
 from plexrl.rewards.sandbox.cgroups import Cgroup
-from plexrl.rewards.sandbox.command import SandboxCommand
+from plexrl.rewards.sandbox.command import START_MARK, SandboxCommand
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
 
 START_S = 60.0
@@ -69,11 +70,15 @@ class OutputStream:
     content: bytearray = field(default_factory=bytearray)
     is_open: bool = True
     is_over: bool = False
+    unread_mark: bytes = b""
+    """It is removed where it comes first."""
 
     def read(self) -> None:
         """Take what is there; the descriptor must be ready."""
         found = os.read(self.descriptor, CHUNK_BYTES)
         self.is_open = bool(found)
+        if self.unread_mark and self.unread_mark in found:
+            found, self.unread_mark = found.replace(self.unread_mark, b"", 1), b""
         self.is_over = self.is_over or len(self.content) + len(found) > self.size
         self.content += found[: self.size - len(self.content)]
 
@@ -176,7 +181,7 @@ def started(
         assert process.stdout is not None
         assert process.stderr is not None
         out = OutputStream(process.stdout.fileno(), limits.output_bytes)
-        err = OutputStream(process.stderr.fileno(), limits.output_bytes)
+        err = OutputStream(process.stderr.fileno(), limits.output_bytes, unread_mark=START_MARK)
         status = bytearray()
         init = _init_process(status_read, status, err)
         try:

@@ -97,17 +97,19 @@ class Sandbox:
             SandboxError: the program could not be started; nothing is known about it.
         """
         found = self._run(program, timeout_s)
-        if found.exit_code in NOT_EXECUTED and not self._has(program.command[0]):
+        if found.exit_code in NOT_EXECUTED and not self._has(program):
             raise SandboxError(
                 f"the sandbox has no program {program.command[0]!r}: install it in /usr, give its "
                 "folder as one of `folders`, or give it as a file of the program"
             )
         return found
 
-    def _has(self, command: str) -> bool:
+    def _has(self, program: Program) -> bool:
         """Whether the sandbox has the command. A program may end with any code by itself."""
-        if command.startswith(PROGRAM_FOLDER):
-            return True
+        command = program.command[0]
+        folder, _, name = command.rpartition("/")
+        if folder == PROGRAM_FOLDER:
+            return name in program.files
         look = Program(command=("sh", "-c", 'command -v -- "$0"', command))
         return self._run(look, TRIAL_S).exit_code == 0
 

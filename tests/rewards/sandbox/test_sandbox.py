@@ -17,6 +17,7 @@ from plexrl.errors import InvalidRequestError, SandboxError
 from plexrl.rewards.sandbox import cgroups, command, seccomp
 from plexrl.rewards.sandbox.cgroups import PREFIX, Cgroups
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program
+from plexrl.rewards.sandbox.runner import started
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.processes import processes_of
 
@@ -132,6 +133,33 @@ with Sandbox(at_once=2) as sandbox:
     while processes_of(marker):
         assert time.monotonic() < deadline, processes_of(marker)
         time.sleep(0.02)
+
+
+def test_program_does_not_start_after_the_controller_was_killed(sandbox: Sandbox) -> None:
+    with started(
+        sandbox._command, shell("echo started"), sandbox.limits, sandbox._filter
+    ) as process:
+        # What remains of a killed controller: bubblewrap waits no longer, and nobody reads.
+        assert process.process.stderr is not None
+        process.process.stderr.close()
+        process.go()
+        process.streams[0].drain()
+        process.kill()
+    assert process.streams[0].content == b""
+
+
+def test_standard_error_is_the_programs_own(sandbox: Sandbox) -> None:
+    text = "printf 'a\\006b' >&2"
+    assert sandbox.run(shell(text), timeout_s=60.0).stderr == b"a\x06b"
+
+
+def test_file_of_a_program_may_be_its_command(sandbox: Sandbox) -> None:
+    files = {"run": b"#!/bin/sh\necho ran\n"}
+    found = sandbox.run(Program(command=("/program/run",), files=files), timeout_s=60.0)
+    assert (found.exit_code, found.stdout) == (0, b"ran\n")
+    for missing in ("/program/other", "/programs/run"):
+        with pytest.raises(SandboxError, match=f"no program '{missing}'"):
+            sandbox.run(Program(command=(missing,), files=files), timeout_s=60.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace of processes like this")
