@@ -153,31 +153,34 @@ def started(
     """bubblewrap, waiting to start the program. The standard input of an interactive program is a
     pipe, `stdin_fd`, instead of the program's content."""
     with ExitStack() as stack:
-        with ExitStack() as given:
-            files = [(name, _memory_file(given, data)) for name, data in program.files.items()]
-            rules = _memory_file(given, seccomp)
-            stdin_fd, stdin = -1, -1
-            if is_interactive:
-                stdin_fd, stdin = _pipe(stack, given, is_reversed=True)
-            else:
-                stdin = _memory_file(given, program.stdin)
-            status_read, status_write = _pipe(stack, given)
-            go_write, go_read = _pipe(stack, given, is_reversed=True)
-            options = command.arguments(
-                limits, files, seccomp=rules, status=status_write, go=go_read
-            )
-            process = subprocess.Popen(
-                [*options, *program.command],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # The sandbox can read the environment that its first process began with.
-                env={},
-                cwd="/",
-                pass_fds=[*(each for _, each in files), rules, status_write, go_read],
-                start_new_session=True,
-            )
-            stack.callback(_reap, process)
+        try:
+            with ExitStack() as given:
+                files = [(name, _memory_file(given, data)) for name, data in program.files.items()]
+                rules = _memory_file(given, seccomp)
+                stdin_fd, stdin = -1, -1
+                if is_interactive:
+                    stdin_fd, stdin = _pipe(stack, given, is_reversed=True)
+                else:
+                    stdin = _memory_file(given, program.stdin)
+                status_read, status_write = _pipe(stack, given)
+                go_write, go_read = _pipe(stack, given, is_reversed=True)
+                options = command.arguments(
+                    limits, files, seccomp=rules, status=status_write, go=go_read
+                )
+                process = subprocess.Popen(
+                    [*options, *program.command],
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    # The sandbox can read the environment that its first process began with.
+                    env={},
+                    cwd="/",
+                    pass_fds=[*(each for _, each in files), rules, status_write, go_read],
+                    start_new_session=True,
+                )
+                stack.callback(_reap, process)
+        except OSError as error:
+            raise SandboxError(f"the sandbox could not start the program: {error}") from error
         assert process.stdout is not None
         assert process.stderr is not None
         out = OutputStream(process.stdout.fileno(), limits.output_bytes)
@@ -268,7 +271,10 @@ def _watch(child: SandboxProcess, deadline: float) -> str | None:
                 return "output"
             if not stream.is_open:
                 poll.unregister(descriptor)
-    return "wall"
+    # This thread may be late: the program may have ended in time.
+    ended = select.poll()
+    ended.register(child.status_fd, select.POLLIN)
+    return None if ended.poll(0) else "wall"
 
 
 def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> Run:

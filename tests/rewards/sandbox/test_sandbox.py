@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +18,12 @@ from plexrl.errors import InvalidRequestError, SandboxError
 from plexrl.rewards.sandbox import cgroups, command, seccomp
 from plexrl.rewards.sandbox.cgroups import PREFIX, Cgroups
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program
-from plexrl.rewards.sandbox.runner import started
+from plexrl.rewards.sandbox.runner import _watch, started
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.processes import processes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def shell(text: str, *arguments: str) -> Program:
@@ -148,6 +152,15 @@ def test_program_does_not_start_after_the_controller_was_killed(sandbox: Sandbox
     assert process.streams[0].content == b""
 
 
+def test_program_that_ended_before_a_late_look_has_not_timed_out(sandbox: Sandbox) -> None:
+    with started(sandbox._command, shell("sleep 1"), sandbox.limits, sandbox._filter) as process:
+        process.go()
+        assert _watch(process, time.monotonic()) == "wall"
+        process.process.wait()
+        assert _watch(process, time.monotonic() - 1.0) is None
+        process.kill()
+
+
 def test_standard_error_is_the_programs_own(sandbox: Sandbox) -> None:
     text = "printf 'a\\006b' >&2"
     assert sandbox.run(shell(text), timeout_s=60.0).stderr == b"a\x06b"
@@ -237,6 +250,32 @@ def test_fault_of_the_sandbox_is_an_error_with_its_words(sandbox: Sandbox, tmp_p
         folder.rmdir()
         with pytest.raises(SandboxError, match=r"could not start the program: .*short-lived"):
             short.run(shell("true"), timeout_s=60.0)
+
+
+def test_closed_sandbox_refuses_programs(sandbox: Sandbox) -> None:
+    with Sandbox(limits=sandbox.limits, at_once=1) as closed:
+        pass
+    calls: list[Callable[[], object]] = [
+        lambda: closed.run(shell("true"), timeout_s=60.0),
+        lambda: closed.submit(shell("true"), timeout_s=60.0),
+        lambda: closed.open_session(shell("cat")),
+    ]
+    for call in calls:
+        with pytest.raises(SandboxError, match="the sandbox is closed"):
+            call()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_time_without_meaning_is_refused(sandbox: Sandbox, timeout_s: float) -> None:
+    with pytest.raises(InvalidRequestError, match=f"timeout_s is {timeout_s}"):
+        sandbox.run(shell("true"), timeout_s=timeout_s)
+
+
+def test_command_that_is_too_long_is_a_fault_of_the_sandbox(sandbox: Sandbox) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SandboxError, match=r"could not start the program: .*too long"):
+        sandbox.run(shell("true", "x" * (1 << 20)), timeout_s=60.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 def test_missing_bubblewrap_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
