@@ -3,10 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
+from plexrl.client.blocking.bounded_rollout import _Feeder
+from plexrl.client.data.results import Sample
 from plexrl.errors import (
     BatchShapeError,
     DeadlineExceededError,
@@ -16,6 +20,9 @@ from plexrl.errors import (
 from plexrl.rewards.decisions.grading import OnFailure
 from plexrl.rewards.grade import PASSED, Grade, Outcome, wrong
 from plexrl.rewards.scheduler import Graded, RewardScheduler, SampleReward
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.bounded_rollout import BoundedRollout
 
 PROMPT = [1, 2, 3]
 
@@ -261,6 +268,29 @@ def test_scheduler_that_was_stopped_has_nothing_pending() -> None:
     scheduler.submit("other", PROMPT, "text")
     assert (scheduler.pending, scheduler.finished()) == (0, [])
     gate.set()
+
+
+def test_rollout_that_is_left_calls_no_grader_any_more() -> None:
+    gate, called = threading.Event(), []
+
+    def reward(_: list[int], sample: Sample) -> float:
+        called.append(sample)
+        return float(gate.wait())
+
+    def no_status() -> dict[str, int]:
+        raise OSError("the cluster does not answer")
+
+    rollout = cast("BoundedRollout", SimpleNamespace(name="rollout", status=no_status))
+    feeder = _Feeder(rollout, iter(()), Graded(reward, on_failure="drop", at_once=1), 1)
+    for key in range(3):
+        feeder._scheduler.submit(key, PROMPT, Sample([1], np.zeros(1, np.float32), "stop", ()))
+    feeder.start()
+    feeder.stop()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("plexrl-grader-"):
+            thread.join()
+    assert len(called) == 1
 
 
 def test_samples_without_a_prompt_are_refused() -> None:

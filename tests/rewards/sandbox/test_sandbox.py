@@ -224,6 +224,24 @@ def test_group_that_cannot_be_made_removes_no_other_one(
     assert (parents[1] / "taken").is_dir()
 
 
+def test_second_folder_of_a_group_is_removed_even_if_the_first_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = (tmp_path / "memory", tmp_path / "pids")
+    for parent in parents:
+        parent.mkdir()
+    removed = []
+
+    def remove(folder: Path) -> None:
+        removed.append(folder.parent)
+        raise OSError("busy")
+
+    monkeypatch.setattr(cgroups, "_remove", remove)
+    with pytest.raises(OSError, match="busy"), Cgroups(parents, 1).group(Limits()):
+        pass
+    assert sorted(removed) == sorted(parents)
+
+
 def test_sandboxes_of_a_process_run_beside_each_other(sandbox: Sandbox) -> None:
     with Sandbox(limits=sandbox.limits, at_once=1) as other:
         long = other.submit(shell("sleep 0.5; echo a"), timeout_s=60.0)
