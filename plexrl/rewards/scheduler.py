@@ -15,7 +15,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from plexrl.errors import BatchShapeError, DeadlineExceededError, InvalidRequestError
+from plexrl.errors import (
+    BatchShapeError,
+    DeadlineExceededError,
+    ExecutionError,
+    InvalidRequestError,
+)
 from plexrl.rewards.decisions.grading import (
     AttemptFailed,
     AttemptGraded,
@@ -116,13 +121,16 @@ class Graded(Generic[SampleT]):
         scheduler = RewardScheduler[SampleT](self)
         shape = (len(prompts), samples_per_prompt)
         found = GradedSamples(np.full(shape, np.nan), np.ones(len(prompts), dtype=bool), [])
-        for row, column, sample in finished:
-            scheduler.submit(row * samples_per_prompt + column, prompts[row], sample)
-            for result in scheduler.finished(timeout_s=0.0):
-                found.add(result)
-        while scheduler.pending:
-            for result in scheduler.finished():
-                found.add(result)
+        try:
+            for row, column, sample in finished:
+                scheduler.submit(row * samples_per_prompt + column, prompts[row], sample)
+                for result in scheduler.finished(timeout_s=0.0):
+                    found.add(result)
+            while scheduler.pending:
+                for result in scheduler.finished():
+                    found.add(result)
+        finally:
+            scheduler.stop()
         found.kept[:] &= ~np.isnan(found.rewards).any(axis=1)
         return found
 
@@ -134,7 +142,7 @@ class SampleReward:
     key: Hashable
     """As in `submit`."""
     reward: float | None
-    """None: the grader failed, and the prompt is to be dropped."""
+    """None: the grader failed, or gave none, and the prompt is to be dropped."""
     failure: str | None
     """Why the grader failed in the last attempt; None if it did not."""
     attempts: int
@@ -204,8 +212,10 @@ class RewardScheduler(Generic[SampleT]):
             return self._core.pending + len(self._results.ready) + bool(self._results.failure)
 
     def submit(self, key: Hashable, prompt: list[int], sample: SampleT) -> None:
-        """Grade a sample as soon as a call is free; returns at once."""
+        """Grade a sample as soon as a call is free; returns at once. Ignored after `stop`."""
         with self._changed:
+            if self._core.is_stopped:
+                return
             self._count += 1
             self._samples[self._count] = _Submitted(key, prompt, sample, time.monotonic())
             self._handle(SampleSubmitted(sample=self._count))
@@ -234,6 +244,15 @@ class RewardScheduler(Generic[SampleT]):
             found = list(self._results.ready)
             self._results.ready.clear()
             return found
+
+    def stop(self) -> None:
+        """Start no further calls of the grader, and ignore those that run. Nothing is pending."""
+        with self._changed:
+            self._core.stop()
+            self._samples.clear()
+            self._deadlines_s.clear()
+            self._results = _Results()
+            self._changed.notify_all()
 
     async def finished_async(self, timeout_s: float | None = None) -> list[SampleReward]:
         """As `finished`, for `async` controllers."""
@@ -297,11 +316,19 @@ class RewardScheduler(Generic[SampleT]):
             event = AttemptGraded(
                 sample=number, attempt=attempt, reward=None if reward is None else float(reward)
             )
-        except Exception as error:
+        except BaseException as error:
             # The controller's own code: it may raise anything, and `on_failure` says what follows.
-            failed, reason = error, f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
+            failed = error if isinstance(error, Exception) else _as_exception(error)
             event = AttemptFailed(sample=number, attempt=attempt, reason=reason)
         with self._changed:
             if sample.attempt == attempt and number in self._samples:
                 sample.grade, sample.error = grade, failed
             self._handle(event)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """The error of a grader that wanted to end its thread, by `sys.exit` for example."""
+    found = ExecutionError(f"the grader raised {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

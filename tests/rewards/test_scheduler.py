@@ -3,14 +3,26 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
-from plexrl.errors import BatchShapeError, DeadlineExceededError, InvalidRequestError
+from plexrl.client.blocking.bounded_rollout import _Feeder
+from plexrl.client.data.results import Sample
+from plexrl.errors import (
+    BatchShapeError,
+    DeadlineExceededError,
+    ExecutionError,
+    InvalidRequestError,
+)
 from plexrl.rewards.decisions.grading import OnFailure
 from plexrl.rewards.grade import PASSED, Grade, Outcome, wrong
 from plexrl.rewards.scheduler import Graded, RewardScheduler, SampleReward
+
+if TYPE_CHECKING:
+    from plexrl.client.blocking.bounded_rollout import BoundedRollout
 
 PROMPT = [1, 2, 3]
 
@@ -117,6 +129,23 @@ def test_chosen_error_reaches_the_controller_with_its_cause() -> None:
     assert caught.value.__notes__ == ["sample ('row', 4) was not graded: ValueError: text"]
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError("late")])
+def test_grader_that_ends_its_thread_has_failed(error: BaseException) -> None:
+    def broken(_: list[int], sample: str) -> float:
+        del sample
+        raise error
+
+    scheduler = RewardScheduler(Graded(broken, on_failure="drop", timeout_s=60.0))
+    scheduler.submit("key", PROMPT, "text")
+    (found,) = drain(scheduler)
+    assert (found.reward, found.failure) == (None, f"{type(error).__name__}: {error}")
+    scheduler = RewardScheduler(Graded(broken, on_failure="raise", timeout_s=60.0))
+    scheduler.submit("key", PROMPT, "text")
+    with pytest.raises(ExecutionError, match=type(error).__name__) as caught:
+        drain(scheduler)
+    assert caught.value.__cause__ is error
+
+
 @pytest.mark.parametrize("found", [float("nan"), float("inf")])
 def test_reward_that_is_not_finite_is_a_failure(found: float) -> None:
     scheduler = RewardScheduler[str](Graded(lambda *_: found, on_failure="zero"))
@@ -134,7 +163,7 @@ def test_grader_may_decide_that_a_sample_has_no_reward(choice: OnFailure) -> Non
     scheduler = RewardScheduler[str](Graded(lambda *_: None, on_failure=choice, retries=3))
     scheduler.submit("key", PROMPT, "text")
     (result,) = drain(scheduler)
-    assert (result.reward, result.failure) == (None, "the grader gave no reward")
+    assert (result.reward, result.failure) == (None, None)
     assert result.attempts == 1
 
 
@@ -202,6 +231,66 @@ def test_samples_are_graded_while_others_are_generated() -> None:
     np.testing.assert_array_equal(found.rewards, [[6.0], [5.0], [np.nan]])
     # The generation of the third was interrupted.
     assert found.kept.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["prompts", "grader"])
+def test_grading_that_was_given_up_calls_no_grader_any_more(kind: str) -> None:
+    gate, called = threading.Event(), []
+
+    def reward(_: list[int], sample: str) -> float:
+        called.append(sample)
+        if kind == "grader" and sample == "1":
+            raise ValueError("unreadable")
+        gate.wait()
+        return 1.0
+
+    def generated() -> Iterator[tuple[int, int, str]]:
+        for index in range(20):
+            yield index, 0, str(index)
+        if kind == "prompts":
+            raise OSError("the generation ended")
+
+    graded = Graded(reward, on_failure="raise", at_once=2)
+    with pytest.raises((OSError, ValueError)):
+        graded.grade_stream([[1]] * 20, 1, generated())
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("plexrl-grader-"):
+            thread.join()
+    assert len(called) == 2
+
+
+def test_scheduler_that_was_stopped_has_nothing_pending() -> None:
+    gate = threading.Event()
+    scheduler = RewardScheduler[str](Graded(lambda *_: float(gate.wait()), on_failure="drop"))
+    scheduler.submit("key", PROMPT, "text")
+    scheduler.stop()
+    scheduler.submit("other", PROMPT, "text")
+    assert (scheduler.pending, scheduler.finished()) == (0, [])
+    gate.set()
+
+
+def test_rollout_that_is_left_calls_no_grader_any_more() -> None:
+    gate, called = threading.Event(), []
+
+    def reward(_: list[int], sample: Sample) -> float:
+        called.append(sample)
+        return float(gate.wait())
+
+    def no_status() -> dict[str, int]:
+        raise OSError("the cluster does not answer")
+
+    rollout = cast("BoundedRollout", SimpleNamespace(name="rollout", status=no_status))
+    feeder = _Feeder(rollout, iter(()), Graded(reward, on_failure="drop", at_once=1), 1)
+    for key in range(3):
+        feeder._scheduler.submit(key, PROMPT, Sample([1], np.zeros(1, np.float32), "stop", ()))
+    feeder.start()
+    feeder.stop()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("plexrl-grader-"):
+            thread.join()
+    assert len(called) == 1
 
 
 def test_samples_without_a_prompt_are_refused() -> None:

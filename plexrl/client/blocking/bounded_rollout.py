@@ -186,8 +186,9 @@ class _Feeder(threading.Thread):
             raise self._error
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, and the grading."""
         self._stopped.set()
+        self._scheduler.stop()
         self.join()
 
     def run(self) -> None:

@@ -119,7 +119,7 @@ class GradingCore:
         self._late: set[tuple[int, int]] = set()
         """Attempts that timed out and have not answered since."""
         self.is_stopped = False
-        """After `StopGrading`: nothing more is graded."""
+        """After `StopGrading` or `stop`: nothing more is graded."""
 
     @property
     def pending(self) -> int:
@@ -138,6 +138,12 @@ class GradingCore:
                 return self._ended(event)
         raise AssertionError(event)
 
+    def stop(self) -> None:
+        """Nothing more is graded or delivered, and no attempt is waited for."""
+        self.is_stopped = True
+        self._waiting.clear()
+        self._running.clear()
+
     def _ended(self, event: AttemptGraded | AttemptFailed | AttemptTimedOut) -> list[Command]:
         sample, attempt = event.sample, event.attempt
         if self._running.get(sample) != attempt:
@@ -146,11 +152,9 @@ class GradingCore:
             return []
         del self._running[sample]
         if isinstance(event, AttemptGraded):
-            reward, failure = event.reward, None
-            if reward is None:
-                failure = "the grader gave no reward"
+            reward = event.reward
             if reward is None or math.isfinite(reward):
-                return [self._delivered(sample, reward, failure, attempt), *self._starts()]
+                return [self._delivered(sample, reward, None, attempt), *self._starts()]
             reason = f"the grader gave {reward}"
         else:
             reason = event.reason
@@ -174,9 +178,7 @@ class GradingCore:
                 return [self._delivered(sample, None, reason, attempt)]
 
     def _stopped(self, sample: int, reason: str) -> list[Command]:
-        self.is_stopped = True
-        self._waiting.clear()
-        self._running.clear()
+        self.stop()
         return [StopGrading(sample=sample, reason=reason)]
 
     def _delivered(

@@ -10,6 +10,7 @@ import secrets
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ from plexrl.rewards.sandbox.sandbox import Sandbox
 if TYPE_CHECKING:
     from plexrl.rewards.sandbox.session import Session
 
+WORKER_CPU_S = 10 * 365 * 24 * 3600
+"""A process answers many requests, each of which has bounds of its own."""
 LIMITS = Limits(memory_bytes=1024 * MIB)
 ANSWER_S = 120.0
 """Wall time of an answer, including the import of SymPy by a new process on a busy machine."""
@@ -42,7 +45,7 @@ class MathGrader:
         """Args:
             at_once: comparisons at the same time; default: the number of this process' CPUs.
             timeout_s: CPU seconds of a comparison (Flexes §5: 2).
-            limits: of one of the processes.
+            limits: of one of the processes. `cpu_s` has no effect: `timeout_s` bounds comparisons.
 
         Raises:
             SandboxError: `math-verify` is not installed, or there is no sandbox.
@@ -54,6 +57,7 @@ class MathGrader:
             raise SandboxError("math-verify is not installed: pip install 'plexrl[rewards]'")
         packages = Path(spec.origin).parent.parent
         self._timeout_s = timeout_s
+        limits = replace(limits, cpu_s=WORKER_CPU_S)
         self._sandbox = Sandbox(limits=limits, at_once=at_once, folders=[packages])
         self._program = Program(
             command=(f"{sys.base_prefix}/bin/python3", "-I", "/program/worker.py", str(packages)),
@@ -62,6 +66,7 @@ class MathGrader:
         self._free = threading.Semaphore(self._sandbox.at_once)
         self._idle: list[Session] = []
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -104,20 +109,24 @@ class MathGrader:
         request["id"] = secrets.token_hex(16)
         with self._free:
             with self._lock:
+                if self._is_closed:
+                    raise SandboxError("the grader is closed")
                 session = self._idle.pop() if self._idle else None
             if session is None:
                 session = self._sandbox.open_session(self._program)
             with ExitStack() as stack:
                 stack.callback(session.close)
                 found = _answer(session, request)
-                stack.pop_all()
-            with self._lock:
-                self._idle.append(session)
+                with self._lock:
+                    if not self._is_closed:
+                        stack.pop_all()
+                        self._idle.append(session)
         return found
 
     def close(self) -> None:
-        """End the processes. Call it when no comparison runs."""
+        """End the processes. Comparisons that run, and later ones, fail with `SandboxError`."""
         with self._lock:
+            self._is_closed = True
             sessions, self._idle = self._idle, []
         for session in sessions:
             session.close()

@@ -1,6 +1,7 @@
 """Grades programs by test cases, in the sandbox, with a timeout for each test case."""
 
 import hashlib
+import logging
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
@@ -8,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, StorageError
 from plexrl.rewards.decisions.timeouts import AdaptiveTimeouts, TimeoutSettings
 from plexrl.rewards.grade import PASSED, Grade, Outcome
 from plexrl.rewards.sandbox.limits import Ending, Program, Run
 from plexrl.rewards.sandbox.sandbox import Sandbox
+
+LOG = logging.getLogger(__name__)
 
 PYTHON = ("python3", "/program/main.py")
 SHOWN_CHARACTERS = 200
@@ -48,12 +51,18 @@ class ProgramGrader:
         times_file: str | Path | None = None,
     ) -> None:
         """`score`: `all` gives 1 if all test cases pass, else 0, and ends at the first that does
-        not pass. `share` gives the share of test cases that pass."""
+        not pass. `share` gives the share of test cases that pass, and runs all of them: a program
+        that never ends takes the timeouts of all test cases together, so `Graded` needs a
+        `timeout_s` above their number times `timeouts.max_s`.
+
+        Raises:
+            StorageError: `times_file` cannot be used.
+        """
         self._sandbox = sandbox
         self._score = score
         self._lock = threading.Lock()
         self._times = None if times_file is None else _Times(Path(times_file))
-        known = {} if self._times is None else self._times.read()
+        known = {} if self._times is None else self._times.at_start
         self._timeouts = AdaptiveTimeouts(timeouts or TimeoutSettings(), known)
 
     def grade(
@@ -104,8 +113,8 @@ class ProgramGrader:
         if found.outcome is Outcome.PASSED:
             with self._lock:
                 is_slowest = self._timeouts.passed(test.name, run.wall_s)
-                if is_slowest and self._times is not None:
-                    self._times.write(test.name, run.wall_s)
+            if is_slowest and self._times is not None:
+                self._times.write(test.name, run.wall_s)
         return found
 
     def close(self) -> None:
@@ -118,23 +127,38 @@ class _Times:
     """The slowest correct run of each test case, in a file."""
 
     def __init__(self, path: Path) -> None:
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.execute(
-            "CREATE TABLE IF NOT EXISTS slowest_correct_runs (test TEXT PRIMARY KEY, wall_s REAL)"
-        )
-
-    def read(self) -> dict[str, float]:
-        return dict(self._database.execute("SELECT test, wall_s FROM slowest_correct_runs"))
+        """Raises StorageError."""
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        except sqlite3.Error as error:
+            raise StorageError(f"cannot open the times of test cases, {path}: {error}") from error
+        try:
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS slowest_correct_runs "
+                "(test TEXT PRIMARY KEY, wall_s REAL)"
+            )
+            found = self._database.execute("SELECT test, wall_s FROM slowest_correct_runs")
+            self.at_start: dict[str, float] = dict(found)
+        except sqlite3.Error as error:
+            self._database.close()
+            raise StorageError(f"cannot read the times of test cases, {path}: {error}") from error
 
     def write(self, test: str, wall_s: float) -> None:
-        # Another controller may use the file, too.
-        self._database.execute(
-            "INSERT INTO slowest_correct_runs VALUES (?, ?) ON CONFLICT (test) "
-            "DO UPDATE SET wall_s = max(wall_s, excluded.wall_s)",
-            (test, wall_s),
-        )
+        """Without an error: the grade is known, and the time only makes later timeouts better."""
+        try:
+            # Another controller may use the file, too.
+            with self._lock:
+                self._database.execute(
+                    "INSERT INTO slowest_correct_runs VALUES (?, ?) ON CONFLICT (test) "
+                    "DO UPDATE SET wall_s = max(wall_s, excluded.wall_s)",
+                    (test, wall_s),
+                )
+        except sqlite3.OperationalError as error:
+            LOG.warning("a time of a test case was not kept in %s: %s", self._path, error)
 
     def close(self) -> None:
         self._database.close()

@@ -4,11 +4,11 @@ Limits of single processes cannot bound what many of them use together. Both ver
 groups are used where this process may make groups; `docs/rewards.md` says how to allow it.
 """
 
-import itertools
 import os
+import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,6 @@ class Cgroups:
         """`parents`: one folder of version 2, or one for each of `CONTROLLERS` of version 1."""
         self._parents = parents
         self._version = version
-        self._numbers = itertools.count()
         for parent in parents:
             _remove_abandoned(parent)
 
@@ -57,12 +56,13 @@ class Cgroups:
     @contextmanager
     def group(self, limits: Limits) -> Iterator[Cgroup]:
         """A group with the limits; it is removed at the end."""
-        name = f"{PREFIX}{os.getpid()}-{next(self._numbers)}"
+        name = _unique_name()
         folders = tuple(parent / name for parent in self._parents)
-        try:
+        with ExitStack() as stack:
             try:
                 for folder in folders:
                     folder.mkdir()
+                    stack.callback(_remove, folder)
                 self._bound(folders, limits)
             except OSError as error:
                 raise SandboxError(
@@ -70,9 +70,6 @@ class Cgroups:
                 ) from error
             file = "memory.events" if self._version == 2 else "memory.oom_control"
             yield Cgroup(folders, folders[0] / file)
-        finally:
-            for folder in folders:
-                _remove(folder)
 
     def _bound(self, folders: tuple[Path, ...], limits: Limits) -> None:
         memory, pids = folders[0], folders[-1]
@@ -109,9 +106,14 @@ def usable_cgroups() -> Cgroups | None:
     return None
 
 
+def _unique_name() -> str:
+    """Of a group. It has this process' number, and is no other sandbox's in this process."""
+    return f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+
+
 def _is_writable(folder: Path) -> bool:
     """Whether this process may make groups in `folder`."""
-    tried = folder / f"{PREFIX}{os.getpid()}-try"
+    tried = folder / _unique_name()
     try:
         tried.mkdir()
     except OSError:

@@ -32,6 +32,10 @@ SYSTEM = (
 )
 """What programs need of the system, where it exists. Nothing else of `/etc` is visible."""
 PROGRAM_FOLDER = "/program"
+START_MARK = b"\x06"
+"""Written to the standard error before the program starts. If the controller was killed, nobody
+reads there, and the write ends the process. bubblewrap itself would go on."""
+START = """printf '\\006' >&2 && exec "$@\""""
 PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
 """Where bubblewrap and others are looked for, and programs of the sandbox besides its Python."""
 
@@ -72,7 +76,7 @@ class SandboxCommand:
         copies = [
             each
             for name, descriptor in files
-            for each in ("--perms", "0444", "--file", str(descriptor), f"{PROGRAM_FOLDER}/{name}")
+            for each in ("--perms", "0555", "--file", str(descriptor), f"{PROGRAM_FOLDER}/{name}")
         ]
         return [
             *self.prefix,
@@ -85,7 +89,7 @@ class SandboxCommand:
             *("--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
             *("--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1"),
             *("--seccomp", str(seccomp), "--json-status-fd", str(status), "--block-fd", str(go)),
-            "--",
+            *("--", "/bin/sh", "-c", START, "sh"),
             # Set in here: outside, the processes of all sandboxes would count as one user's.
             # The soft limit of CPU time ends a program by a signal that says why.
             *("prlimit", f"--as={limits.memory_bytes}", f"--nproc={limits.processes}"),

@@ -23,7 +23,8 @@ class Limits:
     open_files: int = 256
     """Of each process."""
     tmp_bytes: int = 64 * MIB
-    """Size of `/tmp`, the only writable folder, and of its largest file. It lies in memory."""
+    """Size of `/tmp`, of `/dev/shm` and of the largest file there. Both lie in memory, and no other
+    folder is writable."""
     output_bytes: int = 4 * MIB
     """Size of the standard output, and of the standard error."""
 

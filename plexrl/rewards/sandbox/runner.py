@@ -1,8 +1,9 @@
 """One run: start it under its limits, read its output, end all of its processes.
 
 The steps: bubblewrap makes the namespaces and waits. The process that is number 1 in them joins the
-control group. bubblewrap starts the program by way of `prlimit`, which sets the other limits. In
-every case we kill number 1, by its descriptor; with it the kernel ends all processes in there.
+control group. bubblewrap starts a shell, which ends if the controller was killed. The shell starts
+the program by way of `prlimit`, which sets the other limits. In every case we kill number 1, by its
+descriptor; with it the kernel ends all processes in there.
 """
 
 import json
@@ -19,7 +20,7 @@ from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_W
 
 from plexrl.errors import SandboxError
 from plexrl.rewards.sandbox.cgroups import Cgroup
-from plexrl.rewards.sandbox.command import SandboxCommand
+from plexrl.rewards.sandbox.command import START_MARK, SandboxCommand
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
 
 START_S = 60.0
@@ -69,11 +70,15 @@ class OutputStream:
     content: bytearray = field(default_factory=bytearray)
     is_open: bool = True
     is_over: bool = False
+    unread_mark: bytes = b""
+    """It is removed where it comes first."""
 
     def read(self) -> None:
         """Take what is there; the descriptor must be ready."""
         found = os.read(self.descriptor, CHUNK_BYTES)
         self.is_open = bool(found)
+        if self.unread_mark and self.unread_mark in found:
+            found, self.unread_mark = found.replace(self.unread_mark, b"", 1), b""
         self.is_over = self.is_over or len(self.content) + len(found) > self.size
         self.content += found[: self.size - len(self.content)]
 
@@ -148,35 +153,38 @@ def started(
     """bubblewrap, waiting to start the program. The standard input of an interactive program is a
     pipe, `stdin_fd`, instead of the program's content."""
     with ExitStack() as stack:
-        with ExitStack() as given:
-            files = [(name, _memory_file(given, data)) for name, data in program.files.items()]
-            rules = _memory_file(given, seccomp)
-            stdin_fd, stdin = -1, -1
-            if is_interactive:
-                stdin_fd, stdin = _pipe(stack, given, is_reversed=True)
-            else:
-                stdin = _memory_file(given, program.stdin)
-            status_read, status_write = _pipe(stack, given)
-            go_write, go_read = _pipe(stack, given, is_reversed=True)
-            options = command.arguments(
-                limits, files, seccomp=rules, status=status_write, go=go_read
-            )
-            process = subprocess.Popen(
-                [*options, *program.command],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # The sandbox can read the environment that its first process began with.
-                env={},
-                cwd="/",
-                pass_fds=[*(each for _, each in files), rules, status_write, go_read],
-                start_new_session=True,
-            )
-            stack.callback(_reap, process)
+        try:
+            with ExitStack() as given:
+                files = [(name, _memory_file(given, data)) for name, data in program.files.items()]
+                rules = _memory_file(given, seccomp)
+                stdin_fd, stdin = -1, -1
+                if is_interactive:
+                    stdin_fd, stdin = _pipe(stack, given, is_reversed=True)
+                else:
+                    stdin = _memory_file(given, program.stdin)
+                status_read, status_write = _pipe(stack, given)
+                go_write, go_read = _pipe(stack, given, is_reversed=True)
+                options = command.arguments(
+                    limits, files, seccomp=rules, status=status_write, go=go_read
+                )
+                process = subprocess.Popen(
+                    [*options, *program.command],
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    # The sandbox can read the environment that its first process began with.
+                    env={},
+                    cwd="/",
+                    pass_fds=[*(each for _, each in files), rules, status_write, go_read],
+                    start_new_session=True,
+                )
+                stack.callback(_reap, process)
+        except OSError as error:
+            raise SandboxError(f"the sandbox could not start the program: {error}") from error
         assert process.stdout is not None
         assert process.stderr is not None
         out = OutputStream(process.stdout.fileno(), limits.output_bytes)
-        err = OutputStream(process.stderr.fileno(), limits.output_bytes)
+        err = OutputStream(process.stderr.fileno(), limits.output_bytes, unread_mark=START_MARK)
         status = bytearray()
         init = _init_process(status_read, status, err)
         try:
@@ -263,7 +271,10 @@ def _watch(child: SandboxProcess, deadline: float) -> str | None:
                 return "output"
             if not stream.is_open:
                 poll.unregister(descriptor)
-    return "wall"
+    # This thread may be late: the program may have ended in time.
+    ended = select.poll()
+    ended.register(child.status_fd, select.POLLIN)
+    return None if ended.poll(0) else "wall"
 
 
 def _result(child: SandboxProcess, ended_by: str | None, wall_s: float) -> Run:

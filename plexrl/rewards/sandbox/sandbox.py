@@ -1,10 +1,11 @@
 """The sandbox of a controller: many programs at a time, none of which blocks an event loop."""
 
 import asyncio
+import math
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from plexrl.rewards.sandbox.session import Session
 TRIAL_S = 60.0
 NOT_EXECUTED = (126, 127)
 """Exit codes of `prlimit` when it cannot execute the command."""
+CLOSED = "the sandbox is closed"
 HINT = (
     "the kernel or the container runtime may forbid unprivileged user namespaces: see "
     "docs/rewards.md, section 'Where the sandbox works'"
@@ -30,7 +32,7 @@ HINT = (
 class Sandbox:
     """Runs untrusted programs with bubblewrap: no network, a read-only file system, limits.
 
-    Closing it waits for the programs that run.
+    Closing it waits for the programs that `submit` and `run_async` have started.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Sandbox:
         self._filter = compiled_filter()
         self._groups = usable_cgroups() if control_groups else None
         self._slots = threading.BoundedSemaphore(self.at_once)
+        self._is_closed = False
         self._threads = ThreadPoolExecutor(self.at_once, thread_name_prefix="plexrl-sandbox")
         try:
             tried = self.run(Program(command=("true",)), timeout_s=TRIAL_S)
@@ -95,19 +98,26 @@ class Sandbox:
 
         Raises:
             SandboxError: the program could not be started; nothing is known about it.
+            InvalidRequestError: `timeout_s` is not a time.
         """
+        if not 0.0 < timeout_s < math.inf:
+            raise InvalidRequestError(f"timeout_s is {timeout_s}: give seconds above 0")
+        if self._is_closed:
+            raise SandboxError(CLOSED)
         found = self._run(program, timeout_s)
-        if found.exit_code in NOT_EXECUTED and not self._has(program.command[0]):
+        if found.exit_code in NOT_EXECUTED and not self._has(program):
             raise SandboxError(
                 f"the sandbox has no program {program.command[0]!r}: install it in /usr, give its "
                 "folder as one of `folders`, or give it as a file of the program"
             )
         return found
 
-    def _has(self, command: str) -> bool:
+    def _has(self, program: Program) -> bool:
         """Whether the sandbox has the command. A program may end with any code by itself."""
-        if command.startswith(PROGRAM_FOLDER):
-            return True
+        command = program.command[0]
+        folder, _, name = command.rpartition("/")
+        if folder == PROGRAM_FOLDER:
+            return name in program.files
         look = Program(command=("sh", "-c", 'command -v -- "$0"', command))
         return self._run(look, TRIAL_S).exit_code == 0
 
@@ -125,7 +135,10 @@ class Sandbox:
 
     def submit(self, program: Program, *, timeout_s: float) -> Future[Run]:
         """As `run`, in a thread of the sandbox as soon as one is free."""
-        return self._threads.submit(self.run, program, timeout_s=timeout_s)
+        try:
+            return self._threads.submit(self.run, program, timeout_s=timeout_s)
+        except RuntimeError as error:
+            raise SandboxError(CLOSED) from error
 
     async def run_async(self, program: Program, *, timeout_s: float) -> Run:
         """As `run`, for `async` controllers. A cancellation does not end a program that runs."""
@@ -139,11 +152,21 @@ class Sandbox:
             SandboxError: the program could not be started.
         """
         # The kernel ends the program with the thread that started it, so that is not the caller's.
-        start = self._threads.submit(
-            Session, self._command, program, self.limits, self._filter, self._groups
-        )
-        return start.result()
+        try:
+            start = self._threads.submit(
+                Session, self._command, program, self.limits, self._filter, self._groups
+            )
+            return start.result()
+        except (RuntimeError, CancelledError) as error:
+            if self._is_closed:
+                raise SandboxError(CLOSED) from error
+            raise
 
     def close(self) -> None:
-        """Wait for the programs that run; those that wait for a thread are dropped."""
+        """Refuse later runs, and wait for programs that `submit` and `run_async` have started.
+
+        Those that wait for a thread are dropped. Calls of `run` go on in their own threads, and
+        programs of open sessions are ended.
+        """
+        self._is_closed = True
         self._threads.shutdown(cancel_futures=True)

@@ -1,5 +1,6 @@
 """Mathematical answers, compared in the sandbox."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +8,8 @@ import pytest
 
 from plexrl.errors import DeadlineExceededError, InvalidRequestError, SandboxError
 from plexrl.rewards.grade import Outcome
-from plexrl.rewards.graders.mathematics import MathGrader
+from plexrl.rewards.graders.mathematics import WORKER_CPU_S, MathGrader
+from plexrl.rewards.sandbox.limits import MIB, Limits
 from plexrl.rewards.sandbox.sandbox import Sandbox
 
 
@@ -72,3 +74,39 @@ def test_program_in_an_answer_does_not_run(grader: MathGrader) -> None:
     text = "__import__('os').system('touch /tmp/x')"
     for answer in (text, f"\\boxed{{{text}}}", f"${text}$"):
         assert grader.grade(answer, "0").score == 0.0
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_processes_live_longer_than_the_cpu_time_of_a_program() -> None:
+    with MathGrader(at_once=1, limits=Limits(memory_bytes=1024 * MIB, cpu_s=1)) as grader:
+        limits = grader._sandbox.limits
+        assert (limits.memory_bytes, limits.cpu_s) == (1024 * MIB, WORKER_CPU_S)
+        assert grader.grade("1", "1").score == 1.0
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_grader_that_is_closed_during_a_comparison_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grader = MathGrader(at_once=1)
+    opened = []
+
+    class FakeSession:
+        def __init__(self) -> None:
+            self.is_closed = False
+            opened.append(self)
+
+        def ask(self, request: bytes, timeout_s: float) -> bytes:
+            del timeout_s
+            # Another thread may close the grader meanwhile.
+            grader.close()
+            return json.dumps({"id": json.loads(request)["id"], "difference": None}).encode()
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(grader._sandbox, "open_session", lambda _: FakeSession())
+    assert grader.grade("1", "1").score == 1.0
+    assert [each.is_closed for each in opened] == [True]
+    with pytest.raises(SandboxError, match="the grader is closed"):
+        grader.grade("1", "1")

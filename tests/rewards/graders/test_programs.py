@@ -1,10 +1,11 @@
 """Programs with test cases, run in the sandbox."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import InvalidRequestError, SandboxError
+from plexrl.errors import InvalidRequestError, SandboxError, StorageError
 from plexrl.rewards.decisions.timeouts import TimeoutSettings
 from plexrl.rewards.grade import Outcome
 from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
@@ -61,6 +62,34 @@ def test_slowest_correct_run_bounds_later_runs(sandbox: Sandbox, tmp_path: Path)
     again = ProgramGrader(sandbox, timeouts=settings, times_file=file)
     assert again.timeout_s(TESTS[0]) == bound_s
     again.close()
+
+
+def test_file_of_times_that_is_locked_fails_no_program(
+    sandbox: Sandbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "times.sqlite"
+    grader = ProgramGrader(sandbox, times_file=file)
+    assert grader._times is not None
+    grader._times._database.execute("PRAGMA busy_timeout = 100")
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert grader.grade(DOUBLE, TESTS[:1]).score == 1.0
+    assert "a time of a test case was not kept" in caplog.text
+    other.close()
+    grader.close()
+
+
+@pytest.mark.parametrize("content", [b"no database" * 100, None])
+def test_file_of_times_that_cannot_be_used_is_named(
+    sandbox: Sandbox, tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "times.sqlite"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(StorageError, match=r"times of test cases, .*times\.sqlite"):
+        ProgramGrader(sandbox, times_file=file)
 
 
 def test_program_in_another_language(sandbox: Sandbox) -> None:

@@ -10,15 +10,20 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from plexrl.errors import InvalidRequestError, SandboxError
-from plexrl.rewards.sandbox import command, seccomp
-from plexrl.rewards.sandbox.cgroups import PREFIX
+from plexrl.rewards.sandbox import cgroups, command, seccomp
+from plexrl.rewards.sandbox.cgroups import PREFIX, Cgroups
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program
+from plexrl.rewards.sandbox.runner import _watch, started
 from plexrl.rewards.sandbox.sandbox import Sandbox
 from tests.rewards.processes import processes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def shell(text: str, *arguments: str) -> Program:
@@ -134,6 +139,42 @@ with Sandbox(at_once=2) as sandbox:
         time.sleep(0.02)
 
 
+def test_program_does_not_start_after_the_controller_was_killed(sandbox: Sandbox) -> None:
+    with started(
+        sandbox._command, shell("echo started"), sandbox.limits, sandbox._filter
+    ) as process:
+        # What remains of a killed controller: bubblewrap waits no longer, and nobody reads.
+        assert process.process.stderr is not None
+        process.process.stderr.close()
+        process.go()
+        process.streams[0].drain()
+        process.kill()
+    assert process.streams[0].content == b""
+
+
+def test_program_that_ended_before_a_late_look_has_not_timed_out(sandbox: Sandbox) -> None:
+    with started(sandbox._command, shell("sleep 1"), sandbox.limits, sandbox._filter) as process:
+        process.go()
+        assert _watch(process, time.monotonic()) == "wall"
+        process.process.wait()
+        assert _watch(process, time.monotonic() - 1.0) is None
+        process.kill()
+
+
+def test_standard_error_is_the_programs_own(sandbox: Sandbox) -> None:
+    text = "printf 'a\\006b' >&2"
+    assert sandbox.run(shell(text), timeout_s=60.0).stderr == b"a\x06b"
+
+
+def test_file_of_a_program_may_be_its_command(sandbox: Sandbox) -> None:
+    files = {"run": b"#!/bin/sh\necho ran\n"}
+    found = sandbox.run(Program(command=("/program/run",), files=files), timeout_s=60.0)
+    assert (found.exit_code, found.stdout) == (0, b"ran\n")
+    for missing in ("/program/other", "/programs/run"):
+        with pytest.raises(SandboxError, match=f"no program '{missing}'"):
+            sandbox.run(Program(command=(missing,), files=files), timeout_s=60.0)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace of processes like this")
 def test_controller_that_is_process_1_of_a_container_keeps_no_zombies(sandbox: Sandbox) -> None:
     del sandbox
@@ -165,6 +206,49 @@ def test_groups_of_a_killed_controller_are_removed_by_the_next_one(sandbox: Sand
         assert not any(each.exists() for each in left)
 
 
+def test_group_that_cannot_be_made_removes_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = (tmp_path / "memory", tmp_path / "pids")
+    for parent in parents:
+        parent.mkdir()
+    monkeypatch.setattr(cgroups, "_unique_name", lambda: "taken")
+    (parents[1] / "taken").mkdir()
+    made = Cgroups(parents, 1)
+    with (
+        pytest.raises(SandboxError, match="could not make a control group"),
+        made.group(Limits()),
+    ):
+        pass
+    assert not (parents[0] / "taken").exists()
+    assert (parents[1] / "taken").is_dir()
+
+
+def test_second_folder_of_a_group_is_removed_even_if_the_first_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = (tmp_path / "memory", tmp_path / "pids")
+    for parent in parents:
+        parent.mkdir()
+    removed = []
+
+    def remove(folder: Path) -> None:
+        removed.append(folder.parent)
+        raise OSError("busy")
+
+    monkeypatch.setattr(cgroups, "_remove", remove)
+    with pytest.raises(OSError, match="busy"), Cgroups(parents, 1).group(Limits()):
+        pass
+    assert sorted(removed) == sorted(parents)
+
+
+def test_sandboxes_of_a_process_run_beside_each_other(sandbox: Sandbox) -> None:
+    with Sandbox(limits=sandbox.limits, at_once=1) as other:
+        long = other.submit(shell("sleep 0.5; echo a"), timeout_s=60.0)
+        runs = [sandbox.run(shell("echo b"), timeout_s=60.0).stdout for _ in range(4)]
+        assert (runs, long.result().stdout) == ([b"b\n"] * 4, b"a\n")
+
+
 def test_folders_that_are_asked_for_can_be_read(sandbox: Sandbox, tmp_path: Path) -> None:
     del sandbox
     tmp_path.chmod(0o755)
@@ -184,6 +268,32 @@ def test_fault_of_the_sandbox_is_an_error_with_its_words(sandbox: Sandbox, tmp_p
         folder.rmdir()
         with pytest.raises(SandboxError, match=r"could not start the program: .*short-lived"):
             short.run(shell("true"), timeout_s=60.0)
+
+
+def test_closed_sandbox_refuses_programs(sandbox: Sandbox) -> None:
+    with Sandbox(limits=sandbox.limits, at_once=1) as closed:
+        pass
+    calls: list[Callable[[], object]] = [
+        lambda: closed.run(shell("true"), timeout_s=60.0),
+        lambda: closed.submit(shell("true"), timeout_s=60.0),
+        lambda: closed.open_session(shell("cat")),
+    ]
+    for call in calls:
+        with pytest.raises(SandboxError, match="the sandbox is closed"):
+            call()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_time_without_meaning_is_refused(sandbox: Sandbox, timeout_s: float) -> None:
+    with pytest.raises(InvalidRequestError, match=f"timeout_s is {timeout_s}"):
+        sandbox.run(shell("true"), timeout_s=timeout_s)
+
+
+def test_command_that_is_too_long_is_a_fault_of_the_sandbox(sandbox: Sandbox) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SandboxError, match=r"could not start the program: .*too long"):
+        sandbox.run(shell("true", "x" * (1 << 20)), timeout_s=60.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 def test_missing_bubblewrap_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
