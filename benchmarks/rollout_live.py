@@ -37,8 +37,8 @@ DIGITS = "0123456789="
 STEPS = sized(12, quick=2)
 """Measured, between the first and the last ones."""
 CURVE_BOUNDS = sized((1, 3), quick=(1,))
-CURVE_STEPS = sized(20, quick=2)
-WARM_UP_STEPS = sized(20, quick=1)
+CURVE_STEPS = sized(30, quick=2)
+WARM_UP_STEPS = sized(80, quick=1)
 SEEDS = sized(5, quick=1)
 LAST = 5
 
