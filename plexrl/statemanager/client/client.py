@@ -348,8 +348,8 @@ class StateManagerClient:
             if replicated is not None:
                 try:
                     result = self._puller.pull([self.path], source, seq, self._wants[1], target)
-                except StateLostError as error:
-                    # It was dropped, for want of space.
+                except (StateLostError, CorruptStateError) as error:
+                    # It was dropped for want of space, or is damaged; the sources may be well.
                     LOG.info("pulling from the sources, not from the replica: %s", error)
                     replicated = None
             if replicated is None:

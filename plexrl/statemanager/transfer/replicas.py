@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from plexrl.errors import ConnectionLostError, PlexRLError, StateLostError, UnavailableError
 from plexrl.statemanager.protocol.network import Network
 from plexrl.statemanager.protocol.tickets import AGENT, Claims, TicketKey
@@ -82,7 +84,8 @@ class Replicas:
             source, seq, addresses, pulled_bytes = hint
             try:
                 self.fetch(AGENT, source, seq, addresses, pulled_bytes)
-            except PlexRLError as error:
+            except (PlexRLError, OSError, msgspec.MsgspecError) as error:
+                # Whatever is wrong with one source, the next hints are followed.
                 LOG.info("version %d of %s was not prefetched: %s", seq, source, error)
 
     def fetch(
