@@ -45,6 +45,7 @@ def up(data: Path, *words: str) -> Iterator[str]:
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_up_refuses_a_missing_journal_unless_new_journal_is_given(data: Path) -> None:
     for _ in range(2):
         with up(data) as line:

@@ -118,6 +118,7 @@ def test_a_waiting_job_continues_when_its_router_stops(
     assert weights == undisturbed
 
 
+@pytest.mark.slow
 def test_a_restarted_cluster_keeps_its_url_and_its_jobs_continue(
     tmp_path: Path, undisturbed: bytes
 ) -> None:
