@@ -162,6 +162,16 @@ def give_prompts(rollout: LiveRollout) -> None:
         assert rollout.add_prompt(group, np.array([3, group], dtype=np.int32))
 
 
+async def make_first_batch(rollout: LiveRollout) -> None:
+    """Generate and reward the first prompts; the trainer has made 7 steps."""
+    give_prompts(rollout)
+    rollout.request_batch(0, 7)
+    await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
+    for each in list(rollout.progress.unrewarded):
+        rollout.reward(each, 1.0, "")
+    await reached(rollout, lambda: rollout.progress.batch is not None)
+
+
 def test_a_failed_pull_is_acknowledged_and_tried_again(tmp_path: Path) -> None:
     async def check() -> None:
         cluster = ScriptedCluster()
@@ -252,12 +262,7 @@ def test_an_instance_that_comes_back_has_a_new_id_also_after_a_restart(tmp_path:
         async with running(tmp_path, cluster) as again:
             assert list(again.instances.work) == ["rollout-0", "rollout-1:1"]
             assert again.is_joined
-            give_prompts(again)
-            again.request_batch(0, 7)
-            await reached(again, lambda: len(again.progress.unrewarded) == ORDER.prompts)
-            for each in list(again.progress.unrewarded):
-                again.reward(each, 1.0, "")
-            await reached(again, lambda: again.progress.batch is not None)
+            await make_first_batch(again)
 
     asyncio.run(check())
 
@@ -296,12 +301,7 @@ def test_a_batch_is_refused_before_the_first_weights_and_without_a_step(tmp_path
             with pytest.raises(ConflictError, match="no instance"):
                 rollout.check_batch(0, 7)
             await reached(rollout, lambda: len(rollout.instances.work) == 2)
-            give_prompts(rollout)
-            rollout.request_batch(0, 7)
-            await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
-            for each in list(rollout.progress.unrewarded):
-                rollout.reward(each, 1.0, "")
-            await reached(rollout, lambda: rollout.progress.batch is not None)
+            await make_first_batch(rollout)
             with pytest.raises(InvalidRequestError, match="make an optimizer step"):
                 rollout.check_batch(1, 7)
             assert rollout.steps == {0: 7}
@@ -324,12 +324,7 @@ def test_a_pull_of_other_weights_than_the_published_ones_fails_the_rollout(tmp_p
         cluster = ScriptedCluster()
         async with running(tmp_path, cluster) as rollout:
             await reached(rollout, lambda: len(rollout.instances.work) == 2)
-            give_prompts(rollout)
-            rollout.request_batch(0, 7)
-            await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
-            for each in list(rollout.progress.unrewarded):
-                rollout.reward(each, 1.0, "")
-            await reached(rollout, lambda: rollout.progress.batch is not None)
+            await make_first_batch(rollout)
             # The cluster goes on giving weights of step 7.
             rollout.request_batch(1, 8)
             give_prompts(rollout)
