@@ -36,6 +36,16 @@ FinishedSample = tuple[int, int, Sample]
 """Index of the prompt, index of the sample among the prompt's, and the sample."""
 
 
+def ended_sample(
+    tokens: list[int], logprobs: list[float], finish_reason: str, weights: list[list[int]]
+) -> Sample:
+    """The sample of a row that has ended, as a stream of rows gives it."""
+    import numpy as np
+
+    spans = tuple(WeightsSpan(*each) for each in weights)
+    return Sample(tokens, np.array(logprobs, dtype=np.float32), finish_reason, spans)
+
+
 class StreamState(Generic[ReadT]):
     """A reader's position in a stream. No I/O: both kinds of future use it."""
 
@@ -126,8 +136,6 @@ class SampleStream(StreamState[FinishedSample]):
     def _read(
         self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
     ) -> FinishedSample | None:
-        import numpy as np
-
         if not ended:
             raise InvalidRequestError(
                 f"operation {self._operation!r} streams tokens: submit it with stream='rows' to "
@@ -138,9 +146,7 @@ class SampleStream(StreamState[FinishedSample]):
                 raise self._other_tokens(sample)
             return None
         self._seen[sample] = tokens
-        spans = tuple(WeightsSpan(*each) for each in ended["weights"])
-        row = np.array(logprobs, dtype=np.float32)
-        made = Sample(tokens, row, ended["finish_reason"], spans)
+        made = ended_sample(tokens, logprobs, ended["finish_reason"], ended["weights"])
         return (*divmod(sample, self._samples), made)
 
 

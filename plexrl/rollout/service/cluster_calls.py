@@ -21,9 +21,9 @@ from plexrl.client.calls import requests
 from plexrl.client.calls.requests import Submission
 from plexrl.client.calls.transport import AsyncTransport, Call, deployment_path
 from plexrl.client.data import results
-from plexrl.client.data.results import Decoder, Sample, WeightsSpan
+from plexrl.client.data.results import Decoder, Sample
 from plexrl.client.futures.futures import POLL_S, poll_call
-from plexrl.client.futures.generations import RETRIABLE, stream_call
+from plexrl.client.futures.generations import RETRIABLE, ended_sample, stream_call
 from plexrl.errors import (
     ConnectionLostError,
     NotFoundError,
@@ -256,9 +256,4 @@ class ClusterCalls:
 
 
 def _sample(row: Plain) -> Sample:
-    return Sample(
-        row["tokens"],
-        np.array(row["logprobs"], dtype=np.float32),
-        row["finish_reason"],
-        tuple(WeightsSpan(*span) for span in row["weights"]),
-    )
+    return ended_sample(row["tokens"], row["logprobs"], row["finish_reason"], row["weights"])
