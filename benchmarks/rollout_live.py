@@ -4,7 +4,7 @@
 
 Both run on one embedded cluster with the same workers: one trains, three generate. *Step by step*
 is the usual controller: sync the weights, generate a batch, compute rewards, train. The others are
-`asynchronous_rollout` with a staleness bound. Batches, prompts, models and limits are equal.
+`job.rollout` with a staleness bound. Batches, prompts, models and limits are equal.
 
 Throughput: tokens trained per second. An untrained model ends each sample with a probability of
 about 1/65 per token, up to 400 tokens, so the lengths are skewed. The first steps, in which the
@@ -115,12 +115,12 @@ def ahead(job: plexrl.Job, task: Task, steps: int, staleness: int) -> list[Step]
     actor = job.train_deployment("actor", task.model)
     task.warm_up(actor)
     actor.barrier().result()
-    rollout = job.asynchronous_rollout(
+    rollout = job.rollout(
         "rollout",
         task.model,
         actor,
         instances=INSTANCES,
-        staleness=staleness,
+        policy=plexrl.BoundedStaleness(staleness),
         prompts=task.prompts,
         samples=task.samples,
         sampling=task.sampling,

@@ -67,12 +67,12 @@ def main() -> None:
         actor = job.train_deployment("actor", model)
         warm_up(actor, tokenizer, options.warm_up_steps)
         actor.barrier().result()
-        rollout = job.asynchronous_rollout(
+        rollout = job.rollout(
             "rollout",
             model,
             actor,
             instances=options.instances,
-            staleness=options.staleness,
+            policy=plexrl.BoundedStaleness(options.staleness),
             prompts=16,
             samples=8,
             sampling=plexrl.SamplingParams(max_tokens=DIGITS + 2, seed=options.seed),

@@ -63,12 +63,12 @@ def train(options: argparse.Namespace, job: plexrl.Job, grader: rewards.ProgramG
     model = plexrl.tiny_qwen2(VOCABULARY, seed=options.seed)
     actor = job.train_deployment("actor", model)
     warm_up(actor, tokenizer, options.warm_up_steps)
-    rollout = job.asynchronous_rollout(
+    rollout = job.rollout(
         "rollout",
         model,
         actor,
         instances=options.instances,
-        staleness=options.staleness,
+        policy=plexrl.BoundedStaleness(options.staleness),
         prompts=8,
         samples=8,
         sampling=plexrl.SamplingParams(max_tokens=5, seed=options.seed),

@@ -37,6 +37,7 @@ from plexrl.client.data.results import (
     TrainResult,
     WeightsSpan,
 )
+from plexrl.client.data.rollout_policy import BoundedStaleness, RolloutPolicy
 from plexrl.client.display.progress import Progress
 from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
 from plexrl.client.futures.futures import AsyncFuture, Future
@@ -64,6 +65,7 @@ __all__ = [
     "AsyncTrainDeployment",
     "Batch",
     "BoundedRollout",
+    "BoundedStaleness",
     "CheckpointFuture",
     "Chunk",
     "Cluster",
@@ -84,6 +86,7 @@ __all__ = [
     "RewardDeployment",
     "RolloutBatch",
     "RolloutDeployment",
+    "RolloutPolicy",
     "Sample",
     "SamplingParams",
     "SavedCheckpoint",

@@ -56,10 +56,10 @@ def main() -> None:
     model = plexrl.tiny_qwen2(VOCABULARY, hidden=32, layers=1)
     with plexrl.connect() as cluster, cluster.create_job("asynchronous") as job:
         actor = job.train_deployment("actor", model)
-        rollout = job.asynchronous_rollout(
+        rollout = job.rollout(
             *("rollout", model, actor),
             instances=2,
-            staleness=STALENESS,
+            policy=plexrl.BoundedStaleness(STALENESS),
             prompts=PROMPTS,
             samples=SAMPLES,
             sampling=plexrl.SamplingParams(max_tokens=200, seed=3, ignore_eos=True),

@@ -58,7 +58,7 @@ class AsyncJob:
 
     train_deployment = wrapped_in_thread(Job.train_deployment, AsyncTrainDeployment)
     rollout_deployment = wrapped_in_thread(Job.rollout_deployment, AsyncRolloutDeployment)
-    asynchronous_rollout = wrapped_in_thread(Job.asynchronous_rollout, AsyncBoundedRollout)
+    rollout = wrapped_in_thread(Job.rollout, AsyncBoundedRollout)
     reference_deployment = wrapped_in_thread(Job.reference_deployment, AsyncReferenceDeployment)
     reward_deployment = wrapped_in_thread(Job.reward_deployment, AsyncRewardDeployment)
 

@@ -28,6 +28,7 @@ from plexrl.client.calls.transport import Transport
 from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row, read_rows
+from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.futures.futures import wait_final
@@ -194,14 +195,14 @@ class Job:
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
 
-    def asynchronous_rollout(
+    def rollout(
         self,
         name: str,
         model: "ModelSpec",
         source: TrainDeployment,
         *,
         instances: int,
-        staleness: int,
+        policy: RolloutPolicy = SYNCHRONOUS,
         prompts: int,
         samples: int,
         sampling: SamplingParams,
@@ -218,10 +219,9 @@ class Job:
         `source` is trained, or return the existing ones. `batches` of the result gives what to
         train on.
 
-        Each batch has `prompts` prompts with `samples` samples each, and no token of it was drawn
-        with weights that are more than `staleness` batches older than those that it trains. With a
-        `staleness` of 0 that is synchronous training: the samples are those that `generate` draws
-        with the `seed` of `sampling`, which is needed.
+        Each batch has `prompts` prompts with `samples` samples each. `policy` says which weights
+        may draw them. With `BoundedStaleness(0)` that is synchronous training: the samples are
+        those that `generate` draws with the `seed` of `sampling`, which is needed.
 
         The batches are numbered from `first_batch`: for a model that was trained on so many before,
         such as one whose checkpoint was loaded. The rollout fails if more than
@@ -253,7 +253,7 @@ class Job:
             "name": name,
             "source": source_deployment(source).rpartition("/")[2],
             "instances": names,
-            "staleness": staleness,
+            "staleness": policy.staleness,
             "prompts": prompts,
             "samples": samples,
             "sampling": asdict(sampling),

@@ -166,7 +166,7 @@ class LiveRollout:
                 raise RolloutFailedError(
                     f"rollout {self.order.name!r} has dropped {count} prompts one after another "
                     f"because their {what} failed, the last one because: "
-                    f"{progress.dropped_reason}: mend the cause, and call asynchronous_rollout "
+                    f"{progress.dropped_reason}: mend the cause, and call job.rollout "
                     "again with the same arguments to continue",
                     rollout=self.order.name,
                     dropped=count,

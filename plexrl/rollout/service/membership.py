@@ -217,7 +217,7 @@ def check_members(order: RolloutOrder, members: list[Member]) -> None:
     reasons = "; ".join(f"{m.name}: {m.absence.reason}" for m in members if m.absence is not None)
     raise RolloutFailedError(
         f"rollout {order.name!r} has no instance left ({reasons}): mend the cause, and call "
-        "asynchronous_rollout again with the same arguments to continue",
+        "job.rollout again with the same arguments to continue",
         rollout=order.name,
         instances={m.name: m.absence.reason for m in members if m.absence is not None},
     )

@@ -98,10 +98,10 @@ def train_ahead(job: plexrl.Job) -> None:
     """Two steps of an asynchronous rollout."""
     model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
     actor = job.train_deployment("actor", model, max_sequence_tokens=64)
-    rollout = job.asynchronous_rollout(
+    rollout = job.rollout(
         *("rollout", model, actor),
         instances=1,
-        staleness=1,
+        policy=plexrl.BoundedStaleness(1),
         prompts=2,
         samples=2,
         sampling=plexrl.SamplingParams(max_tokens=8, seed=1),

@@ -247,10 +247,10 @@ def test_an_asynchronous_rollout_has_its_service_on_the_head_and_its_instances_o
         cluster.create_job("ahead") as job,
     ):
         actor = job.train_deployment("actor", MODEL)
-        rollout = job.asynchronous_rollout(
+        rollout = job.rollout(
             *("rollout", MODEL, actor),
             instances=2,
-            staleness=1,
+            policy=plexrl.BoundedStaleness(1),
             prompts=2,
             samples=2,
             sampling=plexrl.SamplingParams(max_tokens=8, seed=1),

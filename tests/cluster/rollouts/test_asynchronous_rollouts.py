@@ -67,12 +67,12 @@ def asynchronous(
     failed_prompts_max: int = 0,
     first_batch: int = 0,
 ) -> BoundedRollout:
-    return job.asynchronous_rollout(
+    return job.rollout(
         "rollout",
         MODEL,
         actor,
         instances=3,
-        staleness=staleness,
+        policy=plexrl.BoundedStaleness(staleness),
         prompts=PROMPTS,
         samples=SAMPLES,
         sampling=sampling,
@@ -347,10 +347,10 @@ def test_wrong_settings_are_refused(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
 
     def make(staleness: int, sampling: plexrl.SamplingParams) -> plexrl.BoundedRollout:
-        return job.asynchronous_rollout(
+        return job.rollout(
             *("rollout", MODEL, actor),
             instances=1,
-            staleness=staleness,
+            policy=plexrl.BoundedStaleness(staleness),
             prompts=2,
             samples=2,
             sampling=sampling,

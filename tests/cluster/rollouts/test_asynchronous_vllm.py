@@ -54,12 +54,12 @@ def asynchronous(
     staleness: int,
     sampling: plexrl.SamplingParams = SAMPLING,
 ) -> BoundedRollout:
-    return job.asynchronous_rollout(
+    return job.rollout(
         "rollout",
         MODEL,
         actor,
         instances=2,
-        staleness=staleness,
+        policy=plexrl.BoundedStaleness(staleness),
         prompts=PROMPTS,
         samples=SAMPLES,
         sampling=sampling,

@@ -40,10 +40,10 @@ def test_the_service_starts_with_the_first_rollout_and_its_rollouts_are_seen(
     key = cluster.create_tenant("viewer")
     with cluster.create_job("seen") as job, plexrl.connect(embedded.url, key) as other:
         actor = job.train_deployment("actor", MODEL)
-        rollout = job.asynchronous_rollout(
+        rollout = job.rollout(
             *("rollout", MODEL, actor),
             instances=2,
-            staleness=1,
+            policy=plexrl.BoundedStaleness(1),
             prompts=2,
             samples=2,
             sampling=SAMPLING,
