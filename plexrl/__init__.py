@@ -37,7 +37,7 @@ from plexrl.client.data.results import (
     TrainResult,
     WeightsSpan,
 )
-from plexrl.client.data.rollout_policy import BoundedStaleness, RolloutPolicy
+from plexrl.client.data.rollout_policy import BoundedStaleness, RolloutPolicy, TailBatching
 from plexrl.client.display.progress import Progress
 from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
 from plexrl.client.futures.futures import AsyncFuture, Future
@@ -94,6 +94,7 @@ __all__ = [
     "Segment",
     "StepResult",
     "SyncReport",
+    "TailBatching",
     "Tokenizer",
     "TrainDeployment",
     "TrainResult",

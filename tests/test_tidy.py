@@ -36,6 +36,7 @@ UPWARDS = ("plexrl/client/blocking/cluster.py", "plexrl/__init__.py", "plexrl/lo
 
 PURE_FOLDERS = (
     "rewards/decisions",
+    "rollout/batching",
     "rollout/coordinator",
     "rollout/staleness",
     "rollout/trajectories",

@@ -22,9 +22,11 @@ from plexrl.rollout.coordinator.messages import (
     InstanceLost,
     Interrupt,
     ParametersPushed,
+    PromptsEnded,
     Pull,
     Pulled,
     ReportDroppedGroup,
+    ReportQueuedGroup,
     Rewarded,
     Route,
     SnapshotTaken,
@@ -40,6 +42,7 @@ from plexrl.rollout.trajectories.record import (
     Segment,
     TrajectoryId,
     TrajectoryState,
+    trajectory_ids,
 )
 
 PROMPT = 3
@@ -101,6 +104,8 @@ class Fleet:
     """The coordinator with everything that surrounds it."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
+        self.settings = settings
+        """Those with which it began."""
         self.core = RolloutCoordinator(settings)
         self.engines: dict[InstanceId, Engine] = {}
         self.lengths: dict[TrajectoryId, int] = {}
@@ -120,7 +125,13 @@ class Fleet:
         """The trainer waits for a batch."""
         self.pushed = settings.staleness.first_version
         self.trained: list[Train] = []
+        self.bounds: list[int] = []
+        """The staleness bound of each trained batch."""
         self.dropped: list[SampleGroupId] = []
+        self.equal_rewards: set[int] = set()
+        """Groups whose samples all get the same reward."""
+        self.prompts: int | None = None
+        """Prompts of the data set; None: it has no end."""
         self._joined = 0
         self.groups_added = 0
 
@@ -133,10 +144,30 @@ class Fleet:
                     assert self.is_asked
                     self.training, self.is_asked = command, False
                     self.trained.append(command)
+                    self.bounds.append(self.core.settings.staleness.staleness)
                 case ReportDroppedGroup():
                     self.dropped.append(command.group)
+                case ReportQueuedGroup():
+                    self._forget(command.group)
                 case Pull() | Route() | Interrupt() | Abort():
                     self.engines[command.instance].to_run.append(command)
+
+    def _forget(self, group: SampleGroupId) -> None:
+        """Nothing of the group's samples is kept."""
+        ids = trajectory_ids(group, self.core.settings.staleness.ids_per_group)
+        self.to_reward = [each for each in self.to_reward if each not in ids]
+        for each in ids:
+            self.tokens.pop(each, None)
+            self.failures.pop(each, None)
+
+    def _is_kept(self, trajectory: TrajectoryId, instance: InstanceId) -> bool:
+        """Whether the instance has the trajectory, and not to discard it."""
+        record = self.core.trajectories.get(trajectory)
+        return (
+            record is not None
+            and record.instance == instance
+            and record.state is not TrajectoryState.ABORTING
+        )
 
     def join(self, budget: int, name: InstanceId | None = None) -> None:
         """An instance joins, or comes back under the name that it had."""
@@ -154,9 +185,11 @@ class Fleet:
         self.handle(InstanceLost(instance=name))
 
     def add_groups(self) -> None:
-        while self.core.groups_wanted:
+        while self.core.groups_wanted and self.groups_added != self.prompts:
             self.handle(GroupAdded(group=SampleGroupId(self.groups_added), prompt_tokens=PROMPT))
             self.groups_added += 1
+        if self.groups_added == self.prompts and not self.core.rounds.held.is_ended:
+            self.handle(PromptsEnded())
 
     def run_command(self, engine: Engine) -> None:
         """The engine runs the oldest command that it has not run."""
@@ -171,7 +204,8 @@ class Fleet:
                     record = self.core.trajectories.get(each)
                     tokens = self.tokens.get(each, 0)
                     # An abort may be on its way to the engine.
-                    assert record is None or record.length == PROMPT + tokens
+                    if record is not None and record.state is not TrajectoryState.ABORTING:
+                        assert record.length == PROMPT + tokens
                     engine.before[each] = PROMPT + tokens
                     engine.held[each] = 0
             case Interrupt() | Abort():
@@ -213,10 +247,12 @@ class Fleet:
                 if record is not None and record.state is TrajectoryState.GENERATED:
                     self.to_reward.append(event.trajectory)
             case GenerationFailed():
-                self.failures[event.trajectory] = self.failures.get(event.trajectory, 0) + 1
+                if self._is_kept(event.trajectory, engine.name):
+                    self.failures[event.trajectory] = self.failures.get(event.trajectory, 0) + 1
                 self.handle(event)
             case Stopped():
-                for each in event.trajectories:
+                kept = [e for e in event.trajectories if self._is_kept(e.trajectory, engine.name)]
+                for each in kept:
                     new = sum(segment.tokens for segment in each.segments)
                     self.tokens[each.trajectory] = self.tokens.get(each.trajectory, 0) + new
                 self.handle(event)
@@ -230,7 +266,12 @@ class Fleet:
 
     def reward(self, index: int) -> None:
         each = self.to_reward.pop(index)
-        self.handle(Rewarded(trajectory=each, reward=float(each % 2)))
+        self.handle(Rewarded(trajectory=each, reward=self.reward_of(each)))
+
+    def reward_of(self, each: TrajectoryId) -> float:
+        """The reward of a trajectory; all of a group differ, unless they are to be equal."""
+        ids = self.core.settings.staleness.ids_per_group
+        return 0.5 if each // ids in self.equal_rewards else float(each % ids)
 
     def ask_for_batch(self) -> None:
         if self.training is None and not self.is_asked:

@@ -12,11 +12,18 @@ seed fails.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.cost_model import CostModel
-from plexrl.rollout.coordinator.messages import GroupFiltered, StepMeasured, StepsMeasured
+from plexrl.rollout.coordinator.messages import (
+    GroupFiltered,
+    PolicyChanged,
+    PromptsEnded,
+    StepMeasured,
+    StepsMeasured,
+)
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
@@ -42,6 +49,8 @@ ACTIONS = {
     "filter_group": 2,
     "measure": 1,
     "restart": 1,
+    "end_prompts": 1,
+    "change_policy": 1,
 }
 """Methods of `History`, and how likely each is."""
 HISTORY_ACTIONS = 32
@@ -81,7 +90,7 @@ class History:
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.fleet = Fleet(settings_from(random))
+        self.fleet = self.make_fleet()
         for _ in range(random.randint(1, ENGINES_MAX)):
             self.fleet.join(BUDGET)
         self.add_groups()
@@ -89,6 +98,10 @@ class History:
         for _ in range(random.choice((0, 0, 1, 4))):
             self.fleet.round(tokens=random.choice((1, LENGTH_MAX)))
             self.add_groups()
+
+    def make_fleet(self) -> Fleet:
+        """A fleet without instances."""
+        return Fleet(settings_from(self.random))
 
     def act(self) -> None:
         """One action. Raises InvariantError: an invariant does not hold after it."""
@@ -210,6 +223,21 @@ class History:
         )
         self.fleet.handle(StepsMeasured(steps=(step,)))
 
+    def end_prompts(self) -> None:
+        self.fleet.handle(PromptsEnded())
+
+    def change_policy(self) -> None:
+        before = self.fleet.core.settings.staleness
+        extra_max = before.ids_per_group - before.group_size
+        bound = replace(
+            before,
+            staleness=self.random.choice((0, 0, 1, 2)),
+            extra_groups=self.random.choice((0, 1, 2)),
+            extra_samples=self.random.randint(0, extra_max),
+            group_ids=before.ids_per_group,
+        )
+        self.fleet.handle(PolicyChanged(bound=bound))
+
     def restart(self) -> None:
         self.fleet.restart()
 
@@ -230,7 +258,11 @@ class History:
     def add_groups(self) -> None:
         before = self.fleet.groups_added
         self.fleet.add_groups()
-        samples = self.fleet.core.settings.staleness.samples
+        self.set_lengths(before)
+
+    def set_lengths(self, before: int) -> None:
+        """Of the samples of the prompts from `before` on."""
+        samples = self.fleet.core.settings.staleness.ids_per_group
         for each in range(before * samples, self.fleet.groups_added * samples):
             self.fleet.lengths[TrajectoryId(each)] = self.random.randint(1, LENGTH_MAX)
 
@@ -266,7 +298,9 @@ class History:
             raise InvariantError("a trajectory is trained twice", law="trained once")
         if any(groups.count(group) != staleness.group_size for group in {*groups}):
             raise InvariantError("a group is trained in part", law="whole groups")
-        ended, held = {*groups}, {*fleet.core.trajectories.groups}
+        prompts = fleet.core.rounds.held
+        ended = {*groups}
+        held = {*fleet.core.trajectories.groups, *prompts.queue, *prompts.fresh}
         dropped = {*fleet.dropped}
         if (
             len(ended) + len(held) + len(dropped) != fleet.groups_added
@@ -276,17 +310,18 @@ class History:
         for train in fleet.trained:
             if len({each.group for each in train.batch}) != staleness.batch_groups:
                 raise InvariantError("a batch lacks groups", law="whole batches")
+            bound = fleet.bounds[train.version - first]
             for each in train.batch:
                 oldest = min(segment.kv_version for segment in each.segments)
                 newest = max(segment.policy_version for segment in each.segments)
                 tokens = sum(segment.tokens for segment in each.segments)
-                if not train.version - staleness.staleness <= each.version <= oldest:
+                if not train.version - bound <= each.version <= oldest:
                     raise InvariantError(f"{each} in {train.version}", law="staleness bound")
                 if newest > train.version:
                     raise InvariantError(f"{each} in {train.version}", law="no newer model")
                 if tokens != fleet.lengths[each.trajectory] or each.prompt_tokens != PROMPT:
                     raise InvariantError(f"{each} has {tokens} tokens", law="whole responses")
-                if each.reward != float(each.trajectory % 2):
+                if each.reward != fleet.reward_of(each.trajectory):
                     raise InvariantError(f"{each} has a wrong reward", law="own reward")
 
 

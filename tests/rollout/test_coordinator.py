@@ -384,7 +384,7 @@ def test_an_instance_that_does_not_answer_gets_no_work_and_attracts_none() -> No
 def test_no_more_groups_are_taken_than_the_bound_allows() -> None:
     led = Led(groups=2)
     assert led.core.groups_wanted == 0
-    with pytest.raises(ConflictError, match="holds 2 groups"):
+    with pytest.raises(ConflictError, match="2 groups are in flight"):
         led.do(GroupAdded(group=SampleGroupId(2), prompt_tokens=PROMPT))
 
 

@@ -21,7 +21,7 @@ def test_the_same_events_lead_to_the_same_commands() -> None:
     seen: set[str] = set()
     for seed in range(60):
         history = played(seed)
-        core = RolloutCoordinator(history.fleet.core.settings)
+        core = RolloutCoordinator(history.fleet.settings)
         for event, commands in history.fleet.log:
             again = msgspec.json.decode(msgspec.json.encode(event), type=type(event))
             assert again == event

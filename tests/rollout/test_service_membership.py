@@ -167,8 +167,9 @@ async def make_first_batch(rollout: LiveRollout) -> None:
     give_prompts(rollout)
     rollout.request_batch(0, 7)
     await reached(rollout, lambda: len(rollout.progress.unrewarded) == ORDER.prompts)
-    for each in list(rollout.progress.unrewarded):
-        rollout.reward(each, 1.0, "")
+    for each, event in list(rollout.progress.unrewarded.items()):
+        rollout.reward(each, event + 1, 0.5, "")  # of another generation
+        rollout.reward(each, event, 1.0, "")
     await reached(rollout, lambda: rollout.progress.batch is not None)
 
 

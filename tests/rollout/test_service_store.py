@@ -16,6 +16,7 @@ from plexrl.rollout.coordinator.messages import (
     Generated,
     GroupAdded,
     ParametersPushed,
+    PolicyChanged,
     Stopped,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
@@ -47,12 +48,12 @@ def played(seed: int) -> History:
     return history
 
 
-def order_of(history: History) -> RolloutOrder:
+def order_of(settings: CoordinatorSettings) -> RolloutOrder:
     """The settings of a history are of all kinds, and an order has few."""
 
     class Order(RolloutOrder):
         def settings(self) -> CoordinatorSettings:
-            return history.fleet.core.settings
+            return settings
 
     fields = {name: getattr(ORDER, name) for name in ORDER.__dataclass_fields__}
     return Order(**fields)
@@ -62,7 +63,7 @@ def order_of(history: History) -> RolloutOrder:
 def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_path: Path) -> None:
     """Snapshots, crashes and commits of several events are at random places."""
     history = played(seed)
-    order, random = order_of(history), Random(seed)
+    order, random = order_of(history.fleet.settings), Random(seed)
     store = RolloutStore(tmp_path / "rollout.sqlite")
     state, everything = RolloutState.new(order), RolloutState.new(order)
     queue: list[Entry] = []
@@ -71,7 +72,10 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
         orders = state.note(seq, event, commands)
         assert everything.core.handle(event) == commands
         assert everything.note(seq, event, commands) == orders
-        snapshot = state.plain() if random.random() < 0.1 else None
+        is_changed = isinstance(event, PolicyChanged)
+        if is_changed:
+            order = order_of(state.core.settings)
+        snapshot = state.plain() if is_changed or random.random() < 0.1 else None
         queue.append(Entry(seq=seq, event=event, snapshot=snapshot))
         if random.random() < 0.3:
             store.write(queue)
@@ -94,7 +98,7 @@ def test_a_restored_rollout_is_as_if_all_events_were_replayed(seed: int, tmp_pat
 def test_progress_counts_every_sample_once() -> None:
     for seed in range(30):
         history = played(seed)
-        state = RolloutState.new(order_of(history))
+        state = RolloutState.new(order_of(history.fleet.settings))
         for seq, (event, _) in enumerate(history.fleet.log, 1):
             state.note(seq, event, state.core.handle(event))
         progress, fleet = state.progress, history.fleet
@@ -102,11 +106,10 @@ def test_progress_counts_every_sample_once() -> None:
         assert progress.trained.samples == len(trained)
         assert progress.trained.tokens == sum(fleet.lengths[each.trajectory] for each in trained)
         assert progress.dropped_groups == len(fleet.dropped)
-        samples = fleet.core.settings.staleness.samples
-        assert progress.dropped.samples + progress.unfinished == len(fleet.dropped) * samples
-        ended = progress.trained.samples + progress.dropped.samples
-        surplus = progress.generated.samples - ended - len(progress.lengths)
-        assert 0 <= surplus <= len(fleet.trained) * fleet.core.settings.staleness.extra_samples * 9
+        ids = fleet.settings.staleness.ids_per_group
+        assert progress.dropped.samples + progress.unfinished == len(fleet.dropped) * ids
+        ended = progress.trained.samples + progress.dropped.samples + progress.aborted.samples
+        assert progress.generated.samples == ended + len(progress.lengths)
         ages = [train.version - each.version for train in fleet.trained for each in train.batch]
         assert progress.staleness == {age: ages.count(age) for age in set(ages)}
 

@@ -40,7 +40,7 @@ def test_a_restored_coordinator_gives_the_same_commands_and_states(seed: int) ->
     log = history.fleet.log
     random = Random(seed)
     points = {random.randrange(len(log)) for _ in range(5)}
-    core = RolloutCoordinator(history.fleet.core.settings)
+    core = RolloutCoordinator(history.fleet.settings)
     others: list[RolloutCoordinator] = []
     for number, (event, commands) in enumerate(log):
         if number in points:

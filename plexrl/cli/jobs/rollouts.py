@@ -59,6 +59,10 @@ def show(found: Sequence[View], output: Output) -> None:
         where = f"{view['job']}/{view['name']}"
         if view["failure"] is not None:
             print_line(f"{where} failed: {view['failure']['message']}")
+        if view["round"]:
+            queued = view["queued_prompts"]
+            waiting = "1 prompt waits" if queued == 1 else f"{queued} prompts wait"
+            print_line(f"{where}: {view['round']} round; {waiting} for a long one")
         if view["dropped"]:
             groups = "1 prompt was" if view["dropped"] == 1 else f"{view['dropped']} prompts were"
             print_line(f"{where}: {groups} dropped, the last because: {view['dropped_reason']}")

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,8 @@ class BoundedRollout:
             LOG.info("rollout %s: instances are placed and load the weights", self.name)
 
     def __repr__(self) -> str:
-        return handle_repr(self, self.name, staleness=self._order["staleness"])
+        shown = ("staleness", "eta_prompts", "eta_responses")
+        return handle_repr(self, self.name, **{each: self._order[each] for each in shown})
 
     def status(self) -> Plain:
         """Versions, staleness of the latest batches, samples and tokens generated, trained and
@@ -202,11 +203,19 @@ class _Feeder(threading.Thread):
         given = self._rollout.status()["next_group"]
         for _ in islice(self._prompts, given):
             pass
-        rewards: list[tuple[Hashable, float | None, str]] = []
+        rewards: list[tuple[Any, ...]] = []
+        """Trajectory, the event of its end, reward, and why it lacks one."""
         rows: list[list[int]] = []
+        is_all = False
         cursor, dropped = 0, 0
         while not self._stopped.is_set():
-            body = {"first": given, "prompts": rows, "rewards": rewards, "after": cursor}
+            body = {
+                "first": given,
+                "prompts": rows,
+                "ended": is_all,
+                "rewards": rewards,
+                "after": cursor,
+            }
             # New samples and new rewards are waited for in turn while there may be both.
             wait_s = 0.0 if self._scheduler.pending else WAIT_S
             answer, arrays = self._rollout._exchange(body, wait_s)
@@ -216,9 +225,11 @@ class _Feeder(threading.Thread):
                     "rollout %s dropped %d prompts so far: %s",
                     *(self._rollout.name, dropped, answer["dropped_reason"]),
                 )
+            # A round may have ended meanwhile, and the next one not want all of them.
+            left = rows[answer["next_group"] - given :]
             cursor, given = answer["cursor"], answer["next_group"]
             wanted = answer["groups_wanted"]
-            rows, is_all = self._next_prompts(wanted)
+            rows, is_all = self._next_prompts(wanted, left)
             if is_all and given + len(rows) - dropped < self._needed:
                 raise InvalidRequestError(
                     f"the prompts ended after {given + len(rows)}, {dropped} were dropped, and the "
@@ -227,17 +238,20 @@ class _Feeder(threading.Thread):
             if wanted and not rows:
                 # All have been given: the cluster would answer at once.
                 self._stopped.wait(WAIT_S / 10)
-            for trajectory, prompt, sample in _decode_samples(answer, arrays):
-                self._scheduler.submit(trajectory, prompt, sample)
-            rewards = [
-                (each.key, each.reward, each.failure or "")
-                for each in self._scheduler.finished(GRADING_WAIT_S)
-            ]
+            found = _decode_samples(answer, arrays)
+            for row, event in zip(found, answer["events"], strict=True):
+                # A prompt that is queued has its trajectories generated again.
+                self._scheduler.submit((row.trajectory, event), row.prompt, row.sample)
+            rewards = []
+            for each in self._scheduler.finished(GRADING_WAIT_S):
+                assert isinstance(each.key, tuple), "the keys are those of `submit` above"
+                rewards.append((*each.key, each.reward, each.failure or ""))
 
-    def _next_prompts(self, count: int) -> tuple[list[list[int]], bool]:
-        """Up to `count` prompts, as many as fit into a request, and whether there are no more."""
-        rows: list[list[int]] = []
-        tokens = 0
+    def _next_prompts(self, count: int, left: Sequence[list[int]]) -> tuple[list[list[int]], bool]:
+        """Up to `count` prompts, as many as fit into a request, and whether there are no more:
+        `left` first, which were not taken, and then new ones."""
+        rows = list(left)
+        tokens = sum(map(len, rows))
         while len(rows) < count and tokens < PROMPT_TOKENS_MAX:
             row = next(self._prompts, None)
             if row is None:
@@ -247,8 +261,13 @@ class _Feeder(threading.Thread):
         return rows, False
 
 
-_Row = tuple[int, list[int], Sample]
-"""Trajectory, prompt and sample."""
+@dataclass(frozen=True, slots=True)
+class _Row:
+    trajectory: int
+    group: int
+    """Number of the prompt."""
+    prompt: list[int]
+    sample: Sample
 
 
 def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
@@ -256,7 +275,8 @@ def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
     lengths = arrays["lengths"].tolist()
     tokens, logprobs = (split_rows(arrays[name], lengths) for name in ("tokens", "logprobs"))
     found = []
-    for index, trajectory in enumerate(arrays["trajectories"].tolist()):
+    ids = zip(arrays["trajectories"].tolist(), arrays["groups"].tolist(), strict=True)
+    for index, (trajectory, group) in enumerate(ids):
         spans, start = [], 0
         for count, version, step in answer["segments"][index]:
             spans.append(WeightsSpan(start, version, step))
@@ -264,7 +284,7 @@ def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
         sample = Sample(
             tokens[index].tolist(), logprobs[index], answer["finish"][index], tuple(spans)
         )
-        found.append((trajectory, prompts[index].tolist(), sample))
+        found.append(_Row(trajectory, group, prompts[index].tolist(), sample))
     return found
 
 
@@ -274,9 +294,9 @@ def _as_batch(
     groups = [range(at, at + samples) for at in range(0, len(rows), samples)]
     return RolloutBatch(
         version=version,
-        prompts=[rows[group[0]][1] for group in groups],
-        prompt_numbers=[rows[group[0]][0] // samples for group in groups],
-        samples=[[rows[at][2] for at in group] for group in groups],
+        prompts=[rows[group[0]].prompt for group in groups],
+        prompt_numbers=[rows[group[0]].group for group in groups],
+        samples=[[rows[at].sample for at in group] for group in groups],
         rewards=[[rewards[at] for at in group] for group in groups],
         sample_versions=[[versions[at] for at in group] for group in groups],
     )

@@ -28,7 +28,7 @@ from plexrl.client.calls.transport import Transport
 from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.metric_rows import metrics_row, read_rows
-from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy
+from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, policy_fields
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.futures.futures import wait_final
@@ -206,6 +206,7 @@ class Job:
         prompts: int,
         samples: int,
         sampling: SamplingParams,
+        dynamic_sampling: bool = False,
         first_batch: int = 0,
         failed_prompts_max: int = 0,
         backend: str | None = None,
@@ -223,6 +224,10 @@ class Job:
         may draw them. With `BoundedStaleness(0)` that is synchronous training: the samples are
         those that `generate` draws with the `seed` of `sampling`, which is needed.
 
+        With `dynamic_sampling`, a prompt whose rewards are all equal is dropped, and another one is
+        trained in its place. The policy of an existing rollout may change: what is in flight is
+        trained if the new policy allows it, and otherwise begins anew before other prompts.
+
         The batches are numbered from `first_batch`: for a model that was trained on so many before,
         such as one whose checkpoint was loaded. The rollout fails if more than
         `failed_prompts_max` prompts are dropped one after another because all that was tried for
@@ -233,7 +238,8 @@ class Job:
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
-            ConflictError: `name` has other settings, or `source` has made steps since.
+            ConflictError: `name` has other settings than these, beside the policy, or `source` has
+                made steps since.
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
         """
         check_parameters(sampling)
@@ -253,7 +259,8 @@ class Job:
             "name": name,
             "source": source_deployment(source).rpartition("/")[2],
             "instances": names,
-            "staleness": policy.staleness,
+            **policy_fields(policy),
+            "dynamic_sampling": dynamic_sampling,
             "prompts": prompts,
             "samples": samples,
             "sampling": asdict(sampling),

@@ -1,6 +1,7 @@
 """Policies of `Job.rollout`: which weights may draw what is trained."""
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from plexrl.errors import InvalidRequestError
 
@@ -24,6 +25,50 @@ class BoundedStaleness:
             )
 
 
-RolloutPolicy = BoundedStaleness
+@dataclass(frozen=True, slots=True)
+class TailBatching:
+    """Synchronous training whose steps rarely wait for long samples (Flexes §3).
+
+    A short round starts more prompts, and more samples of each, than are trained. It keeps the
+    first samples of each prompt and the first complete prompts. The other prompts are queued; when
+    there are enough for a batch, a long round trains exactly these. Every prompt is trained once,
+    on samples of the weights that it trains.
+
+    Raises:
+        InvalidRequestError: a factor is less than 1.
+    """
+
+    eta: float = 1.25
+    """How many times the trained prompts, and the trained samples of each, a short round starts;
+    rounded up. 1: as many, as `BoundedStaleness(0)` does."""
+    eta_prompts: float | None = None
+    """The same for prompts; absent: `eta`."""
+    eta_responses: float | None = None
+    """The same for the samples of a prompt; absent: `eta`."""
+
+    def __post_init__(self) -> None:
+        for name in ("eta", "eta_prompts", "eta_responses"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise InvalidRequestError(f"{name} is {value}: set it to 1 or more")
+
+
+RolloutPolicy = BoundedStaleness | TailBatching
 """Any policy."""
 SYNCHRONOUS = BoundedStaleness(0)
+
+
+def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
+    """The fields of a rollout's order that a policy sets."""
+    match policy:
+        case BoundedStaleness():
+            return {"staleness": policy.staleness, "eta_prompts": 1.0, "eta_responses": 1.0}
+        case TailBatching():
+            prompts, responses = policy.eta_prompts, policy.eta_responses
+            return {
+                "staleness": 0,
+                "eta_prompts": policy.eta if prompts is None else prompts,
+                "eta_responses": policy.eta if responses is None else responses,
+            }
+        case _:
+            assert_never(policy)

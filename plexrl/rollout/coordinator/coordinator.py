@@ -13,18 +13,17 @@ on another instance by now, changes nothing and returns no command.
 Invariants, beside those of the parts:
 - a group with an entry in the staleness buffers is held by the trajectory server;
 - a member has the same version in both;
-- the first of those on their way to an instance is still on its way back from another.
+- the first of those on their way to an instance is still on its way back from another;
+- a prompt is started, or waits to be started (`rounds`), and not both.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import replace
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
+from plexrl.rollout.batching.rounds import Rounds
 from plexrl.rollout.coordinator.cost_fit import CostFit
-from plexrl.rollout.coordinator.cycle import Cycle
 from plexrl.rollout.coordinator.messages import (
     Abort,
     BatchRequested,
@@ -38,9 +37,12 @@ from plexrl.rollout.coordinator.messages import (
     InstanceLost,
     Interrupt,
     ParametersPushed,
+    PolicyChanged,
+    PromptsEnded,
     Pull,
     Pulled,
     ReportDroppedGroup,
+    ReportQueuedGroup,
     Rewarded,
     Route,
     SnapshotTaken,
@@ -50,12 +52,10 @@ from plexrl.rollout.coordinator.messages import (
     TrainedTrajectory,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.speculation import ExpectedInstance, SpeculativeState
-from plexrl.rollout.staleness.manager import (
-    HeldEntries,
-    StalenessManager,
-    StalenessSettings,
-)
+from plexrl.rollout.coordinator.speculation import SpeculativeState
+from plexrl.rollout.coordinator.state import CoordinatorState
+from plexrl.rollout.coordinator.strategies.cycle import Cycle
+from plexrl.rollout.staleness.manager import StalenessManager
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
@@ -63,22 +63,9 @@ from plexrl.rollout.trajectories.record import (
     TrajectoryId,
     TrajectoryState,
 )
-from plexrl.rollout.trajectories.server import HeldTrajectories, TrajectoryServer
+from plexrl.rollout.trajectories.server import TrajectoryServer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    """All that a coordinator knows. Its size is bounded by what is in flight."""
-
-    bound: StalenessSettings
-    """Those of the coordinator that it is the state of."""
-    newest_version: int
-    is_trainer_free: bool
-    trajectories: HeldTrajectories
-    entries: HeldEntries
-    instances: dict[InstanceId, ExpectedInstance]
-    measured: list[tuple[float, int, float]]
-    """KV cache, trajectories and seconds of the latest measured steps."""
+GENERATED = (TrajectoryState.GENERATED, TrajectoryState.REWARDED)
 
 
 class RolloutCoordinator:
@@ -87,9 +74,8 @@ class RolloutCoordinator:
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.settings = settings
         self.manager = StalenessManager(settings.staleness)
-        self.trajectories = TrajectoryServer(
-            samples=settings.staleness.samples, groups_max=settings.staleness.groups_max
-        )
+        self.trajectories = TrajectoryServer(samples=settings.staleness.ids_per_group)
+        self.rounds = Rounds(settings.staleness)
         self.expected = SpeculativeState()
         self.newest_version = settings.staleness.first_version
         """Version that the parameter server serves."""
@@ -105,7 +91,7 @@ class RolloutCoordinator:
         """All that it knows, as plain data that can be written as JSON: mappings (their order
         counts), lists, text, numbers and None. It holds what is in flight and the latest measured
         steps; nothing of what was trained or dropped."""
-        state = _State(
+        return CoordinatorState(
             bound=self.settings.staleness,
             newest_version=self.newest_version,
             is_trainer_free=self._is_trainer_free,
@@ -113,9 +99,8 @@ class RolloutCoordinator:
             entries=self.manager.state(),
             instances=self.expected.instances,
             measured=self._fit.state(),
-        )
-        plain: dict[str, object] = msgspec.to_builtins(state, str_keys=True)
-        return plain
+            prompts=self.rounds.held,
+        ).plain()
 
     @classmethod
     def restore(
@@ -128,22 +113,13 @@ class RolloutCoordinator:
             InvalidRequestError: it is no state, or that of other staleness settings.
             InvariantError: the state contradicts itself.
         """
-        try:
-            found = msgspec.convert(state, _State, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(
-                f"this is no state of a rollout coordinator: {error}; replay its events instead"
-            ) from error
-        if found.bound != settings.staleness:
-            raise InvalidRequestError(
-                f"the state is of a coordinator with {found.bound} and cannot go on with "
-                f"{settings.staleness}: keep the staleness settings of a rollout"
-            )
+        found = CoordinatorState.decode(settings.staleness, state)
         core = cls(settings)
         core.newest_version = found.newest_version
         core._is_trainer_free = found.is_trainer_free
         core.trajectories.restore(found.trajectories)
         core.manager.restore(found.entries)
+        core.rounds = Rounds(settings.staleness, found.prompts)
         core.expected.instances = found.instances
         core._target = {
             each: instance for instance, at in found.instances.items() for each in at.coming
@@ -155,7 +131,7 @@ class RolloutCoordinator:
     @property
     def groups_wanted(self) -> int:
         """Number of `GroupAdded` that are accepted now."""
-        return self.trajectories.groups_wanted
+        return self.rounds.wanted(len(self.trajectories.groups))
 
     def handle(self, event: Event) -> list[Command]:
         """The commands that follow from an event. A refused event changes nothing.
@@ -164,7 +140,9 @@ class RolloutCoordinator:
             InvalidRequestError: the event contradicts the protocol of `messages`.
             ConflictError: the event does not fit the state of what it names.
         """
-        return self._decide(event) + self._release()
+        commands = self._decide(event)
+        self.rounds.start(self.trajectories)
+        return commands + self._release()
 
     def _decide(self, event: Event) -> list[Command]:
         match event:
@@ -184,8 +162,13 @@ class RolloutCoordinator:
             case GenerationFailed():
                 return self._on_failed(event)
             case GroupAdded():
-                self.trajectories.add(event.group, event.prompt_tokens)
+                self._on_added(event)
                 return []
+            case PromptsEnded():
+                self.rounds.end()
+                return []
+            case PolicyChanged():
+                return self._on_policy_changed(event)
             case GroupFiltered():
                 return self._on_filtered(event)
             case BatchRequested():
@@ -205,6 +188,25 @@ class RolloutCoordinator:
                 return []
             case _:
                 raise InvalidRequestError(f"{type(event).__name__} is no event of the coordinator")
+
+    def _on_added(self, event: GroupAdded) -> None:
+        if self.groups_wanted < 1:
+            raise ConflictError(
+                f"{len(self.trajectories.groups)} groups are in flight, as many as the policy "
+                "allows: add more after the next batch is consumed"
+            )
+        self.trajectories.add(event.group, event.prompt_tokens)
+        self.rounds.add(event.group, event.prompt_tokens)
+
+    def _on_policy_changed(self, event: PolicyChanged) -> list[Command]:
+        self.settings.staleness.check_change(event.bound)
+        self.settings = replace(self.settings, staleness=event.bound)
+        self.rounds.put_back(self.trajectories, self.manager.buffers)
+        commands: list[Command] = []
+        for group in self.manager.change(event.bound):
+            commands += self._queue(group)
+        self.rounds.change(event.bound)
+        return commands + self._train_if_ready()
 
     def _on_snapshot(self, event: SnapshotTaken) -> list[Command]:
         if not self.expected.matches(event.instances):
@@ -266,13 +268,23 @@ class RolloutCoordinator:
         record = self._record(event.trajectory, event.instance)
         if record is None:
             return []
-        if record.state is TrajectoryState.ABORTING:
-            self.trajectories.discarded(record)
-        else:
+        is_kept = record.state is not TrajectoryState.ABORTING
+        if is_kept:
             self.trajectories.generated(record, event.segments)
+        else:
+            self.trajectories.discarded(record)
         self.expected.completed(event.instance, event.trajectory)
         self._cancel_route(event.trajectory)
-        return []
+        return self._abort_surplus(record.group) if is_kept else []
+
+    def _abort_surplus(self, group: SampleGroupId) -> list[Command]:
+        """Aborts the other members of a group once enough are generated. Their rewards do not
+        matter: to wait for those would favour samples that are graded quickly."""
+        members = list(self.trajectories.members(group))
+        unfinished = [each for each in members if each.state not in GENERATED]
+        if len(members) - len(unfinished) < self.settings.staleness.group_size:
+            return []
+        return self._abort(unfinished)
 
     def _on_failed(self, event: GenerationFailed) -> list[Command]:
         record = self._record(event.trajectory, event.instance)
@@ -321,17 +333,17 @@ class RolloutCoordinator:
         if record is None or record.state is TrajectoryState.ABORTING:
             return []
         self.trajectories.rewarded(record, event.reward)
+        if self.settings.dynamic_sampling:
+            rewards = [each.reward for each in self.trajectories.members(record.group)]
+            is_complete = len(rewards) == self.settings.staleness.group_size and None not in rewards
+            if is_complete and len(set(rewards)) == 1:
+                return self._drop(record.group, "equal rewards")
         surplus = self.manager.complete(record.group, record.id)
         if surplus is None:
             return []
-        unfinished = [
-            each
-            for each in self.trajectories.members(record.group)
-            if each.state is not TrajectoryState.REWARDED
-        ]
-        commands = self._abort(unfinished)
+        commands: list[Command] = []
         for group in surplus:
-            commands += self._forget(group, "surplus of a full batch")
+            commands += self._end_surplus(group)
         return commands + self._train_if_ready()
 
     def _on_filtered(self, event: GroupFiltered) -> list[Command]:
@@ -379,8 +391,21 @@ class RolloutCoordinator:
             surplus = self.manager.drop(group)
         commands = self._forget(group, reason)
         for each in surplus:
-            commands += self._forget(each, "surplus of a full batch")
+            commands += self._end_surplus(each)
         return commands + self._train_if_ready()
+
+    def _end_surplus(self, group: SampleGroupId) -> list[Command]:
+        """A full batch does not need the group, which has no entry any more."""
+        if self.settings.staleness.is_speculative:
+            return self._queue(group)
+        return self._forget(group, "surplus of a full batch")
+
+    def _queue(self, group: SampleGroupId) -> list[Command]:
+        """Aborts a group that has no entry any more; it begins anew in a later round."""
+        commands = self._abort(list(self.trajectories.members(group)))
+        self.rounds.abort(group, self.trajectories.groups[group].prompt_tokens)
+        self.trajectories.forget_group(group)
+        return [*commands, ReportQueuedGroup(group=group)]
 
     def _forget(self, group: SampleGroupId, reason: str) -> list[Command]:
         """Aborts a group that has no entry any more."""
@@ -426,6 +451,9 @@ class RolloutCoordinator:
                         reward=record.reward,
                     )
                 )
+        if self.settings.staleness.is_speculative:
+            self.rounds.put_back(self.trajectories, self.manager.buffers)
+            self.rounds.begin()
         return [Train(version=version, batch=tuple(batch))]
 
     def _check_version(self, version: int) -> None:
@@ -449,6 +477,7 @@ class RolloutCoordinator:
         """Raises InvariantError: an invariant of the coordinator or of its parts does not hold."""
         self.manager.check_invariants()
         self.trajectories.check_invariants()
+        self.rounds.check_invariants(self.trajectories)
         for _, buffer in self.manager.buffers.entries():
             for group in (*buffer.reserved, *buffer.occupied):
                 if group not in self.trajectories.groups:

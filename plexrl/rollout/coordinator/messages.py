@@ -9,6 +9,7 @@ own (`Generated`, `GenerationFailed`), which comes before a `Stopped` that does 
 from dataclasses import dataclass
 
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
 
 
@@ -42,6 +43,19 @@ class GroupAdded(Event):
 
     group: SampleGroupId
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsEnded(Event):
+    """The data set has no more prompts, unless another `GroupAdded` comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChanged(Event):
+    """Other sizes from now on. Those of batch and group, the first version and the trajectory ids
+    of a group are the same. Groups for which they leave no place begin anew."""
+
+    bound: StalenessSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +112,8 @@ class GenerationFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewarded(Event):
-    """The reward of a generated trajectory is computed."""
+    """The reward of a generated trajectory is computed: of its latest generation, if its group was
+    aborted (`ReportQueuedGroup`) and generated anew."""
 
     trajectory: TrajectoryId
     reward: float
@@ -206,3 +221,11 @@ class ReportDroppedGroup(Command):
 
     group: SampleGroupId
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportQueuedGroup(Command):
+    """A group was aborted, and begins anew in a later round: with the same trajectories, of which
+    nothing is kept."""
+
+    group: SampleGroupId

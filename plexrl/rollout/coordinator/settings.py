@@ -40,10 +40,18 @@ class CoordinatorSettings:
     of similar lengths share the work; 1 compares exact gains."""
     failures_max: int = 3
     """Failed generations of a trajectory after which its group is dropped."""
+    dynamic_sampling: bool = False
+    """A group whose rewards are all equal is dropped, and another prompt is trained in its place
+    (DAPO's dynamic sampling)."""
     measured_steps_max: int = 512
     """Latest measured steps to which the cost model is fitted."""
 
     def __post_init__(self) -> None:
+        if self.dynamic_sampling and self.staleness.group_size < 2:
+            raise InvalidRequestError(
+                "dynamic_sampling with one sample of a prompt would drop every prompt, since its "
+                "rewards are all equal: use 2 samples or more"
+            )
         for name, allowed in (
             ("routing", ("throughput", "count")),
             ("synchronisation", ("throughput", "greedy")),

@@ -33,13 +33,11 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.instances import InstanceCommand, Instances
-from plexrl.rollout.service.journal.store import Part, RolloutStore
+from plexrl.rollout.service.journal.store import ABORTED, Part, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState
 
 LOG = logging.getLogger(__name__)
-ABORTED = "abort"
-"""Finish reason of a sample that was cut short."""
 Plain = dict[str, Any]
 
 

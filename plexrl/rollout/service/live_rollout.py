@@ -27,6 +27,8 @@ from plexrl.rollout.coordinator.messages import (
     InstanceJoined,
     InstanceLost,
     ParametersPushed,
+    PolicyChanged,
+    PromptsEnded,
     Rewarded,
     SnapshotTaken,
     StepMeasured,
@@ -192,10 +194,13 @@ class LiveRollout:
         parts: Sequence[Part] = (),
         prompt: tuple[SampleGroupId, Array] | None = None,
         step: tuple[int, int] | None = None,
+        order: RolloutOrder | None = None,
     ) -> None:
         """Take an event: its commands run once it is durable. Raises as
         `RolloutCoordinator.handle`; nothing has changed then."""
-        taken = self._state.take(event, self.store, parts=parts, prompt=prompt, step=step)
+        taken = self._state.take(
+            event, self.store, parts=parts, prompt=prompt, step=step, order=order
+        )
         if taken is not None:
             entry, orders = taken
             self.writer.add(entry, lambda: self._release(orders))
@@ -309,14 +314,26 @@ class LiveRollout:
         self.handle(added, prompt=(SampleGroupId(group), tokens))
         return True
 
-    def reward(self, trajectory: int, reward: float | None, reason: str) -> None:
-        """Takes the reward of a generated trajectory; without one its group is dropped. No effect
-        on a trajectory that has a reward or has ended."""
+    def end_prompts(self) -> None:
+        """The controller has no more prompts."""
+        if not self.core.rounds.held.is_ended:
+            self.handle(PromptsEnded())
+
+    def change_policy(self, order: RolloutOrder) -> None:
+        """Go on with the policy of an order that is equal otherwise. Raises InvalidRequestError:
+        the rollout cannot have it."""
+        self.handle(PolicyChanged(bound=order.settings().staleness), order=order)
+        self.order = order
+
+    def reward(self, trajectory: int, event: int, reward: float | None, reason: str) -> None:
+        """Takes the reward of a trajectory whose generation ended with the event of this number;
+        without a reward its group is dropped. No effect on a trajectory that has a reward or has
+        ended, also if it was generated anew."""
         each = TrajectoryId(trajectory)
-        if each not in self.progress.unrewarded:
+        if self.progress.unrewarded.get(each) != event:
             return
         if reward is None:
-            group = group_of(each, self.order.settings().staleness.samples)
+            group = group_of(each, self.progress.group_size)
             self.handle(GroupFiltered(group=group, reason=reason or "no reward"))
         else:
             self.handle(Rewarded(trajectory=each, reward=reward))

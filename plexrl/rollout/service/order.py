@@ -1,6 +1,7 @@
 """What a controller orders: the settings of one asynchronous rollout."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
@@ -11,6 +12,9 @@ from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_name, check_parameters
 
 FAILED_PROMPTS_MIN = 8
+ETA_MAX = 16.0
+POLICY = ("staleness", "eta_prompts", "eta_responses")
+"""Fields that may change while the rollout exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,15 @@ class RolloutOrder:
     """`first_sample` and `drawn_tokens` are 0: the service sets them for each trajectory."""
     first_batch: int = 0
     """Number of the first batch: of those that the model was trained on before."""
+    eta_prompts: float = 1.0
+    """Prompts that a short round starts, as a multiple of `prompts` (Flexes §3). More than 1 needs
+    a `staleness` of 0."""
+    eta_responses: float = 1.0
+    """Samples of a prompt that a short round starts, as a multiple of `samples`; as above."""
+    dynamic_sampling: bool = False
+    """A prompt whose rewards are all equal is dropped, and another one is trained."""
+    group_ids: int = 0
+    """As in `StalenessSettings`. The service sets it when the policy changes."""
     failed_prompts_max: int = 0
     """Prompts that may be dropped one after another because their generations, or their rewards,
     failed, without one that succeeded between them; then the rollout fails. 0: as many as a batch
@@ -58,6 +71,15 @@ class RolloutOrder:
         for name in ("first_batch", "failed_prompts_max"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(f"{name} is {getattr(self, name)}: set it to 0 or more")
+        for name in ("eta_prompts", "eta_responses"):
+            value = getattr(self, name)
+            if not 1 <= value <= ETA_MAX:
+                raise InvalidRequestError(f"{name} is {value}: set it from 1 to {ETA_MAX:g}")
+            if value > 1 and self.staleness:
+                raise InvalidRequestError(
+                    f"{name} is {value} and staleness {self.staleness}: rounds are short and long "
+                    "only without staleness; set one of them to its least value"
+                )
         # Its checks are those of the other numbers.
         self.settings()
 
@@ -73,10 +95,29 @@ class RolloutOrder:
                 staleness=self.staleness,
                 batch_groups=self.prompts,
                 group_size=self.samples,
+                extra_groups=_extra(self.eta_prompts, self.prompts),
+                extra_samples=_extra(self.eta_responses, self.samples),
+                group_ids=self.group_ids,
                 first_version=self.first_batch,
             ),
             cost_model=QWEN3_30B_A3B_ON_H20,
+            dynamic_sampling=self.dynamic_sampling,
         )
+
+    def with_policy(self, other: "RolloutOrder") -> "RolloutOrder | None":
+        """This order with the policy of another one, or itself if the policy is the same; None:
+        they differ in more."""
+        policy = {name: getattr(other, name) for name in POLICY}
+        if replace(self, **policy, group_ids=other.group_ids) != other:
+            return None
+        if replace(self, **policy) == self:
+            return self
+        return replace(self, **policy, group_ids=self.settings().staleness.ids_per_group)
+
+
+def _extra(eta: float, count: int) -> int:
+    """How many more than `count` are started; without what the product's last bits add."""
+    return ceil(round(eta * count, 6)) - count
 
 
 def instance_id(deployment: str, times: int) -> InstanceId:

@@ -21,6 +21,7 @@ from plexrl.errors import (
     QuotaExceededError,
     UnavailableError,
 )
+from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.journal.store import RolloutStore
@@ -188,16 +189,19 @@ class RolloutService:
             store = RolloutStore(path)
             store.begin(order)
             return self._add(order, store)
-        if found.order != order:
+        changed = found.order.with_policy(order)
+        if changed is None:
             raise ConflictError(
                 f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
-                "name, or the same settings"
+                "name, or the same settings; only the policy may change"
             )
-        if found.failure is None:
-            return found
-        assert self._tasks is not None
-        # The link may end and cancel this handler, but not the restart.
-        return await asyncio.shield(self._tasks.create_task(self._again(found)))
+        if found.failure is not None:
+            assert self._tasks is not None
+            # The link may end and cancel this handler, but not the restart.
+            found = await asyncio.shield(self._tasks.create_task(self._again(found)))
+        if changed != found.order:
+            found.change_policy(changed)
+        return found
 
     def _check_room(self, order: RolloutOrder) -> None:
         count = sum(job == order.job for job, _ in (*self._rollouts, *self._unreadable))
@@ -238,10 +242,12 @@ class RolloutService:
     async def _exchange(self, _: Peer, params: Plain) -> Plain:
         rollout, body = self._find(params), params["body"]
         rollout.check()
-        for trajectory, reward, reason in body["rewards"]:
-            rollout.reward(trajectory, reward, reason)
+        for trajectory, event, reward, reason in body["rewards"]:
+            rollout.reward(trajectory, event, reward, reason)
         for group, tokens in enumerate(body["prompts"], body["first"]):
             rollout.add_prompt(group, np.array(tokens, dtype=np.int32))
+        if body["ended"] and rollout.progress.next_group == body["first"] + len(body["prompts"]):
+            rollout.end_prompts()
         after = int(body["after"])
         unrewarded = rollout.progress.unrewarded
 
@@ -257,9 +263,14 @@ class RolloutService:
         segments = [() if each is None else tuple(each.segments) for each in records]
         about = status(rollout)
 
-        def fields(_: Sequence[int], read: int) -> Plain:
+        def fields(seen: Sequence[int], read: int) -> Plain:
             # In the order of events: the page holds all up to the last one that was read.
-            return {**about, "cursor": max([after, *list(found.values())[:read]])}
+            events = list(found.values())
+            return {
+                **about,
+                "cursor": max([after, *events[:read]]),
+                "events": [events[each] for each in seen],
+            }
 
         return {"body": await _samples(rollout, list(found), segments, fields)}
 
@@ -306,7 +317,8 @@ class RolloutService:
 def status(rollout: LiveRollout) -> Plain:
     """What controllers and operators see of a rollout; see docs/sdk.md."""
     core, progress, order = rollout.core, rollout.progress, rollout.order
-    buffers, settings = core.manager.buffers, order.settings().staleness
+    buffers, settings, prompts = core.manager.buffers, core.settings.staleness, core.rounds
+    started = settings.group_size if prompts.kind is RoundKind.LONG else settings.samples
     failure = rollout.failure
     latest = progress.batch
     return {
@@ -314,6 +326,10 @@ def status(rollout: LiveRollout) -> Plain:
         "name": order.name,
         "source": order.source,
         "staleness": order.staleness,
+        "eta_prompts": order.eta_prompts,
+        "eta_responses": order.eta_responses,
+        "round": prompts.kind,
+        "queued_prompts": len(prompts.queue),
         "prompts": order.prompts,
         "samples": order.samples,
         "state": "failed" if failure else "running" if rollout.is_joined else "joining",
@@ -344,7 +360,7 @@ def status(rollout: LiveRollout) -> Plain:
         "batches_ready": sum(
             buffers.state(version) is BufferState.READY for version, _ in buffers.entries()
         ),
-        "in_flight": len(core.trajectories.groups) * settings.samples,
+        "in_flight": len(core.trajectories.groups) * started,
         "in_flight_max": settings.groups_max * settings.samples,
         "batches": [
             {
@@ -359,6 +375,8 @@ def status(rollout: LiveRollout) -> Plain:
             "trained": msgspec.to_builtins(progress.trained),
             "dropped": msgspec.to_builtins(progress.dropped),
             "unfinished": progress.unfinished,
+            "aborted": msgspec.to_builtins(progress.aborted),
+            "aborted_prompts": progress.aborted_groups,
             "failed_generations": progress.failed_generations,
         },
         "tokens_generated": progress.generated.tokens,
@@ -406,11 +424,11 @@ async def _samples(
     fields: Callable[[Sequence[int], int], Plain],
 ) -> bytes:
     """A body with trajectories: `prompts` and `tokens` packed, with lengths; for each one its
-    `segments` (count of tokens, version, trainer's step) and why it ended (`finish`).
+    group, its `segments` (count of tokens, version, trainer's step) and why it ended (`finish`).
 
     It holds the first ones of `ids`, about `PAGE_BYTES` of them at most. `fields` gets the indices
     of those that it holds, and how many it has looked for, and returns the other parameters."""
-    per_group = rollout.order.settings().staleness.samples
+    per_group = rollout.progress.group_size
     wanted = [(group_of(each, per_group), each) for each in ids]
     steps = dict(rollout.steps)
     # What the caller knows of them may not be durable yet.
@@ -426,6 +444,7 @@ async def _samples(
         none = np.empty(0)
         arrays: Arrays = {
             "trajectories": np.array([ids[index] for index, _, _ in found], dtype=np.int64),
+            "groups": np.array([wanted[index][0] for index, _, _ in found], dtype=np.int64),
             "prompts": np.concatenate([*(p for _, p, _ in found), none]).astype(np.int32),
             "prompt_lengths": np.array([len(p) for _, p, _ in found], dtype=np.int32),
             "tokens": np.concatenate([*(r.tokens for _, _, r in found), none]).astype(np.int32),

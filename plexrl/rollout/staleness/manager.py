@@ -4,16 +4,16 @@ An entry of the buffers is a *group*: the samples of one prompt (StaleFlow §4.3
 oldest `V_traj` of its members, and it occupies its entry when `group_size` members are complete.
 
 Redundancy: a group has `extra_samples` more members, and a buffer `extra_groups` more reserved
-entries. Members beyond `group_size`, and groups reserved in a buffer that is full, are *surplus*:
-the caller aborts them. Interrupts and migrations change no entry, since the
-version of a trajectory stays what it was.
+entries. Members beyond the first `group_size` that are generated, and groups reserved in a buffer
+that is full, are *surplus*: the caller aborts them. Interrupts and migrations change no entry,
+since the version of a trajectory stays what it was.
 
 Invariants, beside those of `buffers`:
 - at most `(staleness + 1) * (batch_groups + extra_groups)` groups have entries;
 - the version of a reserved entry is the minimum over its members.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.staleness.buffers import Buffers, BufferState
@@ -31,12 +31,16 @@ class StalenessSettings:
     group_size: int = 1
     """Samples of a prompt that are trained."""
     extra_groups: int = 0
-    """Groups that a buffer reserves beyond `batch_groups`. They are dropped when it is full,
-    which shortens responses on average (StaleFlow App. C), hence none by default."""
+    """Groups that a buffer reserves beyond `batch_groups`. When it is full, they begin anew in a
+    long round if `staleness` is 0 (Flexes §3). Otherwise they are dropped, which shortens responses
+    on average (StaleFlow App. C)."""
     extra_samples: int = 0
-    """Samples of a group beyond `group_size`; see `extra_groups`."""
+    """Samples of a group beyond `group_size`; the last ones are aborted."""
     first_version: int = 0
     """Version of the model when the rollout begins: that of the first buffer."""
+    group_ids: int = 0
+    """Trajectory ids of a group, which stay the same when the policy changes: `samples` or more. 0:
+    `samples`."""
 
     def __post_init__(self) -> None:
         least = {"staleness": 0, "batch_groups": 1, "group_size": 1}
@@ -44,6 +48,11 @@ class StalenessSettings:
             value, minimum = getattr(self, each.name), least.get(each.name, 0)
             if value < minimum:
                 raise InvalidRequestError(f"{each.name} is {value}: set it to {minimum} or more")
+        if 0 < self.group_ids < self.samples:
+            raise InvalidRequestError(
+                f"a group has {self.group_ids} trajectory ids and starts {self.samples} samples: "
+                "start fewer samples of a prompt, or create another rollout"
+            )
 
     @property
     def samples(self) -> int:
@@ -54,6 +63,32 @@ class StalenessSettings:
     def groups_max(self) -> int:
         """Groups that can be in flight: started, and not consumed (StaleFlow §4.2)."""
         return (self.staleness + 1) * (self.batch_groups + self.extra_groups)
+
+    @property
+    def ids_per_group(self) -> int:
+        """The number that `group_ids` stands for."""
+        return self.group_ids or self.samples
+
+    def check_change(self, after: "StalenessSettings") -> None:
+        """Raises InvalidRequestError: a rollout with these settings cannot go on with others, since
+        more changes than the staleness and the redundancy."""
+        same = replace(
+            self,
+            staleness=after.staleness,
+            extra_groups=after.extra_groups,
+            extra_samples=after.extra_samples,
+            group_ids=self.ids_per_group,
+        )
+        if replace(after, group_ids=after.ids_per_group) != same:
+            raise InvalidRequestError(
+                f"a rollout with {self} cannot go on with {after}: keep the sizes of batch and "
+                "group, the first version and the trajectory ids of a group"
+            )
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether rounds are short and long ones (Flexes §3)."""
+        return not self.staleness and bool(self.extra_groups or self.extra_samples)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,8 +175,7 @@ class StalenessManager:
         """Records a generated and rewarded member; the last one occupies the group's entry.
 
         Returns None while the group lacks members. When it is complete: the surplus groups of a
-        buffer that is full now. They are released; the caller aborts their trajectories, and the
-        members of this group that are not complete.
+        buffer that is full now. They are released; the caller aborts their trajectories.
 
         Raises ConflictError: the trajectory has no version, or is complete.
         """
@@ -169,6 +203,30 @@ class StalenessManager:
         for version, _ in list(self.buffers.entries()):
             dropped += self._drop_surplus(version)
         return tuple(dropped)
+
+    def change(self, settings: StalenessSettings) -> tuple[SampleGroupId, ...]:
+        """Moves all entries into buffers of other sizes. Complete groups come first, then older
+        ones. Those for which there is no place are released, and returned."""
+        entries = sorted(
+            self.state().entries, key=lambda e: (not e.is_occupied, e.version, e.group)
+        )
+        first, self.settings = self.buffers.next_version, settings
+        self.buffers = Buffers(
+            staleness=settings.staleness,
+            size=settings.batch_groups,
+            extra=settings.extra_groups,
+            first_version=first,
+        )
+        released = []
+        for each in entries:
+            if not self.buffers.admits(each.group, each.version):
+                del self._members[each.group]
+                released.append(each.group)
+                continue
+            self.buffers.assign(each.group, each.version)
+            if each.is_occupied:
+                self.buffers.occupy(each.group)
+        return tuple(released)
 
     def is_ready(self) -> bool:
         """True if the next buffer can be consumed."""

@@ -1,11 +1,13 @@
 """The trajectory server's core: all trajectories in flight, and their states (StaleFlow §5.1).
 
-It holds each group from the sampling of its prompt until it is trained or dropped, at most
-`groups_max` of them, and forgets it then. What the caller must store durably is what its methods
-return. Changes come as methods named for what happens; each checks before it changes anything.
+It holds each group from its start until it is trained, dropped or aborted, and forgets it then.
+What the caller must store durably is what its methods return. Changes come as methods named for
+what happens; each checks before it changes anything.
 
 Invariant: a trajectory of a held group is in one state of `TrajectoryState` and is held until its
-group is consumed, or until it is aborted and no instance has it any more.
+group is consumed, or until it is aborted and no instance has it any more. So a group that was
+aborted can start again, with the same trajectories, when it is *settled*: when none of them is
+held.
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,10 +50,9 @@ class HeldTrajectories:
 class TrajectoryServer:
     """Owner of the records of trajectories."""
 
-    def __init__(self, *, samples: int, groups_max: int) -> None:
-        """`samples`: trajectories of a group; `groups_max`: groups held at a time."""
+    def __init__(self, *, samples: int) -> None:
+        """`samples`: trajectory ids of a group."""
         self.samples = samples
-        self.groups_max = groups_max
         self.groups: dict[SampleGroupId, SampleGroup] = {}
         self.initial: dict[TrajectoryId, Trajectory] = {}
         """Trajectories to be routed that have no version, by id ascending."""
@@ -89,11 +90,6 @@ class TrajectoryServer:
         """Number of trajectories to be routed."""
         return len(self.initial) + len(self.returned)
 
-    @property
-    def groups_wanted(self) -> int:
-        """Number of groups that `add` takes now."""
-        return self.groups_max - len(self.groups)
-
     def get(self, trajectory: TrajectoryId) -> Trajectory | None:
         """The record; None for a trajectory that is consumed or aborted.
 
@@ -127,13 +123,9 @@ class TrajectoryServer:
         """Records of what the instance holds, in the order of routing."""
         return [self._all[each] for each in self._on.get(instance, ())]
 
-    def add(self, group: SampleGroupId, prompt_tokens: int) -> SampleGroup:
-        """Adds a prompt and its initial trajectories.
-
-        Raises:
-            InvalidRequestError: the id does not follow the last one, or the prompt is empty.
-            ConflictError: the server holds `groups_max` groups.
-        """
+    def add(self, group: SampleGroupId, prompt_tokens: int) -> None:
+        """Makes a prompt known. Raises InvalidRequestError: the id does not follow the last one, or
+        the prompt is empty."""
         if group != self._next_group:
             raise InvalidRequestError(
                 f"group {group} does not follow group {self._next_group - 1}: "
@@ -141,19 +133,41 @@ class TrajectoryServer:
             )
         if prompt_tokens < 1:
             raise InvalidRequestError(f"the prompt of group {group} has no tokens: leave it out")
-        if self.groups_wanted < 1:
+        self._next_group = SampleGroupId(group + 1)
+
+    def is_settled(self, group: SampleGroupId) -> bool:
+        """Whether no trajectory of the group is held."""
+        return not any(each in self._all for each in trajectory_ids(group, self.samples))
+
+    def start(self, group: SampleGroupId, prompt_tokens: int, samples: int) -> None:
+        """Starts the first `samples` trajectories of a known prompt.
+
+        Raises ConflictError: the group is not settled.
+        """
+        if not self.is_settled(group):
             raise ConflictError(
-                f"the trajectory server holds {self.groups_max} groups, as many as the staleness "
-                "bound allows: add more after the next batch is consumed"
+                f"group {group} has trajectories: it can start when they have ended"
             )
         members = trajectory_ids(group, self.samples)
-        added = SampleGroup(id=group, prompt_tokens=prompt_tokens, members=members)
-        self.groups[group] = added
-        self._next_group = SampleGroupId(group + 1)
-        for each in members:
+        self.groups[group] = SampleGroup(id=group, prompt_tokens=prompt_tokens, members=members)
+        is_last = not self.initial or next(reversed(self.initial)) < members[0]
+        for each in members[:samples]:
             record = Trajectory(id=each, group=group, prompt_tokens=prompt_tokens)
             self._all[each] = self.initial[each] = record
-        return added
+        if not is_last:
+            self.initial = dict(sorted(self.initial.items()))
+
+    def withdraw(self, group: SampleGroupId) -> None:
+        """Takes back the start of a group none of whose trajectories was routed.
+
+        Raises ConflictError: one was.
+        """
+        members = list(self.members(group))
+        if any(each.id not in self.initial for each in members):
+            raise ConflictError(f"group {group} has been routed: abort it")
+        for each in members:
+            self._end(each)
+        self.forget_group(group)
 
     def assign(self, trajectory: Trajectory, version: int) -> None:
         """Gives an initial trajectory its version. Raises ConflictError: it has one."""
@@ -258,8 +272,8 @@ class TrajectoryServer:
 
     def check_invariants(self) -> None:
         """Raises InvariantError: an invariant of this module or of `record` does not hold."""
-        if len(self.groups) > self.groups_max:
-            raise InvariantError(f"{len(self.groups)} groups are held", law="groups held")
+        if list(self.initial) != sorted(self.initial):
+            raise InvariantError("initial trajectories are out of order", law="ids ascending")
         held = waiting = 0
         for each in self._all.values():
             state, instance = each.state, each.instance

@@ -262,6 +262,15 @@ class RolloutRequest(_Strict):
     prompts: Count = Field(description="prompts of one batch")
     samples: Count = Field(1, description="samples of each prompt")
     sampling: dict[str, Any] = Field(description="as `sampling` of `generate`, with a `seed`")
+    eta_prompts: float = Field(
+        1.0, description="prompts that a short round starts, as a multiple of `prompts`"
+    )
+    eta_responses: float = Field(
+        1.0, description="samples of a prompt that a short round starts, as a multiple of `samples`"
+    )
+    dynamic_sampling: bool = Field(
+        False, description="prompts whose rewards are all equal are dropped"
+    )
     first_batch: Count = Field(0, description="number of the first batch")
     failed_prompts_max: Count = Field(
         0,
@@ -275,8 +284,11 @@ class ExchangeRequest(_Strict):
 
     first: Count = Field(0, description="number of the first of `prompts` in the whole rollout")
     prompts: list[list[Count]] = Field([], description="token ids")
-    rewards: list[tuple[Count, float | None, str]] = Field(
-        [], description="trajectory, reward (null: it failed, and the group is dropped), reason"
+    ended: bool = Field(False, description="there are no prompts after these")
+    rewards: list[tuple[Count, Count, float | None, str]] = Field(
+        [],
+        description="trajectory, its `events` entry, reward (null: it failed, and the group is "
+        "dropped), reason",
     )
     after: Count = Field(0, description="cursor of the latest answer")
 

@@ -18,6 +18,8 @@ VIEW: dict[str, Any] = {
     "name": "rollout",
     "state": "failed",
     "staleness": 2,
+    "round": "short",
+    "queued_prompts": 3,
     "newest_version": 117,
     "batches_ready": 1,
     "in_flight": 6144,
@@ -46,6 +48,7 @@ def test_a_narrow_terminal_has_the_figures_the_load_and_what_failed(
     assert "25 %" in text
     assert "math-grpo-caf8d00a/rollout failed: no instance is left" in text
     assert "2 prompts were dropped" in text
+    assert "math-grpo-caf8d00a/rollout: short round; 3 prompts wait for a long one" in text
     assert "\x1b" not in text
     assert "math-grpo-caf8d00a/rollout-1 is lost: out of service for 60 s" in text
 

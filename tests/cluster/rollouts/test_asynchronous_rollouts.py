@@ -346,13 +346,15 @@ def test_a_killed_controller_goes_on_with_the_batch_that_it_had(
 def test_wrong_settings_are_refused(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
 
-    def make(staleness: int, sampling: plexrl.SamplingParams) -> plexrl.BoundedRollout:
+    def make(
+        staleness: int, sampling: plexrl.SamplingParams, samples: int = 2
+    ) -> plexrl.BoundedRollout:
         return job.rollout(
             *("rollout", MODEL, actor),
             instances=1,
             policy=plexrl.BoundedStaleness(staleness),
             prompts=2,
-            samples=2,
+            samples=samples,
             sampling=sampling,
         )
 
@@ -360,6 +362,6 @@ def test_wrong_settings_are_refused(job: plexrl.Job) -> None:
         make(0, plexrl.SamplingParams())
     made = make(0, SAMPLING)
     with pytest.raises(ConflictError, match="other settings"):
-        make(1, SAMPLING)
+        make(0, SAMPLING, samples=3)
     with pytest.raises(InvalidRequestError, match="give more prompts"):
         list(made.batches([next(prompts())], reward, steps=2))

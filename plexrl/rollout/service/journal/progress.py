@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
@@ -14,6 +15,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupFiltered,
     InstanceJoined,
     ReportDroppedGroup,
+    ReportQueuedGroup,
     Rewarded,
     Train,
 )
@@ -53,6 +55,8 @@ class TrainedBatch:
     """Of the responses."""
     staleness: dict[int, int]
     """Samples by `version` less V_traj."""
+    round: RoundKind | None = None
+    """The kind of its round; None: its policy had no rounds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +64,7 @@ class Progress:
     """Counts since the rollout was created, and what its controller has to answer next."""
 
     group_size: int
-    """Samples of a prompt."""
+    """Trajectory ids of a prompt."""
     requested: int = -1
     """Version of the latest batch that the trainer asked for."""
     batch: Train | None = None
@@ -81,6 +85,10 @@ class Progress:
     dropped_groups: int = 0
     dropped_reason: str = ""
     """The latest reason."""
+    aborted_groups: int = 0
+    """Times that a group was aborted, to begin anew."""
+    aborted: Count = field(default_factory=Count)
+    """Responses of those groups that were generated to their end."""
     failed_generations: int = 0
     failed_groups: int = 0
     """Groups dropped because of failed generations, since the latest success of one."""
@@ -92,6 +100,8 @@ class Progress:
     """The latest ones."""
     joins: dict[str, int] = field(default_factory=dict)
     """How often each deployment has joined."""
+    round: RoundKind | None = None
+    """The kind of the present round."""
 
     def note(
         self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
@@ -124,6 +134,10 @@ class Progress:
                 self._trained(command)
             elif isinstance(command, ReportDroppedGroup):
                 self._dropped(event, command)
+            elif isinstance(command, ReportQueuedGroup):
+                self.aborted_groups += 1
+                self.aborted.add(self._end(command.group))
+        self.round = core.rounds.kind
 
     def forgive(self) -> None:
         """The causes of the failures so far are mended."""
@@ -144,6 +158,7 @@ class Progress:
                 samples=len(tokens),
                 tokens=sum(tokens),
                 staleness=dict(sorted(ages.items())),
+                round=self.round,
             )
         )
         del self.batches[:-BATCHES_KEPT]

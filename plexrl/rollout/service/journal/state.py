@@ -16,6 +16,7 @@ from plexrl.rollout.coordinator.messages import (
     ParametersPushed,
     Pull,
     ReportDroppedGroup,
+    ReportQueuedGroup,
     Route,
     SnapshotTaken,
     Train,
@@ -50,8 +51,9 @@ class RolloutState:
     def new(cls, order: RolloutOrder) -> "RolloutState":
         """Before the first event."""
         settings = order.settings()
-        progress = Progress(group_size=settings.staleness.samples)
-        return cls(RolloutCoordinator(settings), Instances(), progress)
+        core = RolloutCoordinator(settings)
+        progress = Progress(group_size=settings.staleness.ids_per_group, round=core.rounds.kind)
+        return cls(core, Instances(), progress)
 
     @classmethod
     def stored(cls, order: RolloutOrder, store: RolloutStore) -> "RolloutState":
@@ -98,6 +100,7 @@ class RolloutState:
         parts: Sequence[Part] = (),
         prompt: tuple[SampleGroupId, Array] | None = None,
         step: tuple[int, int] | None = None,
+        order: RolloutOrder | None = None,
     ) -> tuple[Entry, list[InstanceCommand]] | None:
         """Decides on an event: what is to be stored, and the commands for instances after that.
         None: it changed nothing. Raises as `RolloutCoordinator.handle`; nothing has changed
@@ -107,13 +110,18 @@ class RolloutState:
             return None
         last_batch = self.progress.batch
         orders = self.note(self.seq + 1, event, commands)
-        is_due = store.is_tail_long or any(isinstance(each, Train) for each in commands)
+        is_due = (
+            store.is_tail_long
+            or order is not None
+            or any(isinstance(each, Train) for each in commands)
+        )
         entry = Entry(
             seq=self.seq,
             event=event,
             parts=parts,
             prompt=prompt,
             step=step,
+            order=order,
             forgotten=self._forgotten(event, commands, last_batch),
             snapshot=self.plain() if is_due else None,
         )
@@ -128,11 +136,16 @@ class RolloutState:
     def _forgotten(
         self, event: Event, commands: Sequence[Command], last_batch: Train | None
     ) -> list[Forgotten]:
-        """The groups that the event says were trained, or that it made the core drop."""
+        """The groups that the event says were trained, or that it made the core drop or abort."""
         groups = [each.group for each in commands if isinstance(each, ReportDroppedGroup)]
         if isinstance(event, ParametersPushed) and last_batch is not None:
             groups += sorted({each.group for each in last_batch.batch})
-        return [Forgotten(each, trajectory_ids(each, self.progress.group_size)) for each in groups]
+        queued = [each.group for each in commands if isinstance(each, ReportQueuedGroup)]
+        size = self.progress.group_size
+        return [
+            *(Forgotten(each, trajectory_ids(each, size)) for each in groups),
+            *(Forgotten(each, trajectory_ids(each, size), keeps_prompt=True) for each in queued),
+        ]
 
 
 def _plain_instances(instances: Instances) -> Plain:

@@ -37,6 +37,8 @@ TAIL_EVENTS_MAX = 1000
 """Events after which the state is written, and the events are deleted."""
 TAIL_BYTES_MIN = 1 << 20
 """Bytes of events after which the same happens, if the state is smaller than they are."""
+ABORTED = "abort"
+"""Finish reason of a sample that was cut short."""
 STEPS_KEPT = 1024
 """Latest versions whose trainer's step is kept: far more than any token in flight is old."""
 ROW_BYTES = 256
@@ -75,10 +77,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """A group that was trained or dropped, whose tokens are deleted."""
+    """A group that was trained, dropped or aborted, whose tokens are deleted."""
 
     group: SampleGroupId
     members: tuple[TrajectoryId, ...]
+    keeps_prompt: bool = False
+    """It begins anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,8 @@ class Entry:
     forgotten: Sequence[Forgotten] = ()
     snapshot: Plain | None = None
     """The state after the event; it replaces the events up to this one."""
+    order: RolloutOrder | None = None
+    """What is ordered from this event on; it comes with a snapshot."""
 
 
 class RolloutStore:
@@ -180,6 +186,9 @@ class RolloutStore:
         database = self._writer
         if entry.step is not None:
             database.execute("INSERT INTO steps VALUES (?, ?)", entry.step)
+        if entry.order is not None:
+            changed = msgspec.json.encode(entry.order).decode()
+            database.execute("UPDATE about SET rollout = ?", (changed,))
         if entry.snapshot is not None:
             body = msgspec.json.encode(entry.snapshot)
             database.execute("DELETE FROM snapshot")
@@ -212,7 +221,8 @@ class RolloutStore:
                 (each.trajectory, entry.seq, *blobs, each.finish),
             )
         for gone in entry.forgotten:
-            database.execute("DELETE FROM prompts WHERE sample_group = ?", (gone.group,))
+            if not gone.keeps_prompt:
+                database.execute("DELETE FROM prompts WHERE sample_group = ?", (gone.group,))
             database.executemany(
                 "DELETE FROM parts WHERE trajectory = ?", [(each,) for each in gone.members]
             )
@@ -250,8 +260,8 @@ class RolloutStore:
     def read(
         self, wanted: Sequence[tuple[SampleGroupId, TrajectoryId]], bytes_max: int
     ) -> list[tuple[Array, Part] | None]:
-        """Prompt and response of some trajectories; None for those that were trained or dropped
-        meanwhile. It ends early, after at least one, when it has read `bytes_max`.
+        """Prompt and response of some trajectories; None for those that were trained, dropped or
+        aborted meanwhile. It ends early, after at least one, when it has read `bytes_max`.
 
         Raises:
             NotFoundError: the file was deleted.
@@ -264,11 +274,10 @@ class RolloutStore:
             for group, trajectory in wanted:
                 if size >= bytes_max:
                     break
-                prompt = _prompt(database, group)
-                if prompt is None:
+                prompt, part = _prompt(database, group), _response(database, trajectory)
+                if prompt is None or part.finish in ("", ABORTED):
                     found.append(None)
                     continue
-                part = _response(database, trajectory)
                 size += prompt.nbytes + part.tokens.nbytes + part.logprobs.nbytes + ROW_BYTES
                 found.append((prompt, part))
         return found

@@ -1,0 +1,151 @@
+"""Which prompts are started, and in which round those that were aborted are (Flexes §3).
+
+A *round* is the generation of one batch without staleness. A policy with more prompts or samples
+than are trained has two kinds:
+
+- A *short* round starts `batch_groups + extra_groups` new prompts. When `batch_groups` of them are
+  complete, the others are aborted and join the queue of long prompts.
+- A *long* round is the next one as soon as the queue has `batch_groups` prompts: it starts exactly
+  these, with `group_size` samples each.
+
+A queued prompt begins anew, with the weights of its round; nothing of its earlier samples is kept.
+It has the same trajectories, and so the same random streams, as before.
+
+Every prompt that was added is in `queue`, in `fresh`, or started. If the data set has ended, a
+round for which new prompts are lacking takes queued ones, so that the last ones are trained, too.
+A policy without rounds starts what is in the queue before new prompts: a change of the policy
+leaves nothing behind.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from plexrl.errors import InvariantError
+from plexrl.rollout.staleness.buffers import Buffers
+from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.trajectories.record import SampleGroupId
+from plexrl.rollout.trajectories.server import TrajectoryServer
+
+
+class RoundKind(StrEnum):
+    """See the module."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldPrompts:
+    """The prompts that are not started, with the numbers of their tokens."""
+
+    queue: dict[SampleGroupId, int] = field(default_factory=dict)
+    """Long prompts: those that were aborted, in the order in which they are started again."""
+    fresh: dict[SampleGroupId, int] = field(default_factory=dict)
+    """Those that never started, in the order in which they are started."""
+    is_long: bool = False
+    """The present round is a long one."""
+    is_ended: bool = False
+    """The data set has no more prompts."""
+
+
+class Rounds:
+    """The prompts of a rollout that are not started, and the kind of the present round."""
+
+    def __init__(self, sizes: StalenessSettings, held: HeldPrompts | None = None) -> None:
+        """`held` is the state of an earlier one, of which this becomes the owner."""
+        self._sizes = sizes
+        self.held = HeldPrompts() if held is None else held
+
+    @property
+    def kind(self) -> RoundKind | None:
+        """Kind of the present round; None: the policy has no rounds."""
+        if not self._sizes.is_speculative:
+            return None
+        return RoundKind.LONG if self.held.is_long else RoundKind.SHORT
+
+    @property
+    def queue(self) -> dict[SampleGroupId, int]:
+        """Long prompts, with the numbers of their tokens."""
+        return self.held.queue
+
+    @property
+    def _started_max(self) -> int:
+        """Prompts that may be started and neither trained nor dropped."""
+        sizes = self._sizes
+        return sizes.batch_groups if self.kind is RoundKind.LONG else sizes.groups_max
+
+    def wanted(self, started: int) -> int:
+        """Number of new prompts that could start now, when so many are started."""
+        waiting = len(self.held.fresh)
+        if self.kind is not RoundKind.SHORT:
+            waiting += len(self.held.queue)
+        return max(0, self._started_max - started - waiting)
+
+    def add(self, group: SampleGroupId, prompt_tokens: int) -> None:
+        """A new prompt."""
+        self.held.fresh[group] = prompt_tokens
+        self.held.is_ended = False
+
+    def end(self) -> None:
+        """There are no more new prompts."""
+        self.held.is_ended = True
+
+    def put_back(self, server: TrajectoryServer, buffers: Buffers) -> None:
+        """The prompts that no instance got in the present round have not started."""
+        groups = sorted(group for group in server.groups if buffers.place(group) is None)
+        prompts = {group: server.groups[group].prompt_tokens for group in groups}
+        for group in groups:
+            server.withdraw(group)
+        held = self.held
+        if self.kind is RoundKind.LONG:
+            held.queue = prompts | held.queue
+        else:
+            held.fresh = prompts | held.fresh
+
+    def abort(self, group: SampleGroupId, prompt_tokens: int) -> None:
+        """A started prompt is not trained in this round."""
+        self.held.queue[group] = prompt_tokens
+
+    def begin(self) -> None:
+        """A batch is complete, and the next round begins."""
+        sizes = self._sizes
+        self.held.is_long = sizes.is_speculative and len(self.held.queue) >= sizes.batch_groups
+
+    def change(self, sizes: StalenessSettings) -> None:
+        """Another policy."""
+        self._sizes = sizes
+        self.held.is_long = self.held.is_long and sizes.is_speculative
+
+    def start(self, server: TrajectoryServer) -> None:
+        """Starts the prompts for which the round has room, in their order. A queued one may have to
+        wait until instances have discarded its earlier samples."""
+        held, sizes = self.held, self._sizes
+        while (held.queue or held.fresh) and len(server.groups) < self._started_max:
+            if self._takes_queued(len(server.groups)):
+                group = next(iter(held.queue))
+                if not server.is_settled(group):
+                    return
+                server.start(group, held.queue.pop(group), sizes.group_size)
+            elif held.fresh:
+                group = next(iter(held.fresh))
+                samples = sizes.group_size if held.is_long else sizes.samples
+                server.start(group, held.fresh.pop(group), samples)
+            else:
+                return
+
+    def _takes_queued(self, started: int) -> bool:
+        """Whether the next prompt is a queued one. In a short round only if there cannot be a batch
+        of new prompts."""
+        held = self.held
+        if self.kind is not RoundKind.SHORT:
+            return bool(held.queue)
+        lacks_new = held.is_ended and not held.fresh and started < self._sizes.batch_groups
+        return lacks_new and bool(held.queue)
+
+    def check_invariants(self, server: TrajectoryServer) -> None:
+        """Raises InvariantError: a prompt is in two places, or too many are started."""
+        places = [*self.held.queue, *self.held.fresh, *server.groups]
+        if len(places) != len(set(places)):
+            raise InvariantError("a prompt is in two places", law="one place each")
+        if len(server.groups) > self._started_max:
+            raise InvariantError(f"{len(server.groups)} groups are started", law="groups started")
