@@ -1,4 +1,7 @@
-"""Output of all benchmarks: a table for people, one JSON object for programs."""
+"""Output of all benchmarks: a table for people, one JSON object for programs.
+
+A benchmark that imports this prints its docstring with `--help`, and does not run.
+"""
 
 import json
 import os
@@ -68,3 +71,16 @@ def commit() -> str:
         check=False,
     )
     return found.stdout.strip() or "unknown"
+
+
+def _print_help_if_asked() -> None:
+    """Benchmarks with a parser of their own have their own help."""
+    main = sys.modules["__main__"]
+    path = Path(getattr(main, "__file__", None) or "")
+    is_benchmark = ROOT / "benchmarks" in path.parents and not hasattr(main, "argparse")
+    if is_benchmark and {"--help", "-h"} & set(sys.argv[1:]):
+        sys.stdout.write(f"{main.__doc__}\n")
+        sys.exit()
+
+
+_print_help_if_asked()

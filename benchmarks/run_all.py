@@ -13,10 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.report import ROOT
 from benchmarks.sizes import QUICK
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
 USAGE = re.compile(r"^ *python (.*?)( ?\[--quick\].*)$", re.MULTILINE)
 NOT_RUN = {
     "simulating/drain.py": "takes hours; run it by name",

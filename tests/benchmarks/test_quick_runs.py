@@ -1,5 +1,6 @@
 """Every benchmark runs from end to end. What it measures with `--quick` is not judged."""
 
+import ast
 import subprocess
 import sys
 
@@ -37,3 +38,11 @@ def test_every_script_is_a_benchmark_that_is_found() -> None:
 
 def test_only_benchmarks_are_left_out_of_the_results() -> None:
     assert set(NOT_RUN) <= set(commands())
+
+
+@pytest.mark.parametrize("name", ["run_all.py", "ordering.py"])
+def test_help_is_printed_and_nothing_runs(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name.removesuffix('.py')}", "--help"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    doc = ast.get_docstring(ast.parse((HERE / name).read_text()))
+    assert found.stdout.strip() == doc
