@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.run_all import HERE, NOT_RUN, ROOT, commands
+from benchmarks.report import ROOT
+from benchmarks.run_all import HERE, NOT_RUN, commands
 
 NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
 
