@@ -21,9 +21,9 @@ from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.results.gains import PUBLISHED, gains
 from plexrl.sim.rollout.results.outcome import Outcome, outcome
-from plexrl.sim.rollout.run import simulate_rollout
+from plexrl.sim.rollout.runs.run import simulate_rollout
+from plexrl.sim.rollout.runs.split import Runner, best_splits, runner
 from plexrl.sim.rollout.setting import BOUNDED, Setting, Strategies, System, SystemName
-from plexrl.sim.rollout.split import Runner, best_splits, runner
 from plexrl.sim.rollout.workload import Workload
 
 Row = tuple[str, ...]

@@ -14,7 +14,7 @@ from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.results.outcome import outcome
-from plexrl.sim.rollout.run import simulate_rollout
+from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName
 from plexrl.sim.rollout.workload import R1, Workload
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.runs.split import best_splits, runner
 from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName, check_split
-from plexrl.sim.rollout.split import best_splits, runner
 
 
 def run_all(

@@ -9,9 +9,9 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.results.bound import throughput_bound
 from plexrl.sim.rollout.results.outcome import Outcome, outcome
-from plexrl.sim.rollout.run import simulate_rollout
+from plexrl.sim.rollout.runs.run import simulate_rollout
+from plexrl.sim.rollout.runs.split import best_splits, runner
 from plexrl.sim.rollout.setting import BOUNDED, Setting, Strategies, System, SystemName
-from plexrl.sim.rollout.split import best_splits, runner
 from plexrl.sim.rollout.workload import Prompts, Workload
 
 SMALL = Setting(

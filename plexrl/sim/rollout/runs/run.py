@@ -5,9 +5,9 @@ from collections.abc import Callable
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_split
+from plexrl.sim.rollout.systems.coordinated import StaleFlow
 from plexrl.sim.rollout.systems.inflight import InFlight
 from plexrl.sim.rollout.systems.one_step import OneStep
-from plexrl.sim.rollout.systems.staleflow import StaleFlow
 from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
 

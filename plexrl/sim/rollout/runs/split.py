@@ -18,7 +18,7 @@ from typing import TypeVar
 from plexrl.process.lifeline import die_with_parent
 from plexrl.sim.rollout.results.outcome import Outcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
-from plexrl.sim.rollout.run import simulate_rollout
+from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import SPLIT, Setting, System
 
 Result = TypeVar("Result")

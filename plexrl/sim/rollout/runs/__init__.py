@@ -1,0 +1,1 @@
+"""Runs of one system, or of several, each with its best split of the GPUs."""
