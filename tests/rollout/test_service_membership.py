@@ -22,6 +22,7 @@ from plexrl.errors import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.config import RolloutConfig
+from plexrl.rollout.service.instance_driver import InstanceDriver
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
@@ -67,6 +68,8 @@ class ScriptedCluster(ClusterCalls):
         self.served = asyncio.Event()
         self.stalled: set[str] = set()
         """Deployments that generate nothing."""
+        self.beginning: set[str] = set()
+        """Those of them that do not show yet what they have got."""
         self.generated: dict[str, list[int]] = {}
         """Trajectories by operation."""
         self.where: dict[str, str] = {}
@@ -106,7 +109,7 @@ class ScriptedCluster(ClusterCalls):
         rows = [
             [operation, row, 2, True]
             for operation, numbers in self.generated.items()
-            if self.where[operation] == deployment and deployment in self.stalled
+            if self.where[operation] == deployment and deployment in self.stalled - self.beginning
             for row in range(len(numbers))
         ]
         return [{"blocks": 100, "block_tokens": 16, "rows": rows, "steps": []}]
@@ -224,6 +227,26 @@ def test_the_work_of_a_removed_instance_goes_to_the_others(tmp_path: Path) -> No
             assert "ended" in absence.reason or "no deployment" in absence.reason
         stuck = [each for each, name in cluster.where.items() if name == "rollout-0"]
         assert cluster.cancelled == stuck
+
+    asyncio.run(check())
+
+
+def test_what_an_engine_is_about_to_begin_runs_and_waits_while_it_is_offloaded(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.beginning = cluster.stalled = {"rollout-0", "rollout-1"}
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            give_prompts(rollout)
+            held = rollout.instances.work[ORDER_1].held
+            await reached(rollout, lambda: bool(held))
+            driver = InstanceDriver(ORDER_1, rollout)
+            load, _ = driver.load(await cluster.engines("rollout-1"))
+            assert (set(load.running), load.waiting) == (set(held), ())
+            load, _ = driver.load([])
+            assert (load.running, set(load.waiting)) == ((), set(held))
 
     asyncio.run(check())
 

@@ -15,6 +15,7 @@ from plexrl.rollout.coordinator.messages import (
     Event,
     Generated,
     GroupAdded,
+    GroupFiltered,
     ParametersPushed,
     PolicyChanged,
     Stopped,
@@ -246,6 +247,27 @@ def test_a_store_of_a_version_without_snapshots_is_continued(tmp_path: Path) -> 
     assert added is not None
     store.write([replace(added[0], snapshot=state.plain())])
     assert RolloutState.stored(order, store).plain() == state.plain()
+    store.close()
+
+
+def test_failures_before_the_rollout_was_asked_for_again_count_no_more(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollout.sqlite")
+    store.begin(ORDER)
+    state = RolloutState.stored(ORDER, store)
+
+    def take(event: Event, order: RolloutOrder | None = None) -> None:
+        taken = state.take(event, store, order=order)
+        assert taken is not None
+        store.write([taken[0]])
+
+    for number in range(3):
+        take(GroupAdded(group=SampleGroupId(number), prompt_tokens=3))
+    take(GroupFiltered(group=SampleGroupId(1), reason="the grader is broken"))
+    assert state.progress.groups_without_reward == 1
+    before = state.core.state()
+    take(PolicyChanged(bound=ORDER.settings().staleness), ORDER)
+    assert state.core.state() == before
+    assert RolloutState.stored(ORDER, store).progress.groups_without_reward == 0
     store.close()
 
 

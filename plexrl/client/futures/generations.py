@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -46,7 +47,7 @@ def ended_sample(
     return Sample(tokens, np.array(logprobs, dtype=np.float32), finish_reason, spans)
 
 
-class StreamState(Generic[ReadT]):
+class StreamState(ABC, Generic[ReadT]):
     """A reader's position in a stream. No I/O: both kinds of future use it."""
 
     def __init__(self, operation: str, samples_per_prompt: int) -> None:
@@ -82,11 +83,11 @@ class StreamState(Generic[ReadT]):
     def _restarted(self) -> None:
         """All rows come again."""
 
+    @abstractmethod
     def _read(
         self, sample: int, tokens: list[int], logprobs: list[float], **ended: Any
     ) -> ReadT | None:
         """What is new in a row of an event."""
-        raise NotImplementedError
 
     def _other_tokens(self, sample: int) -> ExecutionError:
         return ExecutionError(

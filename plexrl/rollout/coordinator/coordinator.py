@@ -199,6 +199,8 @@ class RolloutCoordinator:
         self.rounds.add(event.group, event.prompt_tokens)
 
     def _on_policy_changed(self, event: PolicyChanged) -> list[Command]:
+        if event.bound == self.settings.staleness:
+            return []
         self.settings.staleness.check_change(event.bound)
         self.settings = replace(self.settings, staleness=event.bound)
         self.rounds.put_back(self.trajectories, self.manager.buffers)

@@ -351,24 +351,21 @@ class InstanceDriver:
         """The instance's load, from that of its engines, and the decode steps that were measured
         since the last call. It is not lost.
 
-        A trajectory that its engine does not know has just ended, or its operation waits for its
-        turn: it counts as running with the tokens known before, or as waiting.
+        A trajectory that no engine knows has just ended, or is about to begin: it counts as running
+        with the tokens known before. While the instance is offloaded, it waits.
         """
         work = self._rollout.instances.work[self.instance]
         generations = {each.operation: each for each in self._at.values()}
         running, waiting = dict[TrajectoryId, int](), dict[TrajectoryId, int]()
-        started: set[str] = set()
         for engine in engines:
             for operation, row, tokens, runs in engine["rows"]:
-                started.add(operation)
                 if (generation := generations.get(operation)) is not None:
                     trajectory = generation.trajectories[row]
                     if trajectory in work.held:
                         (running if runs else waiting)[trajectory] = tokens
         for each in [t for t in work.held if t not in running and t not in waiting]:
-            at, record = self._at.get(each), self._rollout.core.trajectories.get(each)
-            runs = at is not None and at.operation in started
-            (running if runs else waiting)[each] = 0 if record is None else record.length
+            record = self._rollout.core.trajectories.get(each)
+            (running if engines else waiting)[each] = 0 if record is None else record.length
         snapshot = InstanceSnapshot(
             instance=self.instance,
             version=work.version,

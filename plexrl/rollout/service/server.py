@@ -199,7 +199,8 @@ class RolloutService:
             assert self._tasks is not None
             # The link may end and cancel this handler, but not the restart.
             found = await asyncio.shield(self._tasks.create_task(self._again(found)))
-        if changed != found.order:
+            found.change_policy(changed)
+        elif changed != found.order:
             found.change_policy(changed)
         return found
 
@@ -228,7 +229,6 @@ class RolloutService:
         except PlexRLError as error:
             self._unreadable[key] = error
             raise
-        self._rollouts[key].progress.forgive()
         return self._rollouts[key]
 
     async def _status(self, _: Peer, params: Plain) -> Plain:

@@ -14,6 +14,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupAdded,
     GroupFiltered,
     InstanceJoined,
+    PolicyChanged,
     ReportDroppedGroup,
     ReportQueuedGroup,
     Rewarded,
@@ -125,6 +126,9 @@ class Progress:
             case InstanceJoined():
                 name = deployment_of(event.instance)
                 self.joins[name] = self.joins.get(name, 0) + 1
+            case PolicyChanged():
+                # Its controller has asked for it again: the causes of failures are mended.
+                self.failed_groups = self.groups_without_reward = 0
             case BatchRequested():
                 self.requested = core.manager.buffers.next_version
             case _:
@@ -138,10 +142,6 @@ class Progress:
                 self.aborted_groups += 1
                 self.aborted.add(self._end(command.group))
         self.round = core.rounds.kind
-
-    def forgive(self) -> None:
-        """The causes of the failures so far are mended."""
-        self.failed_groups = self.groups_without_reward = 0
 
     def _trained(self, train: Train) -> None:
         self.batch, self.requested = train, train.version
