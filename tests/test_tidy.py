@@ -39,6 +39,7 @@ PURE_FOLDERS = (
     "rollout/batching",
     "rollout/coordinator",
     "rollout/staleness",
+    "rollout/streaming",
     "rollout/trajectories",
     "scheduler/admission",
     "scheduler/context",
