@@ -3,12 +3,16 @@
     python -m benchmarks.rollout_live [--quick] [--json] [--plot=FILE.png]
 
 Both run on one embedded cluster with the same workers: one trains, three generate. *Step by step*
-is the usual controller: sync the weights, generate a batch, compute rewards, train. The others are
-`job.rollout` with a staleness bound. Batches, prompts, models and limits are equal.
+is the usual controller: sync the weights, generate a batch, compute the reward of each sample when
+it has ended, train. The others are `job.rollout` with a staleness bound. Batches, prompts, models,
+rewards and limits are equal.
 
 Throughput: tokens trained per second. An untrained model ends each sample with a probability of
 about 1/65 per token, up to 400 tokens, so the lengths are skewed. The first steps, in which the
-pipeline fills, and the last ones, in which it empties, are left out.
+pipeline fills, and the last ones, in which it empties, are left out. It is measured twice: with
+rewards that are computed at once, and (`waiting`) with rewards that wait 0.3 to 1 s for something
+outside of this machine, as a judge or a test server. All parts share the machine's processors, so
+the first gain is only what the processors idle step by step.
 
 Reward: the task of examples/asynchronous_digits.py after supervised steps, over several seeds. A
 figure `reward_*` is the mean reward of the last five steps; `*_spread` is the standard deviation
@@ -24,10 +28,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 import plexrl
 from benchmarks.report import report
 from benchmarks.sizes import sized
+from plexrl import rewards
 from plexrl.cluster.embedded.start import start_embedded
 
 INSTANCES = 3
@@ -36,11 +42,16 @@ LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DIGITS = "0123456789="
 STEPS = sized(12, quick=2)
 """Measured, between the first and the last ones."""
+WAIT_S = (0.3, 1.0)
+"""Least and most seconds for which a reward waits."""
 CURVE_BOUNDS = sized((1, 3), quick=(1,))
 CURVE_STEPS = sized(30, quick=2)
 WARM_UP_STEPS = sized(80, quick=1)
 SEEDS = sized(5, quick=1)
 LAST = 5
+
+
+Reward = Callable[[list[int], plexrl.Sample], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +64,14 @@ class Task:
     sampling: plexrl.SamplingParams
     learning_rate: float
     asked: Callable[[], Iterator[list[int]]]
-    reward: Callable[[list[int], plexrl.Sample], float]
+    reward: Reward
     warm_up: Callable[[plexrl.TrainDeployment], None] = lambda _: None
+
+    @property
+    def graded(self) -> rewards.Graded[plexrl.Sample]:
+        """The reward, for all samples of a batch at once."""
+        at_once = self.prompts * self.samples
+        return rewards.Graded(self.reward, on_failure="raise", at_once=at_once)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +91,10 @@ def train(
     task: Task,
     prompts: Sequence[list[int]],
     samples: Sequence[Sequence[plexrl.Sample]],
-    rewards: Sequence[Sequence[float]],
+    found: npt.NDArray[np.float64],
     age: int,
 ) -> Step:
     """One step on a batch, the same one whatever made the batch."""
-    found = np.array(rewards)
     advantages = (found - found.mean(1, keepdims=True)) / (found.std(1, keepdims=True) + 1e-4)
     data = plexrl.Batch.from_samples(prompts, samples, advantages)
     data = data.with_values("prox_logprobs", actor.forward(data).result().logprobs)
@@ -101,12 +117,9 @@ def step_by_step(job: plexrl.Job, task: Task, steps: int) -> list[Step]:
         prompts = [next(asked) for _ in range(task.prompts)]
         first = step * task.prompts * task.samples
         sampling = replace(task.sampling, first_sample=first)
-        samples = rollout.generate(prompts, n=task.samples, sampling=sampling).result().samples
-        rewards = [
-            [task.reward(prompt, sample) for sample in row]
-            for prompt, row in zip(prompts, samples, strict=True)
-        ]
-        made.append(train(actor, task, prompts, samples, rewards, 0))
+        future = rollout.generate(prompts, n=task.samples, sampling=sampling, stream="rows")
+        found = task.graded.grade_stream(prompts, task.samples, future.samples())
+        made.append(train(actor, task, prompts, future.result().samples, found.rewards, 0))
     return made
 
 
@@ -126,9 +139,10 @@ def ahead(job: plexrl.Job, task: Task, steps: int, staleness: int) -> list[Step]
         sampling=task.sampling,
     )
     made = []
-    for batch in rollout.batches(task.asked(), task.reward, steps=steps):
+    for batch in rollout.batches(task.asked(), task.graded, steps=steps):
         age = batch.version - min(min(row) for row in batch.sample_versions)
-        made.append(train(actor, task, batch.prompts, batch.samples, batch.rewards, age))
+        found = np.array(batch.rewards)
+        made.append(train(actor, task, batch.prompts, batch.samples, found, age))
     return made
 
 
@@ -140,9 +154,16 @@ def run(cluster: plexrl.Cluster, task: Task, steps: int, staleness: int | None) 
         return ahead(job, task, steps, staleness)
 
 
-def skewed() -> Task:
-    """Long-tailed lengths, whatever is learnt: the learning rate is 0."""
+def skewed(wait_s: tuple[float, float]) -> Task:
+    """Long-tailed lengths, whatever is learnt: the learning rate is 0. A reward waits for a time
+    between those of `wait_s`."""
     drawn = np.random.default_rng(5)
+
+    def reward(_: list[int], sample: plexrl.Sample) -> float:
+        low, high = wait_s
+        share = random.Random(str(sample.tokens)).random()
+        time.sleep(low + (high - low) * share)
+        return sum(token % 2 for token in sample.tokens) / len(sample.tokens)
 
     def asked() -> Iterator[list[int]]:
         while True:
@@ -155,7 +176,7 @@ def skewed() -> Task:
         sampling=plexrl.SamplingParams(max_tokens=sized(400, quick=40), seed=7),
         learning_rate=0.0,
         asked=asked,
-        reward=lambda _, sample: sum(token % 2 for token in sample.tokens) / len(sample.tokens),
+        reward=reward,
     )
 
 
@@ -165,23 +186,21 @@ def throughput(cluster: plexrl.Cluster) -> tuple[list[tuple[str, ...]], dict[str
     figures: dict[str, float] = {}
     edge = max(BOUNDS) + 1
     for staleness in (None, *BOUNDS):
-        made = run(cluster, skewed(), STEPS + 2 * edge, staleness)
-        measured = made[edge : edge + STEPS]
-        seconds = measured[-1].at - made[edge - 1].at
         name = "step_by_step" if staleness is None else f"eta_{staleness}"
-        figures[f"tokens_per_s_{name}"] = sum(step.tokens for step in measured) / seconds
-        gain = figures[f"tokens_per_s_{name}"] / figures["tokens_per_s_step_by_step"]
-        if staleness is not None:
-            figures[f"gain_{name}"] = gain
-        rows.append(
-            (
-                "step by step" if staleness is None else f"ahead, η = {staleness}",
-                f"{figures[f'tokens_per_s_{name}']:.0f}",
-                f"{gain:.2f}",
-                f"{seconds / STEPS:.2f} s",
-                str(max(step.age for step in measured)),
-            )
-        )
+        row = ["step by step" if staleness is None else f"ahead, η = {staleness}"]
+        age = 0
+        for prefix, wait_s in (("", (0.0, 0.0)), ("waiting_", WAIT_S)):
+            made = run(cluster, skewed(wait_s), STEPS + 2 * edge, staleness)
+            measured = made[edge : edge + STEPS]
+            seconds = measured[-1].at - made[edge - 1].at
+            speed = sum(step.tokens for step in measured) / seconds
+            figures[f"{prefix}tokens_per_s_{name}"] = speed
+            gain = speed / figures[f"{prefix}tokens_per_s_step_by_step"]
+            if staleness is not None:
+                figures[f"{prefix}gain_{name}"] = gain
+            row += [f"{seconds / STEPS:.2f} s", f"{gain:.2f}"]
+            age = max(age, *(step.age for step in measured))
+        rows.append((*row, str(age)))
     return rows, figures
 
 
@@ -246,11 +265,11 @@ def plot(found: dict[str, np.ndarray], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    for name, rewards in found.items():
-        steps = np.arange(1, rewards.shape[1] + 1)
-        mean, spread = rewards.mean(0), rewards.std(0)
+    for name, curve in found.items():
+        steps = np.arange(1, curve.shape[1] + 1)
+        mean, spread = curve.mean(0), curve.std(0)
         label = "step by step" if name == "step_by_step" else f"η = {name.removeprefix('eta_')}"
-        axes.plot(steps, mean, label=f"{label}, {len(rewards)} seeds")
+        axes.plot(steps, mean, label=f"{label}, {len(curve)} seeds")
         axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
@@ -268,11 +287,11 @@ def main() -> None:
             found = curves(cluster)
     finally:
         embedded.close()
-    columns = ("rollouts", "tokens/s", "gain", "step", "age", "reward", "over seeds")
-    last = {name: rewards[:, -LAST:].mean(1).tolist() for name, rewards in found.items()}
-    for name, rewards in last.items():
-        figures[f"reward_{name}"] = statistics.mean(rewards)
-        figures[f"reward_{name}_spread"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    columns = ("rollouts", "step", "gain", "waiting", "gain", "age", "reward", "over seeds")
+    last = {name: means[:, -LAST:].mean(1).tolist() for name, means in found.items()}
+    for name, means in last.items():
+        figures[f"reward_{name}"] = statistics.mean(means)
+        figures[f"reward_{name}_spread"] = statistics.stdev(means) if len(means) > 1 else 0.0
     by_name = dict(zip(("step_by_step", *(f"eta_{each}" for each in BOUNDS)), rows, strict=True))
     table = [
         (
