@@ -214,6 +214,8 @@ class Job:
         max_sequence_tokens: int = 512,
         max_concurrent_samples: int = 256,
         kv_cache_bytes: int | None = None,
+        lora: "LoraSpec | None" = None,
+        parallelism: Parallelism | None = None,
         node_type: str = "",
     ) -> BoundedRollout:
         """Create `instances` rollout deployments, called `name`-0 and so on, that generate while
@@ -233,8 +235,7 @@ class Job:
         `failed_prompts_max` prompts are dropped one after another because all that was tried for
         them failed; 0: as many as a batch has, and at least 8.
 
-        `model`, `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`,
-        `kv_cache_bytes` and `node_type` are as in `rollout_deployment`, for each instance.
+        The others are as in `rollout_deployment`, for each instance.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -253,6 +254,8 @@ class Job:
                 max_sequence_tokens=max_sequence_tokens,
                 max_concurrent_samples=max_concurrent_samples,
                 kv_cache_bytes=kv_cache_bytes,
+                lora=lora,
+                parallelism=parallelism,
                 node_type=node_type,
             )
         order = {
