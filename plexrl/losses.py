@@ -4,10 +4,14 @@ Each is a sum over the tokens of a batch, divided according to its `reduction`:
 
 - `token_mean`: Σ mask · term / Σ mask, over all tokens of the batch. Long rows weigh more.
 - `sequence_mean`: the mean over rows of each row's own token mean. All rows weigh the same.
-- `sum`: Σ mask · term. The gradients of several batches sum to those of one large batch.
+- `sum`: Σ mask · term.
+- `sequence_sum`: the sum over rows of each row's own token mean.
 
 A reduction is over one batch: the gradients of several `forward_backward` calls before a step are
-summed, not averaged. `ratio` is exp(logprob - the batch's `logprobs`), except in `decoupled_ppo`,
+summed, not averaged. To train on one batch in parts, use a sum, and divide in the step:
+`optim_step(divide_by=…)` with Σ mask (`sum`), or the number of rows of which a token counts
+(`sequence_sum`), of all parts. That is the step by the mean over the whole batch, whatever the
+sizes of the parts. `ratio` is exp(logprob - the batch's `logprobs`), except in `decoupled_ppo`,
 and A is the batch's `advantages`, both per token; the controller centres and scales advantages.
 Each docstring lists the per-token values that the loss needs; `plexrl.Batch` defines them. A batch
 without one of them is refused with `BatchShapeError`.
@@ -66,14 +70,16 @@ def grpo(
     )
 
 
-def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> LossSpec:
+def dapo(
+    *, clip_low: float = 0.2, clip_high: float = 0.28, reduction: Reduction | None = None
+) -> LossSpec:
     """The clipped objective with a higher upper bound, averaged over all tokens of the batch (DAPO,
     Yu et al. 2025). The controller does dynamic sampling: `Batch.from_samples(keep=…)`.
 
     The ratio is clipped to [1 - `clip_low`, 1 + `clip_high`]. Needs `mask`, `logprobs` and
-    `advantages`.
+    `advantages`. `reduction` defaults to `token_mean`.
     """
-    return LossSpec(name="dapo", clip_low=clip_low, clip_high=clip_high)
+    return LossSpec(name="dapo", clip_low=clip_low, clip_high=clip_high, reduction=reduction)
 
 
 def decoupled_ppo(

@@ -149,13 +149,16 @@ class AdamParams:
     weight_decay."""
     grad_clip_norm: float = 0.0
     """Largest global gradient norm; 0 does not clip."""
+    divide_by: float = 1.0
+    """The accumulated gradients are divided by this first. With losses that are sums it is the
+    number of tokens or rows of all their batches."""
 
 
 LossName = Literal[
     "cross_entropy", "importance_sampling", "ppo", "grpo", "dapo", "decoupled_ppo", "custom"
 ]
 
-Reduction = Literal["token_mean", "sequence_mean", "sum"]
+Reduction = Literal["token_mean", "sequence_mean", "sum", "sequence_sum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +195,8 @@ class LossSpec:
     reduction: Reduction | None = None
     """How token losses are reduced. `token_mean`: Σ/Σmask over the batch (the default of
     cross_entropy, importance_sampling, ppo, dapo, decoupled_ppo). `sequence_mean`: mean over rows
-    of each row's token mean (the default of grpo). `sum`: the default of custom. Absent: the loss's
-    default."""
+    of each row's token mean (the default of grpo). `sum`: Σ, the default of custom.
+    `sequence_sum`: Σ over rows of each row's token mean. Absent: the loss's default."""
 
 
 LOSS_INPUTS: dict[str, tuple[str, ...]] = {

@@ -29,7 +29,7 @@ SAMPLES_MAX = 65_536
 COUNT_MAX = 2**31 - 1
 """Largest count of tokens, samples and so on: engines count in 32 bits."""
 BYTES_MAX = 2**63 - 1
-REDUCTIONS = ("token_mean", "sequence_mean", "sum")
+REDUCTIONS = ("token_mean", "sequence_mean", "sum", "sequence_sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ BOUNDS: Final[dict[type, dict[str, Bounds]]] = {
         "eps": Bounds(0),
         "weight_decay": Bounds(0),
         "grad_clip_norm": Bounds(0),
+        "divide_by": Bounds(1e-9),
     },
     LossSpec: {
         "clip_low": Bounds(0),

@@ -78,6 +78,7 @@ class TrainDeployment(Deployment):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
+        divide_by: float = 1.0,
     ) -> Future[StepResult]:
         """Make one AdamW step (Loshchilov & Hutter 2019) with the accumulated gradients, and zero
         them. Each step has its own `learning_rate`, so the controller decides on the schedule.
@@ -86,6 +87,10 @@ class TrainDeployment(Deployment):
         the root of the second moment. `weight_decay` is decoupled: every parameter is first
         multiplied by 1 - learning_rate · weight_decay. `grad_clip_norm` is the largest global norm
         of the gradients, to which larger ones are scaled down; 0 does not clip.
+
+        `divide_by` divides the gradients before all else. After losses with the `reduction` `sum`
+        (or `sequence_sum`), with the tokens (or rows) that count in all batches since the last
+        step, the step is that by the mean over all of them, whatever their sizes.
 
         Raises, from the future:
             NonFiniteGradientError: the norm is not finite. The gradients are dropped, the
@@ -100,6 +105,7 @@ class TrainDeployment(Deployment):
             eps=eps,
             weight_decay=weight_decay,
             grad_clip_norm=grad_clip_norm,
+            divide_by=divide_by,
         )
         return self._submit(requests.optim_step(self.deployment, params))
 

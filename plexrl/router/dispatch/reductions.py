@@ -18,7 +18,7 @@ TIERS = ("host", "nvme")
 def loss_denominator(loss: LossSpec, arrays: Arrays) -> float:
     """The divisor of the whole batch's loss; at least a tiny number, so that 0/0 is 0."""
     reduction = loss.reduction or DEFAULT_REDUCTION[loss.name]
-    if reduction == "sum":
+    if reduction in ("sum", "sequence_sum"):
         return 1.0
     if reduction == "token_mean":
         counted = predicted(arrays["mask"], arrays["lengths"])

@@ -58,7 +58,7 @@ def compute_loss(
     sums = {"tokens": mask_BL.sum(), "logprob": (mask_BL * logprobs_BL).sum().detach()}
     terms_BL = terms(spec, logprobs_BL, inputs, mask_BL, sums)
     reduction = spec.reduction or DEFAULT_REDUCTION[spec.name]
-    if reduction == "sequence_mean" and not is_custom:
+    if reduction in ("sequence_mean", "sequence_sum") and not is_custom:
         row_mask_B = inputs.get("row_mask", mask_BL.sum(dim=1))
         weights_BL = mask_BL / row_mask_B[:, None].clamp(min=1e-9)
     return LossResult(loss=(weights_BL * terms_BL).sum() / denominator, sums=sums)

@@ -163,7 +163,7 @@ class TrainingBackend(Backend):
                 "and attach_job drop gradients"
             )
             return BackendResult(result={"error": refusal.to_wire()})
-        norm = self.model.gradient_norm()
+        norm = self.model.gradient_norm() / params.divide_by
         if not math.isfinite(norm):
             self._drop_gradients()
             # Dropping gradients is a mutation that a recovery must replay in order, so the
@@ -175,7 +175,8 @@ class TrainingBackend(Backend):
             return BackendResult(result={"error": dropped.to_wire()})
         clips = params.grad_clip_norm > 0 and norm > params.grad_clip_norm
         self._weights_are_finite = False
-        self.model.step(params, gradient_factor=params.grad_clip_norm / norm if clips else 1.0)
+        clip_factor = params.grad_clip_norm / norm if clips else 1.0
+        self.model.step(params, gradient_factor=clip_factor / params.divide_by)
         self._drop_gradients()
         self.check_weights()
         return BackendResult(

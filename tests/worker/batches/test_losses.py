@@ -23,7 +23,11 @@ SPECS = [
     losses.grpo(kl_coef=0.3),
     losses.dapo(),
     losses.ppo(reduction="sequence_mean"),
+    losses.ppo(reduction="sequence_sum"),
+    losses.dapo(reduction="sum"),
 ]
+
+BY_ROW = ("sequence_mean", "sequence_sum")
 
 
 def some_inputs(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -57,7 +61,7 @@ def by_hand(
     total = 0.0
     for row in range(ROWS):
         used = [t for t in range(1, TOKENS) if inputs["mask"][row, t] > 0]
-        per_row = len(used) if "sequence_mean" in (spec.reduction, _default(spec)) else 1
+        per_row = len(used) if (spec.reduction or _default(spec)) in BY_ROW else 1
         for t in used:
             values = [float(inputs[n][row, t]) for n in ("logprobs", "advantages", "ref_logprobs")]
             total += term(spec, float(logprobs[row, t]), *values) / per_row

@@ -1,0 +1,32 @@
+"""A batch in parts gives the gradient and the step of the whole batch, on real ranks."""
+
+from pathlib import Path
+
+import pytest
+
+import plexrl
+from plexrl.model.parallelism import Parallelism
+from plexrl.wire.operations import LossSpec
+from tests.worker.training.cases import Case
+from tests.worker.training.deferred_ranks import SPLITS, launch
+
+LOSSES = {
+    "tokens": (plexrl.losses.ppo(), plexrl.losses.ppo(reduction="sum")),
+    "rows": (
+        plexrl.losses.grpo(kl_coef=0.1),
+        plexrl.losses.grpo(kl_coef=0.1, reduction="sequence_sum"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "summed"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_uneven_parts_on_uneven_replicas_give_the_gradient_of_the_whole_batch(
+    backend: str, loss: LossSpec, summed: LossSpec, tmp_path: Path
+) -> None:
+    """Parts have from 1 to 9 rows of 1 to 8 tokens: with two replicas, one has no rows at times."""
+    case = Case(backend=backend, layout=Parallelism(dp=2))
+    differences = launch(case, loss, summed, tmp_path)
+    assert len(differences) == SPLITS
+    assert max(max(each) for each in differences) <= 1e-6
+    assert max(each[0] for each in differences) > 0, "nothing was computed in another order"
