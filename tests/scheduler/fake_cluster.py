@@ -242,6 +242,12 @@ class FakeCluster:
             )
         )
 
+    def relayout(self, name: str, spec_json: str) -> list[cmd.Command]:
+        """Divide a rollout's GPUs in another way."""
+        return self.send(
+            ev.DeploymentRelaid(deployment=name, state_bytes=2000, spec_json=spec_json)
+        )
+
     def submit(
         self,
         operation: str,

@@ -107,7 +107,7 @@ class History:
             *((self.fail_run, 5), (self.lose_answer, 2), (self.report_again, 3)),
             *((self.node, 4), (self.drain, 2), (self.kill, 2), (self.pass_time, 8)),
             *((self.end_job, 1), (self.restart, 1), (self.router, 1), (self.quota, 1)),
-            *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2)),
+            *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2), (self.relayout, 1)),
         )
         whats = [what for what, _ in moves]
         weights = [weight for _, weight in moves]
@@ -209,6 +209,12 @@ class History:
             for step in steps:
                 self.count += 1
                 self._submit(f"o{self.count}", name, step, source)
+
+    def relayout(self) -> None:
+        """A rollout gets another layout."""
+        if rollouts := [name for name, kind in self.deployments.items() if kind == "rollout"]:
+            with suppress(PlexRLError):
+                self.cluster.relayout(self.chance.choice(rollouts), self.chance.choice("12"))
 
     def cancel(self) -> None:
         if self.operations:
@@ -436,18 +442,10 @@ class History:
     def _make_room(self, unfinished: dict[OperationId, DeploymentId]) -> None:
         """End a job that has GPUs and nothing to do; all that has not ended waits for GPUs."""
         state = self.cluster.core._context.state
-        waiting = {
-            each.job for each in state.deployments.values() if each.state == WpgState.WAITING
-        }
+        of_waiting = [e for e in state.deployments.values() if e.state == WpgState.WAITING]
+        waiting = {each.job for each in of_waiting}
         busy = {state.deployments[name].job for name in unfinished.values()}
-        needs = {
-            job: sum(
-                each.workers
-                for each in state.deployments.values()
-                if each.job == job and each.state == WpgState.WAITING
-            )
-            for job in waiting
-        }
+        needs = {job: sum(e.workers for e in of_waiting if e.job == job) for job in waiting}
         free = len(NODES) * GPUS - sum(len(group.gpus) for group in state.groups.values())
         # All nodes are there and nobody is at a quota: who is first of all may have them.
         assert free < max(needs.values(), default=free + 1), f"{free} GPUs are free for {needs}"

@@ -143,5 +143,6 @@ class AsyncRolloutDeployment(AsyncDeployment):
         )
         return await self._submit(submission)
 
+    set_parallelism = in_thread(RolloutDeployment.set_parallelism)
     pause = in_thread(RolloutDeployment.pause)
     resume = in_thread(RolloutDeployment.resume)

@@ -1,6 +1,7 @@
 """The kinds of deployment, for blocking controllers: train, reference, reward, rollout."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from plexrl.client.blocking.deployment import Deployment
@@ -18,6 +19,7 @@ from plexrl.client.data.results import (
 from plexrl.client.futures.checkpoints import CheckpointFuture
 from plexrl.client.futures.futures import Future
 from plexrl.client.futures.generations import GenerateFuture
+from plexrl.model.parallelism import Parallelism
 from plexrl.wire.operations import (
     MICRO_BATCH_TOKENS,
     SHARD_BYTES_MAX,
@@ -287,6 +289,21 @@ class RolloutDeployment(Deployment):
                 published=published,
             )
         )
+
+    def set_parallelism(self, parallelism: Parallelism) -> None:
+        """Divide the GPUs in another way, with as many ranks: a larger `tp` has room for a larger
+        KV cache, and a larger `dp` draws more samples at the same time. The samples do not depend
+        on it.
+
+        The workers start again, with the weights of the last sync; generations in progress are
+        repeated. `rollout_deployment` still takes the first layout, and changes nothing.
+
+        Raises:
+            LayoutError: it has another number of ranks, or the backend cannot run it.
+            InvalidRequestError: one sequence would not fit into a worker's KV cache.
+        """
+        path = f"{deployment_path(self.deployment)}/parallelism"
+        self._transport.ask("PUT", path, body=asdict(parallelism))
 
     def pause(self, *, for_s: float = 600.0) -> list[Plain]:
         """Pause all generations between two tokens, until `resume` or for `for_s` seconds (at most

@@ -1,4 +1,4 @@
-"""Cache of deployments' specifications, which never change."""
+"""Cache of deployments' specifications. Only a rollout's layout changes, with its workers."""
 
 import asyncio
 from collections import OrderedDict
@@ -18,16 +18,19 @@ class DeploymentSpecs:
 
     def __init__(self, scheduler: SchedulerLink) -> None:
         self._scheduler = scheduler
-        self._specs: OrderedDict[tuple[str, str | None], DeploymentSpec] = OrderedDict()
+        self._specs: OrderedDict[tuple[str, str | None, int], DeploymentSpec] = OrderedDict()
 
-    async def read(self, deployment: str, scope: str | None) -> DeploymentSpec:
-        """Return a specification in the scope of a tenant, or in every scope (None).
+    async def read(
+        self, deployment: str, scope: str | None, incarnation: int = 0
+    ) -> DeploymentSpec:
+        """Return a specification in the scope of a tenant, or in every scope (None): that of an
+        incarnation of its workers, or with any of its layouts.
 
         Raises:
             UnknownDeploymentError: the scope has no such deployment.
             UnavailableError: no scheduler is connected.
         """
-        key = (deployment, scope)
+        key = (deployment, scope, incarnation)
         found = self._specs.get(key)
         if found is None:
             claim: Plain = {"tenant": scope}
@@ -40,15 +43,15 @@ class DeploymentSpecs:
                 self._specs.popitem(last=False)
         return found
 
-    async def await_own(self, deployment: str) -> DeploymentSpec:
-        """Return the specification of a deployment whose run this router executes. While the
-        scheduler is unreachable the call waits: the run outlives a restart of the scheduler.
+    async def await_own(self, deployment: str, incarnation: int) -> DeploymentSpec:
+        """Return the specification of workers whose run this router executes. While the scheduler
+        is unreachable the call waits: the run outlives a restart of the scheduler.
 
         Raises:
             UnknownDeploymentError: the deployment was deleted meanwhile.
         """
         while True:
             try:
-                return await self.read(deployment, None)
+                return await self.read(deployment, None, incarnation)
             except (UnavailableError, StorageError):
                 await asyncio.sleep(RETRY_S)

@@ -243,7 +243,7 @@ class Executor:
         assert self.specs is not None
         spec = None
         if command.kind in SPLIT_KINDS:
-            spec = await self.specs.await_own(command.deployment)
+            spec = await self.specs.await_own(command.deployment, command.incarnation)
         body = None if command.payload is None else await self._blobs.read(command.payload)
         return await split(command, body, spec)
 

@@ -63,6 +63,7 @@ from plexrl.scheduler.jobs.cycles import profile_key
 from plexrl.scheduler.jobs.lifecycle import (
     excuse_silence,
     has_gpu,
+    relayout,
     restart,
     restart_when_there_is_room,
     router_joined,
@@ -138,6 +139,7 @@ class SchedulerCore:
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
             ev.JobFinished: partial(job_finished, context),
             ev.DeploymentCreated: self._deployment_created,
+            ev.DeploymentRelaid: self._deployment_relaid,
             ev.WorkerReady: self._worker_ready,
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
@@ -230,7 +232,8 @@ class SchedulerCore:
         check_controller(job, event.controller)
         known = context.state.deployments.get(event.deployment)
         if known is not None:
-            same = (known.job, known.kind, known.workers, known.exclusive, known.spec_json)
+            spec_json = known.created_spec_json or known.spec_json
+            same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
             exclusive = event.exclusive or event.kind == "rollout"
             asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
             if (*same, known.node_type) != (*asked, event.node_type):
@@ -264,6 +267,12 @@ class SchedulerCore:
             deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
         seen(context, job, now)
         enqueue_deployment(context, deployment)
+
+    def _deployment_relaid(self, event: ev.DeploymentRelaid, now: float) -> None:
+        deployment = self._deployment(event.deployment)
+        check_controller(self._live_job(deployment.job), event.controller)
+        if relayout(deployment, event):
+            restart(self._context, deployment, "it has another layout", now, counts=False)
 
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)

@@ -2,7 +2,12 @@
 
 from typing import Final
 
-from plexrl.errors import CapacityError, OperationCancelledError, StorageFullError
+from plexrl.errors import (
+    CapacityError,
+    InvalidRequestError,
+    OperationCancelledError,
+    StorageFullError,
+)
 from plexrl.scheduler.admission.admission import admit
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
@@ -37,7 +42,12 @@ from plexrl.scheduler.state.messages.commands import (
     ReleaseState,
     StopWorkers,
 )
-from plexrl.scheduler.state.messages.events import Event, RouterJoined, RouterLost
+from plexrl.scheduler.state.messages.events import (
+    DeploymentRelaid,
+    Event,
+    RouterJoined,
+    RouterLost,
+)
 from plexrl.scheduler.state.operation import change_operation
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -219,6 +229,26 @@ def restart(
     """Restart the WPG from its last complete version; other members use its group meanwhile."""
     if stop(context, deployment, reason, now, counts=counts):
         launch(context.state, context.effects, deployment, now)
+
+
+def relayout(deployment: Deployment, event: DeploymentRelaid) -> bool:
+    """Divide a rollout's GPUs in another way. Returns whether it has processes, which are of the
+    former layout.
+
+    Raises:
+        InvalidRequestError: it is no rollout deployment.
+    """
+    if deployment.kind != "rollout":
+        raise InvalidRequestError(
+            f"{deployment.deployment!r} is a {deployment.kind} deployment: only the layout of a "
+            "rollout deployment can change"
+        )
+    if deployment.spec_json == event.spec_json:
+        return False
+    deployment.created_spec_json = deployment.created_spec_json or deployment.spec_json
+    deployment.spec_json = event.spec_json
+    deployment.state_bytes = deployment.estimates.state_bytes = event.state_bytes
+    return deployment.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
 
 
 def restart_when_there_is_room(

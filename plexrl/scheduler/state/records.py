@@ -169,6 +169,8 @@ class Deployment:
     spec_json: str
     created_at: float
     estimates: Estimates
+    created_spec_json: str = ""
+    """The specification that its controller creates it with; empty: `spec_json`."""
     state: WpgState = WpgState.WAITING
     residency: Residency = Residency.NONE
     group: GroupId | None = None

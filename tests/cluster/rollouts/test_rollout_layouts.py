@@ -5,6 +5,7 @@ import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.errors import InvalidRequestError, LayoutError
 from tests.cluster.tools import (
     VOCABULARY,
     kill_worker,
@@ -58,6 +59,48 @@ def test_a_layout_draws_what_one_worker_draws_before_and_after_a_sync(
     assert after != before
     assert len(split.status()["engines"]) == layout.dp
     assert split.barrier().result(120) == {}
+
+
+def test_another_layout_of_the_same_gpus_changes_no_token(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    alone = job.rollout_deployment("alone", MODEL)
+    first = plexrl.Parallelism(dp=2)
+    split = job.rollout_deployment("split", MODEL, parallelism=first)
+    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2)
+    for rollout in (alone, split):
+        rollout.sync_weights(actor)
+    wanted = drawn(alone)
+    assert drawn(split) == wanted
+    long = plexrl.SamplingParams(max_tokens=400, seed=2, ignore_eos=True)
+    running = split.generate(PROMPTS, n=2, sampling=long)
+    wait_until(lambda: split.status()["engines"][0]["running"] > 0, "nothing runs")
+    split.set_parallelism(plexrl.Parallelism(tp=2))
+    samples = alone.generate(PROMPTS, n=2, sampling=long).result(120).samples
+    assert [[s.tokens for s in row] for row in running.result(120).samples] == [
+        [s.tokens for s in row] for row in samples
+    ]
+    assert drawn(split) == wanted
+    assert len(split.status()["engines"]) == 1
+    # The controller that comes back creates it as before.
+    again = job.rollout_deployment("split", MODEL, parallelism=first)
+    assert len(again.status()["engines"]) == 1
+    again.set_parallelism(first)
+    actor.forward_backward(some_batch(2), plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2)
+    for rollout in (alone, split):
+        rollout.sync_weights(actor)
+    assert drawn(split) == drawn(alone) != wanted
+    assert len(split.status()["engines"]) == 2
+
+
+def test_a_layout_that_cannot_be_is_refused(job: plexrl.Job) -> None:
+    split = job.rollout_deployment("split", MODEL, parallelism=plexrl.Parallelism(dp=2))
+    with pytest.raises(LayoutError, match="needs 4 workers"):
+        split.set_parallelism(plexrl.Parallelism(tp=4))
+    actor = job.train_deployment("actor", MODEL)
+    with pytest.raises(InvalidRequestError, match="a train deployment"):
+        plexrl.RolloutDeployment.set_parallelism(actor, plexrl.Parallelism())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])

@@ -44,7 +44,9 @@ async def scheduler_at(address: Path, requests: list[dict[str, Any]]) -> asyncio
     return await asyncio.start_unix_server(serve, address)
 
 
-def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None:
+def test_a_specification_is_requested_once_in_each_scope_and_for_each_incarnation(
+    tmp_path: Path,
+) -> None:
     async def read() -> list[dict[str, Any]]:
         requests: list[dict[str, Any]] = []
         server = await scheduler_at(tmp_path / "s", requests)
@@ -54,11 +56,12 @@ def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None
         specs = DeploymentSpecs(link)
         for _ in range(2):
             assert await specs.read("j/a", "t") == SPEC
-            assert await specs.await_own("j/a") == SPEC
+            for incarnation in (1, 2):
+                assert await specs.await_own("j/a", incarnation) == SPEC
         with pytest.raises(UnknownDeploymentError):
             await specs.read("j/a", "other")
         with pytest.raises(UnknownDeploymentError):
-            await specs.await_own("j/b")
+            await specs.await_own("j/b", 1)
         running.cancel()
         server.close()
         return requests
@@ -66,6 +69,7 @@ def test_a_specification_is_requested_once_in_each_scope(tmp_path: Path) -> None
     requests = asyncio.run(read())
     assert requests == [
         {"deployment": "j/a", "tenant": "t"},
+        {"deployment": "j/a", "tenant": None, "as_operator": True},
         {"deployment": "j/a", "tenant": None, "as_operator": True},
         {"deployment": "j/a", "tenant": "other"},
         {"deployment": "j/b", "tenant": None, "as_operator": True},
@@ -78,7 +82,7 @@ def test_assigned_work_waits_for_an_unreachable_scheduler(tmp_path: Path) -> Non
         specs = DeploymentSpecs(link)
         with pytest.raises(UnavailableError):
             await specs.read("j/a", None)
-        waiting = asyncio.create_task(specs.await_own("j/a"))
+        waiting = asyncio.create_task(specs.await_own("j/a", 1))
         running = asyncio.create_task(link.run())
         server = await scheduler_at(tmp_path / "s", [])
         async with asyncio.timeout(30):

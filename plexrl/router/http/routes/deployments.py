@@ -6,10 +6,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from plexrl.errors import NotFoundError
+from plexrl.errors import InvalidRequestError, NotFoundError
+from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.spec import ModelSpec
-from plexrl.router.http.deployment_checks import check_deployment, state_bytes
-from plexrl.router.http.schemas import DeploymentRequest
+from plexrl.router.http.deployment_checks import (
+    check_deployment,
+    check_parallelism,
+    state_bytes,
+)
+from plexrl.router.http.schemas import DeploymentRequest, ParallelismRequest
 from plexrl.router.http.services import Services
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
@@ -58,6 +63,34 @@ async def deployment(request: Request, services: Services, job: str, name: str) 
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
     return {**view, "engines": await services.engines.stats(view)}
+
+
+@ROUTES.put(
+    "/{job}/deployments/{name}/parallelism",
+    summary="Divide a rollout deployment's GPUs in another way",
+)
+async def set_parallelism(
+    request: Request, services: Services, job: str, name: str, body: ParallelismRequest
+) -> Plain:
+    """Its workers start again, with the weights of its last sync; generations in progress are
+    repeated. The layout has as many workers as before."""
+    caller = await services.caller(request)
+    deployment = f"{job}/{name}"
+    view = await services.deployment(caller, deployment)
+    found = deployment_spec_from_json(view["spec_json"])
+    if found.kind != "rollout":
+        raise InvalidRequestError(
+            f"{deployment!r} is a {found.kind} deployment: only the layout of a rollout deployment "
+            "can change"
+        )
+    spec, parameters = check_parallelism(found, body)
+    return await services.ask(
+        request,
+        "relayout_deployment",
+        deployment=deployment,
+        state_bytes=state_bytes(spec, parameters),
+        spec_json=spec.to_json(),
+    )
 
 
 @ROUTES.post(

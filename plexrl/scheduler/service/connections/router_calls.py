@@ -49,6 +49,7 @@ class RouterCalls:
             "list_jobs": (calls.Nothing, self._list_jobs),
             "get_job": (calls.OneJob, self._get_job),
             "create_deployment": (ev.DeploymentCreated, self._create_deployment),
+            "relayout_deployment": (ev.DeploymentRelaid, self._relayout_deployment),
             "get_deployment": (calls.OneDeployment, self._get_deployment),
             "submit_operation": (ev.OperationSubmitted, self._submit_operation),
             "cancel_operation": (ev.OperationCancelled, self._cancel_operation),
@@ -162,6 +163,11 @@ class RouterCalls:
                 f"a deployment of job {event.job!r} is named '{event.job}/<name>', "
                 f"not {event.deployment!r}"
             )
+        await self._shell.request(event)
+        return self._core.deployment_view(event.deployment, self._now())
+
+    async def _relayout_deployment(self, scope: Scope, event: ev.DeploymentRelaid) -> Answer:
+        self._check_deployment(scope, event.deployment)
         await self._shell.request(event)
         return self._core.deployment_view(event.deployment, self._now())
 

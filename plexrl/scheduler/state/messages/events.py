@@ -233,6 +233,17 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     controller: str = ""
 
 
+class DeploymentRelaid(Event, frozen=True, kw_only=True):
+    """A rollout deployment divides its GPUs in another way from now on."""
+
+    deployment: DeploymentId
+    state_bytes: int
+    """As in `DeploymentCreated`, with the new layout."""
+    spec_json: str
+    """As in `DeploymentCreated`; it has as many workers as before."""
+    controller: str = ""
+
+
 class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers of a deployment's newest version on a node."""
 
@@ -395,6 +406,7 @@ CODEC: Codec[Event] = Codec(
     FailureAcknowledged,
     JobFinished,
     DeploymentCreated,
+    DeploymentRelaid,
     WorkerReady,
     WorkerExited,
     StateMigrated,
