@@ -343,6 +343,18 @@ def test_a_failed_generation_is_tried_again_and_never_counted_with_a_reward() ->
     assert led.core.snapshots_refused == 0
 
 
+def test_what_has_failed_is_generated_apart_from_the_rest() -> None:
+    """A `Route` is one operation, which fails for all if one of them cannot be generated."""
+    led = Led(groups=2, extra_samples=1)
+    assert led.show((A, [], [], 0)) == [Route(instance=A, trajectories=ids(0, 1, 2, 3))]
+    for each in ids(1, 2):
+        led.do(GenerationFailed(trajectory=each, instance=A, reason="too long"))
+    assert led.show((A, [0, 3], [], 0)) == [
+        Route(instance=A, trajectories=ids(1)),
+        Route(instance=A, trajectories=ids(2)),
+    ]
+
+
 def test_a_trajectory_that_fits_nowhere_is_reported_and_stops_nothing() -> None:
     led = Led(groups=0, failures_max=1)
     led.do(GroupAdded(group=SampleGroupId(0), prompt_tokens=1000))
@@ -458,7 +470,10 @@ def test_a_trajectory_that_failed_may_be_on_its_way_to_the_same_instance_again()
     led = Led(groups=2)
     pulled_away(led)
     failed = GenerationFailed(trajectory=TrajectoryId(1), instance=A, reason="out of memory")
-    assert led.do(failed) == [Route(instance=A, trajectories=ids(1, 2))]
+    assert led.do(failed) == [
+        Route(instance=A, trajectories=ids(1)),
+        Route(instance=A, trajectories=ids(2)),
+    ]
     commands = led.do(GroupFiltered(group=SampleGroupId(1), reason="equal rewards"))
     assert commands[0] == Abort(instance=A, trajectories=ids(1))
     led.do(stopped(A))

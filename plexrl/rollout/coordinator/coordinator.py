@@ -20,6 +20,7 @@ Invariants, beside those of the parts:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.batching.rounds import Rounds
@@ -261,10 +262,14 @@ class RolloutCoordinator:
                 self.trajectories.route(record, instance, expected.version)
                 del self._target[each]
                 sent.append(each)
-            if sent:
-                del expected.coming[: len(sent)]
-                commands.append(Route(instance=instance, trajectories=tuple(sent)))
+            del expected.coming[: len(sent)]
+            commands += self._routes(instance, sent)
         return commands
+
+    def _routes(self, instance: InstanceId, sent: list[TrajectoryId]) -> list[Command]:
+        """One that has failed has a `Route` of its own: all of a `Route` may fail with it."""
+        parts = groupby(sent, lambda each: each if self._held(each).failures else None)
+        return [Route(instance=instance, trajectories=tuple(part)) for _, part in parts]
 
     def _on_generated(self, event: Generated) -> list[Command]:
         record = self._record(event.trajectory, event.instance)
