@@ -1,0 +1,323 @@
+"""Measures tail batching live: the rollout time of a step with and without it, and the reward.
+
+    python -m benchmarks.rollout_tail [--quick] [--json] [--plot=FILE.png]
+
+All ways run on one embedded cluster with the same workers: one trains, two generate. *Synchronous*
+is `job.rollout` with `BoundedStaleness(0)`. *Prompts* is `TailBatching(eta_prompts=1.25,
+eta_responses=1)`, which trains the same samples in another order; *prompts and samples* is
+`TailBatching(eta=1.25)`, the paper's. *Plain loop* is `sync_weights` and `generate`, without the
+rollout service.
+
+Rollout time: seconds for which the trainer waits for a batch, from its request (which begins with
+the sync of the weights) until it is there with its rewards, over an epoch but for its first step.
+Each way trains every prompt of the epoch once, with as many samples, so what short rounds put off
+is in the figure. Nothing is learnt (the learning rate is 0), so a prompt's samples are the same in
+every way, unless some are left out. An untrained model ends each sample with a probability of about
+1/65 per token, up to 400 tokens. The ways take turns; figures are medians of several epochs.
+
+Reward: answer with the digits of the prompt in ascending order. The number of digits has a long
+tail, so some prompts have long answers. After some supervised steps each way trains on the same
+prompts; every few steps the model answers questions that are not trained. `reward_*` is the mean
+over these after the last step, and `*_spread` the standard deviation between seeds. `--plot` draws
+the curves.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+import plexrl
+from benchmarks.report import report
+from benchmarks.rollout_live import DIGITS, Task, skewed, train
+from benchmarks.sizes import sized
+from plexrl.client.blocking.bounded_rollout import BoundedRollout
+from plexrl.cluster.embedded.start import start_embedded
+
+INSTANCES = 2
+STEPS = sized(20, quick=3)
+"""Of an epoch."""
+EPOCHS = sized(3, quick=1)
+SEEDS = sized(5, quick=1)
+CURVE_STEPS = sized(30, quick=2)
+SHOWN_EVERY = sized(5, quick=2)
+"""Steps between two points of a curve."""
+WARM_UP_STEPS = sized(80, quick=1)
+ASKED = 64
+"""Questions of a point, with 4 answers each."""
+POLICIES: dict[str, plexrl.RolloutPolicy | None] = {
+    "plain_loop": None,
+    "synchronous": plexrl.BoundedStaleness(0),
+    "prompts": plexrl.TailBatching(eta_prompts=1.25, eta_responses=1.0),
+    "prompts_and_samples": plexrl.TailBatching(eta=1.25),
+}
+CURVES = ("synchronous", "prompts", "prompts_and_samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step trains."""
+
+    prompts: list[list[int]]
+    samples: list[list[plexrl.Sample]]
+    rewards: npt.NDArray[np.float64]
+    """`[prompts, samples]`."""
+    waited_s: float
+    """How long the trainer has waited for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """One way through all prompts; the first step is left out of the sums."""
+
+    rollout_s: float
+    tokens: int
+    prompts: list[list[int]]
+    """All that were trained, sorted."""
+    long_rounds: int
+
+
+def plain_loop(
+    job: plexrl.Job, actor: plexrl.TrainDeployment, task: Task, steps: int
+) -> Iterator[Batch]:
+    """The instances are replicas of one deployment."""
+    rollout = job.rollout_deployment(
+        "rollout", task.model, parallelism=plexrl.Parallelism(dp=INSTANCES)
+    )
+    asked = task.asked()
+    for step in range(steps):
+        began = time.monotonic()
+        rollout.sync_weights(actor)
+        prompts = list(islice(asked, task.prompts))
+        sampling = replace(task.sampling, first_sample=step * task.prompts * task.samples)
+        future = rollout.generate(prompts, n=task.samples, sampling=sampling, stream="rows")
+        found = task.graded.grade_stream(prompts, task.samples, future.samples())
+        samples = future.result().samples
+        waited_s = time.monotonic() - began
+        yield Batch(prompts=prompts, samples=samples, rewards=found.rewards, waited_s=waited_s)
+
+
+def made_rollout(
+    job: plexrl.Job, actor: plexrl.TrainDeployment, task: Task, policy: plexrl.RolloutPolicy
+) -> BoundedRollout:
+    """The rollout of a job."""
+    return job.rollout(
+        "rollout",
+        task.model,
+        actor,
+        instances=INSTANCES,
+        policy=policy,
+        prompts=task.prompts,
+        samples=task.samples,
+        sampling=task.sampling,
+    )
+
+
+def service_loop(rollout: BoundedRollout, task: Task, steps: int) -> Iterator[Batch]:
+    """As many prompts as the steps need, and no more."""
+    prompts = islice(task.asked(), steps * task.prompts)
+    began = time.monotonic()
+    for batch in rollout.batches(prompts, task.graded, steps=steps):
+        waited_s, rewards = time.monotonic() - began, np.array(batch.rewards)
+        yield Batch(
+            prompts=batch.prompts, samples=batch.samples, rewards=rewards, waited_s=waited_s
+        )
+        began = time.monotonic()
+
+
+def epoch(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy | None) -> Epoch:
+    """Train all prompts once. In the first step engines warm up."""
+    task = skewed((0.0, 0.0))
+    with cluster.create_job("benchmark") as job:
+        actor = job.train_deployment("actor", task.model)
+        rollout = None if policy is None else made_rollout(job, actor, task, policy)
+        steps = STEPS + 1
+        batches = (
+            plain_loop(job, actor, task, steps)
+            if rollout is None
+            else service_loop(rollout, task, steps)
+        )
+        found = []
+        for batch in batches:
+            train(actor, task, batch.prompts, batch.samples, batch.rewards, 0)
+            found.append(batch)
+        rounds = [] if rollout is None else rollout.status()["batches"]
+    measured = found[1:]
+    return Epoch(
+        rollout_s=sum(batch.waited_s for batch in measured),
+        tokens=sum(len(e.tokens) for batch in measured for row in batch.samples for e in row),
+        prompts=sorted(prompt for batch in found for prompt in batch.prompts),
+        long_rounds=sum(each["round"] == "long" for each in rounds),
+    )
+
+
+def rollout_times(
+    cluster: plexrl.Cluster,
+) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Rows of the table, and figures."""
+    epochs: dict[str, list[Epoch]] = {name: [] for name in POLICIES}
+    for _ in range(EPOCHS):
+        for name, policy in POLICIES.items():
+            epochs[name].append(epoch(cluster, policy))
+    asked = epochs["plain_loop"][0].prompts
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    for name, runs in epochs.items():
+        assert all(each.prompts == asked for each in runs), "not the same work"
+        seconds = [each.rollout_s / STEPS for each in runs]
+        ratios = [
+            other.rollout_s / each.rollout_s
+            for other, each in zip(epochs["synchronous"], runs, strict=True)
+        ]
+        figures[f"rollout_s_{name}"] = statistics.median(seconds)
+        figures[f"speedup_{name}"] = statistics.median(ratios)
+        rows.append(
+            (
+                name.replace("_", " "),
+                f"{statistics.median(seconds):.2f}",
+                f"{min(seconds):.2f} to {max(seconds):.2f}",
+                f"{statistics.median(ratios):.2f}",
+                f"{statistics.median(each.tokens for each in runs) / STEPS:.0f}",
+                f"{statistics.median(each.long_rounds for each in runs):.0f} of {STEPS + 1}",
+            )
+        )
+    return rows, figures
+
+
+def digits(seed: int) -> Task:
+    """Answer with the digits of the prompt in ascending order: 2 to 12 of them, mostly few."""
+    tokenizer = plexrl.Tokenizer.from_vocabulary(DIGITS)
+
+    def drawn(seed: int) -> Iterator[str]:
+        rng = random.Random(seed)
+        while True:
+            count = 2 + min(int(rng.expovariate(0.5)), 10)
+            yield "".join(rng.choice("0123456789") for _ in range(count))
+
+    def asked() -> Iterator[list[int]]:
+        return (tokenizer.encode(f"{each}=") for each in drawn(seed + 1000))
+
+    def reward(prompt: list[int], sample: plexrl.Sample) -> float:
+        expected = sorted(tokenizer.decode(prompt).removesuffix("="))
+        answer = tokenizer.decode([each for each in sample.tokens if each != plexrl.EOS])
+        right = sum(a == b for a, b in zip(answer, expected, strict=False))
+        return right / max(len(answer), len(expected))
+
+    def warm_up(actor: plexrl.TrainDeployment) -> None:
+        rng = drawn(seed)
+        for _ in range(WARM_UP_STEPS):
+            chosen = [next(rng) for _ in range(64)]
+            prompts = [tokenizer.encode(f"{each}=") for each in chosen]
+            answers = [[*tokenizer.encode("".join(sorted(each))), plexrl.EOS] for each in chosen]
+            batch = plexrl.Batch.from_completions(prompts, answers)
+            actor.forward_backward(batch, plexrl.losses.cross_entropy())
+            actor.optim_step(learning_rate=3e-3, grad_clip_norm=1.0)
+
+    return Task(
+        model=plexrl.tiny_qwen2(DIGITS, seed=seed),
+        prompts=16,
+        samples=8,
+        sampling=plexrl.SamplingParams(max_tokens=16, seed=seed),
+        learning_rate=1e-3,
+        asked=asked,
+        reward=reward,
+        warm_up=warm_up,
+    )
+
+
+def curve(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy, seed: int) -> list[float]:
+    """The mean reward on questions that are not trained, before the first step and after every
+    `SHOWN_EVERY` steps."""
+    task = digits(seed)
+    # The same ones for each seed's policies; `asked` gives those of training first.
+    questions = list(islice(digits(seed + 500).asked(), ASKED))
+    with cluster.create_job("benchmark") as job:
+        actor = job.train_deployment("actor", task.model)
+        task.warm_up(actor)
+        actor.barrier().result()
+        shown = job.rollout_deployment("shown", task.model)
+
+        def answered() -> float:
+            shown.sync_weights(actor)
+            found = shown.generate(questions, n=4, sampling=task.sampling).result().samples
+            rewards = [
+                task.reward(question, sample)
+                for question, row in zip(questions, found, strict=True)
+                for sample in row
+            ]
+            return statistics.mean(rewards)
+
+        made = [answered()]
+        rollout = made_rollout(job, actor, task, policy)
+        for step, batch in enumerate(service_loop(rollout, task, CURVE_STEPS), 1):
+            train(actor, task, batch.prompts, batch.samples, batch.rewards, 0)
+            if step % SHOWN_EVERY == 0:
+                made.append(answered())
+    return made
+
+
+def curves(cluster: plexrl.Cluster) -> dict[str, npt.NDArray[np.float64]]:
+    """`[seeds, points]` by the name of the policy."""
+    found: dict[str, list[list[float]]] = {name: [] for name in CURVES}
+    for seed in range(SEEDS):
+        for name in CURVES:
+            policy = POLICIES[name]
+            assert policy is not None
+            found[name].append(curve(cluster, policy, seed))
+    return {name: np.array(made) for name, made in found.items()}
+
+
+def plot(found: dict[str, npt.NDArray[np.float64]], path: Path) -> None:
+    """The mean over seeds, and the range of one standard deviation around it."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    for name, rewards in found.items():
+        steps = np.arange(rewards.shape[1]) * SHOWN_EVERY
+        mean, spread = rewards.mean(0), rewards.std(0)
+        axes.plot(steps, mean, label=f"{name.replace('_', ' ')}, {len(rewards)} seeds")
+        axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward of other prompts")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Run both parts on one embedded cluster."""
+    embedded = start_embedded(gpus_per_node=INSTANCES + 2)
+    try:
+        with plexrl.connect(embedded.url, embedded.api_key) as cluster:
+            rows, figures = rollout_times(cluster)
+            found = curves(cluster)
+    finally:
+        embedded.close()
+    points: dict[str, tuple[str, ...]] = {}
+    for name, rewards in found.items():
+        mean, spread = rewards.mean(0), rewards.std(0)
+        figures[f"reward_{name}"] = float(mean[-1])
+        figures[f"reward_{name}_spread"] = float(spread[-1])
+        at = (0, len(mean) // 2, -1)
+        points[name] = tuple(f"{mean[each]:.3f} ± {spread[each]:.3f}" for each in at)
+    table = [
+        (*row, *points.get(name, ("-", "-", "-"))) for name, row in zip(POLICIES, rows, strict=True)
+    ]
+    columns = (
+        *("rollout", "s a step", "over epochs", "speedup", "tokens a step", "long rounds"),
+        *("reward before", f"step {len(mean) // 2 * SHOWN_EVERY}", f"step {CURVE_STEPS}"),
+    )
+    report("Rollout time of a step, and reward, with tail batching", columns, table, figures)
+    for word in sys.argv:
+        if word.startswith("--plot="):
+            plot(found, Path(word.removeprefix("--plot=")))
+
+
+if __name__ == "__main__":
+    main()
