@@ -22,7 +22,7 @@ from plexrl.errors import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.config import RolloutConfig
-from plexrl.rollout.service.instance_driver import InstanceDriver
+from plexrl.rollout.service.instances.driver import InstanceDriver
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder

@@ -36,12 +36,12 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
-from plexrl.rollout.service.instance_driver import InstanceDriver
-from plexrl.rollout.service.instances import InstanceCommand
+from plexrl.rollout.service.instances.driver import InstanceDriver
+from plexrl.rollout.service.instances.membership import Member, check_members
+from plexrl.rollout.service.instances.work import InstanceCommand
 from plexrl.rollout.service.journal.state import RolloutState
 from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
 from plexrl.rollout.service.journal.writer import JournalWriter
-from plexrl.rollout.service.membership import Member, check_members
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import (
     InstanceId,

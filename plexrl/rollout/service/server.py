@@ -24,9 +24,9 @@ from plexrl.errors import (
 from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
+from plexrl.rollout.service.instances.membership import Member
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
-from plexrl.rollout.service.membership import Member
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.staleness.buffers import BufferState
 from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of

@@ -21,7 +21,7 @@ from plexrl.rollout.coordinator.messages import (
     SnapshotTaken,
     Train,
 )
-from plexrl.rollout.service.instances import InstanceCommand, Instances, InstanceWork
+from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
 from plexrl.rollout.service.journal.progress import Progress
 from plexrl.rollout.service.journal.store import Entry, Forgotten, Part, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder

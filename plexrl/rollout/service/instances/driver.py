@@ -32,7 +32,7 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
-from plexrl.rollout.service.instances import InstanceCommand, Instances
+from plexrl.rollout.service.instances.work import InstanceCommand, Instances
 from plexrl.rollout.service.journal.store import ABORTED, Part, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState

@@ -21,8 +21,8 @@ from plexrl.errors import (
 )
 from plexrl.rollout.coordinator.messages import InstanceJoined, InstanceLost
 from plexrl.rollout.service.cluster_calls import ClusterCalls
-from plexrl.rollout.service.instance_driver import InstanceDriver
-from plexrl.rollout.service.instances import Instances
+from plexrl.rollout.service.instances.driver import InstanceDriver
+from plexrl.rollout.service.instances.work import Instances
 from plexrl.rollout.service.journal.progress import Progress
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, instance_id
