@@ -14,6 +14,8 @@ Each way trains every prompt of the epoch once, with as many samples, so what sh
 is in the figure. Nothing is learnt (the learning rate is 0), so a prompt's samples are the same in
 every way, unless some are left out. An untrained model ends each sample with a probability of about
 1/65 per token, up to 400 tokens. The ways take turns; figures are medians of several epochs.
+`profile_period_s_*` is the length of a step in the trainer's profile at the end, by which the
+scheduler plans.
 
 Reward: answer with the digits of the prompt in ascending order. The number of digits has a long
 tail, so some prompts have long answers. After some supervised steps each way trains on the same
@@ -82,6 +84,8 @@ class Epoch:
     prompts: list[list[int]]
     """All that were trained, sorted."""
     long_rounds: int
+    period_s: float | None
+    """Of the trainer's profile, by which the scheduler plans; None if it has none yet."""
 
 
 def plain_loop(
@@ -149,12 +153,16 @@ def epoch(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy | None) -> Epoch
             train(actor, task, batch.prompts, batch.samples, batch.rewards, 0)
             found.append(batch)
         rounds = [] if rollout is None else rollout.status()["batches"]
+        deployments = job.explain()["deployments"]
+        name = actor.deployment
+        profile = next(each["profile"] for each in deployments if each["deployment"] == name)
     measured = found[1:]
     return Epoch(
         rollout_s=sum(batch.waited_s for batch in measured),
         tokens=sum(len(e.tokens) for batch in measured for row in batch.samples for e in row),
         prompts=sorted(prompt for batch in found for prompt in batch.prompts),
         long_rounds=sum(each["round"] == "long" for each in rounds),
+        period_s=None if profile is None else float(profile["period_s"]),
     )
 
 
@@ -178,6 +186,9 @@ def rollout_times(
         ]
         figures[f"rollout_s_{name}"] = statistics.median(seconds)
         figures[f"speedup_{name}"] = statistics.median(ratios)
+        periods = [each.period_s for each in runs if each.period_s is not None]
+        if periods:
+            figures[f"profile_period_s_{name}"] = statistics.median(periods)
         rows.append(
             (
                 name.replace("_", " "),
@@ -186,6 +197,7 @@ def rollout_times(
                 f"{statistics.median(ratios):.2f}",
                 f"{statistics.median(each.tokens for each in runs) / STEPS:.0f}",
                 f"{statistics.median(each.long_rounds for each in runs):.0f} of {STEPS + 1}",
+                f"{statistics.median(periods):.2f}" if periods else "-",
             )
         )
     return rows, figures
@@ -310,8 +322,16 @@ def main() -> None:
         (*row, *points.get(name, ("-", "-", "-"))) for name, row in zip(POLICIES, rows, strict=True)
     ]
     columns = (
-        *("rollout", "s a step", "over epochs", "speedup", "tokens a step", "long rounds"),
-        *("reward before", f"step {len(mean) // 2 * SHOWN_EVERY}", f"step {CURVE_STEPS}"),
+        *(
+            "rollout",
+            "s a step",
+            "over epochs",
+            "speedup",
+            "tokens a step",
+            "long rounds",
+            "profile",
+        ),
+        *("reward at 0", f"step {len(mean) // 2 * SHOWN_EVERY}", f"step {CURVE_STEPS}"),
     )
     report("Rollout time of a step, and reward, with tail batching", columns, table, figures)
     for word in sys.argv:
