@@ -4,6 +4,7 @@ from plexrl.rewards.decisions.grading import OnFailure
 from plexrl.rewards.decisions.timeouts import TimeoutSettings
 from plexrl.rewards.grade import Grade, Outcome
 from plexrl.rewards.graders.answers import exact, numeric
+from plexrl.rewards.graders.judge import Judge, last_number
 from plexrl.rewards.graders.mathematics import MathGrader
 from plexrl.rewards.graders.programs import ProgramGrader, ProgramTest
 from plexrl.rewards.sandbox.limits import Ending, Limits, Program, Run
@@ -15,6 +16,7 @@ __all__ = [
     "Grade",
     "Graded",
     "GradedSamples",
+    "Judge",
     "Limits",
     "MathGrader",
     "OnFailure",
@@ -28,5 +30,6 @@ __all__ = [
     "Sandbox",
     "TimeoutSettings",
     "exact",
+    "last_number",
     "numeric",
 ]

@@ -94,11 +94,14 @@ class AsyncReferenceDeployment(AsyncDeployment):
         submission = requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
         return await self._submit(submission)
 
+    judge = in_thread(ReferenceDeployment.judge)
+
 
 class AsyncRewardDeployment(AsyncDeployment):
     """Like `RewardDeployment`, for `async` controllers."""
 
     score = submitting(RewardDeployment.score)
+    judge = in_thread(RewardDeployment.judge)
 
 
 class AsyncRolloutDeployment(AsyncDeployment):
@@ -144,5 +147,6 @@ class AsyncRolloutDeployment(AsyncDeployment):
         return await self._submit(submission)
 
     set_parallelism = in_thread(RolloutDeployment.set_parallelism)
+    judge = in_thread(RolloutDeployment.judge)
     pause = in_thread(RolloutDeployment.pause)
     resume = in_thread(RolloutDeployment.resume)

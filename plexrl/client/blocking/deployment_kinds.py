@@ -1,16 +1,23 @@
 """The kinds of deployment, for blocking controllers: train, reference, reward, rollout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from plexrl.client.blocking.deployment import Deployment
+from plexrl.client.blocking.judges import (
+    Answers,
+    ask_for_probabilities,
+    ask_for_replies,
+    ask_for_scores,
+)
 from plexrl.client.calls import requests
 from plexrl.client.calls.transport import deployment_path
 from plexrl.client.data.results import (
     Chunk,
     ForwardResult,
     GenerateResult,
+    Sample,
     ScoreResult,
     StepResult,
     SyncReport,
@@ -20,6 +27,7 @@ from plexrl.client.futures.checkpoints import CheckpointFuture
 from plexrl.client.futures.futures import Future
 from plexrl.client.futures.generations import GenerateFuture
 from plexrl.model.parallelism import Parallelism
+from plexrl.rewards.graders.judge import Judge
 from plexrl.wire.operations import (
     MICRO_BATCH_TOKENS,
     SHARD_BYTES_MAX,
@@ -33,6 +41,13 @@ if TYPE_CHECKING:
     from plexrl.client.data.batch import Batch
 
 Plain = dict[str, Any]
+JudgingPrompt = Callable[[list[int], Sample], list[int]]
+"""Maps a prompt and one of its samples to what a judge is asked, in the judge's token ids."""
+JUDGED_ROWS = 256
+"""Most judging prompts of one operation."""
+JUDGED_AT_ONCE = 8
+"""Most generations of a judge at the same time: its engine batches them."""
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
 class TrainDeployment(Deployment):
@@ -196,6 +211,24 @@ class ReferenceDeployment(Deployment):
             requests.sync_weights(self.deployment, source, delta=delta, digest=digest)
         )
 
+    def judge(
+        self, *, prompt: JudgingPrompt, answers: Answers, timeout_s: float = 300.0
+    ) -> Judge[Sample]:
+        """This model as a judge of samples, for `rewards.Graded`: it reads `prompt(prompt, sample)`
+        and the probability of each of `answers` after it. The score of a sample is the mean of the
+        answers' scores, weighted by these probabilities.
+
+        `answers` are token ids with a score each, such as `[(yes, 1.0), (no, 0.0)]`: then the score
+        is the probability of `yes` among the two. An operation that has no result after `timeout_s`
+        seconds fails; they include waiting for the GPUs.
+
+        Raises:
+            InvalidRequestError: there are fewer than two answers, one has no tokens, or two are
+                alike.
+        """
+        ask = ask_for_probabilities(self, answers, timeout_s)
+        return Judge(ask, prompt=prompt, rows_max=max(1, JUDGED_ROWS // len(answers)))
+
 
 class RewardDeployment(Deployment):
     """A model that scores rows."""
@@ -209,6 +242,11 @@ class RewardDeployment(Deployment):
         the model at once.
         """
         return self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
+
+    def judge(self, *, prompt: JudgingPrompt, timeout_s: float = 300.0) -> Judge[Sample]:
+        """This model as a judge of samples, for `rewards.Graded`: its score of the row
+        `prompt(prompt, sample)`. `timeout_s` is as in `ReferenceDeployment.judge`."""
+        return Judge(ask_for_scores(self, timeout_s), prompt=prompt, rows_max=JUDGED_ROWS)
 
 
 class RolloutDeployment(Deployment):
@@ -304,6 +342,24 @@ class RolloutDeployment(Deployment):
         """
         path = f"{deployment_path(self.deployment)}/parallelism"
         self._transport.ask("PUT", path, body=asdict(parallelism))
+
+    def judge(
+        self,
+        *,
+        prompt: JudgingPrompt,
+        score: Callable[[Sample], float],
+        sampling: SamplingParams | None = None,
+        timeout_s: float = 300.0,
+    ) -> Judge[Sample]:
+        """This model as a judge of samples, for `rewards.Graded`: it replies to
+        `prompt(prompt, sample)`, and `score` reads the reply. If `score` raises an error, the
+        sample is not graded.
+
+        `sampling` controls how the reply is drawn (absent: greedy, at most 64 tokens). `timeout_s`
+        is as in `ReferenceDeployment.judge`.
+        """
+        ask = ask_for_replies(self, score, sampling or GREEDY, timeout_s)
+        return Judge(ask, prompt=prompt, rows_max=JUDGED_ROWS, batches_max=JUDGED_AT_ONCE)
 
     def pause(self, *, for_s: float = 600.0) -> list[Plain]:
         """Pause all generations between two tokens, until `resume` or for `for_s` seconds (at most
