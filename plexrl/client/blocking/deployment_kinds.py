@@ -212,21 +212,27 @@ class ReferenceDeployment(Deployment):
         )
 
     def judge(
-        self, *, prompt: JudgingPrompt, answers: Answers, timeout_s: float = 300.0
+        self,
+        *,
+        prompt: JudgingPrompt,
+        answers: Answers,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        timeout_s: float = 300.0,
     ) -> Judge[Sample]:
         """This model as a judge of samples, for `rewards.Graded`: it reads `prompt(prompt, sample)`
         and the probability of each of `answers` after it. The score of a sample is the mean of the
         answers' scores, weighted by these probabilities.
 
         `answers` are token ids with a score each, such as `[(yes, 1.0), (no, 0.0)]`: then the score
-        is the probability of `yes` among the two. An operation that has no result after `timeout_s`
-        seconds fails; they include waiting for the GPUs.
+        is the probability of `yes` among the two. `micro_batch_tokens` is as in `forward`. An
+        operation that has no result after `timeout_s` seconds fails; they include waiting for the
+        GPUs.
 
         Raises:
             InvalidRequestError: there are fewer than two answers, one has no tokens, or two are
                 alike.
         """
-        ask = ask_for_probabilities(self, answers, timeout_s)
+        ask = ask_for_probabilities(self, answers, micro_batch_tokens, timeout_s)
         return Judge(ask, prompt=prompt, rows_max=max(1, JUDGED_ROWS // len(answers)))
 
 
@@ -243,10 +249,18 @@ class RewardDeployment(Deployment):
         """
         return self._submit(requests.score(self.deployment, batch, micro_batch_tokens))
 
-    def judge(self, *, prompt: JudgingPrompt, timeout_s: float = 300.0) -> Judge[Sample]:
+    def judge(
+        self,
+        *,
+        prompt: JudgingPrompt,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        timeout_s: float = 300.0,
+    ) -> Judge[Sample]:
         """This model as a judge of samples, for `rewards.Graded`: its score of the row
-        `prompt(prompt, sample)`. `timeout_s` is as in `ReferenceDeployment.judge`."""
-        return Judge(ask_for_scores(self, timeout_s), prompt=prompt, rows_max=JUDGED_ROWS)
+        `prompt(prompt, sample)`. `micro_batch_tokens` and `timeout_s` are as in
+        `ReferenceDeployment.judge`."""
+        ask = ask_for_scores(self, micro_batch_tokens, timeout_s)
+        return Judge(ask, prompt=prompt, rows_max=JUDGED_ROWS)
 
 
 class RolloutDeployment(Deployment):

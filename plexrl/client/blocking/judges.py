@@ -25,7 +25,7 @@ Answers = Sequence[tuple[Sequence[int], float]]
 
 
 def ask_for_probabilities(
-    deployment: "ReferenceDeployment", answers: Answers, timeout_s: float
+    deployment: "ReferenceDeployment", answers: Answers, micro_batch_tokens: int, timeout_s: float
 ) -> Ask:
     """The mean score of the answers, weighted by their probabilities.
 
@@ -43,7 +43,8 @@ def ask_for_probabilities(
 
     def ask(prompts: list[list[int]]) -> list[float]:
         rows = [[*prompt, *text] for prompt in prompts for text in texts]
-        found = iter(_result(deployment.forward(Batch(rows)), timeout_s).logprobs)
+        made = deployment.forward(Batch(rows), micro_batch_tokens=micro_batch_tokens)
+        found = iter(_result(made, timeout_s).logprobs)
         return [
             _expected(scores, [float(next(found)[-len(text) :].sum()) for text in texts])
             for _ in prompts
@@ -67,11 +68,14 @@ def ask_for_replies(
     return ask
 
 
-def ask_for_scores(deployment: "RewardDeployment", timeout_s: float) -> Ask:
+def ask_for_scores(
+    deployment: "RewardDeployment", micro_batch_tokens: int, timeout_s: float
+) -> Ask:
     """The reward model's scores."""
 
     def ask(prompts: list[list[int]]) -> list[float]:
-        found: list[float] = _result(deployment.score(Batch(prompts)), timeout_s).scores.tolist()
+        made = deployment.score(Batch(prompts), micro_batch_tokens=micro_batch_tokens)
+        found: list[float] = _result(made, timeout_s).scores.tolist()
         return found
 
     return ask
