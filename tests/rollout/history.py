@@ -26,6 +26,7 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
 from tests.rollout.fleet import PROMPT, Engine, Fleet
 from tests.rollout.oracle import earliest
@@ -85,6 +86,13 @@ def settings_from(random: Random) -> CoordinatorSettings:
     )
 
 
+def freeing(settings: CoordinatorSettings) -> CoordinatorSettings:
+    """The same with rounds that free instances, if there are rounds."""
+    if settings.staleness.staleness:
+        return settings
+    return replace(settings, scale_down=ScaleDownSettings(response_tokens_max=LENGTH_MAX))
+
+
 class History:
     """A fleet and the actions that may happen to it."""
 
@@ -101,7 +109,7 @@ class History:
 
     def make_fleet(self) -> Fleet:
         """A fleet without instances."""
-        return Fleet(settings_from(self.random))
+        return Fleet(freeing(settings_from(self.random)))
 
     def act(self) -> None:
         """One action. Raises InvariantError: an invariant does not hold after it."""
@@ -236,7 +244,10 @@ class History:
             extra_samples=self.random.randint(0, extra_max),
             group_ids=before.ids_per_group,
         )
-        self.fleet.handle(PolicyChanged(bound=bound))
+        scale_down = freeing(
+            replace(self.fleet.settings, staleness=bound, scale_down=None)
+        ).scale_down
+        self.fleet.handle(PolicyChanged(bound=bound, scale_down=scale_down))
 
     def restart(self) -> None:
         self.fleet.restart()

@@ -23,7 +23,7 @@ from enum import StrEnum
 from plexrl.errors import InvariantError
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.trajectories.record import SampleGroupId
+from plexrl.rollout.trajectories.record import GENERATED, SampleGroupId
 from plexrl.rollout.trajectories.server import TrajectoryServer
 
 
@@ -80,6 +80,15 @@ class Rounds:
         if self.kind is not RoundKind.SHORT:
             waiting += len(self.held.queue)
         return max(0, self._started_max - started - waiting)
+
+    def progress(self, server: TrajectoryServer) -> tuple[int, int] | None:
+        """Samples of the present round that are generated, and all: `group_size` of each prompt.
+        None: prompts of the round are not started yet."""
+        if len(server.groups) < self._started_max and not self.held.is_ended:
+            return None
+        size = self._sizes.group_size
+        done = [sum(m.state in GENERATED for m in server.members(each)) for each in server.groups]
+        return sum(min(each, size) for each in done), len(done) * size
 
     def add(self, group: SampleGroupId, prompt_tokens: int) -> None:
         """A new prompt."""

@@ -44,6 +44,7 @@ from plexrl.rollout.coordinator.messages import (
     Pulled,
     ReportDroppedGroup,
     ReportQueuedGroup,
+    ReportScaleDown,
     Rewarded,
     Route,
     SnapshotTaken,
@@ -57,7 +58,9 @@ from plexrl.rollout.coordinator.speculation import SpeculativeState
 from plexrl.rollout.coordinator.state import CoordinatorState
 from plexrl.rollout.coordinator.strategies.cycle import Cycle
 from plexrl.rollout.staleness.manager import StalenessManager
+from plexrl.rollout.streaming.freed_instances import FreedInstances
 from plexrl.rollout.trajectories.record import (
+    GENERATED,
     InstanceId,
     SampleGroupId,
     Trajectory,
@@ -65,8 +68,6 @@ from plexrl.rollout.trajectories.record import (
     TrajectoryState,
 )
 from plexrl.rollout.trajectories.server import TrajectoryServer
-
-GENERATED = (TrajectoryState.GENERATED, TrajectoryState.REWARDED)
 
 
 class RolloutCoordinator:
@@ -77,6 +78,7 @@ class RolloutCoordinator:
         self.manager = StalenessManager(settings.staleness)
         self.trajectories = TrajectoryServer(samples=settings.staleness.ids_per_group)
         self.rounds = Rounds(settings.staleness)
+        self.freed = FreedInstances(settings.scale_down)
         self.expected = SpeculativeState()
         self.newest_version = settings.staleness.first_version
         """Version that the parameter server serves."""
@@ -101,6 +103,7 @@ class RolloutCoordinator:
             instances=self.expected.instances,
             measured=self._fit.state(),
             prompts=self.rounds.held,
+            scale_down=self.freed.held,
         ).plain()
 
     @classmethod
@@ -121,6 +124,7 @@ class RolloutCoordinator:
         core.trajectories.restore(found.trajectories)
         core.manager.restore(found.entries)
         core.rounds = Rounds(settings.staleness, found.prompts)
+        core.freed = FreedInstances(settings.scale_down, found.scale_down)
         core.expected.instances = found.instances
         core._target = {
             each: instance for instance, at in found.instances.items() for each in at.coming
@@ -200,10 +204,12 @@ class RolloutCoordinator:
         self.rounds.add(event.group, event.prompt_tokens)
 
     def _on_policy_changed(self, event: PolicyChanged) -> list[Command]:
-        if event.bound == self.settings.staleness:
+        after = replace(self.settings, staleness=event.bound, scale_down=event.scale_down)
+        if after == self.settings:
             return []
         self.settings.staleness.check_change(event.bound)
-        self.settings = replace(self.settings, staleness=event.bound)
+        self.settings = after
+        self.freed.change(event.scale_down)
         self.rounds.put_back(self.trajectories, self.manager.buffers)
         commands: list[Command] = []
         for group in self.manager.change(event.bound):
@@ -216,26 +222,32 @@ class RolloutCoordinator:
             self.snapshots_refused += 1
             return []
         self.snapshots_used += 1
-        budgets = {name: each.kv_budget for name, each in self.expected.instances.items()}
+        instances, model = self.expected.instances, self._fit.model
+        freed = self.freed.free(self.trajectories, self.rounds, event.instances, instances, model)
+        if freed is not None:
+            # What they return is routed in the next cycle.
+            return [ReportScaleDown(freed=tuple(freed)), *self._interrupt(freed)]
+        budgets = {name: each.kv_budget for name, each in instances.items()}
+        others = self.freed.others(event.instances)
         cycle = Cycle(
-            self.settings,
-            self._fit.model,
-            self.trajectories,
-            self.manager.buffers,
-            event.instances,
-            budgets,
+            self.settings, model, self.trajectories, self.manager.buffers, others, budgets
         )
         decision = cycle.decide(self.newest_version)
-        commands: list[Command] = []
-        for instance, ids in decision.interrupts.items():
-            for each in ids:
-                self.trajectories.interrupt(self._held(each))
-            self.expected.stop_issued(instance, ids)
-            commands.append(Interrupt(instance=instance, trajectories=tuple(ids)))
+        commands = self._interrupt(decision.interrupts)
         for instance in decision.pulls:
             self.expected.pull_issued(instance, self.newest_version)
             commands.append(Pull(instance=instance, version=self.newest_version))
         self._route(decision.routes)
+        return commands
+
+    def _interrupt(self, returned: Mapping[InstanceId, list[TrajectoryId]]) -> list[Command]:
+        commands: list[Command] = []
+        for instance, ids in returned.items():
+            for each in ids:
+                self.trajectories.interrupt(self._held(each))
+            if ids:
+                self.expected.stop_issued(instance, ids)
+                commands.append(Interrupt(instance=instance, trajectories=tuple(ids)))
         return commands
 
     def _route(self, routes: list[tuple[TrajectoryId, InstanceId, int]]) -> None:
@@ -278,6 +290,7 @@ class RolloutCoordinator:
         is_kept = record.state is not TrajectoryState.ABORTING
         if is_kept:
             self.trajectories.generated(record, event.segments)
+            self.freed.generated(record.response_tokens)
         else:
             self.trajectories.discarded(record)
         self.expected.completed(event.instance, event.trajectory)
@@ -354,9 +367,7 @@ class RolloutCoordinator:
         return commands + self._train_if_ready()
 
     def _on_filtered(self, event: GroupFiltered) -> list[Command]:
-        if not self.trajectories.holds(event.group):
-            return []
-        return self._drop(event.group, event.reason)
+        return self._drop(event.group, event.reason) if self.trajectories.holds(event.group) else []
 
     def _on_pushed(self, event: ParametersPushed) -> None:
         if not self.newest_version < event.version <= self.manager.buffers.next_version:
@@ -373,11 +384,7 @@ class RolloutCoordinator:
                 f"instance {event.instance} has joined already: report its loss first"
             )
         self._check_version(event.version)
-        if not event.kv_budget > 0:
-            raise InvalidRequestError(
-                f"instance {event.instance} has a KV cache of {event.kv_budget}: it can run nothing"
-            )
-        self.expected.joined(event.instance, event.version, event.kv_budget)
+        self.expected.joined(event.instance, event.version, event.kv_budget, event.gpus)
 
     def _on_lost(self, event: InstanceLost) -> None:
         if event.instance not in self.expected.instances:
@@ -390,6 +397,7 @@ class RolloutCoordinator:
             else:
                 self.trajectories.take_back(record, ())
         self.expected.lost(event.instance)
+        self.freed.lost(event.instance)
 
     def _drop(self, group: SampleGroupId, reason: str) -> list[Command]:
         """Drops a group, and the groups that become surplus by that."""
@@ -443,21 +451,12 @@ class RolloutCoordinator:
             return []
         self._is_trainer_free = False
         version = self.manager.buffers.next_version
-        batch = []
-        for group, members in self.manager.consume().items():
-            for record in self.trajectories.consume(group, members):
-                assert record.version is not None
-                assert record.reward is not None
-                batch.append(
-                    TrainedTrajectory(
-                        trajectory=record.id,
-                        group=group,
-                        version=record.version,
-                        prompt_tokens=record.prompt_tokens,
-                        segments=tuple(record.segments),
-                        reward=record.reward,
-                    )
-                )
+        batch = [
+            TrainedTrajectory.of(record)
+            for group, members in self.manager.consume().items()
+            for record in self.trajectories.consume(group, members)
+        ]
+        self.freed.begin_round()
         if self.settings.staleness.is_speculative:
             self.rounds.put_back(self.trajectories, self.manager.buffers)
             self.rounds.begin()
@@ -485,6 +484,7 @@ class RolloutCoordinator:
         self.manager.check_invariants()
         self.trajectories.check_invariants()
         self.rounds.check_invariants(self.trajectories)
+        self.freed.check_invariants(self.trajectories, self.expected.instances)
         for _, buffer in self.manager.buffers.entries():
             for group in (*buffer.reserved, *buffer.occupied):
                 if group not in self.trajectories.groups:

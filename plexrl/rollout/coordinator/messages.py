@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
-from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
+from plexrl.rollout.streaming.scale_down import ScaleDownSettings
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,8 @@ class InstanceJoined(Event):
     """Version of its weights, at most that of the parameter server."""
     kv_budget: float
     """KV cache that it has, in the unit of the snapshots."""
+    gpus: int = 1
+    """GPUs of all its tensor-parallel groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,8 @@ class PolicyChanged(Event):
     of a group are the same. Groups for which they leave no place begin anew."""
 
     bound: StalenessSettings
+    scale_down: ScaleDownSettings | None = None
+    """As in `CoordinatorSettings`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +216,20 @@ class TrainedTrajectory:
     segments: tuple[Segment, ...]
     reward: float
 
+    @classmethod
+    def of(cls, record: Trajectory) -> "TrainedTrajectory":
+        """That of a record, which has a version and a reward."""
+        assert record.version is not None
+        assert record.reward is not None
+        return cls(
+            trajectory=record.id,
+            group=record.group,
+            version=record.version,
+            prompt_tokens=record.prompt_tokens,
+            segments=tuple(record.segments),
+            reward=record.reward,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Command):
@@ -229,3 +254,12 @@ class ReportQueuedGroup(Command):
     nothing is kept."""
 
     group: SampleGroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportScaleDown(Command):
+    """It was decided whether the round goes on with half of the GPUs (Flexes Alg. 1)."""
+
+    freed: tuple[InstanceId, ...]
+    """Instances that get nothing until the next round begins; what they have is interrupted. None
+    of them: all go on."""

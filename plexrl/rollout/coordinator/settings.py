@@ -6,6 +6,7 @@ from typing import Literal
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 
 Routing = Literal["throughput", "count"]
 Synchronisation = Literal["throughput", "greedy"]
@@ -43,6 +44,8 @@ class CoordinatorSettings:
     dynamic_sampling: bool = False
     """A group whose rewards are all equal is dropped, and another prompt is trained in its place
     (DAPO's dynamic sampling)."""
+    scale_down: ScaleDownSettings | None = None
+    """Half of the instances are freed before a round is complete (Flexes Alg. 1); None: never."""
     measured_steps_max: int = 512
     """Latest measured steps to which the cost model is fitted."""
 
@@ -51,6 +54,11 @@ class CoordinatorSettings:
             raise InvalidRequestError(
                 "dynamic_sampling with one sample of a prompt would drop every prompt, since its "
                 "rewards are all equal: use 2 samples or more"
+            )
+        if self.scale_down is not None and self.staleness.staleness:
+            raise InvalidRequestError(
+                f"instances are freed at the end of a round, and with a staleness of "
+                f"{self.staleness.staleness} there are no rounds: set one of them to none"
             )
         for name, allowed in (
             ("routing", ("throughput", "count")),

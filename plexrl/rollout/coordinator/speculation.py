@@ -22,6 +22,7 @@ class ExpectedInstance:
 
     kv_budget: float
     version: int
+    gpus: int = 1
     trajectories: int = 0
     """Running, waiting and completed since the last pull."""
     pulls: int = 0
@@ -41,9 +42,14 @@ class SpeculativeState:
     def __init__(self) -> None:
         self.instances: dict[InstanceId, ExpectedInstance] = {}
 
-    def joined(self, instance: InstanceId, version: int, kv_budget: float) -> None:
-        """A new instance without work."""
-        self.instances[instance] = ExpectedInstance(version=version, kv_budget=kv_budget)
+    def joined(self, instance: InstanceId, version: int, kv_budget: float, gpus: int) -> None:
+        """A new instance without work. Raises InvalidRequestError: it can run nothing."""
+        if not kv_budget > 0 or gpus < 1:
+            raise InvalidRequestError(
+                f"instance {instance} has a KV cache of {kv_budget} and {gpus} GPUs: it can run "
+                "nothing"
+            )
+        self.instances[instance] = ExpectedInstance(version=version, kv_budget=kv_budget, gpus=gpus)
 
     def lost(self, instance: InstanceId) -> None:
         """The instance ended."""

@@ -9,6 +9,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rollout.batching.rounds import HeldPrompts
 from plexrl.rollout.coordinator.speculation import ExpectedInstance
 from plexrl.rollout.staleness.manager import HeldEntries, StalenessSettings
+from plexrl.rollout.streaming.scale_down import HeldScaleDown
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.rollout.trajectories.server import HeldTrajectories
 
@@ -27,6 +28,7 @@ class CoordinatorState:
     measured: list[tuple[float, int, float]]
     """KV cache, trajectories and seconds of the latest measured steps."""
     prompts: HeldPrompts = field(default_factory=HeldPrompts)
+    scale_down: HeldScaleDown = field(default_factory=HeldScaleDown)
 
     def plain(self) -> dict[str, object]:
         """Mappings (their order counts), lists, text, numbers and None."""

@@ -82,6 +82,8 @@ class HeldScaleDown:
     """Samples of the round that were generated at the latest look."""
     is_scaled_down: bool = False
     """In this round instances were freed."""
+    freed: list[InstanceId] = field(default_factory=list)
+    """Those that are still free."""
 
 
 class ScaleDown:
@@ -96,6 +98,7 @@ class ScaleDown:
         """Nothing of the round is generated, and all instances take part."""
         self.held.looked_at = 0
         self.held.is_scaled_down = False
+        self.held.freed = []
 
     def generated(self, response_tokens: int) -> None:
         """A response is complete; its length counts as a past one from now on."""
@@ -133,6 +136,7 @@ class ScaleDown:
         if not freed or self.projected_peak(unfinished) > kept:
             return ()
         self.held.is_scaled_down = True
+        self.held.freed = list(freed)
         return freed
 
     def projected_peak(self, unfinished: Iterable[UnfinishedSample]) -> int:

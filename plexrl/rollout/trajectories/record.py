@@ -50,6 +50,10 @@ class TrajectoryState(StrEnum):
     ABORTED = "aborted"
 
 
+GENERATED = (TrajectoryState.GENERATED, TrajectoryState.REWARDED)
+"""The states of a trajectory of a batch that is not trained."""
+
+
 class Change(StrEnum):
     """What can happen to a trajectory."""
 
