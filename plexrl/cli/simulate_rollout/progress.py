@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.runs.split import best_splits, runner
-from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName, check_split
+from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName, check_system
 
 
 def run_all(
@@ -27,7 +27,7 @@ def run_all(
 
     questions = [(setting, system) for setting in settings for system in systems]
     for setting, system in questions:
-        check_split(setting, system)
+        check_system(setting, system)
     display = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),

@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.engine.costs import EngineCosts
+from plexrl.sim.rollout.engine.models import Model
+from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
 from plexrl.sim.rollout.workload import Workload
 
 
@@ -24,6 +26,10 @@ class SystemName(StrEnum):
     """As inflight in the order of completion: the bound is not kept for each trajectory."""
     STALEFLOW = "staleflow"
     """PlexRL's coordinator, as StaleFlow."""
+    TAIL = "tail"
+    """PlexRL's coordinator with tail batching on all GPUs, then training on them (Flexes §3)."""
+    FLEXES = "flexes"
+    """As tail, with those of the other parts of Flexes that are on (`Parts`)."""
 
 
 BOUNDED = (
@@ -35,6 +41,12 @@ BOUNDED = (
 """Systems with a choice of η."""
 SPLIT = (SystemName.ONE_STEP, *BOUNDED)
 """Systems with separate GPUs for rollout and training."""
+COORDINATED = (SystemName.TAIL, SystemName.FLEXES)
+"""On-policy systems of the coordinator. Every prompt of the run is trained by its end."""
+ON_POLICY = (SystemName.SYNC, *COORDINATED)
+"""Systems without staleness, whose GPUs all roll out, and then all train."""
+FIXED_STALENESS = dict.fromkeys(ON_POLICY, 0) | {SystemName.ONE_STEP: 1}
+ETA_MAX = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +58,9 @@ class Setting:
     """Prompts of one training batch."""
     workload: Workload = field(default_factory=Workload)
     costs: EngineCosts = field(default_factory=EngineCosts)
+    model: Model | None = None
+    """What `costs` are for, so that the size of tensor-parallel groups can change."""
+    rewards: RewardCosts = AT_ONCE
     steps: int = 16
     """Training steps of a run."""
     warmup_steps: int = 6
@@ -98,6 +113,36 @@ class Strategies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Which parts of Flexes are on; those that are off are what `sync` does."""
+
+    tail: bool = True
+    """Tail batching (§3)."""
+    rewards: bool = True
+    """Rewards of complete responses while others are generated (§4.3)."""
+    parallelism: bool = True
+    """The parallelism planner (§4.2)."""
+    stream: bool = True
+    """The stream trainer (§4.4)."""
+
+    def __post_init__(self) -> None:
+        if self.stream and not self.rewards:
+            raise InvalidRequestError(
+                "the stream trainer trains prompts that have rewards: switch rewards on, too"
+            )
+
+    @property
+    def label(self) -> str:
+        """`T`, `R`, `P` and `S` of those that are on; `none` for none."""
+        values = (self.tail, self.rewards, self.parallelism, self.stream)
+        letters = zip("TRPS", values, strict=True)
+        return "".join(letter for letter, on in letters if on) or "none"
+
+
+TAIL_ONLY = Parts(rewards=False, parallelism=False, stream=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     """One system and its own settings."""
 
@@ -105,16 +150,30 @@ class System:
     staleness: int = 0
     """η."""
     rollout_gpus: int = 0
-    """GPUs of rollout instances; the others train. `sync` uses all for both."""
+    """GPUs of rollout instances; the others train. On-policy systems use all for both."""
     strategies: Strategies = field(default_factory=Strategies)
+    parts: Parts = field(default_factory=Parts)
+    """Of `flexes`."""
+    eta_prompts: float = 1.25
+    """How many times the prompts of a batch a short round starts (Flexes η)."""
+    eta_responses: float = 1.25
+    """The same for the responses to a prompt."""
 
     def __post_init__(self) -> None:
-        fixed = {SystemName.SYNC: 0, SystemName.ONE_STEP: 1}.get(self.name)
+        fixed = FIXED_STALENESS.get(self.name)
         if self.staleness < 0 or (fixed is not None and self.staleness != fixed):
             wanted = "at least 0" if fixed is None else str(fixed)
             raise InvalidRequestError(
                 f"staleness of {self.name.value} is {self.staleness}: give {wanted}"
             )
+        for name in ("eta_prompts", "eta_responses"):
+            if not 1.0 <= (value := getattr(self, name)) <= ETA_MAX:
+                raise InvalidRequestError(f"{name} is {value}: give 1 to {ETA_MAX:g}")
+
+    @property
+    def active_parts(self) -> Parts:
+        """The parts of Flexes that this system has."""
+        return TAIL_ONLY if self.name == SystemName.TAIL else self.parts
 
     @property
     def label(self) -> str:
@@ -124,15 +183,24 @@ class System:
             parts.append(f"η={self.staleness}")
         if self.name == SystemName.STALEFLOW and self.strategies != Strategies():
             parts.append(self.strategies.label)
+        if self.name == SystemName.FLEXES and self.parts != Parts():
+            parts.append(self.parts.label)
         return " ".join(parts)
 
 
-def check_split(setting: Setting, system: System) -> None:
-    """Check a split that is given; 0 rollout GPUs mean that the best is searched for.
+def check_system(setting: Setting, system: System) -> None:
+    """Check that the system can run in the setting; 0 rollout GPUs mean that the best split is
+    searched for.
 
     Raises:
-        InvalidRequestError: it leaves rollout or training without GPUs.
+        InvalidRequestError: a split leaves rollout or training without GPUs; the system knows no
+            rewards; the planner knows no model.
     """
+    if setting.rewards != AT_ONCE and system.name not in ON_POLICY:
+        names = ", ".join(each.value for each in ON_POLICY)
+        raise InvalidRequestError(
+            f"{system.name.value} knows no rewards that take time: use {names}"
+        )
     given = system.rollout_gpus
     if system.name in SPLIT and given and not setting.costs.gpus <= given < setting.gpus:
         raise InvalidRequestError(

@@ -27,6 +27,8 @@ R1_LONG = "r1-long"
 """Its long responses: those beyond the minimum between its two modes."""
 LONG_TOKENS = 2767
 """The minimum between the modes: from here to 18 000 tokens lengths are log-uniform."""
+EXTRA_MAX = 1 << 16
+"""Most extra responses to a prompt."""
 POINTS = 4096
 """Quantiles of a tabulated distribution."""
 
@@ -70,11 +72,13 @@ class Prompts:
         self._source = _source(workload.lengths)
         self._prompts = stream(workload.seed, "rollout prompts")
         self._responses = stream(workload.seed, "rollout responses")
+        self._extra = stream(workload.seed, "rollout extra responses")
 
-    def group(self, prompt: int) -> list[Trajectory]:
-        """New trajectories for a prompt."""
+    def group(self, prompt: int, extra: int = 0) -> list[Trajectory]:
+        """New trajectories for a prompt, `extra` of them beyond the group's size. The others are
+        the same without them, except for their numbers."""
         workload = self.workload
-        size = workload.group_size
+        size = workload.group_size + extra
         return [
             Trajectory(
                 number=prompt * size + at,
@@ -82,24 +86,23 @@ class Prompts:
                 prompt_tokens=workload.prompt_tokens,
                 response_tokens=min(workload.limit, max(1, round(length * workload.scale))),
             )
-            for at, length in enumerate(self._lengths(prompt))
+            for at, length in enumerate(self._lengths(prompt, extra))
         ]
 
-    def _lengths(self, prompt: int) -> list[float]:
+    def _lengths(self, prompt: int, extra: int) -> list[float]:
         size = self.workload.group_size
-        first = prompt * size
+        draws = [(self._responses, prompt * size + at) for at in range(size)]
+        draws += [(self._extra, prompt * EXTRA_MAX + at) for at in range(extra)]
         if self._source.groups:
             group = self._source.groups[
                 int(uniform(self._prompts, prompt) * len(self._source.groups))
             ]
-            return [
-                group[int(uniform(self._responses, first + at) * len(group))] for at in range(size)
-            ]
+            return [group[int(uniform(*draw) * len(group))] for draw in draws]
         known = self._source.correlation
         correlation = self.workload.correlation if known is None else known
         shared = math.sqrt(correlation) * normals(self._prompts, prompt)[0]
         own = math.sqrt(1.0 - correlation)
-        scores = (shared + own * normals(self._responses, first + at)[0] for at in range(size))
+        scores = (shared + own * normals(*draw)[0] for draw in draws)
         table = self._source.quantiles
         return [table[int(STANDARD.cdf(score) * (len(table) - 1e-9))] for score in scores]
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from plexrl.errors import InvariantError
+from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.results.recorder import Recorder
-from plexrl.sim.rollout.setting import Setting, System, SystemName
+from plexrl.sim.rollout.setting import ON_POLICY, Setting, System
 from plexrl.sim.rollout.workload import Prompts
 
 QUIET_EVENTS_MAX = 5_000_000
@@ -36,8 +37,8 @@ class World:
 
     def __init__(self, setting: Setting, system: System, recorder: Recorder) -> None:
         costs = setting.costs
-        is_sync = system.name == SystemName.SYNC
-        rollout = setting.gpus if is_sync else system.rollout_gpus
+        is_colocated = system.name in ON_POLICY
+        rollout = setting.gpus if is_colocated else system.rollout_gpus
         self.setting = setting
         self.prompts = Prompts(setting.workload)
         self.recorder = recorder
@@ -45,7 +46,7 @@ class World:
         self.version = 0
         """Version of the trained parameters: the number of finished training steps."""
         self.instances = [Instance(number, costs) for number in range(rollout // costs.gpus)]
-        self.train_gpus = setting.gpus if is_sync else setting.gpus - rollout
+        self.train_gpus = setting.gpus if is_colocated else setting.gpus - rollout
         self.is_training = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -75,14 +76,38 @@ class World:
             self._due[instance.number] = due
             self.at(due, lambda: self._advance(instance, due, policy))
 
-    def train(self, trajectories: Sequence[Trajectory], policy: Policy) -> None:
-        """Train one batch now, as version `self.version`."""
+    def restart_instances(self, costs: EngineCosts) -> None:
+        """Replace all instances, which are idle, by others of these costs on the same GPUs."""
+        gpus = sum(each.costs.gpus for each in self.instances)
+        self.recorder.instances_ended(self.instances)
+        self.instances = [Instance(number, costs) for number in range(gpus // costs.gpus)]
+        self._due.clear()
+
+    def train(
+        self,
+        trajectories: Sequence[Trajectory],
+        policy: Policy,
+        *,
+        round_kind: str = "",
+        reward_s: float = 0.0,
+        done_tokens: float = 0.0,
+    ) -> None:
+        """Train one batch now, as version `self.version`. For `reward_s` before this only its
+        rewards were computed; of its tokens so many are trained already."""
         if self.is_training:
             raise InvariantError("a training step begins before the last one has ended")
         self.is_training = True
         tokens = sum(each.length for each in trajectories)
-        end_s = self.now + self.setting.costs.train_s(tokens, self.train_gpus)
-        self.recorder.trained(self.version, self.now, end_s, trajectories)
+        left_s = self.setting.costs.train_s(tokens - done_tokens, self.train_gpus)
+        end_s = self.now + left_s
+        self.recorder.trained(
+            self.version,
+            self.now,
+            end_s,
+            trajectories,
+            round_kind=round_kind,
+            reward_s=reward_s,
+        )
         self.at(end_s, lambda: self._trained(policy))
 
     def run(self, policy: Policy, on_step: Callable[[int], None] | None = None) -> None:
@@ -110,6 +135,7 @@ class World:
                 quiet = 0
                 if on_step is not None:
                     on_step(self.version)
+        self.recorder.instances_ended(self.instances)
         self.recorder.ended(self.now, self.instances, self.train_gpus)
 
     def _sample(self) -> None:
@@ -117,7 +143,8 @@ class World:
         self.at(self.now + self.recorder.sample_s, self._sample)
 
     def _advance(self, instance: Instance, due: float, policy: Policy) -> None:
-        if self._due.get(instance.number) != due:
+        is_here = self.instances[instance.number : instance.number + 1] == [instance]
+        if not is_here or self._due.get(instance.number) != due:
             return
         del self._due[instance.number]
         instance.advance(self.now)

@@ -98,7 +98,7 @@ class EngineCosts:
         """Tokens per second at this load."""
         return running / self.step_s(running, kv)
 
-    def train_s(self, tokens: int, gpus: int) -> float:
+    def train_s(self, tokens: float, gpus: int) -> float:
         """Seconds of a training step on `tokens` tokens with `gpus` GPUs."""
         return self.train_fixed_s + tokens * self.train_gpu_s_per_token / gpus
 

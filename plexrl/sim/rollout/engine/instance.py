@@ -54,6 +54,8 @@ class Instance:
         self.prefill_s = 0.0
         self.pull_s = 0.0
         self.preemptions = 0
+        self.tokens = 0
+        """Tokens generated so far."""
         self._running: dict[int, _Run] = {}
         self._ends: list[tuple[int, int]] = []
         """Heap of (number of steps at the end, trajectory); stale entries are skipped."""
@@ -169,6 +171,7 @@ class Instance:
             self.at_s += lasting_s
             self.decode_s += lasting_s
             self.steps += steps
+            self.tokens += steps * count
             self.kv += steps * count
 
     def _after_event(self) -> None:

@@ -27,6 +27,8 @@ class Trajectory:
     version: int | None = None
     """The oldest version that may generate it; absent before its first routing."""
     segments: list[Segment] = field(default_factory=list)
+    reported: int = 0
+    """Number of segments that the coordinator knows."""
     prefill_tokens: int = 0
     """Tokens whose KV cache was computed by prefill, over all its admissions."""
     admissions: int = 0

@@ -34,6 +34,15 @@ class Outcome:
     """Mean number of times that a trajectory's KV cache was computed."""
     preemptions: float
     """Preemptions per trained trajectory."""
+    run_s: float
+    """Seconds of the whole run."""
+    rollout_s: float
+    """Mean seconds of a step of the whole run in which its training waits for responses."""
+    reward_s: float
+    """Mean seconds of a step of the whole run in which only rewards are computed."""
+    untrained: float
+    """Part of the generated tokens of the whole run that are not trained in it: those of aborted
+    responses, and of those in progress at the end."""
     decision_ms: tuple[float, float] | None = None
     """Median and 99th percentile of a decision, in milliseconds of CPU time of this machine."""
 
@@ -65,7 +74,12 @@ def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
     for step in measured:
         staleness.update(step.staleness)
     trained = sum(staleness.values())
-    instance_s = recorder.instances * recorder.end_s
+    gpu_s = recorder.rollout_gpus * recorder.end_s
+    ends_s = [0.0, *(step.end_s for step in recorder.steps)]
+    rewards_s = sum(step.reward_s for step in recorder.steps)
+    waits_s = sum(step.start_s - end_s for step, end_s in zip(recorder.steps, ends_s, strict=False))
+    count = len(recorder.steps)
+    kept = sum(step.response_tokens for step in recorder.steps)
     all_trained = len(recorder.trained_numbers)
     return Outcome(
         system=system,
@@ -75,12 +89,16 @@ def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
         step_s=lasting_s / len(measured),
         response_tokens=sum(step.response_tokens for step in measured) / trained,
         staleness=dict(sorted(staleness.items())),
-        decode=recorder.decode_s / instance_s,
-        prefill=recorder.prefill_s / instance_s,
-        pull=recorder.pull_s / instance_s,
+        decode=recorder.decode_gpu_s / gpu_s,
+        prefill=recorder.prefill_gpu_s / gpu_s,
+        pull=recorder.pull_gpu_s / gpu_s,
         train=sum(step.end_s - step.start_s for step in measured) / lasting_s,
         prefills=recorder.admissions / all_trained,
         preemptions=recorder.preemptions / all_trained,
+        run_s=recorder.end_s,
+        rollout_s=(waits_s - rewards_s) / count,
+        reward_s=rewards_s / count,
+        untrained=1.0 - kept / recorder.generated_tokens,
         decision_ms=_decision_ms(recorder.decide_s),
     )
 

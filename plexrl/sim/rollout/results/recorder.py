@@ -22,6 +22,10 @@ class TrainStep:
     tokens: int
     """Tokens of prompts and responses."""
     response_tokens: int
+    round_kind: str
+    """`short` or `long` with tail batching, otherwise empty."""
+    reward_s: float
+    """Seconds before the step in which only its rewards were computed."""
     staleness: dict[int, int]
     """Trajectories by V_buf - V_traj, where V_traj is the oldest version in them."""
 
@@ -60,18 +64,29 @@ class Recorder:
     trained_numbers: set[int] = field(default_factory=set)
     prefill_tokens: int = 0
     admissions: int = 0
+    generated_tokens: int = 0
+    """Also of responses that are not trained."""
     end_s: float = 0.0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    pull_s: float = 0.0
+    decode_gpu_s: float = 0.0
+    prefill_gpu_s: float = 0.0
+    pull_gpu_s: float = 0.0
     preemptions: int = 0
     instances: int = 0
+    """At the end of the run."""
+    rollout_gpus: int = 0
     train_gpus: int = 0
     decide_s: list[float] = field(default_factory=list)
     """CPU seconds of each decision of the coordinator; all else is equal in equal runs."""
 
     def trained(
-        self, version: int, start_s: float, end_s: float, trajectories: Sequence[Trajectory]
+        self,
+        version: int,
+        start_s: float,
+        end_s: float,
+        trajectories: Sequence[Trajectory],
+        *,
+        round_kind: str = "",
+        reward_s: float = 0.0,
     ) -> None:
         """A training step on these trajectories begins.
 
@@ -104,6 +119,8 @@ class Recorder:
                 end_s=end_s,
                 tokens=sum(each.length for each in trajectories),
                 response_tokens=sum(each.response_tokens for each in trajectories),
+                round_kind=round_kind,
+                reward_s=reward_s,
                 staleness=dict(sorted(staleness.items())),
             )
         )
@@ -125,12 +142,18 @@ class Recorder:
             )
 
     def ended(self, now: float, instances: Sequence[Instance], train_gpus: int) -> None:
-        """The run ended; sum what the instances did."""
+        """The run ended."""
         self.end_s = now
         self.instances = len(instances)
+        self.rollout_gpus = sum(each.costs.gpus for each in instances)
         self.train_gpus = train_gpus
+
+    def instances_ended(self, instances: Sequence[Instance]) -> None:
+        """These instances do no more; sum what they did."""
         for each in instances:
-            self.decode_s += each.decode_s
-            self.prefill_s += each.prefill_s
-            self.pull_s += each.pull_s
+            gpus = each.costs.gpus
+            self.decode_gpu_s += gpus * each.decode_s
+            self.prefill_gpu_s += gpus * each.prefill_s
+            self.pull_gpu_s += gpus * each.pull_s
             self.preemptions += each.preemptions
+            self.generated_tokens += each.tokens

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.results.recorder import Recorder
-from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_split
-from plexrl.sim.rollout.systems.coordinated import StaleFlow
+from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_system
+from plexrl.sim.rollout.systems.coordinated import Coordinated
 from plexrl.sim.rollout.systems.inflight import InFlight
+from plexrl.sim.rollout.systems.on_policy import OnPolicy
 from plexrl.sim.rollout.systems.one_step import OneStep
 from plexrl.sim.rollout.systems.synchronous import Synchronous
 from plexrl.sim.rollout.world import Policy, World
@@ -30,7 +31,7 @@ def simulate_rollout(
     """
     if system.name in SPLIT and not system.rollout_gpus:
         raise InvalidRequestError(f"{system.label} has no rollout GPUs: give some")
-    check_split(setting, system)
+    check_system(setting, system)
     lanes_from = max(0, setting.steps - LANE_BUFFERS) if with_history else None
     recorder = Recorder(lanes_from=lanes_from)
     world = World(setting, system, recorder)
@@ -51,4 +52,6 @@ def _policy(world: World, system: System) -> Policy:
         case SystemName.INFLIGHT_LOOSE:
             return InFlight(world, system.staleness, in_order=False)
         case SystemName.STALEFLOW:
-            return StaleFlow(world, system)
+            return Coordinated(world, system)
+        case SystemName.TAIL | SystemName.FLEXES:
+            return OnPolicy(world, system)

@@ -6,6 +6,7 @@ computed at once. New parameters reach the parameter server `push_s` after their
 """
 
 from collections.abc import Sequence
+from math import ceil
 from time import thread_time
 from typing import cast
 
@@ -13,6 +14,7 @@ from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
+    Abort,
     BatchRequested,
     Command,
     Event,
@@ -36,28 +38,26 @@ from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory
-from plexrl.sim.rollout.setting import Setting, System
+from plexrl.sim.rollout.setting import COORDINATED, Setting, System
 from plexrl.sim.rollout.world import World
 
 
-class StaleFlow:
+class Coordinated:
     """Instances, trainer and parameter server as the coordinator sees them."""
 
     def __init__(self, world: World, system: System) -> None:
         self._world = world
         self._core = RolloutCoordinator(_settings(world.setting, system))
-        self._instances = {_name(each): each for each in world.instances}
+        self._instances: dict[InstanceId, Instance] = {}
+        """Those that have joined."""
         self._trajectories: dict[int, Trajectory] = {}
         """All that are not trained yet."""
-        self._reported: dict[int, int] = {}
-        """Number of segments of a trajectory that the coordinator knows."""
         self._next_group = 0
 
     def start(self) -> None:
         """See `Policy`."""
-        for name in self._instances:
-            kv = float(self._world.setting.costs.kv_tokens)
-            self._tell(InstanceJoined(instance=name, version=0, kv_budget=kv))
+        for each in self._world.instances:
+            self._join(each)
         self._add_groups()
         self._tell(BatchRequested())
         self._cycle()
@@ -66,7 +66,7 @@ class StaleFlow:
         """See `Policy`."""
         for each in trajectories:
             number = TrajectoryId(each.number)
-            name = _name(self._world.instances[each.segments[-1].instance])
+            name = instance_name(each.segments[-1].instance)
             self._tell(Generated(trajectory=number, instance=name, segments=self._new(each)))
             self._tell(Rewarded(trajectory=number, reward=0.0))
 
@@ -80,10 +80,21 @@ class StaleFlow:
         )
         self._tell(BatchRequested())
 
+    def _join(self, instance: Instance) -> None:
+        name = instance_name(instance.number)
+        self._instances[name] = instance
+        kv = float(instance.costs.kv_tokens)
+        self._tell(InstanceJoined(instance=name, version=instance.version, kv_budget=kv))
+
     def _cycle(self) -> None:
+        """Take snapshots from now on."""
+        self._take_snapshot()
+        self._world.at(self._world.now + self._world.setting.cycle_s, self._cycle)
+
+    def _take_snapshot(self) -> None:
         """Take a snapshot and carry out what follows."""
         world = self._world
-        for each in world.instances:
+        for each in self._instances.values():
             each.advance(world.now)
             world.touch(each, self)
         snapshot = SnapshotTaken(
@@ -95,7 +106,6 @@ class StaleFlow:
         if self._core.snapshots_used > used:
             world.recorder.decide_s.append(thread_time() - began)
         self._issue(commands)
-        world.at(world.now + world.setting.cycle_s, self._cycle)
 
     def _tell(self, event: Event) -> None:
         self._issue(self._core.handle(event))
@@ -103,7 +113,6 @@ class StaleFlow:
     def _issue(self, commands: Sequence[Command]) -> None:
         """Training begins at once. Instances get their commands `command_s` later: all of them, so
         that each runs them in the order of issue, as the protocol wants."""
-        world = self._world
         remote = []
         for command in commands:
             if isinstance(command, Train):
@@ -111,7 +120,11 @@ class StaleFlow:
             else:
                 remote.append(command)
         if remote:
-            world.at(world.now + world.setting.command_s, lambda: self._execute(remote))
+            self._send(remote)
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        world = self._world
+        world.at(world.now + world.setting.command_s, lambda: self._execute(commands))
 
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -121,7 +134,7 @@ class StaleFlow:
                     routed = [self._trajectories[each] for each in command.trajectories]
                     instance.route(routed, self._world.now)
                     self._world.touch(instance, self)
-                case Interrupt():
+                case Interrupt() | Abort():
                     self._interrupt(command)
                 case Pull():
                     instance = self._instances[command.instance]
@@ -133,12 +146,10 @@ class StaleFlow:
 
     def _train(self, command: Train) -> None:
         batch = [self._trajectories.pop(each.trajectory) for each in command.batch]
-        for each in batch:
-            del self._reported[each.number]
         self._world.train(batch, self)
         self._add_groups()
 
-    def _interrupt(self, command: Interrupt) -> None:
+    def _interrupt(self, command: Interrupt | Abort) -> None:
         instance = self._instances[command.instance]
         removed = instance.interrupt(command.trajectories, self._world.now)
         # What ended in the last step is reported before the answer, as the protocol wants.
@@ -155,21 +166,24 @@ class StaleFlow:
     def _add_groups(self) -> None:
         """Fill the trajectory server with prompts."""
         for _ in range(self._core.groups_wanted):
-            members = self._world.prompts.group(self._next_group)
-            for each in members:
-                self._trajectories[each.number] = each
-                self._reported[each.number] = 0
-            self._tell(
-                GroupAdded(
-                    group=SampleGroupId(self._next_group), prompt_tokens=members[0].prompt_tokens
-                )
-            )
-            self._next_group += 1
+            self._add_group()
+
+    def _add_group(self) -> None:
+        group = SampleGroupId(self._next_group)
+        members = self._draw(group)
+        self._tell(GroupAdded(group=group, prompt_tokens=members[0].prompt_tokens))
+        self._next_group += 1
+
+    def _draw(self, group: int) -> list[Trajectory]:
+        """New trajectories for a prompt."""
+        members = self._world.prompts.group(group, self._core.settings.staleness.extra_samples)
+        self._trajectories |= {each.number: each for each in members}
+        return members
 
     def _new(self, trajectory: Trajectory) -> tuple[Segment, ...]:
         """Segments that the coordinator does not know yet. A KV cache is always of one version."""
-        known = self._reported[trajectory.number]
-        self._reported[trajectory.number] = len(trajectory.segments)
+        known = trajectory.reported
+        trajectory.reported = len(trajectory.segments)
         return tuple(
             Segment(tokens=each.tokens, policy_version=each.version, kv_version=each.version)
             for each in trajectory.segments[known:]
@@ -178,11 +192,15 @@ class StaleFlow:
 
 def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     costs, strategies = setting.costs, system.strategies
+    size = setting.workload.group_size
+    tail = system.name in COORDINATED and system.active_parts.tail
     return CoordinatorSettings(
         staleness=StalenessSettings(
             staleness=system.staleness,
             batch_groups=setting.batch_groups,
-            group_size=setting.workload.group_size,
+            group_size=size,
+            extra_groups=_extra(system.eta_prompts, setting.batch_groups) if tail else 0,
+            extra_samples=_extra(system.eta_responses, size) if tail else 0,
         ),
         cost_model=CostModel(k1=costs.k1, k2=costs.k2, k3=costs.k3, k4=costs.k4, k5=1.0),
         routing="throughput" if strategies.routing else "count",
@@ -191,8 +209,14 @@ def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     )
 
 
-def _name(instance: Instance) -> InstanceId:
-    return InstanceId(f"i{instance.number:04d}")
+def instance_name(number: int) -> InstanceId:
+    """The id of an instance for the coordinator."""
+    return InstanceId(f"i{number:04d}")
+
+
+def _extra(eta: float, count: int) -> int:
+    """How many more than `count` are started; without what the product's last bits add."""
+    return ceil(round(eta * count, 6)) - count
 
 
 def _snapshot(name: InstanceId, instance: Instance) -> InstanceSnapshot:

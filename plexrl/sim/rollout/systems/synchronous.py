@@ -1,7 +1,8 @@
-"""Synchronous rollout and training on the same GPUs, as verl."""
+"""Synchronous rollout, rewards and training on the same GPUs, as verl."""
 
 from collections.abc import Sequence
 
+from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.systems.dispatch import dispatch
 from plexrl.sim.rollout.systems.groups import Groups
@@ -9,12 +10,14 @@ from plexrl.sim.rollout.world import World
 
 
 class Synchronous:
-    """Generates a batch on all GPUs, trains it on all GPUs, updates all instances, repeats."""
+    """Generates a batch on all GPUs, grades it, trains it on all GPUs, updates all instances,
+    repeats."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._groups = Groups(world.prompts)
         self._ready: list[Trajectory] = []
+        self._rewards = Rewards(world.setting.rewards, world.setting.workload.seed)
 
     def start(self) -> None:
         """See `Policy`."""
@@ -26,7 +29,12 @@ class Synchronous:
             self._ready += group
         if len(self._ready) == self._world.setting.batch_trajectories:
             batch, self._ready = self._ready, []
-            self._world.train(batch, self)
+            world = self._world
+            reward_s = self._rewards.stage_s({each.group for each in batch})
+            world.at(
+                world.now + reward_s,
+                lambda: world.train(batch, self, reward_s=reward_s),
+            )
 
     def trained(self) -> None:
         """See `Policy`."""

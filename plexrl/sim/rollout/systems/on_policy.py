@@ -1,0 +1,269 @@
+"""Flexes' parts on the virtual clock: a rollout without staleness on the GPUs that train, too.
+
+Tail batching is the coordinator's (`plexrl.rollout.batching`), the size of tensor-parallel groups
+the planner's, and when half of the GPUs are freed is decided by `plexrl.rollout.streaming`. At the
+end of a training step all engines load the new parameters and begin the next round together.
+
+The data set has as many prompts as the run trains, so that the last steps take what is queued.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from plexrl.rollout.batching.parallelism import ParallelismPlanner
+from plexrl.rollout.coordinator.messages import (
+    BatchRequested,
+    Command,
+    Generated,
+    InstanceLost,
+    ParametersPushed,
+    PromptsEnded,
+    ReportQueuedGroup,
+    Rewarded,
+    Train,
+)
+from plexrl.rollout.streaming.scale_down import (
+    RoundInstance,
+    ScaleDown,
+    ScaleDownSettings,
+    UnfinishedSample,
+)
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    TrajectoryId,
+    TrajectoryState,
+)
+from plexrl.sim.rollout.engine.rewards import Rewards
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.setting import System
+from plexrl.sim.rollout.systems.coordinated import Coordinated, instance_name
+from plexrl.sim.rollout.systems.streaming import StreamTrainer
+from plexrl.sim.rollout.world import World
+
+UNFINISHED = (
+    TrajectoryState.WAITING,
+    TrajectoryState.ROUTED,
+    TrajectoryState.INTERRUPTING,
+)
+
+
+class OnPolicy(Coordinated):
+    """Rounds of rollout, rewards and training."""
+
+    def __init__(self, world: World, system: System) -> None:
+        super().__init__(world, system)
+        setting = world.setting
+        self._parts = system.active_parts
+        self._rewards = Rewards(setting.rewards, setting.workload.seed)
+        self._prompts = setting.steps * setting.batch_groups
+        self._kind = ""
+        """Of the present round: `short`, `long`, or empty."""
+        self._generated: Counter[int] = Counter()
+        """Samples of the present round that are complete, by prompt."""
+        self._graded: dict[int, list[Trajectory]] = {}
+        """The same that have rewards."""
+        self._leaving: set[InstanceId] = set()
+        """Instances that are about to be freed."""
+        self._samples = 0
+        """Of the present round."""
+        self._preemptions = 0
+        """Of the present instances in earlier rounds."""
+        longest = setting.workload.prompt_tokens + setting.workload.limit
+        self._planner = None
+        if self._parts.parallelism and setting.model is not None:
+            sizes = [each for each in setting.model.sizes(longest) if not setting.gpus % each]
+            self._planner = ParallelismPlanner(sizes, setting.costs.gpus)
+        self._scale_down = None
+        if self._parts.stream:
+            self._scale_down = ScaleDown(
+                ScaleDownSettings(response_tokens_max=setting.workload.limit)
+            )
+        self._stream = StreamTrainer(setting.costs.train_gpu_s_per_token)
+
+    def start(self) -> None:
+        """See `Policy`."""
+        self._kind = self._core.rounds.kind or ""
+        super().start()
+        self._samples = self._count()
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """See `Policy`."""
+        for each in trajectories:
+            name = instance_name(each.segments[-1].instance)
+            number = TrajectoryId(each.number)
+            self._tell(Generated(trajectory=number, instance=name, segments=self._new(each)))
+            if not self._is_present(each):
+                continue
+            self._generated[each.group] += 1
+            if self._scale_down is not None:
+                self._scale_down.generated(each.response_tokens)
+            if self._parts.rewards:
+                at_s = self._world.now + self._rewards.seconds(each.group)
+                self._world.at(at_s, lambda done=each: self._rewarded(done))  # type: ignore[misc]
+            else:
+                self._rewarded(each)
+        self._look()
+
+    def trained(self) -> None:
+        """See `Policy`."""
+        world = self._world
+        self._tell(ParametersPushed(version=world.version))
+        for name in list(self._instances):
+            self._leave(name)
+        for each in world.instances:
+            each.interrupt_all(world.now)
+        self._kind = self._core.rounds.kind or ""
+        if self._planner is not None:
+            self._set_size(self._planner.size(self._kind))
+        ready_s = max(each.pull(world.version, world.now) for each in world.instances)
+        world.at(ready_s, self._begin)
+        self._tell(BatchRequested())
+
+    def _begin(self) -> None:
+        """All engines are ready for the next round."""
+        for each in self._world.instances:
+            self._join(each)
+        self._samples = self._count()
+        self._take_snapshot()
+
+    def _count(self) -> int:
+        server = self._core.trajectories
+        return sum(1 for group in server.groups for _ in server.members(group))
+
+    def _set_size(self, gpus: int) -> None:
+        world = self._world
+        if world.setting.model is not None and gpus != world.instances[0].costs.gpus:
+            world.restart_instances(world.setting.model.costs(gpus))
+            self._preemptions = 0
+
+    def _leave(self, name: InstanceId) -> None:
+        del self._instances[name]
+        self._leaving.discard(name)
+        self._tell(InstanceLost(instance=name))
+
+    def _is_present(self, trajectory: Trajectory) -> bool:
+        """It was not aborted with its prompt, and its prompt is not trained."""
+        return self._trajectories.get(trajectory.number) is trajectory
+
+    def _rewarded(self, trajectory: Trajectory) -> None:
+        if not self._is_present(trajectory):
+            return
+        graded = self._graded.setdefault(trajectory.group, [])
+        graded.append(trajectory)
+        if len(graded) == self._world.setting.workload.group_size:
+            tokens = sum(each.length for each in graded)
+            self._stream.complete(tokens, self._world.now)
+        self._tell(Rewarded(trajectory=TrajectoryId(trajectory.number), reward=0.0))
+
+    def _issue(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, ReportQueuedGroup):
+                self._graded.pop(command.group, None)
+                self._generated.pop(command.group, None)
+                self._draw(command.group)
+        super()._issue([each for each in commands if not isinstance(each, ReportQueuedGroup)])
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        """Commands of a round do not reach engines in the next."""
+        world, version = self._world, self._world.version
+
+        def arrive() -> None:
+            if world.version == version:
+                here = [each for each in commands if getattr(each, "instance", None) in self._here]
+                self._execute(here)
+
+        world.at(world.now + world.setting.command_s, arrive)
+
+    @property
+    def _here(self) -> set[InstanceId]:
+        return self._instances.keys() - self._leaving
+
+    def _train(self, command: Train) -> None:
+        world = self._world
+        groups = {each.group for each in command.batch}
+        batch = [self._trajectories[each.trajectory] for each in command.batch]
+        ids = self._core.settings.staleness.ids_per_group
+        for group in groups:
+            for number in range(group * ids, (group + 1) * ids):
+                self._trajectories.pop(number, None)
+        reward_s = 0.0 if self._parts.rewards else self._rewards.stage_s(groups)
+        done_tokens = self._stream.end(world.now)
+        kind = self._kind
+        world.at(
+            world.now + reward_s,
+            lambda: world.train(
+                batch, self, round_kind=kind, reward_s=reward_s, done_tokens=done_tokens
+            ),
+        )
+        self._end_round()
+        self._add_groups()
+
+    def _end_round(self) -> None:
+        self._generated.clear()
+        self._graded.clear()
+        preemptions = sum(each.preemptions for each in self._world.instances)
+        if self._planner is not None:
+            self._planner.observe(self._kind, preemptions - self._preemptions)
+        self._preemptions = preemptions
+        if self._scale_down is not None:
+            self._scale_down.begin_round()
+
+    def _add_groups(self) -> None:
+        for _ in range(min(self._core.groups_wanted, self._prompts - self._next_group)):
+            self._add_group()
+        if self._next_group == self._prompts:
+            self._tell(PromptsEnded())
+
+    def _look(self) -> None:
+        """Ask whether half of the GPUs are freed."""
+        generated = self._generated.total()
+        if self._scale_down is None or not self._scale_down.is_due(generated, self._samples):
+            return
+        world, server = self._world, self._core.trajectories
+        for each in self._instances.values():
+            each.advance(world.now)
+            world.touch(each, self)
+            each.running()
+        instances = [
+            RoundInstance(instance=name, gpus=each.costs.gpus, kv_tokens=each.costs.kv_tokens)
+            for name, each in self._instances.items()
+        ]
+        unfinished = [
+            UnfinishedSample(
+                instance=record.instance,
+                prompt_tokens=record.prompt_tokens,
+                response_tokens=self._trajectories[record.id].done_tokens,
+            )
+            for group in server.groups
+            for record in server.members(group)
+            if record.state in UNFINISHED
+        ]
+        freed = self._scale_down.decide(generated, self._samples, instances, unfinished)
+        if freed:
+            self._free(freed)
+
+    def _free(self, names: Sequence[InstanceId]) -> None:
+        """What these instances generate goes on elsewhere, and they train."""
+        world, version = self._world, self._world.version
+        self._leaving |= set(names)
+        for name in names:
+            self._instances[name].interrupt_all(world.now)
+            world.touch(self._instances[name], self)
+
+        def left() -> None:
+            if world.version != version or world.is_training:
+                return
+            for name in names:
+                self._leave(name)
+            self._take_snapshot()
+
+        def train() -> None:
+            if world.version == version and not world.is_training:
+                gpus = sum(each.costs.gpus for each in world.instances)
+                self._stream.free(
+                    gpus - sum(each.costs.gpus for each in self._instances.values()), world.now
+                )
+
+        left_s = max(self._instances[name].stopped_s for name in names)
+        world.at(left_s, left)
+        world.at(left_s + world.setting.costs.pull_s, train)
