@@ -1,6 +1,6 @@
 """The options of `plexrl simulate-rollout`, and the questions that they ask."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -10,7 +10,9 @@ import typer
 from plexrl.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from plexrl.sim.rollout.setting import Setting, System
+    from plexrl.sim.rollout.engine.costs import EngineCosts
+    from plexrl.sim.rollout.engine.models import Model
+    from plexrl.sim.rollout.setting import Setting, System, SystemName
 
 R1_LONG_SCALE = 1.25
 
@@ -41,6 +43,13 @@ class ResponseOptions:
     ] = 0.9
     group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 16
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256
+    rewards: Annotated[
+        str,
+        typer.Option(
+            help="at-once, or mixed: 2 s each, and 30 s for one prompt of 60. Only sync, tail and "
+            "flexes know rewards that take time."
+        ),
+    ] = "at-once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,11 @@ class ClusterOptions:
             "Qwen3-30B-A3B on H20."
         ),
     ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="qwen2.5-7b, qwen2.5-14b or qwen2.5-32b on H800, in place of --costs."),
+    ] = None
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an instance of --model.")] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +88,25 @@ class SystemOptions:
         str,
         typer.Option(
             help="sync, one-step, inflight, inflight-rebalanced, inflight-loose, staleflow, "
-            "with commas between."
+            "tail, flexes, with commas between."
         ),
     ] = "sync,one-step,inflight,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
     ablation: Annotated[
         bool,
-        typer.Option("--ablation", help="Also run staleflow with vanilla strategies."),
+        typer.Option(
+            "--ablation",
+            help="Also run staleflow with vanilla strategies, and flexes without some of its "
+            "parts.",
+        ),
     ] = False
+    eta: Annotated[
+        float,
+        typer.Option(
+            help="Flexes' η: how many times the trained prompts, and responses to each, short "
+            "rounds of tail and flexes start."
+        ),
+    ] = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,18 +139,24 @@ def settings(
     Raises:
         InvalidRequestError: an option is invalid, or a file cannot be read.
     """
-    from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
+    from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED
     from plexrl.sim.rollout.setting import Setting
     from plexrl.sim.rollout.workload import R1_LONG, Prompts, Workload
 
     scale = responses.scale
     if scale is None:
         scale = R1_LONG_SCALE if responses.lengths == R1_LONG else 1.0
+    rewards = {"at-once": AT_ONCE, "mixed": MIXED}
+    if responses.rewards not in rewards:
+        raise InvalidRequestError(f"--rewards {responses.rewards!r}: use {' or '.join(rewards)}")
+    model, costs = _engine(cluster)
     found = [
         Setting(
             gpus=cluster.gpus,
             batch_groups=cluster.batch,
-            costs=QWEN3_30B_A3B if cluster.costs is None else read_costs(cluster.costs),
+            costs=costs,
+            model=model,
+            rewards=rewards[responses.rewards],
             workload=Workload(
                 lengths=responses.lengths,
                 scale=scale,
@@ -146,13 +177,29 @@ def settings(
     return found
 
 
+def _engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
+    from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
+    from plexrl.sim.rollout.engine.models import MODELS
+
+    if cluster.model is None:
+        if cluster.tensor_parallel != 1:
+            raise InvalidRequestError("--tensor-parallel is the size of --model: give a model")
+        return None, QWEN3_30B_A3B if cluster.costs is None else read_costs(cluster.costs)
+    if cluster.costs is not None:
+        raise InvalidRequestError("--model and --costs both give latencies: give one")
+    if cluster.model not in MODELS:
+        raise InvalidRequestError(f"--model {cluster.model!r}: use {', '.join(MODELS)}")
+    model = MODELS[cluster.model]
+    return model, model.costs(cluster.tensor_parallel)
+
+
 def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
     """The systems in the order of the options.
 
     Raises:
         InvalidRequestError: a name or a bound is invalid.
     """
-    from plexrl.sim.rollout.setting import BOUNDED, SPLIT, Strategies, System, SystemName
+    from plexrl.sim.rollout.setting import BOUNDED, FIXED_STALENESS, SPLIT, SystemName
 
     bounds = _numbers("--staleness", options.staleness)
     found = []
@@ -163,20 +210,49 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
             names = ", ".join(each.value for each in SystemName)
             raise InvalidRequestError(f"--system {text!r}: use {names}") from error
         gpus = (rollout_gpus or 0) if name in SPLIT else 0
-        fixed = {SystemName.SYNC: [0], SystemName.ONE_STEP: [1]}
-        strategies = [Strategies()]
-        if name == SystemName.STALEFLOW and options.ablation:
-            flags = sorted(product((False, True), repeat=3), key=sum)
-            strategies = [
-                Strategies(routing=routing, synchronization=synchronization, migration=migration)
-                for routing, synchronization, migration in flags
-            ]
         found += [
-            System(name=name, staleness=bound, rollout_gpus=gpus, strategies=each)
-            for bound in (bounds if name in BOUNDED else fixed[name])
-            for each in strategies
+            replace(
+                each,
+                staleness=bound,
+                rollout_gpus=gpus,
+                eta_prompts=options.eta,
+                eta_responses=options.eta,
+            )
+            for bound in (bounds if name in BOUNDED else [FIXED_STALENESS[name]])
+            for each in _variants(name, ablation=options.ablation)
         ]
     return list(dict.fromkeys(found))
+
+
+def _variants(name: "SystemName", *, ablation: bool) -> "list[System]":
+    """The system, after those with fewer strategies or parts if there is an ablation."""
+    from plexrl.sim.rollout.setting import FIXED_STALENESS, Parts, Strategies, System, SystemName
+
+    plain = System(name=name, staleness=FIXED_STALENESS.get(name, 0))
+    if not ablation:
+        return [plain]
+    if name == SystemName.STALEFLOW:
+        flags = sorted(product((False, True), repeat=3), key=sum)
+        return [
+            replace(
+                plain,
+                strategies=Strategies(
+                    routing=routing, synchronization=synchronization, migration=migration
+                ),
+            )
+            for routing, synchronization, migration in flags
+        ]
+    if name == SystemName.FLEXES:
+        # In the order of Flexes Tab. 2 after `tail`, then what is left without tail batching.
+        fewer = (
+            Parts(parallelism=False, stream=False),
+            Parts(stream=False),
+            Parts(tail=False, parallelism=False, stream=False),
+            Parts(tail=False, parallelism=False),
+            Parts(),
+        )
+        return [replace(plain, parts=each) for each in fewer]
+    return [plain]
 
 
 def _numbers(option: str, text: str) -> list[int]:

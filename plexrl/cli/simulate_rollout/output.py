@@ -11,8 +11,8 @@ from plexrl.cli.terminal.context import print_line, print_table, warn, write_tex
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.results.result_json import dumps
 from plexrl.sim.rollout.report.histories import History
-from plexrl.sim.rollout.results.bound import throughput_bound
-from plexrl.sim.rollout.results.gains import gain_over_sync, gains
+from plexrl.sim.rollout.results.bound import bounds
+from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync, gains
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.setting import Setting
 from plexrl.traces.io.files import write_whole
@@ -40,7 +40,7 @@ def output(
     else:
         for setting in settings:
             show(setting, [each for each in outcomes if each.limit == setting.workload.limit])
-        for line in (*bound_lines(settings), *gain_lines(outcomes)):
+        for line in (*bound_lines(settings, outcomes), *gain_lines(outcomes)):
             print_line(line)
     if out is not None:
         written = _write(settings, outcomes, histories, out, text)
@@ -76,18 +76,12 @@ def show(setting: Setting, outcomes: Sequence[Outcome]) -> None:
     print_table("", (*columns, "decode", "prefill", "train"), rows)
 
 
-def bound_lines(settings: Sequence[Setting]) -> list[str]:
+def bound_lines(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[str]:
     """What no schedule exceeds, one sentence per limit."""
     return [
-        f"at most {each.workload.limit:,} tokens: no split trains more than "
-        f"{throughput_bound(each):,.0f} tokens/s"
-        for each in settings
+        f"at most {each.workload.limit:,} tokens: no split trains more than {bound:,.0f} tokens/s"
+        for each, bound in zip(settings, bounds(settings, outcomes), strict=False)
     ]
-
-
-def gain_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """The gains of StaleFlow, one sentence per baseline."""
-    return [f"staleflow trains {each.text}" for each in gains(outcomes)]
 
 
 def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -96,11 +90,12 @@ def document(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> dict[s
     return {
         "version": version("plexrl"),
         "settings": [asdict(each) for each in settings],
+        "gains_over_sync": [gain_over_sync(each, outcomes) for each in outcomes],
         "speed": [{"decision_ms": run.pop("decision_ms")} for run in runs],
         "runs": runs,
         "bounds": [
-            {"limit": each.workload.limit, "throughput": throughput_bound(each)}
-            for each in settings
+            {"limit": each.workload.limit, "throughput": bound}
+            for each, bound in zip(settings, bounds(settings, outcomes), strict=False)
         ],
         "gains": [
             {

@@ -5,7 +5,8 @@ cache. A larger group has room for more cache, and spends more time on communica
 round:
 
 - more than 1.05 times the preemptions of the round before double the size;
-- four rounds without preemption, one after the other, halve it.
+- four rounds without preemption, one after the other, halve it, unless a profile says that the
+  last samples of a round, which run alone, would take longer.
 
 Rounds are compared with those of their kind, and each kind has its own size: a long round differs
 from a short one at equal sizes already. The paper does not say what it compares. A size is one of
@@ -13,7 +14,7 @@ those given: powers of two within a node whose memory has room for the weights a
 sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -48,10 +49,17 @@ class ParallelismPlanner:
     """Takes the preemptions of each round, and says the size for the next of its kind."""
 
     def __init__(
-        self, sizes: Sequence[int], default: int, held: HeldParallelism | None = None
+        self,
+        sizes: Sequence[int],
+        default: int,
+        *,
+        profile: Mapping[int, float] | None = None,
+        held: HeldParallelism | None = None,
     ) -> None:
         """`sizes`: possible numbers of GPUs of a group. `default`: that of the first rounds.
-        `held` is the state of an earlier planner, of which this becomes the owner.
+        `profile`: measured seconds of a decode step of one sample by size; sizes that are missing
+        are not compared. `held` is the state of an earlier planner, of which this becomes the
+        owner.
 
         Raises:
             InvalidRequestError: the sizes are not each twice the one before, or `default` is none
@@ -64,6 +72,7 @@ class ParallelismPlanner:
             raise InvalidRequestError(f"the default size {default} is none of {list(sizes)}")
         self._sizes = tuple(sizes)
         self._default = default
+        self._profile = {} if profile is None else profile
         self.held = HeldParallelism() if held is None else held
 
     def size(self, kind: str) -> int:
@@ -89,5 +98,11 @@ class ParallelismPlanner:
         held.quiet += 1
         if held.quiet == QUIET_ROUNDS:
             held.quiet = 0
-            held.size = max(held.size // 2, self._sizes[0])
+            half = max(held.size // 2, self._sizes[0])
+            if not self._is_slower(half, held.size):
+                held.size = half
         return held.size
+
+    def _is_slower(self, size: int, other: int) -> bool:
+        is_measured = size in self._profile and other in self._profile
+        return is_measured and self._profile[size] > self._profile[other]

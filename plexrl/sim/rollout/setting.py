@@ -196,6 +196,11 @@ def check_system(setting: Setting, system: System) -> None:
         InvalidRequestError: a split leaves rollout or training without GPUs; the system knows no
             rewards; the planner knows no model.
     """
+    if system.name in COORDINATED and system.active_parts.parallelism and setting.model is None:
+        raise InvalidRequestError(
+            "the parallelism planner needs the latencies of several sizes: give a model, or switch "
+            "it off"
+        )
     if setting.rewards != AT_ONCE and system.name not in ON_POLICY:
         names = ", ".join(each.value for each in ON_POLICY)
         raise InvalidRequestError(

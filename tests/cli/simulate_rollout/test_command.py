@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app, run_command
+from plexrl.sim.rollout.setting import SystemName
 
 DOCS = Path(__file__).parents[3] / "docs" / "simulating_rollouts.md"
 SMALL = (
@@ -68,6 +69,42 @@ def test_the_ablation_runs_every_subset_of_the_strategies() -> None:
     ]
 
 
+ON_POLICY = (
+    *("--gpus", "4", "--batch", "4", "--group-size", "4", "--limit", "8000", "--lengths", "r1"),
+    *("--steps", "5", "--warmup-steps", "0", "--workers", "1", "--model", "qwen2.5-7b"),
+)
+
+
+def test_flexes_is_compared_by_the_time_for_the_same_prompts() -> None:
+    asked = (*ON_POLICY, "--system", "sync,tail,flexes", "--rewards", "mixed")
+    found = told(*asked)
+    times = {run["label"]: run["run_s"] for run in found["runs"]}
+    assert found["gains_over_sync"] == [
+        pytest.approx(times["sync"] / times[name]) for name in ("sync", "tail", "flexes")
+    ]
+    assert not found["bounds"], "no system divides its GPUs"
+    lines = shown(*asked).splitlines()
+    assert max(map(len, lines)) <= 80
+    ratio = f"{times['sync'] / times['flexes']:.2f}"
+    assert f"flexes trains the prompts of sync {ratio} times as fast, 8,000 tokens" in lines
+
+
+def test_the_ablation_of_flexes_switches_its_parts_off() -> None:
+    found = told(*ON_POLICY, "--system", "flexes", "--ablation", "--eta", "1.5")
+    labels = [run["label"] for run in found["runs"]]
+    assert labels == [f"flexes{parts}" for parts in (" TR", " TRP", " R", " RS", "")]
+    assert {run["system"]["eta_responses"] for run in found["runs"]} == {1.5}
+    assert found["settings"][0]["model"]["name"] == "qwen2.5-7b"
+
+
+def test_the_page_of_on_policy_runs_has_no_bound_of_a_split(tmp_path: Path) -> None:
+    shown(*ON_POLICY, "--system", "sync,flexes", "--rewards", "mixed", "--out", tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "no split" not in page
+    assert "of 1.7% of the prompts 30 s" in page
+    assert "flexes trains the prompts of sync" in page
+
+
 def test_out_gets_results_and_a_page_without_links(tmp_path: Path) -> None:
     text = shown(*SMALL, "--staleness", "1", "--limit", "4000,8000", "--out", tmp_path)
     assert "report.html" in text
@@ -109,6 +146,14 @@ def test_a_trace_and_costs_of_the_user_are_read(tmp_path: Path) -> None:
         (("--lengths", "bundled:philly"), "contains jobs"),
         (("--costs", "/nowhere.json"), "cannot read costs from /nowhere.json"),
         (("--out", "/dev/null"), "is not a folder"),
+        (("--rewards", "slow"), "--rewards 'slow': use at-once or mixed"),
+        (("--rewards", "mixed"), "one-step knows no rewards that take time: use sync, tail"),
+        (("--model", "gpt-2"), "--model 'gpt-2': use qwen2.5-7b"),
+        (("--model", "qwen2.5-7b", "--costs", "x.json"), "both give latencies"),
+        (("--model", "qwen2.5-7b", "--tensor-parallel", "16"), "give 1 to 8"),
+        (("--tensor-parallel", "2"), "give a model"),
+        (("--system", "flexes"), "the parallelism planner needs"),
+        (("--system", "tail", "--eta", "0.5"), "eta_prompts is 0.5: give 1 to 16"),
     ],
 )
 def test_a_question_that_cannot_be_answered_says_why(
@@ -126,5 +171,5 @@ def test_the_page_of_the_docs_names_every_option_and_system() -> None:
     page = DOCS.read_text()
     command: Any = typer.main.get_command(app).commands["simulate-rollout"]  # type: ignore[attr-defined]
     options = {option for each in command.params for option in each.opts if option != "--help"}
-    systems = {"sync", "one-step", "inflight", "inflight-rebalanced", "inflight-loose", "staleflow"}
+    systems = {f"`{name.value}`" for name in SystemName}
     assert not {word for word in options | systems if word not in page}

@@ -6,6 +6,7 @@ from pathlib import Path
 from plexrl.sim.report.page import page_template
 from plexrl.sim.report.tables import Table
 from plexrl.sim.report.units import percent
+from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
 from plexrl.sim.rollout.report.histories import (
     History,
     lane_plot,
@@ -13,10 +14,10 @@ from plexrl.sim.rollout.report.histories import (
     staleness_plot,
 )
 from plexrl.sim.rollout.report.throughput import throughput_plot
-from plexrl.sim.rollout.results.bound import throughput_bound
-from plexrl.sim.rollout.results.gains import gain_over_sync, gains
+from plexrl.sim.rollout.results.bound import bounds
+from plexrl.sim.rollout.results.gains import gain_lines, gain_over_sync
 from plexrl.sim.rollout.results.outcome import Outcome
-from plexrl.sim.rollout.setting import Setting, SystemName
+from plexrl.sim.rollout.setting import ON_POLICY, Setting
 from plexrl.traces.io.files import write_whole
 
 
@@ -39,8 +40,8 @@ def write_report(
     )
     page = page_template("rollout.html.j2").render(
         title="Rollout and training, simulated",
-        headline=[f"StaleFlow trains {each.text}." for each in gains(outcomes)],
-        setting_lines=setting_lines(settings),
+        headline=[f"{line}." for line in gain_lines(outcomes)],
+        setting_lines=setting_lines(settings, bounds(settings, outcomes)),
         runs=run_table(outcomes),
         plots=[plot for plot in plots if plot is not None],
     )
@@ -85,8 +86,11 @@ def run_table(outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-def setting_lines(settings: Sequence[Setting]) -> list[tuple[str, str]]:
-    """(name, value) of what all runs have in common."""
+def setting_lines(
+    settings: Sequence[Setting], bounds: Sequence[float] = ()
+) -> list[tuple[str, str]]:
+    """(name, value) of what all runs have in common; `bounds`: what no split of the GPUs exceeds,
+    by setting."""
     first = settings[0]
     workload, costs = first.workload, first.costs
     limits = ", ".join(f"{each.workload.limit:,}" for each in settings)
@@ -109,17 +113,25 @@ def setting_lines(settings: Sequence[Setting]) -> list[tuple[str, str]]:
         ),
         ("pull, push", f"{costs.pull_s:g} s, {costs.push_s:g} s"),
         ("training", f"{costs.train_gpu_s_per_token:g} GPU-s a token, {costs.train_fixed_s:g} s"),
-        (
-            "no split trains more than",
-            ", ".join(f"{throughput_bound(each):,.0f} tokens/s" for each in settings),
+        *(
+            [("no split trains more than", ", ".join(f"{each:,.0f} tokens/s" for each in bounds))]
+            if bounds
+            else []
         ),
+        ("rewards", _rewards(first.rewards)),
         ("steps", f"{first.steps}, of which {first.warmup_steps} to warm up"),
         ("seed", f"{workload.seed}"),
     ]
 
 
 def _rollout_gpus(each: Outcome) -> str:
-    return "all" if each.system.name == SystemName.SYNC else f"{each.system.rollout_gpus}"
+    return "all" if each.system.name in ON_POLICY else f"{each.system.rollout_gpus}"
+
+
+def _rewards(costs: RewardCosts) -> str:
+    if costs == AT_ONCE:
+        return "at once"
+    return f"{costs.usual_s:g} s, of {costs.slow_part:.1%} of the prompts {costs.slow_s:g} s"
 
 
 def _ratio(value: float | None) -> str:

@@ -19,6 +19,8 @@ COLOURS = {
     SystemName.INFLIGHT_REBALANCED: "#a8a13a",
     SystemName.INFLIGHT_LOOSE: "#8fbf9a",
     SystemName.STALEFLOW: "#2a6fbb",
+    SystemName.TAIL: "#b58ad6",
+    SystemName.FLEXES: "#7a3fae",
 }
 
 
@@ -31,8 +33,8 @@ def throughput_plot(outcomes: Sequence[Outcome]) -> Plot | None:
     return Plot(
         name="throughput",
         title="Throughput",
-        says="Trained tokens per second after the first steps, and in brackets by those of sync; "
-        "longer is better.",
+        says="Trained tokens per second after the first steps, and in brackets by those of sync "
+        "(tail and flexes: by its time for the same prompts); longer is better.",
         pictures=tuple(
             Picture(
                 title=f"responses of at most {limit:,} tokens",

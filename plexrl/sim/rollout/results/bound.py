@@ -6,7 +6,10 @@ k1·C + k3·T + k4·C / kv_tokens seconds of an instance, and one prefill of eac
 that reaches the bound keeps every cache full, computes nothing twice, and no side waits.
 """
 
-from plexrl.sim.rollout.setting import Setting
+from collections.abc import Sequence
+
+from plexrl.sim.rollout.results.outcome import Outcome
+from plexrl.sim.rollout.setting import ON_POLICY, Setting
 from plexrl.sim.rollout.workload import Prompts
 
 
@@ -36,3 +39,10 @@ def throughput_bound(setting: Setting, rollout_gpus: int = 0) -> float:
 
     splits = [rollout_gpus] if rollout_gpus else range(costs.gpus, setting.gpus, costs.gpus)
     return tokens / min(least_s(gpus) for gpus in splits)
+
+
+def bounds(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[float]:
+    """The bound of each setting; none if no system divides its GPUs."""
+    if all(each.system.name in ON_POLICY for each in outcomes):
+        return []
+    return [throughput_bound(each) for each in settings]

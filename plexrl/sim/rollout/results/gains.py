@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from plexrl.sim.rollout.results.outcome import Outcome
-from plexrl.sim.rollout.setting import BOUNDED, Strategies, SystemName
+from plexrl.sim.rollout.setting import BOUNDED, COORDINATED, ON_POLICY, Strategies, SystemName
 
 PUBLISHED = {
     SystemName.SYNC: (2.01, 2.68),
@@ -64,9 +64,28 @@ def gains(outcomes: Iterable[Outcome]) -> list[Gains]:
 
 
 def gain_over_sync(each: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """Throughput relative to the synchronous run of the same limit; None without one."""
+    """Throughput relative to the synchronous run of the same limit; None without one. On-policy
+    runs train the same prompts as it, and tail batching short and long ones in turn: theirs is the
+    ratio of the whole runs' times."""
     sync = _beside(each, SystemName.SYNC, outcomes)
-    return None if sync is None else each.throughput / sync.throughput
+    if sync is None:
+        return None
+    if each.system.name in ON_POLICY:
+        return sync.run_s / each.run_s
+    return each.throughput / sync.throughput
+
+
+def gain_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """The gains of the coordinator's systems, one sentence each."""
+    lines = [f"staleflow trains {each.text}" for each in gains(outcomes)]
+    for each in outcomes:
+        gain = gain_over_sync(each, outcomes)
+        if each.system.name in COORDINATED and gain is not None:
+            lines.append(
+                f"{each.system.label} trains the prompts of sync {gain:.2f} times as fast, "
+                f"{each.limit:,} tokens"
+            )
+    return lines
 
 
 def _beside(each: Outcome, name: SystemName, outcomes: Iterable[Outcome]) -> Outcome | None:

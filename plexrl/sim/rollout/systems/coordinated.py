@@ -5,7 +5,7 @@ turns its commands into what simulated instances do, and what they do into its e
 computed at once. New parameters reach the parameter server `push_s` after their training step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from time import thread_time
 from typing import cast
@@ -123,16 +123,22 @@ class Coordinated:
             self._send(remote)
 
     def _send(self, commands: Sequence[Command]) -> None:
-        world = self._world
-        world.at(world.now + world.setting.command_s, lambda: self._execute(commands))
+        world, routed = self._world, self._routed(commands)
+        world.at(world.now + world.setting.command_s, lambda: self._execute(commands, routed))
 
-    def _execute(self, commands: Sequence[Command]) -> None:
+    def _routed(self, commands: Sequence[Command]) -> dict[int, Trajectory]:
+        """The trajectories that commands send to instances, by number."""
+        numbers = (
+            each for route in commands if isinstance(route, Route) for each in route.trajectories
+        )
+        return {each: self._trajectories[each] for each in numbers}
+
+    def _execute(self, commands: Sequence[Command], routed: Mapping[int, Trajectory]) -> None:
         for command in commands:
             match command:
                 case Route():
                     instance = self._instances[command.instance]
-                    routed = [self._trajectories[each] for each in command.trajectories]
-                    instance.route(routed, self._world.now)
+                    instance.route([routed[each] for each in command.trajectories], self._world.now)
                     self._world.touch(instance, self)
                 case Interrupt() | Abort():
                     self._interrupt(command)

@@ -12,14 +12,18 @@ from collections.abc import Sequence
 
 from plexrl.rollout.batching.parallelism import ParallelismPlanner
 from plexrl.rollout.coordinator.messages import (
+    Abort,
     BatchRequested,
     Command,
     Generated,
     InstanceLost,
+    Interrupt,
     ParametersPushed,
     PromptsEnded,
+    Pull,
     ReportQueuedGroup,
     Rewarded,
+    Route,
     Train,
 )
 from plexrl.rollout.streaming.scale_down import (
@@ -72,7 +76,8 @@ class OnPolicy(Coordinated):
         self._planner = None
         if self._parts.parallelism and setting.model is not None:
             sizes = [each for each in setting.model.sizes(longest) if not setting.gpus % each]
-            self._planner = ParallelismPlanner(sizes, setting.costs.gpus)
+            profile = {each: setting.model.costs(each).step_s(1, 0) for each in sizes}
+            self._planner = ParallelismPlanner(sizes, setting.costs.gpus, profile=profile)
         self._scale_down = None
         if self._parts.stream:
             self._scale_down = ScaleDown(
@@ -111,7 +116,9 @@ class OnPolicy(Coordinated):
         for name in list(self._instances):
             self._leave(name)
         for each in world.instances:
+            # What is left was aborted.
             each.interrupt_all(world.now)
+            each.finished.clear()
         self._kind = self._core.rounds.kind or ""
         if self._planner is not None:
             self._set_size(self._planner.size(self._kind))
@@ -166,17 +173,14 @@ class OnPolicy(Coordinated):
     def _send(self, commands: Sequence[Command]) -> None:
         """Commands of a round do not reach engines in the next."""
         world, version = self._world, self._world.version
+        routed = self._routed(commands)
 
         def arrive() -> None:
             if world.version == version:
-                here = [each for each in commands if getattr(each, "instance", None) in self._here]
-                self._execute(here)
+                here = self._instances.keys() - self._leaving
+                self._execute([each for each in commands if target(each) in here], routed)
 
         world.at(world.now + world.setting.command_s, arrive)
-
-    @property
-    def _here(self) -> set[InstanceId]:
-        return self._instances.keys() - self._leaving
 
     def _train(self, command: Train) -> None:
         world = self._world
@@ -267,3 +271,8 @@ class OnPolicy(Coordinated):
         left_s = max(self._instances[name].stopped_s for name in names)
         world.at(left_s, left)
         world.at(left_s + world.setting.costs.pull_s, train)
+
+
+def target(command: Command) -> InstanceId | None:
+    """The instance that carries out a command."""
+    return command.instance if isinstance(command, Route | Interrupt | Abort | Pull) else None
