@@ -5,10 +5,14 @@ Llama family, and Mixture-of-Experts with Qwen3's block (`qwen3_moe`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
+from plexrl.model.capabilities import backend_capabilities, check_adapters, check_layout
+from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions, dimensions, size_of
+from plexrl.model.kv_cache import check_cache_budget
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ARCHITECTURES, ModelSpec
 
@@ -60,6 +64,35 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
             "ranks of a rollout have parts of equal size; choose a tp that divides it",
             field="tp",
         )
+
+
+def with_layout(spec: DeploymentSpec, layout: Parallelism) -> DeploymentSpec:
+    """The specification of a rollout deployment whose ranks have another layout.
+
+    Raises:
+        LayoutError: the layout has another number of ranks, or the backend cannot run it.
+        InvalidRequestError: it is no rollout deployment, or one sequence does not fit into the KV
+            cache.
+    """
+    if spec.kind != "rollout":
+        raise InvalidRequestError(
+            f"this is a {spec.kind} deployment: only the layout of a rollout deployment can change"
+        )
+    if layout.world_size != spec.workers:
+        raise LayoutError(
+            f"{layout.describe()} needs {layout.world_size} workers (dp·tp·pp·cp), and the "
+            f"deployment has {spec.workers}: give a layout of as many",
+            field="workers",
+        )
+    capabilities = backend_capabilities(spec.kind, spec.backend)
+    check_layout(capabilities, layout)
+    check_tensor_parallel(spec.model, layout)
+    check_equal_parts(spec.model, layout)
+    if spec.lora is not None:
+        check_adapters(capabilities, layout)
+    changed = replace(spec, parallelism=layout)
+    check_cache_budget(changed)
+    return changed
 
 
 def _best(requested: int, heads: int, kv_heads: int) -> int:

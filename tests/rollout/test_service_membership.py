@@ -112,7 +112,7 @@ class ScriptedCluster(ClusterCalls):
             if self.where[operation] == deployment and deployment in self.stalled - self.beginning
             for row in range(len(numbers))
         ]
-        return [{"blocks": 100, "block_tokens": 16, "rows": rows, "steps": []}]
+        return [{"blocks": 100, "block_tokens": 16, "rows": rows, "steps": [], "preemptions": 0}]
 
     async def job_state(self) -> str:
         if self.job_states:

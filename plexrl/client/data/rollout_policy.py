@@ -46,6 +46,11 @@ class TailBatching:
     eta_responses: float | None = None
     """The same for the samples of a prompt; absent: `eta`."""
 
+    plans_parallelism: bool = False
+    """The GPUs of each instance are divided anew between rounds (Flexes §4.2): a larger `tp` after
+    a short round with more preemptions than the one before, a smaller one after four without any.
+    It needs instances with several ranks (`parallelism`)."""
+
     def __post_init__(self) -> None:
         for name in ("eta", "eta_prompts", "eta_responses"):
             value = getattr(self, name)
@@ -62,13 +67,19 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
     """The fields of a rollout's order that a policy sets."""
     match policy:
         case BoundedStaleness():
-            return {"staleness": policy.staleness, "eta_prompts": 1.0, "eta_responses": 1.0}
+            return {
+                "staleness": policy.staleness,
+                "eta_prompts": 1.0,
+                "eta_responses": 1.0,
+                "plans_parallelism": False,
+            }
         case TailBatching():
             prompts, responses = policy.eta_prompts, policy.eta_responses
             return {
                 "staleness": 0,
                 "eta_prompts": policy.eta if prompts is None else prompts,
                 "eta_responses": policy.eta if responses is None else responses,
+                "plans_parallelism": policy.plans_parallelism,
             }
         case _:
             assert_never(policy)

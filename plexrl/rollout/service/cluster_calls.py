@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +31,7 @@ from plexrl.errors import (
     UnknownOperationError,
     from_wire,
 )
+from plexrl.model.parallelism import Parallelism
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.wire.operations import (
     OperationKind,
@@ -221,6 +222,15 @@ class ClusterCalls:
         """
         call = Call(method="GET", path=deployment_path(f"{self._job}/{name}"))
         return dict((await self._transport.request(call)).json())
+
+    async def set_parallelism(self, name: str, layout: Parallelism) -> None:
+        """Divide a deployment's GPUs in another way.
+
+        Raises:
+            PlexRLError: it cannot have the layout, or does not get it now.
+        """
+        path = f"{deployment_path(f'{self._job}/{name}')}/parallelism"
+        await self._request(Call(method="PUT", path=path, json=asdict(layout)))
 
     async def acknowledge(self, operation: str) -> None:
         """Let the deployment that a failed operation has halted take others."""

@@ -38,6 +38,7 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instances.driver import InstanceDriver
 from plexrl.rollout.service.instances.membership import Member, check_members
+from plexrl.rollout.service.instances.planning import plan_parallelism
 from plexrl.rollout.service.instances.work import InstanceCommand
 from plexrl.rollout.service.journal.state import RolloutState
 from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
@@ -94,6 +95,8 @@ class LiveRollout:
         self.progress = state.progress
         self.loads: dict[InstanceId, InstanceSnapshot] = {}
         """The latest snapshot of each instance."""
+        self.preemptions = 0
+        """Of all instances, as far as this process has seen."""
         self._rate: deque[tuple[float, int]] = deque()
         """Times, and tokens generated until then, of the last `RATE_S` seconds."""
         self._steps: deque[StepMeasured] = deque(maxlen=FIT_STEPS_MAX)
@@ -138,6 +141,7 @@ class LiveRollout:
             for member in self.members:
                 tasks.create_task(member.run())
             tasks.create_task(self._check_health())
+            tasks.create_task(plan_parallelism(self))
             while True:
                 await asyncio.sleep(CYCLE_S_MIN)
                 with suppress(TimeoutError):
@@ -269,6 +273,8 @@ class LiveRollout:
             return
         drivers = list(self._drivers.values())
         found = await asyncio.gather(*(self.calls.engines(each.deployment) for each in drivers))
+        for driver, engines in zip(drivers, found, strict=True):
+            self.preemptions += driver.preempted(engines)
         # All at one moment: a snapshot with the end of a trajectory in one instance only is void.
         loads = [
             driver.load(engines)
@@ -384,9 +390,9 @@ class LiveRollout:
             self.handle(pushed, step=(version, trainer_step))
         self.handle(BatchRequested())
 
-    async def wait_for(self, is_done: Callable[[], bool], wait_s: float) -> None:
-        """Wait until `is_done()`, or `wait_s` seconds are over. What led to that may not be durable
-        yet. Raises as `check`."""
+    async def wait_for(self, is_done: Callable[[], bool], wait_s: float | None) -> None:
+        """Wait until `is_done()`, or for `wait_s` seconds if given. What led to that may not be
+        durable yet. Raises as `check`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not is_done() and self.failure is None:

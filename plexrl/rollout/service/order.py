@@ -13,7 +13,7 @@ from plexrl.wire.parameter_checks import check_name, check_parameters
 
 FAILED_PROMPTS_MIN = 8
 ETA_MAX = 16.0
-POLICY = ("staleness", "eta_prompts", "eta_responses")
+POLICY = ("staleness", "eta_prompts", "eta_responses", "plans_parallelism")
 """Fields that may change while the rollout exists."""
 
 
@@ -42,6 +42,8 @@ class RolloutOrder:
     a `staleness` of 0."""
     eta_responses: float = 1.0
     """Samples of a prompt that a short round starts, as a multiple of `samples`; as above."""
+    plans_parallelism: bool = False
+    """The instances' GPUs are divided anew between rounds (Flexes §4.2); as above."""
     dynamic_sampling: bool = False
     """A prompt whose rewards are all equal is dropped, and another one is trained."""
     group_ids: int = 0
@@ -80,6 +82,11 @@ class RolloutOrder:
                     f"{name} is {value} and staleness {self.staleness}: rounds are short and long "
                     "only without staleness; set one of them to its least value"
                 )
+        if self.plans_parallelism and self.staleness:
+            raise InvalidRequestError(
+                f"plans_parallelism is set and staleness is {self.staleness}: there are rounds "
+                "only without staleness; set it to 0"
+            )
         # Its checks are those of the other numbers.
         self.settings()
 

@@ -328,6 +328,7 @@ def status(rollout: LiveRollout) -> Plain:
         "staleness": order.staleness,
         "eta_prompts": order.eta_prompts,
         "eta_responses": order.eta_responses,
+        "plans_parallelism": order.plans_parallelism,
         "round": prompts.kind,
         "queued_prompts": len(prompts.queue),
         "prompts": order.prompts,

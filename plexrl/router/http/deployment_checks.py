@@ -1,6 +1,5 @@
 """Checks of a deployment request, and the specification that results. Pure."""
 
-from dataclasses import replace
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError
@@ -31,7 +30,7 @@ from plexrl.model.spec import (
     ModelSpec,
     parameter_count,
 )
-from plexrl.router.http.schemas import DeploymentRequest, LoraRequest, ParallelismRequest
+from plexrl.router.http.schemas import DeploymentRequest, LoraRequest
 
 Plain = dict[str, Any]
 
@@ -84,32 +83,6 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
     _check_sequence_length(spec)
     check_cache_budget(spec)
     return spec, parameters
-
-
-def check_parallelism(spec: DeploymentSpec, body: ParallelismRequest) -> tuple[DeploymentSpec, int]:
-    """The specification of a rollout deployment with another layout, and its model's parameter
-    count.
-
-    Raises:
-        LayoutError: the layout has another number of workers, or the backend cannot run it.
-        InvalidRequestError: one sequence does not fit into the KV cache.
-    """
-    layout = Parallelism(**body.model_dump())
-    if layout.world_size != spec.workers:
-        raise LayoutError(
-            f"{layout.describe()} needs {layout.world_size} workers (dp·tp·pp·cp), and the "
-            f"deployment has {spec.workers}: give a layout of as many",
-            field="workers",
-        )
-    capabilities = backend_capabilities(spec.kind, spec.backend)
-    check_layout(capabilities, layout)
-    check_tensor_parallel(spec.model, layout)
-    check_equal_parts(spec.model, layout)
-    if spec.lora is not None:
-        check_adapters(capabilities, layout)
-    changed = replace(spec, parallelism=layout)
-    check_cache_budget(changed)
-    return changed, parameter_count(spec.model)
 
 
 def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) -> None:

@@ -268,6 +268,9 @@ class RolloutRequest(_Strict):
     eta_responses: float = Field(
         1.0, description="samples of a prompt that a short round starts, as a multiple of `samples`"
     )
+    plans_parallelism: bool = Field(
+        False, description="divide the instances' GPUs anew between rounds"
+    )
     dynamic_sampling: bool = Field(
         False, description="prompts whose rewards are all equal are dropped"
     )

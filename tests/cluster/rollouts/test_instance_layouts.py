@@ -1,5 +1,7 @@
 """Instances of an asynchronous rollout with adapters, and with several ranks each."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -16,6 +18,47 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
     reward,
     train,
 )
+
+
+@pytest.mark.slow
+def test_preemptions_double_the_tensor_ranks_and_change_no_token(job: plexrl.Job) -> None:
+    steps = 4
+    layout = plexrl.Parallelism(dp=2)
+    kv_cache_bytes = 512 * 128  # of each worker: one of the longest sequences
+    actor = job.train_deployment("actor", MODEL)
+    rollout = job.rollout(
+        "rollout",
+        MODEL,
+        actor,
+        instances=1,
+        policy=plexrl.TailBatching(1.0, plans_parallelism=True),
+        prompts=PROMPTS,
+        samples=4,
+        sampling=SAMPLING,
+        parallelism=layout,
+        kv_cache_bytes=kv_cache_bytes,
+    )
+    divided = job.rollout_deployment(
+        "rollout-0", MODEL, parallelism=layout, kv_cache_bytes=kv_cache_bytes
+    )
+    alone = job.rollout_deployment("alone", MODEL)
+    layouts = []
+
+    def growing() -> Iterator[list[int]]:
+        # The first batch fits into the cache, and those after it do not.
+        for number, prompt in enumerate(prompts()):
+            yield prompt if number < PROMPTS else [*prompt, *[5] * 200]
+
+    for batch in rollout.batches(growing(), reward, steps=steps):
+        alone.sync_weights(actor)
+        sampling = replace(SAMPLING, first_sample=batch.version * PROMPTS * 4)
+        drawn = alone.generate(batch.prompts, n=4, sampling=sampling).result().samples
+        for row, wanted in zip(batch.samples, drawn, strict=True):
+            assert [each.tokens for each in row] == [each.tokens for each in wanted]
+        layouts.append(json.loads(divided.status()["spec_json"])["parallelism"]["tp"])
+        train(actor, batch.prompts, batch.samples, batch.rewards)
+    assert layouts[0] == 1
+    assert layouts[-1] == 2
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ POST /v1/operations/{operation:path}/acknowledge
 POST /v1/operations/{operation:path}/stop-rows
 POST /v1/tenants
 POST /v1/tenants/{name}/keys
+PUT /v1/jobs/{job}/deployments/{name}/parallelism
 """
 
 

@@ -122,6 +122,8 @@ class InstanceDriver:
         self._left = [number for number in work.routes if number <= self._begun]
         self._steps_seen: dict[int, int] = {}
         """Number of the latest measured steps, by replica."""
+        self._preempted: list[int] = []
+        """Preemptions that each replica has counted."""
         for command in work.unanswered:
             self._queue.put_nowait(command)
 
@@ -379,6 +381,15 @@ class InstanceDriver:
             serves=bool(engines) or not work.held,
         )
         return snapshot, self._measured(engines)
+
+    def preempted(self, engines: Sequence[Plain]) -> int:
+        """Preemptions since the last call, from the load of its engines."""
+        before, self._preempted = self._preempted, [each["preemptions"] for each in engines]
+        if len(before) != len(engines):
+            return 0  # they were not known before
+        pairs = zip(self._preempted, before, strict=True)
+        # An engine that was restarted counts from 0.
+        return sum(now - last if now >= last else now for now, last in pairs)
 
     def _measured(self, engines: Sequence[Plain]) -> tuple[StepMeasured, ...]:
         found = []

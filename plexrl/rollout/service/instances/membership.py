@@ -19,6 +19,7 @@ from plexrl.errors import (
     RolloutFailedError,
     UnknownDeploymentError,
 )
+from plexrl.model.parallelism import Parallelism
 from plexrl.rollout.coordinator.messages import InstanceJoined, InstanceLost
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.driver import InstanceDriver
@@ -97,6 +98,8 @@ class Member:
         self._changed = changed
         self._attempts = 0
         """Failed pulls since the latest success."""
+        self._layout: Parallelism | None = None
+        """Layout that its deployment is to have; None: the one that it has."""
         self._lost = asyncio.Event()
 
     async def run(self) -> None:
@@ -126,6 +129,8 @@ class Member:
         rollout, order = self._rollout, self._rollout.order
         instance = instance_id(self.name, rollout.progress.joins.get(self.name, 0))
         operation = rollout.store.operation(order, f"p{instance}.0")
+        if self._layout is not None and not await self._divided(self._layout):
+            return None
         if self._attempts:
             # A failed operation stays failed.
             operation += f".{self._attempts}"
@@ -150,6 +155,17 @@ class Member:
         self.instance, self.absence = instance, None
         joined = InstanceJoined(instance=instance, version=version, kv_budget=budget)
         return rollout.joined(joined, step)
+
+    async def _divided(self, layout: Parallelism) -> bool:
+        """Whether its deployment has the layout now."""
+        try:
+            await self._rollout.calls.set_parallelism(self.name, layout)
+        except PlexRLError as error:
+            self._absent(f"its layout could not be set: {error.message}", has_failed=False)
+            await asyncio.sleep(self._pause_s)
+            return False
+        self._layout = None
+        return True
 
     async def _acknowledge(self, operation: str) -> None:
         """Let the deployment, which the failed operation halted, take others."""
@@ -182,6 +198,11 @@ class Member:
         except PlexRLError as error:
             LOG.warning("the state of %s is not known: %s", self.name, error)
             return None
+
+    def divide(self, layout: Parallelism) -> None:
+        """Leave the rollout, and join it again with this layout."""
+        self._layout = layout
+        self._leave("its GPUs are divided in another way", has_failed=False)
 
     async def is_gone(self) -> bool:
         """Whether the deployment has ended, as far as is known; it is lost then."""

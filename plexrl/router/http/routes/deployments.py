@@ -6,12 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from plexrl.errors import InvalidRequestError, NotFoundError
+from plexrl.errors import NotFoundError
 from plexrl.model.deployment_spec import deployment_spec_from_json
-from plexrl.model.spec import ModelSpec
+from plexrl.model.layout import with_layout
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import ModelSpec, parameter_count
 from plexrl.router.http.deployment_checks import (
     check_deployment,
-    check_parallelism,
     state_bytes,
 )
 from plexrl.router.http.schemas import DeploymentRequest, ParallelismRequest
@@ -77,18 +78,13 @@ async def set_parallelism(
     caller = await services.caller(request)
     deployment = f"{job}/{name}"
     view = await services.deployment(caller, deployment)
-    found = deployment_spec_from_json(view["spec_json"])
-    if found.kind != "rollout":
-        raise InvalidRequestError(
-            f"{deployment!r} is a {found.kind} deployment: only the layout of a rollout deployment "
-            "can change"
-        )
-    spec, parameters = check_parallelism(found, body)
+    layout = Parallelism(**body.model_dump())
+    spec = with_layout(deployment_spec_from_json(view["spec_json"]), layout)
     return await services.ask(
         request,
         "relayout_deployment",
         deployment=deployment,
-        state_bytes=state_bytes(spec, parameters),
+        state_bytes=state_bytes(spec, parameter_count(spec.model)),
         spec_json=spec.to_json(),
     )
 
