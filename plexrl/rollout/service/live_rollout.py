@@ -97,6 +97,8 @@ class LiveRollout:
         """The latest snapshot of each instance."""
         self.preemptions = 0
         """Of all instances, as far as this process has seen."""
+        self.lone_step_s: float | None = None
+        """Seconds of the latest measured decode step of a sample that runs alone."""
         self._rate: deque[tuple[float, int]] = deque()
         """Times, and tokens generated until then, of the last `RATE_S` seconds."""
         self._steps: deque[StepMeasured] = deque(maxlen=FIT_STEPS_MAX)
@@ -290,6 +292,9 @@ class LiveRollout:
     def _measured(self, steps: Sequence[StepMeasured]) -> None:
         """Fit the cost model to what decode steps take, once in a while: each fit is an event."""
         self._steps.extend(steps)
+        for each in steps:
+            if each.running == 1:
+                self.lone_step_s = each.seconds
         now = asyncio.get_running_loop().time()
         if self._steps and now >= self._fit_at:
             self._fit_at = now + FIT_S

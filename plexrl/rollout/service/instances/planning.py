@@ -41,6 +41,8 @@ class Planned(Protocol):
     members: list[Member]
     preemptions: int
     """Of all instances, as far as this process has seen."""
+    lone_step_s: float | None
+    """Seconds of the latest measured decode step of a sample that runs alone."""
 
     async def wait_for(self, is_done: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until `is_done()`, or `wait_s` seconds are over."""
@@ -57,11 +59,14 @@ async def plan_parallelism(rollout: Planned) -> None:
         LOG.info("rollout %s: its instances have one layout only", rollout.order.name)
         return
     size = min(sizes)
-    planner = ParallelismPlanner(sorted(layouts), size)
+    profile: dict[int, float] = {}
+    planner = ParallelismPlanner(sorted(layouts), size, profile=profile)
     counted = rollout.preemptions
     while True:
         await _next_batch(rollout)
         preemptions, counted = rollout.preemptions - counted, rollout.preemptions
+        if rollout.lone_step_s is not None:
+            profile[size] = rollout.lone_step_s
         is_long = rollout.progress.batches[-1].round is RoundKind.LONG
         if is_long or not rollout.order.plans_parallelism:
             continue
@@ -73,7 +78,7 @@ async def plan_parallelism(rollout: Planned) -> None:
             )
             for member in rollout.members:
                 member.divide(layouts[wanted])
-            size, sizes = wanted, {wanted}
+            size, sizes, rollout.lone_step_s = wanted, {wanted}, None
 
 
 async def _next_batch(rollout: Planned) -> None:
