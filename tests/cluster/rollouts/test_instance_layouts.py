@@ -24,7 +24,8 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
 def test_preemptions_double_the_tensor_ranks_and_change_no_token(job: plexrl.Job) -> None:
     steps = 4
     layout = plexrl.Parallelism(dp=2)
-    kv_cache_bytes = 512 * 128  # of each worker: one of the longest sequences
+    long = replace(SAMPLING, ignore_eos=True)
+    kv_cache_bytes = 768 * 128  # of each worker: 768 tokens
     actor = job.train_deployment("actor", MODEL)
     rollout = job.rollout(
         "rollout",
@@ -34,7 +35,7 @@ def test_preemptions_double_the_tensor_ranks_and_change_no_token(job: plexrl.Job
         policy=plexrl.TailBatching(1.0, plans_parallelism=True),
         prompts=PROMPTS,
         samples=4,
-        sampling=SAMPLING,
+        sampling=long,
         parallelism=layout,
         kv_cache_bytes=kv_cache_bytes,
     )
@@ -45,13 +46,13 @@ def test_preemptions_double_the_tensor_ranks_and_change_no_token(job: plexrl.Job
     layouts = []
 
     def growing() -> Iterator[list[int]]:
-        # The first batch fits into the cache, and those after it do not.
+        # Samples of the first batch end at the 512 tokens of the model, and later ones grow.
         for number, prompt in enumerate(prompts()):
-            yield prompt if number < PROMPTS else [*prompt, *[5] * 200]
+            yield [*prompt, *[5] * 500] if number < PROMPTS else prompt
 
     for batch in rollout.batches(growing(), reward, steps=steps):
         alone.sync_weights(actor)
-        sampling = replace(SAMPLING, first_sample=batch.version * PROMPTS * 4)
+        sampling = replace(long, first_sample=batch.version * PROMPTS * 4)
         drawn = alone.generate(batch.prompts, n=4, sampling=sampling).result().samples
         for row, wanted in zip(batch.samples, drawn, strict=True):
             assert [each.tokens for each in row] == [each.tokens for each in wanted]
