@@ -39,6 +39,10 @@ class DeploymentSpec:
     """Rollout: budget of each worker's KV cache in device memory, in addition to the weights.
     Samples that do not fit wait and are recomputed. Absent: the engine's default."""
 
+    layers_on_device: int | None = None
+    """Forward: decoder layers that device memory has room for. All layers stay in host memory, and
+    are copied to the device one after another while others compute. Absent: all are on the device.
+    """
     lora: LoraSpec | None = None
     """Train: only adapters are trained, and the model is frozen. Rollout: the adapters of a train
     deployment are merged into the model. Absent: all parameters are trained."""

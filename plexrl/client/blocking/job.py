@@ -283,6 +283,7 @@ class Job:
         dtype: Dtype = "float32",
         exclusive: bool = False,
         max_sequence_tokens: int = 512,
+        layers_on_device: int | None = None,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> ReferenceDeployment:
@@ -295,6 +296,11 @@ class Job:
         in turns with other jobs' deployments and this job's trainer, unless `exclusive`.
         `node_type` and `trace` are as in `train_deployment`.
 
+        With `layers_on_device` the model's layers stay in host memory, and are copied to so many
+        places on the device while others compute: a context switch moves the other weights only,
+        and a large model needs little device memory. Two or more let copies and computation
+        overlap. Such a deployment cannot sync its weights.
+
         Raises:
             UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
@@ -304,6 +310,7 @@ class Job:
             "dtype": dtype,
             "exclusive": exclusive,
             "max_sequence_tokens": max_sequence_tokens,
+            "layers_on_device": layers_on_device,
             "node_type": node_type,
             "trace": plain_trace(trace),
         }
@@ -318,20 +325,22 @@ class Job:
         dtype: Dtype = "float32",
         exclusive: bool = False,
         max_sequence_tokens: int = 512,
+        layers_on_device: int | None = None,
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> RewardDeployment:
         """Create a model that scores rows, or return the existing deployment: `model` gets a head
         with one label, as in `transformers`' `AutoModelForSequenceClassification`.
 
-        `name`, `workers`, `dtype`, `exclusive`, `max_sequence_tokens`, `node_type` and `trace` are
-        as in `reference_deployment`. Raises as that.
+        `name`, `workers`, `dtype`, `exclusive`, `max_sequence_tokens`, `layers_on_device`,
+        `node_type` and `trace` are as in `reference_deployment`. Raises as that.
         """
         options = {
             "workers": workers,
             "dtype": dtype,
             "exclusive": exclusive,
             "max_sequence_tokens": max_sequence_tokens,
+            "layers_on_device": layers_on_device,
             "node_type": node_type,
             "trace": plain_trace(trace),
         }

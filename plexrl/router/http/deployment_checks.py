@@ -79,6 +79,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         max_sequence_tokens=body.max_sequence_tokens,
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
+        layers_on_device=body.layers_on_device,
     )
     _check_sequence_length(spec)
     check_cache_budget(spec)
@@ -93,6 +94,12 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: create a reward deployment for "
             f"it, not a {body.kind} deployment"
+        )
+    if body.kind != "forward" and body.layers_on_device is not None:
+        raise InvalidRequestError(
+            f"layers_on_device is for reference and reward deployments; a {body.kind} deployment "
+            "has all layers on the device: leave it out",
+            parameter="layers_on_device",
         )
     if body.kind == "rollout" and body.trace is not None:
         raise InvalidRequestError(

@@ -73,6 +73,11 @@ def check_operation(
                 f"the deployment's model has head {spec.model.head!r}, and no train deployment "
                 "publishes such weights: load a checkpoint instead"
             )
+        case SyncWeightsParams() if spec.layers_on_device is not None:
+            raise InvalidRequestError(
+                "the deployment has its layers in host memory, where no sync writes: create it "
+                "without layers_on_device, or load a checkpoint"
+            )
     if arrays and not tokens:
         raise BatchShapeError(
             f"{kind.value} takes no arrays, but {sorted(arrays)} were sent: leave them out"

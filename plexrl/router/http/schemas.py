@@ -229,6 +229,14 @@ class DeploymentRequest(_Strict):
         lt=2**63,
         description="rollout: KV cache of each worker; absent: the engine's own default",
     )
+    layers_on_device: int | None = Field(
+        None,
+        strict=True,
+        ge=1,
+        lt=2**31,
+        description="forward: layers that device memory has room for; the others are in host "
+        "memory, and are copied when they run; absent: all are on the device",
+    )
     lora: LoraRequest | None = Field(
         None, description="train: adapters on a frozen model; rollout: as its trainer's"
     )

@@ -2,7 +2,8 @@
 
 The state is the weights alone. Every rank has all weights and computes the rows that the dispatch
 plan gives it, so ranks never wait for each other. The StateManager stores equal replicas once. It
-does not store unchanged weights again, so an offload of such a model copies nothing.
+does not store unchanged weights again, so an offload of such a model copies nothing. Its decoder
+layers may stay in host memory (`plexrl.worker.forward.hosted_layers`).
 
 Shapes: B rows of a micro-batch, L its longest row, V vocabulary, H hidden size.
 """
@@ -15,14 +16,14 @@ import torch.distributed as dist
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.statemanager.checkpoint.places.choice import Location
-from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
+from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
-from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.forward.hosted_layers import ModelMemory
+from plexrl.worker.models import build_model
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
-from plexrl.worker.state.arena_tensors import ARENA_DTYPES, ArenaLayout, view, whole_box
+from plexrl.worker.state.arena_tensors import ARENA_DTYPES
 from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
@@ -41,25 +42,20 @@ class ForwardBackend(Backend):
     def build(self) -> None:
         """Make the model with its weights in the arena."""
         self._model = build_model(self._spec.model)
-        named = named_parameters(self._model)
-        layout = ArenaLayout()
-        for name, parameter in named:
-            key = StateKey(part=StatePart.PARAMETER, name=name)
-            layout.add(key, whole_box(tuple(parameter.shape)), ARENA_DTYPES[self._spec.dtype])
-        self.arena = Arena(layout.nbytes)
-        self._slices = tuple(layout.slices)
-        self._weights: dict[str, torch.Tensor] = {}
-        for (name, parameter), piece in zip(named, self._slices, strict=True):
-            home = view(self.arena, piece)
-            home.copy_(parameter.data)
-            # A tied weight is one parameter object, so its other uses follow.
-            parameter.data = home
-            parameter.requires_grad_(False)
-            self._weights[name] = home
+        self._memory = ModelMemory(
+            self._model,
+            dtype=ARENA_DTYPES[self._spec.dtype],
+            layers_on_device=self._spec.layers_on_device,
+        )
+        self.arena, self.host_arena = self._memory.arena, self._memory.host_arena
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
-        return self._slices
+        return self._memory.slices
+
+    def before_offload(self) -> None:
+        """End copies of layers to the device."""
+        self._memory.drain()
 
     def gather(self, value: str) -> list[str]:
         """All-gather over the process group."""
@@ -109,10 +105,9 @@ class ForwardBackend(Backend):
         read: dict[str, torch.Tensor] = {}
 
         def read_all() -> str:
-            read.update(load_for(path, self._slices))
+            read.update(load_for(path, self._memory.slices))
             return ""
 
         on_all_ranks(self.gather, read_all)
-        for name, home in self._weights.items():
-            home.copy_(read[name])
+        self._memory.write(read)
         return BackendResult(result={"trainer_step": recorded_trainer_step(path)})

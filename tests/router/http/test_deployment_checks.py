@@ -210,3 +210,10 @@ def test_any_configuration_is_accepted_or_refused_with_a_typed_error(
     with contextlib.suppress(InvalidRequestError):
         spec, parameters = check_deployment(body)
         assert state_bytes(spec, parameters) > 0
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout"])
+def test_only_forward_deployments_have_layers_in_host_memory(kind: str) -> None:
+    assert check_deployment(request("forward", layers_on_device=2))[0].layers_on_device == 2
+    with pytest.raises(InvalidRequestError, match="leave it out"):
+        check_deployment(request(kind, layers_on_device=2))

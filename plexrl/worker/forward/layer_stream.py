@@ -1,0 +1,75 @@
+"""Brings decoder layers from host memory to the device, one after another, while others compute
+(Flexes §4.3).
+
+The device has `slots` for some layers only. Layer i uses slot i modulo their number. As soon as a
+layer has run, its slot gets the next layer that uses it: while a layer computes, the layers after
+it are copied. After the last layer come the first ones again, for the next micro-batch.
+
+Copies run in a thread, which releases the interpreter for the copy itself.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import nn
+
+
+class LayerStream:
+    """The layers of one model, in host memory, and their slots on the device."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        hosted: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+    ) -> None:
+        """Args:
+        layers: modules that run in this order. The parameters of layer i are views of its slot.
+        hosted: each layer's bytes in host memory, uint8, in the order of `layers`.
+        slots: memory on the device, uint8, each as large as the largest layer. At least one.
+        """
+        self._hosted = hosted
+        self._slots = slots
+        self._held: list[int | None] = [None] * len(slots)
+        """The layer that each slot has, or gets by its copy."""
+        self._copies: list[Future[None] | None] = [None] * len(slots)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layers")
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._before, index))
+            layer.register_forward_hook(partial(self._after, index))
+
+    def drain(self) -> None:
+        """Wait for all copies, and forget what the slots have: they, or the layers, are about to
+        change."""
+        for slot, copy in enumerate(self._copies):
+            if copy is not None:
+                copy.result()
+            self._copies[slot] = None
+            self._held[slot] = None
+
+    def _before(self, index: int, *_: object) -> None:
+        count = len(self._slots)
+        if index == 0:
+            for first in range(count):
+                self._fetch(first)
+        self._fetch(index)
+        copy = self._copies[index % count]
+        if copy is not None:
+            copy.result()
+            self._copies[index % count] = None
+
+    def _after(self, index: int, *_: object) -> None:
+        following = index + len(self._slots)
+        self._fetch(following if following < len(self._hosted) else index % len(self._slots))
+
+    def _fetch(self, layer: int) -> None:
+        slot = layer % len(self._slots)
+        if self._held[slot] != layer:
+            self._held[slot] = layer
+            self._copies[slot] = self._thread.submit(self._copy, layer, slot)
+
+    def _copy(self, layer: int, slot: int) -> None:
+        hosted = self._hosted[layer]
+        self._slots[slot][: len(hosted)].copy_(hosted)
