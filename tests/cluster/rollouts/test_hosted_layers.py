@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import plexrl
+from plexrl.client.blocking.job import Dtype
 from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError
 from tests.cluster.tools import VOCABULARY, kill_worker, process_of, some_batch
@@ -31,7 +32,7 @@ def moved(job: plexrl.Job, kind: str) -> dict[str, list[int]]:
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_are_those_of_layers_on_the_device(
-    job: plexrl.Job, layers: int, dtype: plexrl.client.blocking.job.Dtype
+    job: plexrl.Job, layers: int, dtype: Dtype
 ) -> None:
     whole = job.reference_deployment("whole", MODEL, dtype=dtype)
     hosted = job.reference_deployment(
