@@ -8,7 +8,6 @@ whose process crashes or hangs, and a grader that raises. Their places follow fr
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -86,26 +85,28 @@ class Grading:
 
 
 class Canceller(threading.Thread):
-    """Cancels generations that run, as an operator may; few enough that no sample fails as often
-    as its prompt is dropped for."""
+    """Cancels generations that run, as an operator may, until it meets one that has not ended: no
+    sample fails as often as its prompt is dropped for."""
 
-    def __init__(self, embedded: EmbeddedCluster, job: plexrl.Job) -> None:
+    def __init__(self, embedded: EmbeddedCluster, job: plexrl.Job, rollout: BoundedRollout) -> None:
         super().__init__(daemon=True)
         self._embedded = embedded
         self._job = job
-        self.cancelled: list[str] = []
+        self._rollout = rollout
         self.is_over = threading.Event()
 
     def run(self) -> None:
         headers = {"Authorization": f"Bearer {self._embedded.api_key}"}
-        while len(self.cancelled) < 2 and not self.is_over.is_set():
+        while not self.is_over.wait(0.01) and not failed_generations(self._rollout):
             for each in self._job.explain()["operations"]:
-                if each["kind"] == "generate" and each["operation"] not in self.cancelled:
+                if each["kind"] == "generate":
                     url = f"{self._embedded.url}/v1/operations/{quote(each['operation'], safe='')}"
                     httpx.delete(url, headers=headers).raise_for_status()
-                    self.cancelled.append(each["operation"])
                     break
-            time.sleep(0.05)
+
+
+def failed_generations(rollout: BoundedRollout) -> int:
+    return int(rollout.status()["totals"]["failed_generations"])
 
 
 def trained(
@@ -131,13 +132,13 @@ def test_faults_that_are_mended_by_another_try_change_nothing(
             rollout = tail_rollout(job, actor, plexrl.BoundedStaleness(0))
             grading = Grading(failures_max=2 if has_faults else 0)
             graded = rewards.Graded(grading, on_failure="raise", retries=2)
-            canceller = Canceller(embedded, job)
+            canceller = Canceller(embedded, job, rollout)
             if has_faults:
                 canceller.start()
             batches = trained(rollout, actor, islice(prompts(), STEPS * PROMPTS), graded)
             canceller.is_over.set()
             assert bool(grading.failed) == has_faults
-            assert bool(rollout.status()["totals"]["failed_generations"]) == has_faults
+            assert bool(failed_generations(rollout)) == has_faults
             assert rollout.status()["dropped"] == 0
             check(batches, 0)
             weights.append(checkpoint_weights(actor))
