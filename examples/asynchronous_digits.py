@@ -2,9 +2,11 @@
 
     python examples/asynchronous_digits.py --staleness 2 --instances 3
     python examples/asynchronous_digits.py --staleness 0  # synchronous
+    python examples/asynchronous_digits.py --tail-batching 1.25  # synchronous, with tail batching
 
 The task: answer with the digits of the prompt in ascending order. `--staleness` bounds by how many
-steps the weights that drew a trained sample may be old; nothing else in the script depends on it.
+steps the weights that drew a trained sample may be old; nothing else in the script depends on the
+policy.
 Without PLEXRL_URL the script joins the cluster of this machine, or starts an embedded one.
 """
 
@@ -50,11 +52,15 @@ def warm_up(actor: plexrl.TrainDeployment, tokenizer: plexrl.Tokenizer, steps: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--tail-batching", type=float, metavar="ETA")
     parser.add_argument("--instances", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up-steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    policy: plexrl.RolloutPolicy = plexrl.BoundedStaleness(options.staleness)
+    if options.tail_batching is not None:
+        policy = plexrl.TailBatching(options.tail_batching)
     tokenizer = plexrl.Tokenizer.from_vocabulary(VOCABULARY)
     model = plexrl.tiny_qwen2(VOCABULARY, seed=options.seed)
 
@@ -72,7 +78,7 @@ def main() -> None:
             model,
             actor,
             instances=options.instances,
-            policy=plexrl.BoundedStaleness(options.staleness),
+            policy=policy,
             prompts=16,
             samples=8,
             sampling=plexrl.SamplingParams(max_tokens=DIGITS + 2, seed=options.seed),

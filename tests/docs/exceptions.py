@@ -19,7 +19,7 @@ PARSED = {
 """Beginnings of commands that are parsed and not run."""
 
 TYPED = {
-    "job.rollout(": "takes a hundred steps; tests/cluster/rollouts",
+    "steps=100):": "takes a hundred steps; tests/cluster/rollouts",
     "Parallelism(dp=4)": "12 ranks take minutes to start; tests/cluster/sharing",
     'backend="megatron"': "four ranks take minutes to start; tests/cluster/training",
     "# fails, and nobody reads its future": "shows an error; tests/cluster/faults",
