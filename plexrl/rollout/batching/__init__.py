@@ -1,1 +1,1 @@
-"""Tail batching: prompts with long responses wait, and share rounds of their own."""
+"""Tail batching: prompts with long responses share rounds; sizes of tensor-parallel groups by round."""
