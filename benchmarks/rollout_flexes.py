@@ -142,7 +142,7 @@ def mean(values: Sequence[float]) -> str:
 
 def table_rows(run: Runner, case: Published, figures: dict[str, float]) -> list[Row]:
     """The parts in the order of Tab. 2, and some of them alone; adds their figures."""
-    letters = [*FIGURES, "R", "RS", "TRS"]
+    letters = [*FIGURES, "R", "RS"]
     settings = [setting(case, seed) for seed in SEEDS]
     base, *others = speedups(run, settings, [flexes(each) for each in letters])
     rows: list[Row] = []

@@ -1,1 +1,1 @@
-"""Tail batching: prompts with long responses share rounds; sizes of tensor-parallel groups by round."""
+"""Tail batching: prompts with long responses share rounds. Tensor parallelism by round."""
