@@ -103,7 +103,7 @@ class ScriptedCluster(ClusterCalls):
     async def deployment(self, name: str) -> dict[str, Any]:
         if name in self.ended:
             raise UnknownDeploymentError(f"there is no deployment {name}")
-        return {"state": self.states.get(name, "ready")}
+        return {"state": self.states.get(name, "ready"), "workers": 1}
 
     async def engines(self, deployment: str) -> list[dict[str, Any]]:
         rows = [

@@ -1,7 +1,8 @@
 """Asynchronous rollouts, for `async` controllers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
 
 from plexrl.client.asynchronous.from_blocking import in_thread
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RewardFunction, RolloutBatch
@@ -36,7 +37,32 @@ class AsyncBoundedRollout:
     ) -> AsyncIterator[RolloutBatch]:
         """As `BoundedRollout.batches`. `prompts` and `reward`, plain functions, are used in a
         thread; `steps` is as there. Close it (`aclosing`) if the loop may end early."""
-        found = self._sync._started(prompts, reward, steps)
+        async with aclosing(self._started(prompts, reward, steps)) as found:
+            async for batch in found:
+                yield batch
+
+    async def parts(
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        *,
+        steps: int,
+        prompts_min: int = 1,
+    ) -> AsyncIterator[RolloutBatch]:
+        """As `BoundedRollout.parts`; `prompts` and `reward` are used as in `batches`, `steps`
+        and `prompts_min` are as there. Close it (`aclosing`) if the loop may end early."""
+        async with aclosing(self._started(prompts, reward, steps, prompts_min)) as found:
+            async for part in found:
+                yield part
+
+    async def _started(
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        steps: int,
+        prompts_min: int | None = None,
+    ) -> AsyncGenerator[RolloutBatch]:
+        found = self._sync._started(prompts, reward, steps, prompts_min)
         try:
             while (batch := await asyncio.to_thread(next, found, None)) is not None:
                 yield batch

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -51,6 +51,8 @@ class RolloutBatch:
     sample_versions: list[list[int]]
     """`[prompts][samples]`: the oldest version that may have drawn a token of the sample. It is at
     least `version` - staleness."""
+    is_last: bool = True
+    """False: a part of a batch, of which there are more."""
 
 
 class BoundedRollout:
@@ -72,7 +74,7 @@ class BoundedRollout:
             LOG.info("rollout %s: instances are placed and load the weights", self.name)
 
     def __repr__(self) -> str:
-        shown = ("staleness", "eta_prompts", "eta_responses")
+        shown = ("staleness", "eta_prompts", "eta_responses", "scale_down")
         return handle_repr(self, self.name, **{each: self._order[each] for each in shown})
 
     def status(self) -> Plain:
@@ -103,16 +105,44 @@ class BoundedRollout:
         """
         return self._started(prompts, reward, steps)
 
+    def parts(
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        *,
+        steps: int,
+        prompts_min: int = 1,
+    ) -> Iterator[RolloutBatch]:
+        """Yield each batch of `batches`, whose arguments `prompts`, `reward` and `steps` are, in
+        parts: its prompts as soon as all of their samples have rewards, at least `prompts_min` of
+        them unless they are the last. `is_last` tells that a part completes its batch.
+
+        Run `forward_backward` with a loss that is a sum on each part, and after the last one an
+        `optim_step` with `divide_by`: that is the step by the whole batch.
+
+        Raises as `batches`, and:
+            ConflictError: the policy was changed, and excludes prompts of the earlier parts.
+        """
+        return self._started(prompts, reward, steps, prompts_min)
+
     def _started(
-        self, prompts: Iterable[Sequence[int]], reward: RewardFunction | Graded[Sample], steps: int
+        self,
+        prompts: Iterable[Sequence[int]],
+        reward: RewardFunction | Graded[Sample],
+        steps: int,
+        prompts_min: int | None = None,
     ) -> Generator[RolloutBatch]:
-        """As `batches`; closing it ends the thread."""
+        """As `batches`, or as `parts` with `prompts_min`; closing it ends the thread."""
         batches = steps - int(self._order["first_batch"])
         feeder = _Feeder(self, iter(prompts), reward, batches * int(self._order["prompts"]))
         feeder.start()
         try:
             for version in range(self._untrained(), steps):
-                yield self._batch(version, self._trainer_step(), feeder)
+                step = self._trainer_step()
+                if prompts_min is None:
+                    yield self._batch(version, step, feeder)
+                else:
+                    yield from self._parts(version, step, feeder, prompts_min)
         finally:
             feeder.stop()
 
@@ -130,24 +160,46 @@ class BoundedRollout:
         return int(self._source.status()["trainer_step"])
 
     def _batch(self, version: int, trainer_step: int, feeder: "_Feeder") -> RolloutBatch:
+        rows: list[_TrainedRow] = []
+        while len(rows) < self._batch_rows:
+            # A large batch comes in several answers.
+            rows += self._complete(version, trainer_step, feeder, {"first": len(rows)})
+        return _as_batch(version, rows, int(self._order["samples"]))
+
+    def _parts(
+        self, version: int, trainer_step: int, feeder: "_Feeder", prompts_min: int
+    ) -> Iterator[RolloutBatch]:
+        samples, seen = int(self._order["samples"]), list[int]()
+        held: dict[int, list[_TrainedRow]] = {}
+        while len(seen) < self._batch_rows:
+            for row in self._complete(version, trainer_step, feeder, {"seen": seen}):
+                held.setdefault(row.row.group, []).append(row)
+                seen.append(row.row.trajectory)
+            whole = [held[each] for each in sorted(held) if len(held[each]) == samples]
+            is_last = len(seen) == self._batch_rows
+            if is_last or len(whole) >= prompts_min:
+                yield _as_batch(version, [*chain(*whole)], samples, is_last=is_last)
+                held = {each: rows for each, rows in held.items() if len(rows) < samples}
+
+    @property
+    def _batch_rows(self) -> int:
+        return int(self._order["prompts"]) * int(self._order["samples"])
+
+    def _complete(
+        self, version: int, trainer_step: int, feeder: "_Feeder", wanted: Plain
+    ) -> "list[_TrainedRow]":
+        """Samples of a batch that the cluster has for it now; none: it has no new ones yet."""
         from plexrl.wire.tensors import decode_body
 
-        rows: list[_Row] = []
-        rewards: list[float] = []
-        versions: list[int] = []
-        while True:
-            feeder.check()
-            body = {"trainer_step": trainer_step, "first": len(rows)}
-            response = self._ask(f"{self._path}/batches/{version}", body)
-            if response.status_code == 202:
-                continue
-            answer, arrays = decode_body(bytearray(response.content))
-            rows += _decode_samples(answer, arrays)
-            rewards += answer["rewards"]
-            versions += answer["versions"]
-            # A large batch comes in several answers.
-            if len(rows) >= answer["rows"]:
-                return _as_batch(version, rows, rewards, versions, int(self._order["samples"]))
+        feeder.check()
+        body = {"trainer_step": trainer_step, **wanted}
+        response = self._ask(f"{self._path}/batches/{version}", body)
+        if response.status_code == 202:
+            return []
+        answer, arrays = decode_body(bytearray(response.content))
+        rows = _decode_samples(answer, arrays)
+        found = zip(rows, answer["rewards"], answer["versions"], strict=True)
+        return [_TrainedRow(*each) for each in found]
 
     def _exchange(self, body: Plain, wait_s: float) -> "tuple[Plain, Arrays]":
         """Give prompts and rewards, and take samples; see the HTTP API."""
@@ -270,6 +322,13 @@ class _Row:
     sample: Sample
 
 
+@dataclass(frozen=True, slots=True)
+class _TrainedRow:
+    row: _Row
+    reward: float
+    version: int
+
+
 def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
     prompts = split_rows(arrays["prompts"], arrays["prompt_lengths"].tolist())
     lengths = arrays["lengths"].tolist()
@@ -289,14 +348,15 @@ def _decode_samples(answer: Plain, arrays: "Arrays") -> list[_Row]:
 
 
 def _as_batch(
-    version: int, rows: list[_Row], rewards: list[float], versions: list[int], samples: int
+    version: int, rows: "list[_TrainedRow]", samples: int, *, is_last: bool = True
 ) -> RolloutBatch:
-    groups = [range(at, at + samples) for at in range(0, len(rows), samples)]
+    groups = [rows[at : at + samples] for at in range(0, len(rows), samples)]
     return RolloutBatch(
         version=version,
-        prompts=[rows[group[0]].prompt for group in groups],
-        prompt_numbers=[rows[group[0]].group for group in groups],
-        samples=[[rows[at].sample for at in group] for group in groups],
-        rewards=[[rewards[at] for at in group] for group in groups],
-        sample_versions=[[versions[at] for at in group] for group in groups],
+        prompts=[group[0].row.prompt for group in groups],
+        prompt_numbers=[group[0].row.group for group in groups],
+        samples=[[each.row.sample for each in group] for group in groups],
+        rewards=[[each.reward for each in group] for group in groups],
+        sample_versions=[[each.version for each in group] for group in groups],
+        is_last=is_last,
     )

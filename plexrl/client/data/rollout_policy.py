@@ -45,6 +45,10 @@ class TailBatching:
     """The same for prompts; absent: `eta`."""
     eta_responses: float | None = None
     """The same for the samples of a prompt; absent: `eta`."""
+    scale_down: bool = False
+    """Once between 20 % and 50 % of a round are generated, half of the instances are freed, if the
+    rest fits into the KV cache of the others (Flexes Alg. 1). Their GPUs serve other deployments
+    until the next round."""
 
     plans_parallelism: bool = False
     """The GPUs of each instance are divided anew between rounds (Flexes §4.2): a larger `tp` after
@@ -72,6 +76,7 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
                 "eta_prompts": 1.0,
                 "eta_responses": 1.0,
                 "plans_parallelism": False,
+                "scale_down": False,
             }
         case TailBatching():
             prompts, responses = policy.eta_prompts, policy.eta_responses
@@ -80,6 +85,7 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
                 "eta_prompts": policy.eta if prompts is None else prompts,
                 "eta_responses": policy.eta if responses is None else responses,
                 "plans_parallelism": policy.plans_parallelism,
+                "scale_down": policy.scale_down,
             }
         case _:
             assert_never(policy)

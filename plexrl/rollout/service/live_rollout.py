@@ -33,6 +33,7 @@ from plexrl.rollout.coordinator.messages import (
     SnapshotTaken,
     StepMeasured,
     StepsMeasured,
+    TrainedTrajectory,
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
@@ -333,7 +334,9 @@ class LiveRollout:
     def change_policy(self, order: RolloutOrder) -> None:
         """Go on with the policy of an order that is equal otherwise. Raises InvalidRequestError:
         the rollout cannot have it."""
-        self.handle(PolicyChanged(bound=order.settings().staleness), order=order)
+        settings = order.settings()
+        changed = PolicyChanged(bound=settings.staleness, scale_down=settings.scale_down)
+        self.handle(changed, order=order)
         self.order = order
 
     def reward(self, trajectory: int, event: int, reward: float | None, reason: str) -> None:
@@ -394,6 +397,23 @@ class LiveRollout:
             pushed = ParametersPushed(version=version)
             self.handle(pushed, step=(version, trainer_step))
         self.handle(BatchRequested())
+
+    def is_complete(self, version: int) -> bool:
+        """Whether the latest batch has this version."""
+        batch = self.progress.batch
+        return batch is not None and batch.version == version
+
+    def complete_samples(self, version: int) -> list[TrainedTrajectory]:
+        """The samples of the groups of a requested batch that are complete; by group."""
+        batch = self.progress.batch
+        if batch is not None and batch.version == version:
+            return list(batch.batch)
+        records = [
+            self.core.trajectories.get(each)
+            for members in self.core.manager.complete_groups().values()
+            for each in members
+        ]
+        return [TrainedTrajectory.of(each) for each in records if each is not None]
 
     async def wait_for(self, is_done: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until `is_done()`, or for `wait_s` seconds if given. What led to that may not be

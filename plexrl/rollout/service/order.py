@@ -7,13 +7,14 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_name, check_parameters
 
 FAILED_PROMPTS_MIN = 8
 ETA_MAX = 16.0
-POLICY = ("staleness", "eta_prompts", "eta_responses", "plans_parallelism")
+POLICY = ("staleness", "eta_prompts", "eta_responses", "plans_parallelism", "scale_down")
 """Fields that may change while the rollout exists."""
 
 
@@ -44,6 +45,9 @@ class RolloutOrder:
     """Samples of a prompt that a short round starts, as a multiple of `samples`; as above."""
     plans_parallelism: bool = False
     """The instances' GPUs are divided anew between rounds (Flexes §4.2); as above."""
+    scale_down: bool = False
+    """Half of the instances are freed before a round is complete, if the rest of it fits on the
+    others (Flexes Alg. 1). Needs a `staleness` of 0."""
     dynamic_sampling: bool = False
     """A prompt whose rewards are all equal is dropped, and another one is trained."""
     group_ids: int = 0
@@ -108,6 +112,9 @@ class RolloutOrder:
                 first_version=self.first_batch,
             ),
             cost_model=QWEN3_30B_A3B_ON_H20,
+            scale_down=ScaleDownSettings(response_tokens_max=self.sampling.max_tokens)
+            if self.scale_down
+            else None,
             dynamic_sampling=self.dynamic_sampling,
         )
 

@@ -278,6 +278,9 @@ class RolloutService:
         rollout, version = self._find(params), int(params["version"])
         rollout.check()
         first, trainer_step = int(params.get("first", 0)), int(params["trainer_step"])
+        seen: frozenset[int] | None = None
+        if params.get("seen") is not None:
+            seen = frozenset(params["seen"])
         rollout.check_batch(version, trainer_step)
         if version not in rollout.steps:
             # Before the controller's next operations: it has no batch yet.
@@ -287,27 +290,37 @@ class RolloutService:
                 raise UnavailableError("the rollout was started again: retry")
             rollout.check()
         rollout.request_batch(version, trainer_step)
-        progress = rollout.progress
+        rows = rollout.order.prompts * rollout.order.samples
 
         def ready() -> bool:
-            return progress.batch is not None and progress.batch.version == version
+            if rollout.is_complete(version):
+                return True
+            complete = rollout.core.manager.buffers.buffer(version).occupied
+            return seen is not None and len(complete) * rollout.order.samples > len(seen)
 
         await rollout.wait_for(ready, float(params["wait_s"]))
-        if not ready() or progress.batch is None:
+        if not ready():
             return {"body": None}
-        trained = progress.batch.batch
-        page = trained[first:]
-        if first and not page:
-            raise InvalidRequestError(f"batch {version} has {len(trained)} samples, not {first}")
+        complete = rollout.complete_samples(version)
+        page = complete[first:]
+        if seen is not None:
+            page = [each for each in complete if each.trajectory not in seen]
+            if len(complete) - len(page) < len(seen):
+                raise ConflictError(
+                    f"batch {version} lacks samples that were taken, since the policy was changed: "
+                    "drop the gradients with zero_grad, and take the batch again"
+                )
+        if not page:
+            raise InvalidRequestError(f"batch {version} has {rows} samples, and all were taken")
 
-        def fields(seen: Sequence[int], read: int) -> Plain:
-            if len(seen) < read:
+        def fields(found: Sequence[int], read: int) -> Plain:
+            if len(found) < read:
                 raise ConflictError(f"batch {version} was trained: request the next one")
             return {
                 "version": version,
-                "rows": len(trained),
-                "rewards": [page[each].reward for each in seen],
-                "versions": [page[each].version for each in seen],
+                "rows": rows,
+                "rewards": [page[each].reward for each in found],
+                "versions": [page[each].version for each in found],
             }
 
         ids = [each.trajectory for each in page]
@@ -329,6 +342,8 @@ def status(rollout: LiveRollout) -> Plain:
         "eta_prompts": order.eta_prompts,
         "eta_responses": order.eta_responses,
         "plans_parallelism": order.plans_parallelism,
+        "scale_down": order.scale_down,
+        "scale_downs": progress.scale_downs,
         "round": prompts.kind,
         "queued_prompts": len(prompts.queue),
         "prompts": order.prompts,
@@ -399,8 +414,9 @@ def _instance(rollout: LiveRollout, member: Member) -> Plain:
         }
     assert member.instance is not None
     shown = rollout.loads.get(member.instance)
+    is_freed = member.instance in rollout.core.freed.held.freed
     return {
-        "state": "joined",
+        "state": "freed" if is_freed else "joined",
         "reason": "",
         "version": work.version,
         "trajectories": len(work.held),

@@ -232,6 +232,12 @@ class StalenessManager:
         """True if the next buffer can be consumed."""
         return self.buffers.state(self.buffers.next_version) is BufferState.READY
 
+    def complete_groups(self) -> dict[SampleGroupId, tuple[TrajectoryId, ...]]:
+        """Groups of the next buffer that are complete, as `consume` returns them. They stay in it,
+        unless they are dropped or the sizes change."""
+        groups = sorted(self.buffers.buffer(self.buffers.next_version).occupied)
+        return {group: tuple(sorted(self._members[group].complete)) for group in groups}
+
     def consume(self) -> dict[SampleGroupId, tuple[TrajectoryId, ...]]:
         """Retires the next buffer: its groups by id, each with its members.
 

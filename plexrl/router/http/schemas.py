@@ -279,6 +279,9 @@ class RolloutRequest(_Strict):
     plans_parallelism: bool = Field(
         False, description="divide the instances' GPUs anew between rounds"
     )
+    scale_down: bool = Field(
+        False, description="half of the instances are freed before a round is complete"
+    )
     dynamic_sampling: bool = Field(
         False, description="prompts whose rewards are all equal are dropped"
     )
@@ -309,3 +312,8 @@ class BatchRequest(_Strict):
 
     trainer_step: Count = Field(description="the trainer's steps so far")
     first: Count = Field(0, description="sample of the batch from which on to return samples")
+    seen: list[Count] | None = Field(
+        None,
+        description="trajectories of the batch that the caller has: the answer has others, as soon "
+        "as a prompt is complete; absent: it has the complete batch",
+    )

@@ -135,6 +135,7 @@ class Member:
             # A failed operation stays failed.
             operation += f".{self._attempts}"
         try:
+            gpus = int((await rollout.calls.deployment(self.name))["workers"])
             step = await rollout.calls.pull(self.name, order.source, operation)
         except PlexRLError as error:
             self._attempts += 1
@@ -153,7 +154,7 @@ class Member:
         version = await rollout.version_of(step)
         budget = float(sum(each["blocks"] * each["block_tokens"] for each in engines))
         self.instance, self.absence = instance, None
-        joined = InstanceJoined(instance=instance, version=version, kv_budget=budget)
+        joined = InstanceJoined(instance=instance, version=version, kv_budget=budget, gpus=gpus)
         return rollout.joined(joined, step)
 
     async def _divided(self, layout: Parallelism) -> bool:

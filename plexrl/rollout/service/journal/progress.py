@@ -17,6 +17,7 @@ from plexrl.rollout.coordinator.messages import (
     PolicyChanged,
     ReportDroppedGroup,
     ReportQueuedGroup,
+    ReportScaleDown,
     Rewarded,
     Train,
 )
@@ -103,6 +104,8 @@ class Progress:
     """How often each deployment has joined."""
     round: RoundKind | None = None
     """The kind of the present round."""
+    scale_downs: int = 0
+    """Rounds in which instances were freed."""
 
     def note(
         self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
@@ -138,6 +141,8 @@ class Progress:
                 self._trained(command)
             elif isinstance(command, ReportDroppedGroup):
                 self._dropped(event, command)
+            elif isinstance(command, ReportScaleDown):
+                self.scale_downs += bool(command.freed)
             elif isinstance(command, ReportQueuedGroup):
                 self.aborted_groups += 1
                 self.aborted.add(self._end(command.group))

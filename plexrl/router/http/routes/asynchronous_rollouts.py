@@ -65,8 +65,9 @@ async def batch(
     wait_s: float = 25.0,
 ) -> Response:
     """The request tells that the model has trained all earlier batches. 202: the batch is not
-    complete; send the request again. `rows` of the answer is the number of samples of the batch: if
-    the answers so far have fewer, the next request has their number as `first`."""
+    complete, or there is no more of it than `seen`; send the request again. `rows` of the answer is
+    the number of samples of the batch: if the answers so far have fewer, the next request has their
+    number as `first`, or the trajectories as `seen`."""
     found = await _ask(
         request,
         services,
@@ -77,6 +78,7 @@ async def batch(
         version=version,
         trainer_step=body.trainer_step,
         first=body.first,
+        seen=body.seen,
     )
     if found["body"] is None:
         return Response(status_code=202)

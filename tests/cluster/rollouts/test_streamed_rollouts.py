@@ -1,0 +1,151 @@
+"""Batches that are trained in parts while the rest is generated, and instances that are freed
+meanwhile, on a real cluster: beside the same training by whole batches, and with `kill -9`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+import plexrl
+from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
+from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.errors import InvalidRequestError
+from tests.cluster.rollouts.test_asynchronous_rollouts import (
+    SAMPLING,
+    prompts,
+    reward,
+)
+from tests.cluster.tools import checkpoint_weights, process_of
+
+PROMPTS, SAMPLES, STEPS = 8, 2, 3
+LONG = replace(SAMPLING, max_tokens=480)
+# Each token ends a sample with a probability of about 1/300, so a round takes many snapshots.
+MODEL = plexrl.tiny_qwen2("".join(map(chr, range(0x4E00, 0x4E00 + 300))), hidden=32, layers=1)
+LEARNING_RATE = 1e-3
+
+
+def rollout_of(
+    job: plexrl.Job, actor: plexrl.TrainDeployment, policy: plexrl.RolloutPolicy
+) -> BoundedRollout:
+    return job.rollout(
+        "rollout",
+        MODEL,
+        actor,
+        instances=2,
+        policy=policy,
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        sampling=LONG,
+    )
+
+
+def add_gradients(actor: plexrl.TrainDeployment, part: RolloutBatch) -> int:
+    """The gradients of a part; returns its rows. The trainer's own logprobs replace the engine's,
+    which vary in their last bits with what else the engine runs."""
+    advantages = [[each - sum(group) / len(group) for each in group] for group in part.rewards]
+    data = plexrl.Batch.from_samples(part.prompts, part.samples, advantages)
+    data = data.with_values("logprobs", actor.forward(data).result().logprobs)
+    actor.forward_backward(data, plexrl.losses.grpo(reduction="sequence_sum"))
+    return len(data)
+
+
+def step(actor: plexrl.TrainDeployment, rows: int) -> None:
+    # Of an element with a gradient near 0, rounding would decide the direction.
+    actor.optim_step(learning_rate=LEARNING_RATE, eps=1e-3, divide_by=rows)
+
+
+Weights = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
+
+
+def by_batches(job: plexrl.Job) -> tuple[list[RolloutBatch], Weights]:
+    actor = job.train_deployment("actor", MODEL)
+    rollout = rollout_of(job, actor, plexrl.BoundedStaleness(0))
+    found = []
+    rows = islice(prompts(), STEPS * PROMPTS)
+    for batch in rollout.batches(rows, reward, steps=STEPS):
+        assert batch.is_last
+        step(actor, add_gradients(actor, batch))
+        found.append(batch)
+    return found, load(checkpoint_weights(actor))
+
+
+def by_parts(
+    job: plexrl.Job, meanwhile: Callable[[RolloutBatch], None] = lambda _: None
+) -> tuple[list[RolloutBatch], Weights, dict[str, object]]:
+    actor = job.train_deployment("actor", MODEL)
+    rollout = rollout_of(job, actor, plexrl.TailBatching(eta=1, scale_down=True))
+    found, count = [], 0
+    rows = islice(prompts(), STEPS * PROMPTS)
+    for part in rollout.parts(rows, reward, steps=STEPS):
+        count += add_gradients(actor, part)
+        meanwhile(part)
+        if part.is_last:
+            step(actor, count)
+            count = 0
+        found.append(part)
+    return found, load(checkpoint_weights(actor)), rollout.status()
+
+
+def joined(parts: list[RolloutBatch]) -> dict[int, dict[int, list[list[int]]]]:
+    """The tokens of all samples, by batch and prompt."""
+    found: dict[int, dict[int, list[list[int]]]] = {}
+    for part in parts:
+        batch = found.setdefault(part.version, {})
+        for number, samples in zip(part.prompt_numbers, part.samples, strict=True):
+            assert number not in batch, "a prompt is in two parts"
+            batch[number] = [each.tokens for each in samples]
+    return found
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_parts_of_batches_train_what_whole_batches_train(
+    cluster: plexrl.Cluster, embedded: EmbeddedCluster, kills: bool
+) -> None:
+    killed = []
+
+    def kill(part: RolloutBatch) -> None:
+        if kills and not part.is_last and part.version not in killed:
+            process_of(embedded, "plexrl.rollout").kill()
+            killed.append(part.version)
+
+    with cluster.create_job("whole") as job:
+        batches, wanted = by_batches(job)
+    with cluster.create_job("parts") as job:
+        parts, weights, status = by_parts(job, kill)
+    assert len(parts) > STEPS, "no batch came in parts"
+    assert [part.version for part in parts if part.is_last] == list(range(STEPS))
+    assert bool(killed) == kills
+    assert joined(parts) == joined(batches)
+    moved = max(np.abs(value - wanted[name]).max() for name, value in weights.items())
+    assert moved <= 1e-6
+    assert status["scale_downs"], "no instance was freed"
+    assert status["in_flight"] == status["waiting"] == 0
+
+
+def test_parts_have_as_many_prompts_as_are_asked_for(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    rollout = rollout_of(job, actor, plexrl.TailBatching(eta=1.25, scale_down=True))
+    rows = islice(prompts(), STEPS * PROMPTS)
+    sizes: dict[int, list[int]] = {}
+    count = 0
+    for part in rollout.parts(rows, reward, steps=STEPS, prompts_min=3):
+        sizes.setdefault(part.version, []).append(len(part.prompts))
+        count += add_gradients(actor, part)
+        if part.is_last:
+            step(actor, count)
+            count = 0
+    assert [sum(each) for each in sizes.values()] == [PROMPTS] * STEPS
+    assert all(size >= 3 for each in sizes.values() for size in each[:-1])
+    assert rollout.status()["queued_prompts"] == 0
+
+
+def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
+    actor = job.train_deployment("actor", MODEL)
+    rollout = rollout_of(job, actor, plexrl.TailBatching(scale_down=True))
+    order = {**rollout._order, "name": "other", "staleness": 1, "eta_prompts": 1}
+    order["eta_responses"] = 1
+    with pytest.raises(InvalidRequestError, match="there are no rounds"):
+        BoundedRollout(rollout._transport, job.job, order, actor)
