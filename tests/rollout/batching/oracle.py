@@ -9,6 +9,7 @@ from plexrl.rollout.coordinator.messages import (
     Event,
     Generated,
     GroupAdded,
+    InstanceLost,
     ReportDroppedGroup,
     ReportQueuedGroup,
     Rewarded,
@@ -37,6 +38,8 @@ class Oracle:
     """A prompt of this round was dropped."""
     routed: set[int] = field(default_factory=set)
     """Prompts of this round that an instance has had."""
+    instances: dict[int, str] = field(default_factory=dict)
+    """Where each trajectory was routed last."""
     generated: dict[int, list[int]] = field(default_factory=dict)
     """Samples of each prompt, in the order in which they were generated."""
     rewarded: dict[int, set[int]] = field(default_factory=dict)
@@ -51,10 +54,14 @@ class Oracle:
         match event:
             case GroupAdded():
                 self.new.add(event.group)
-            case Generated() if self._is_held(event.trajectory):
+            case Generated() if self._is_held(event):
                 self.generated.setdefault(event.trajectory // self.ids, []).append(event.trajectory)
             case Rewarded():
                 self._rewarded(event.trajectory)
+            case InstanceLost():
+                self.instances = {
+                    each: name for each, name in self.instances.items() if name != event.instance
+                }
         queued: list[int] = [c.group for c in commands if isinstance(c, ReportQueuedGroup)]
         for command in commands:
             if isinstance(command, ReportDroppedGroup):
@@ -66,10 +73,13 @@ class Oracle:
                 self._trained(command)
             elif isinstance(command, Route):
                 for each in command.trajectories:
+                    self.instances[each] = command.instance
                     self._routed(each)
 
-    def _is_held(self, trajectory: int) -> bool:
-        group = trajectory // self.ids
+    def _is_held(self, event: Generated) -> bool:
+        if self.instances.get(event.trajectory) != event.instance:
+            return False  # late, of an instance that was lost
+        group = event.trajectory // self.ids
         if group not in self.routed or group in self.complete:
             return False
         return len(self.generated.get(group, ())) < self.samples
