@@ -10,6 +10,7 @@ everything. `iperf3` has as many streams, and so has, beside TLS, plain `ssl.SSL
 """
 
 import json
+import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class Rate(NamedTuple):
 def main() -> None:
     """Measure both kinds of link."""
     missing = why_impossible()
+    if shutil.which("iperf3") is None:
+        missing = "iperf3 is missing: apt install iperf3"
     if missing:
         raise SystemExit(missing)
     rows: list[tuple[str, ...]] = []
