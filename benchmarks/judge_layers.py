@@ -24,8 +24,8 @@ from plexrl.cluster.embedded.start import start_embedded
 
 VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 HIDDEN, LAYERS = sized((512, 12), quick=(64, 4))
-ROUNDS, FORWARDS = sized((7, 4), quick=(1, 1))
-ROWS, TOKENS = sized((16, 256), quick=(2, 16))
+ROUNDS, FORWARDS = sized((6, 3), quick=(1, 1))
+ROWS, TOKENS = sized((8, 64), quick=(2, 16))
 NAMES = ("whole", "hosted")
 
 

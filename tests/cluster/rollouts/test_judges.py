@@ -1,5 +1,6 @@
 """Judges of samples: models of the job that share GPUs with its trainer, on a real cluster."""
 
+import asyncio
 from collections import Counter
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 
 import plexrl
 from plexrl import rewards
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
+    SAMPLING,
     VOCABULARY,
     asynchronous,
     prompts,
@@ -121,3 +124,24 @@ def test_judge_shares_the_trainers_gpu_while_samples_are_generated(job: plexrl.J
         if batch.version == 0:
             kill_worker(reference, 0)
     assert actor.status()["group"] == reference.status()["group"]
+
+
+def test_async_controllers_have_judges_too(embedded: EmbeddedCluster) -> None:
+    async def control() -> list[list[float]]:
+        async with (
+            await plexrl.connect_async(embedded.url, embedded.api_key) as cluster,
+            await cluster.create_job("judged") as job,
+        ):
+            actor = await job.train_deployment("actor", MODEL)
+            reference = await job.reference_deployment("judge", JUDGE)
+            judge = await reference.judge(prompt=judged, answers=[(YES, 1.0), (NO, 3.0)])
+            rollout = await job.rollout(
+                "rollout", MODEL, actor, instances=1, prompts=4, samples=2, sampling=SAMPLING
+            )
+            graded = rewards.Graded(judge.score, on_failure="raise", at_once=8)
+            (found,) = [batch async for batch in rollout.batches(prompts(), graded, steps=1)]
+            return found.rewards
+
+    scores = np.array(asyncio.run(control()))
+    assert scores.shape == (4, 2)
+    assert ((scores > 1.0) & (scores < 3.0)).all()
