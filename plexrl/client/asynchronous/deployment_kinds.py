@@ -81,6 +81,8 @@ class AsyncTrainDeployment(AsyncDeployment):
 class AsyncReferenceDeployment(AsyncDeployment):
     """Like `ReferenceDeployment`, for `async` controllers."""
 
+    _sync: ReferenceDeployment
+
     forward = submitting(ReferenceDeployment.forward)
 
     async def sync_weights(
@@ -99,6 +101,8 @@ class AsyncReferenceDeployment(AsyncDeployment):
 
 class AsyncRewardDeployment(AsyncDeployment):
     """Like `RewardDeployment`, for `async` controllers."""
+
+    _sync: RewardDeployment
 
     score = submitting(RewardDeployment.score)
     judge = in_thread(RewardDeployment.judge)

@@ -12,7 +12,6 @@ from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.errors import InvalidRequestError
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     MODEL,
-    SAMPLING,
     VOCABULARY,
     asynchronous,
     prompts,
@@ -127,21 +126,17 @@ def test_judge_shares_the_trainers_gpu_while_samples_are_generated(job: plexrl.J
 
 
 def test_async_controllers_have_judges_too(embedded: EmbeddedCluster) -> None:
-    async def control() -> list[list[float]]:
+    async def control() -> rewards.GradedSamples:
         async with (
             await plexrl.connect_async(embedded.url, embedded.api_key) as cluster,
             await cluster.create_job("judged") as job,
         ):
-            actor = await job.train_deployment("actor", MODEL)
             reference = await job.reference_deployment("judge", JUDGE)
             judge = await reference.judge(prompt=judged, answers=[(YES, 1.0), (NO, 3.0)])
-            rollout = await job.rollout(
-                "rollout", MODEL, actor, instances=1, prompts=4, samples=2, sampling=SAMPLING
-            )
             graded = rewards.Graded(judge.score, on_failure="raise", at_once=8)
-            (found,) = [batch async for batch in rollout.batches(prompts(), graded, steps=1)]
-            return found.rewards
+            samples = [[sample_of(5), sample_of(6)], [sample_of(7), sample_of(8)]]
+            return await asyncio.to_thread(graded.grade, [[3, 4], [4]], samples)
 
-    scores = np.array(asyncio.run(control()))
-    assert scores.shape == (4, 2)
-    assert ((scores > 1.0) & (scores < 3.0)).all()
+    found = asyncio.run(control()).rewards
+    assert found.shape == (2, 2)
+    assert ((found > 1.0) & (found < 3.0)).all()
