@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.runs.split import best_splits, runner
-from plexrl.sim.rollout.setting import Setting, Strategies, System, SystemName, check_system
+from plexrl.sim.rollout.setting import (
+    Parts,
+    Setting,
+    Strategies,
+    System,
+    SystemName,
+    check_system,
+)
 
 
 def run_all(
@@ -61,12 +68,13 @@ def _shown(
     settings: Sequence[Setting], outcomes: Sequence[Outcome]
 ) -> list[tuple[Setting, Outcome]]:
     """Runs whose history the report shows: at the highest limit, each system with its largest
-    bound, StaleFlow first, and StaleFlow without its strategies."""
+    bound and all of its parts, the coordinator's first, and StaleFlow without its strategies."""
     setting = max(settings, key=lambda each: each.workload.limit)
     best: dict[tuple[SystemName, Strategies], Outcome] = {}
     for each in outcomes:
         system = each.system
-        if each.limit != setting.workload.limit or system.strategies not in _SHOWN:
+        is_whole = system.strategies in _SHOWN and system.parts == Parts()
+        if each.limit != setting.workload.limit or not is_whole:
             continue
         key = (system.name, system.strategies)
         if key not in best or best[key].system.staleness < system.staleness:

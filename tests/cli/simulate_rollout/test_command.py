@@ -98,11 +98,14 @@ def test_the_ablation_of_flexes_switches_its_parts_off() -> None:
 
 
 def test_the_page_of_on_policy_runs_has_no_bound_of_a_split(tmp_path: Path) -> None:
-    shown(*ON_POLICY, "--system", "sync,flexes", "--rewards", "mixed", "--out", tmp_path)
+    asked = ("--system", "sync,flexes", "--ablation", "--rewards", "mixed", "--out", tmp_path)
+    shown(*ON_POLICY, *asked)
     page = (tmp_path / "report.html").read_text()
     assert "no split" not in page
     assert "of 1.7% of the prompts 30 s" in page
     assert "flexes trains the prompts of sync" in page
+    assert "flexes, 4 instances" in page
+    assert "flexes TR, 4 instances" not in page, "histories are those of all parts"
 
 
 def test_out_gets_results_and_a_page_without_links(tmp_path: Path) -> None:
