@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
@@ -16,7 +16,7 @@ from plexrl.sim.rollout.engine.rewards import AT_ONCE, MIXED, RewardCosts, Rewar
 from plexrl.sim.rollout.results.outcome import Outcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
-from plexrl.sim.rollout.setting import Parts, Setting, System, SystemName
+from plexrl.sim.rollout.setting import TAIL_ONLY, Parts, Setting, System, SystemName
 from plexrl.sim.rollout.systems.streaming import StreamTrainer
 from plexrl.sim.rollout.workload import Prompts, Workload
 
@@ -42,6 +42,7 @@ PARTS = [
     for parallelism in (False, True)
     for stream in ((False, True) if rewards else (False,))
 ]
+NO_PLANNER = Parts(parallelism=False)
 TAIL = System(name=SystemName.TAIL)
 SYNC = System(name=SystemName.SYNC)
 
@@ -88,10 +89,12 @@ def test_every_prompt_is_trained_once_whatever_is_on(parts: Parts) -> None:
     group=st.integers(1, 4),
     eta=st.floats(1.0, 3.0),
     slow=st.floats(0.0, 1.0),
-    command_s=st.sampled_from([0.0, 0.05, 4.0]),
+    command_s=st.sampled_from([0.0, 0.05, 4.0, 20.0]),
     parts=st.sampled_from(PARTS),
     seed=st.integers(0, 100),
 )
+@example(batch=1, group=3, eta=2.0, slow=0.0, command_s=4.0, parts=NO_PLANNER, seed=0)
+@example(batch=5, group=2, eta=1.5, slow=0.0, command_s=4.0, parts=TAIL_ONLY, seed=50)
 def test_every_prompt_is_trained_once_in_any_setting(
     batch: int, group: int, eta: float, slow: float, command_s: float, parts: Parts, seed: int
 ) -> None:
