@@ -35,6 +35,7 @@ from plexrl.rollout.coordinator.messages import (
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import InstanceId, SampleGroupId, Segment, TrajectoryId
 from plexrl.sim.rollout.engine.instance import Instance
 from plexrl.sim.rollout.engine.trajectory import Trajectory
@@ -83,8 +84,14 @@ class Coordinated:
     def _join(self, instance: Instance) -> None:
         name = instance_name(instance.number)
         self._instances[name] = instance
-        kv = float(instance.costs.kv_tokens)
-        self._tell(InstanceJoined(instance=name, version=instance.version, kv_budget=kv))
+        self._tell(
+            InstanceJoined(
+                instance=name,
+                version=instance.version,
+                kv_budget=float(instance.costs.kv_tokens),
+                gpus=instance.costs.gpus,
+            )
+        )
 
     def _cycle(self) -> None:
         """Take snapshots from now on."""
@@ -199,7 +206,9 @@ class Coordinated:
 def _settings(setting: Setting, system: System) -> CoordinatorSettings:
     costs, strategies = setting.costs, system.strategies
     size = setting.workload.group_size
-    tail = system.name in COORDINATED and system.active_parts.tail
+    is_flexes = system.name in COORDINATED
+    tail = is_flexes and system.active_parts.tail
+    stream = is_flexes and system.active_parts.stream
     return CoordinatorSettings(
         staleness=StalenessSettings(
             staleness=system.staleness,
@@ -212,6 +221,9 @@ def _settings(setting: Setting, system: System) -> CoordinatorSettings:
         routing="throughput" if strategies.routing else "count",
         synchronisation="throughput" if strategies.synchronization else "greedy",
         migration="throughput" if strategies.migration else "none",
+        scale_down=ScaleDownSettings(response_tokens_max=setting.workload.limit)
+        if stream
+        else None,
     )
 
 

@@ -1,14 +1,13 @@
 """Flexes' parts on the virtual clock: a rollout without staleness on the GPUs that train, too.
 
-Tail batching is the coordinator's (`plexrl.rollout.batching`), the size of tensor-parallel groups
-the planner's, and when half of the GPUs are freed is decided by `plexrl.rollout.streaming`. At the
-end of a training step all engines load the new parameters and begin the next round together.
+Tail batching and which GPUs are freed before a round is complete are the coordinator's, the size of
+tensor-parallel groups is the planner's. At the end of a training step all engines load the new
+parameters and begin the next round together.
 
 The data set has as many prompts as the run trains, so that the last steps take what is queued.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from plexrl.rollout.batching.parallelism import ParallelismPlanner
 from plexrl.rollout.coordinator.messages import (
@@ -22,21 +21,12 @@ from plexrl.rollout.coordinator.messages import (
     PromptsEnded,
     Pull,
     ReportQueuedGroup,
+    ReportScaleDown,
     Rewarded,
     Route,
     Train,
 )
-from plexrl.rollout.streaming.scale_down import (
-    RoundInstance,
-    ScaleDown,
-    ScaleDownSettings,
-    UnfinishedSample,
-)
-from plexrl.rollout.trajectories.record import (
-    InstanceId,
-    TrajectoryId,
-    TrajectoryState,
-)
+from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.setting import System
@@ -44,11 +34,9 @@ from plexrl.sim.rollout.systems.coordinated import Coordinated, instance_name
 from plexrl.sim.rollout.systems.streaming import StreamTrainer
 from plexrl.sim.rollout.world import World
 
-UNFINISHED = (
-    TrajectoryState.WAITING,
-    TrajectoryState.ROUTED,
-    TrajectoryState.INTERRUPTING,
-)
+LOOKS = 100
+"""Snapshots for as many samples as a batch has, so that GPUs are not freed late: the coordinator
+looks at each 5 % of a round."""
 
 
 class OnPolicy(Coordinated):
@@ -62,14 +50,12 @@ class OnPolicy(Coordinated):
         self._prompts = setting.steps * setting.batch_groups
         self._kind = ""
         """Of the present round: `short`, `long`, or empty."""
-        self._generated: Counter[int] = Counter()
-        """Samples of the present round that are complete, by prompt."""
         self._graded: dict[int, list[Trajectory]] = {}
-        """The same that have rewards."""
-        self._leaving: set[InstanceId] = set()
-        """Instances that are about to be freed."""
-        self._samples = 0
-        """Of the present round."""
+        """Samples of the present round that have rewards, by prompt."""
+        self._generated = 0
+        """Samples since the run began."""
+        self._look_at = 0.0
+        """Such samples at the next snapshot for the stream trainer."""
         self._preemptions = 0
         """Of the present instances in earlier rounds."""
         longest = setting.workload.prompt_tokens + setting.workload.limit
@@ -78,18 +64,12 @@ class OnPolicy(Coordinated):
             sizes = [each for each in setting.model.sizes(longest) if not setting.gpus % each]
             profile = {each: setting.model.costs(each).step_s(1, 0) for each in sizes}
             self._planner = ParallelismPlanner(sizes, setting.costs.gpus, profile=profile)
-        self._scale_down = None
-        if self._parts.stream:
-            self._scale_down = ScaleDown(
-                ScaleDownSettings(response_tokens_max=setting.workload.limit)
-            )
         self._stream = StreamTrainer(setting.costs.train_gpu_s_per_token)
 
     def start(self) -> None:
         """See `Policy`."""
         self._kind = self._core.rounds.kind or ""
         super().start()
-        self._samples = self._count()
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
         """See `Policy`."""
@@ -99,15 +79,15 @@ class OnPolicy(Coordinated):
             self._tell(Generated(trajectory=number, instance=name, segments=self._new(each)))
             if not self._is_present(each):
                 continue
-            self._generated[each.group] += 1
-            if self._scale_down is not None:
-                self._scale_down.generated(each.response_tokens)
             if self._parts.rewards:
                 at_s = self._world.now + self._rewards.seconds(each.group)
                 self._world.at(at_s, lambda done=each: self._rewarded(done))  # type: ignore[misc]
             else:
                 self._rewarded(each)
-        self._look()
+            self._generated += 1
+        if self._parts.stream and self._generated >= self._look_at:
+            self._look_at = self._generated + self._world.setting.batch_trajectories / LOOKS
+            self._take_snapshot()
 
     def trained(self) -> None:
         """See `Policy`."""
@@ -130,12 +110,7 @@ class OnPolicy(Coordinated):
         """All engines are ready for the next round."""
         for each in self._world.instances:
             self._join(each)
-        self._samples = self._count()
         self._take_snapshot()
-
-    def _count(self) -> int:
-        server = self._core.trajectories
-        return sum(1 for group in server.groups for _ in server.members(group))
 
     def _set_size(self, gpus: int) -> None:
         world = self._world
@@ -145,7 +120,6 @@ class OnPolicy(Coordinated):
 
     def _leave(self, name: InstanceId) -> None:
         del self._instances[name]
-        self._leaving.discard(name)
         self._tell(InstanceLost(instance=name))
 
     def _is_present(self, trajectory: Trajectory) -> bool:
@@ -163,24 +137,50 @@ class OnPolicy(Coordinated):
         self._tell(Rewarded(trajectory=TrajectoryId(trajectory.number), reward=0.0))
 
     def _issue(self, commands: Sequence[Command]) -> None:
+        freed: tuple[InstanceId, ...] = ()
         for command in commands:
             if isinstance(command, ReportQueuedGroup):
                 self._graded.pop(command.group, None)
-                self._generated.pop(command.group, None)
                 self._draw(command.group)
-        super()._issue([each for each in commands if not isinstance(each, ReportQueuedGroup)])
+            elif isinstance(command, ReportScaleDown):
+                freed = command.freed
+        reports = (ReportQueuedGroup, ReportScaleDown)
+        super()._issue([each for each in commands if not isinstance(each, reports)])
+        if freed:
+            world = self._world
+            world.at(world.now + world.setting.command_s, self._in_round(lambda: self._free(freed)))
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Commands of a round do not reach engines in the next."""
-        world, version = self._world, self._world.version
-        routed = self._routed(commands)
+        world, routed = self._world, self._routed(commands)
 
         def arrive() -> None:
-            if world.version == version:
-                here = self._instances.keys() - self._leaving
-                self._execute([each for each in commands if target(each) in here], routed)
+            here = [each for each in commands if target(each) in self._instances]
+            self._execute(here, routed)
 
-        world.at(world.now + world.setting.command_s, arrive)
+        world.at(world.now + world.setting.command_s, self._in_round(arrive))
+
+    def _in_round(self, action: Callable[[], None]) -> Callable[[], None]:
+        """The action, or nothing if the present step has ended by then."""
+        world, version = self._world, self._world.version
+        return lambda: action() if world.version == version else None
+
+    def _free(self, names: Sequence[InstanceId]) -> None:
+        """These instances were told to stop. They train when they have stopped and have the state
+        of training."""
+        world = self._world
+        freed = [self._instances[name] for name in names]
+        gpus = sum(each.costs.gpus for each in freed)
+        stopped_s = max(max(each.stopped_s for each in freed), world.now)
+        world.at(stopped_s, self._in_round(self._take_snapshot))
+        world.at(
+            stopped_s + world.setting.costs.pull_s,
+            self._in_round(lambda: self._train_early(gpus)),
+        )
+
+    def _train_early(self, gpus: int) -> None:
+        if not self._world.is_training:
+            self._stream.free(gpus, self._world.now)
 
     def _train(self, command: Train) -> None:
         world = self._world
@@ -203,74 +203,17 @@ class OnPolicy(Coordinated):
         self._add_groups()
 
     def _end_round(self) -> None:
-        self._generated.clear()
         self._graded.clear()
         preemptions = sum(each.preemptions for each in self._world.instances)
         if self._planner is not None:
             self._planner.observe(self._kind, preemptions - self._preemptions)
         self._preemptions = preemptions
-        if self._scale_down is not None:
-            self._scale_down.begin_round()
 
     def _add_groups(self) -> None:
         for _ in range(min(self._core.groups_wanted, self._prompts - self._next_group)):
             self._add_group()
         if self._next_group == self._prompts:
             self._tell(PromptsEnded())
-
-    def _look(self) -> None:
-        """Ask whether half of the GPUs are freed."""
-        generated = self._generated.total()
-        if self._scale_down is None or not self._scale_down.is_due(generated, self._samples):
-            return
-        world, server = self._world, self._core.trajectories
-        for each in self._instances.values():
-            each.advance(world.now)
-            world.touch(each, self)
-            each.running()
-        instances = [
-            RoundInstance(instance=name, gpus=each.costs.gpus, kv_tokens=each.costs.kv_tokens)
-            for name, each in self._instances.items()
-        ]
-        unfinished = [
-            UnfinishedSample(
-                instance=record.instance,
-                prompt_tokens=record.prompt_tokens,
-                response_tokens=self._trajectories[record.id].done_tokens,
-            )
-            for group in server.groups
-            for record in server.members(group)
-            if record.state in UNFINISHED
-        ]
-        freed = self._scale_down.decide(generated, self._samples, instances, unfinished)
-        if freed:
-            self._free(freed)
-
-    def _free(self, names: Sequence[InstanceId]) -> None:
-        """What these instances generate goes on elsewhere, and they train."""
-        world, version = self._world, self._world.version
-        self._leaving |= set(names)
-        for name in names:
-            self._instances[name].interrupt_all(world.now)
-            world.touch(self._instances[name], self)
-
-        def left() -> None:
-            if world.version != version or world.is_training:
-                return
-            for name in names:
-                self._leave(name)
-            self._take_snapshot()
-
-        def train() -> None:
-            if world.version == version and not world.is_training:
-                gpus = sum(each.costs.gpus for each in world.instances)
-                self._stream.free(
-                    gpus - sum(each.costs.gpus for each in self._instances.values()), world.now
-                )
-
-        left_s = max(self._instances[name].stopped_s for name in names)
-        world.at(left_s, left)
-        world.at(left_s + world.setting.costs.pull_s, train)
 
 
 def target(command: Command) -> InstanceId | None:
