@@ -157,6 +157,7 @@ class Job:
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         node_type: str = "",
+        lends_gpus: bool = False,
     ) -> RolloutDeployment:
         """Create a model that generates, on GPUs of its own, or return the existing deployment:
         `name` is unique in the job, and `model` has the weights before the first sync.
@@ -179,6 +180,9 @@ class Job:
         `lora` must be the trainer's: a sync then transfers adapters only, which are merged into the
         model.
 
+        With `lends_gpus`, other deployments may use its GPUs while it has nothing to run; it waits
+        for their turn to end. Its state must fit into host memory then.
+
         Raises:
             UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
@@ -192,6 +196,7 @@ class Job:
             "kv_cache_bytes": kv_cache_bytes,
             "parallelism": parallelism,
             "node_type": node_type,
+            "lends_gpus": lends_gpus,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
 
@@ -217,6 +222,7 @@ class Job:
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
         node_type: str = "",
+        lends_gpus: bool = False,
     ) -> BoundedRollout:
         """Create `instances` rollout deployments, called `name`-0 and so on, that generate while
         `source` is trained, or return the existing ones. `batches` of the result gives what to
@@ -235,7 +241,9 @@ class Job:
         `failed_prompts_max` prompts are dropped one after another because all that was tried for
         them failed; 0: as many as a batch has, and at least 8.
 
-        The others are as in `rollout_deployment`, for each instance.
+        `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
+        `lora`, `parallelism`, `node_type` and `lends_gpus` are as in `rollout_deployment`, for each
+        instance.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -257,6 +265,7 @@ class Job:
                 lora=lora,
                 parallelism=parallelism,
                 node_type=node_type,
+                lends_gpus=lends_gpus,
             )
         order = {
             "name": name,

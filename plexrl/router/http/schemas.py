@@ -202,6 +202,9 @@ class DeploymentRequest(_Strict):
         None, description="the model's layout on the workers; absent: dp over all of them"
     )
     exclusive: bool = Field(False, description="do not share the GPUs")
+    lends_gpus: bool = Field(
+        False, description="rollout: others may use the GPUs while it has nothing to run"
+    )
     backend: str | None = Field(
         None,
         description="train: fsdp, megatron, deepspeed; forward: torch; rollout: torch, vllm",

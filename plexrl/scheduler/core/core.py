@@ -231,10 +231,10 @@ class SchedulerCore:
         job = self._live_job(event.job)
         check_controller(job, event.controller)
         known = context.state.deployments.get(event.deployment)
+        exclusive = event.exclusive or (event.kind == "rollout" and not event.lends)
         if known is not None:
             spec_json = known.created_spec_json or known.spec_json
             same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
-            exclusive = event.exclusive or event.kind == "rollout"
             asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
             if (*same, known.node_type) != (*asked, event.node_type):
                 raise ConflictError(
@@ -251,7 +251,7 @@ class SchedulerCore:
             kind=event.kind,
             workers=event.workers,
             state_bytes=event.state_bytes,
-            exclusive=event.exclusive or event.kind == "rollout",
+            exclusive=exclusive,
             spec_json=event.spec_json,
             created_at=now,
             replay=ReplayLog(past_is_whole=True),

@@ -435,7 +435,7 @@ def _new_group(cluster: Cluster, deployment: Deployment) -> Group | None:
         group=GroupId(f"g{state.groups_made}"),
         serial=state.groups_made,
         gpus=gpus,
-        shared=deployment.shares,
+        shared=not deployment.exclusive,
         node_type=node.node_type,
         gpu_memory_bytes=node.gpu_memory_bytes,
     )

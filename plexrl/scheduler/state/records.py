@@ -220,7 +220,7 @@ class Deployment:
 
     @property
     def shares(self) -> bool:
-        """Whether it may share a group."""
+        """Whether it may join a group that others use."""
         return self.kind != "rollout" and not self.exclusive
 
 

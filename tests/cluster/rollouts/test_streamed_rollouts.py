@@ -4,6 +4,7 @@ meanwhile, on a real cluster: beside the same training by whole batches, and wit
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ from safetensors.numpy import load
 
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
-from plexrl.cluster.embedded.start import EmbeddedCluster
+from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.errors import InvalidRequestError
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     SAMPLING,
     prompts,
     reward,
 )
-from tests.cluster.tools import checkpoint_weights, process_of
+from tests.cluster.tools import checkpoint_weights, process_of, some_batch
 
 PROMPTS, SAMPLES, STEPS = 8, 2, 3
 LONG = replace(SAMPLING, max_tokens=480)
@@ -28,7 +29,11 @@ LEARNING_RATE = 1e-3
 
 
 def rollout_of(
-    job: plexrl.Job, actor: plexrl.TrainDeployment, policy: plexrl.RolloutPolicy
+    job: plexrl.Job,
+    actor: plexrl.TrainDeployment,
+    policy: plexrl.RolloutPolicy,
+    *,
+    lends_gpus: bool = False,
 ) -> BoundedRollout:
     return job.rollout(
         "rollout",
@@ -39,6 +44,7 @@ def rollout_of(
         prompts=PROMPTS,
         samples=SAMPLES,
         sampling=LONG,
+        lends_gpus=lends_gpus,
     )
 
 
@@ -149,3 +155,31 @@ def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
     order["eta_responses"] = 1
     with pytest.raises(InvalidRequestError, match="there are no rounds"):
         BoundedRollout(rollout._transport, job.job, order, actor)
+
+
+def test_another_job_trains_on_the_gpus_that_a_rollout_lends(tmp_path: Path) -> None:
+    """The trainer and two instances have all three GPUs."""
+    running = start_embedded(tmp_path, gpus_per_node=3)
+    try:
+        with plexrl.connect(running.url, running.api_key) as cluster:
+            job, other = cluster.create_job("lender"), cluster.create_job("borrower")
+            policy = plexrl.TailBatching(eta=1, scale_down=True)
+            actor = job.train_deployment("actor", MODEL, exclusive=True)
+            rollout = rollout_of(job, actor, policy, lends_gpus=True)
+            borrower = other.train_deployment("actor", MODEL)
+            beside, rows = 0, islice(prompts(), STEPS * PROMPTS)
+            for batch in rollout.batches(rows, reward, steps=STEPS):
+                step(actor, add_gradients(actor, batch))
+                borrower.forward_backward(some_batch(1), plexrl.losses.cross_entropy())
+                beside = borrower.optim_step(learning_rate=1e-3).result(120).trainer_step
+            places = [str(each.status()["group"]) for each in (actor, borrower)]
+            assert beside == STEPS
+            assert places[0] != places[1]
+            lenders = [
+                job.rollout_deployment(f"rollout-{each}", MODEL, lends_gpus=True) for each in (0, 1)
+            ]
+            assert places[1] in [str(each.status()["group"]) for each in lenders]
+            job.finish()
+            other.finish()
+    finally:
+        running.close()

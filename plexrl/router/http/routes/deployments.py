@@ -50,6 +50,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
             "workers": spec.workers,
             "state_bytes": state_bytes(spec, parameters),
             "exclusive": body.exclusive,
+            "lends": body.lends_gpus,
             "spec_json": spec.to_json(),
             "node_type": body.node_type,
             "trace": None if body.trace is None else body.trace.model_dump(),

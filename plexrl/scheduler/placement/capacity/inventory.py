@@ -244,7 +244,7 @@ class Inventory:
         """
         per_rank = -(-deployment.state_bytes // deployment.workers)
         wanted = (deployment.workers, deployment.node_type, per_rank)
-        if not self._policy.keeps_in_host or deployment.kind == "rollout" or deployment.exclusive:
+        if not self._policy.keeps_in_host or deployment.exclusive:
             return self.pool.find(*wanted)
 
         def fits(node: NodeId, ranks: int) -> bool:
