@@ -38,6 +38,7 @@ PURE_FOLDERS = (
     "rewards/decisions",
     "rollout/batching",
     "rollout/coordinator",
+    "rollout/ranking",
     "rollout/staleness",
     "rollout/streaming",
     "rollout/trajectories",
