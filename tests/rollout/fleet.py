@@ -186,7 +186,10 @@ class Fleet:
 
     def add_groups(self) -> None:
         while self.core.groups_wanted and self.groups_added != self.prompts:
-            self.handle(GroupAdded(group=SampleGroupId(self.groups_added), prompt_tokens=PROMPT))
+            group = SampleGroupId(self.groups_added)
+            # Some prompts have no expected length; it is used by `length-aware` only.
+            expected = group * 5 % 7
+            self.handle(GroupAdded(group=group, prompt_tokens=PROMPT, expected_tokens=expected))
             self.groups_added += 1
         if self.groups_added == self.prompts and not self.core.rounds.held.is_ended:
             self.handle(PromptsEnded())

@@ -73,7 +73,7 @@ def settings_from(random: Random) -> CoordinatorSettings:
         ),
         # Steps of few tokens are limited by reading the weights, those of many by computation.
         cost_model=CostModel(k1=random.choice((1e-4, 1e-2)), k2=0.02, k3=0.01, k4=0.1, k5=1.0),
-        routing=random.choice(("throughput", "throughput", "count")),
+        routing=random.choice(("throughput", "length-aware", "count")),
         synchronisation=random.choice(("throughput", "throughput", "greedy")),
         migration=random.choice(("throughput", "throughput", "none")),
         gain_part_min=random.choice((0.05, 0.3, 0.9)),

@@ -200,7 +200,7 @@ class RolloutCoordinator:
                 f"{len(self.trajectories.groups)} groups are in flight, as many as the policy "
                 "allows: add more after the next batch is consumed"
             )
-        self.trajectories.add(event.group, event.prompt_tokens)
+        self.trajectories.add(event.group, event.prompt_tokens, event.expected_tokens)
         self.rounds.add(event.group, event.prompt_tokens)
 
     def _on_policy_changed(self, event: PolicyChanged) -> list[Command]:

@@ -52,6 +52,8 @@ class GroupAdded(Event):
 
     group: SampleGroupId
     prompt_tokens: int
+    expected_tokens: int = 0
+    """Expected length of a response; 0: it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 
-Routing = Literal["throughput", "count"]
+Routing = Literal["throughput", "length-aware", "count"]
 Synchronisation = Literal["throughput", "greedy"]
 Migration = Literal["throughput", "none"]
 
@@ -21,7 +21,9 @@ class CoordinatorSettings:
     cost_model: CostModel
     """Coefficients until steps are measured, and of what they do not tell."""
     routing: Routing = "throughput"
-    """`throughput`: StaleFlow Alg. 3. `count`: to the instance with the fewest trajectories."""
+    """`throughput`: StaleFlow Alg. 3. `length-aware`: the same, with instances of their own for
+    samples that are expected to be long (StreamRL Alg. 2). `count`: to the instance with the fewest
+    trajectories."""
     synchronisation: Synchronisation = "throughput"
     """`throughput`: StaleFlow Alg. 4. `greedy`: as soon as there is a newer version."""
     migration: Migration = "throughput"
@@ -61,7 +63,7 @@ class CoordinatorSettings:
                 f"{self.staleness.staleness} there are no rounds: set one of them to none"
             )
         for name, allowed in (
-            ("routing", ("throughput", "count")),
+            ("routing", ("throughput", "length-aware", "count")),
             ("synchronisation", ("throughput", "greedy")),
             ("migration", ("throughput", "none")),
         ):

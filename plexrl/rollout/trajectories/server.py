@@ -11,9 +11,10 @@ held.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
+from plexrl.rollout.ranking.lengths import Lengths
 from plexrl.rollout.trajectories.record import (
     ON_INSTANCE,
     Change,
@@ -45,6 +46,7 @@ class HeldTrajectories:
     """Prompt tokens of each held group."""
     records: list[Trajectory]
     """Those on instances first, in the order of routing."""
+    lengths: Lengths = field(default_factory=Lengths)
 
 
 class TrajectoryServer:
@@ -58,6 +60,7 @@ class TrajectoryServer:
         """Trajectories to be routed that have no version, by id ascending."""
         self.returned: dict[TrajectoryId, Trajectory] = {}
         """Trajectories to be routed that have a version."""
+        self.lengths = Lengths()
         self._all: dict[TrajectoryId, Trajectory] = {}
         self._on: dict[InstanceId, dict[TrajectoryId, None]] = {}
         self._next_group = SampleGroupId(0)
@@ -70,11 +73,13 @@ class TrajectoryServer:
             next_group=self._next_group,
             groups={group: each.prompt_tokens for group, each in self.groups.items()},
             records=records,
+            lengths=self.lengths,
         )
 
     def restore(self, state: HeldTrajectories) -> None:
         """Takes over a state, of which it becomes the owner. The server is new."""
         self._next_group = state.next_group
+        self.lengths = state.lengths
         for group, tokens in state.groups.items():
             members = trajectory_ids(group, self.samples)
             self.groups[group] = SampleGroup(id=group, prompt_tokens=tokens, members=members)
@@ -123,9 +128,11 @@ class TrajectoryServer:
         """Records of what the instance holds, in the order of routing."""
         return [self._all[each] for each in self._on.get(instance, ())]
 
-    def add(self, group: SampleGroupId, prompt_tokens: int) -> None:
-        """Makes a prompt known. Raises InvalidRequestError: the id does not follow the last one, or
-        the prompt is empty."""
+    def add(self, group: SampleGroupId, prompt_tokens: int, expected_tokens: int = 0) -> None:
+        """Makes a prompt known, with the expected length of its responses if not 0.
+
+        Raises InvalidRequestError: the id does not follow the last one, the prompt is empty, or the
+        expected length negative."""
         if group != self._next_group:
             raise InvalidRequestError(
                 f"group {group} does not follow group {self._next_group - 1}: "
@@ -133,7 +140,10 @@ class TrajectoryServer:
             )
         if prompt_tokens < 1:
             raise InvalidRequestError(f"the prompt of group {group} has no tokens: leave it out")
+        if expected_tokens < 0:
+            raise InvalidRequestError(f"group {group} cannot have {expected_tokens} tokens")
         self._next_group = SampleGroupId(group + 1)
+        self.lengths.expect(group, expected_tokens)
 
     def is_settled(self, group: SampleGroupId) -> bool:
         """Whether no trajectory of the group is held."""
@@ -218,6 +228,7 @@ class TrajectoryServer:
         instance = trajectory.instance
         trajectory.change(Change.GENERATE)
         trajectory.extend(segments)
+        self.lengths.generated(trajectory.response_tokens)
         self._leave(trajectory, instance)
 
     def rewarded(self, trajectory: Trajectory, reward: float) -> None:
@@ -246,6 +257,7 @@ class TrajectoryServer:
     def forget_group(self, group: SampleGroupId) -> None:
         """Makes room for another group: this one's trajectories are consumed or aborted."""
         del self.groups[group]
+        self.lengths.forget(group)
 
     def consume(self, group: SampleGroupId, members: Iterable[TrajectoryId]) -> list[Trajectory]:
         """Hands over a group's complete records and forgets the group."""

@@ -32,8 +32,8 @@ def fitted(examples: list[LengthExample]) -> LengthRanker:
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
-    ranks = [np.argsort(np.argsort(each)) for each in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(each)) for each in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def test_unseen_prompts_are_ranked_by_what_makes_responses_long() -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad, InstanceSnapshot
+from plexrl.rollout.coordinator.strategies.length_aware import longest_first, make_router, sides
 from plexrl.rollout.coordinator.strategies.migration import to_migrate
-from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, make_router, route
+from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
 from plexrl.rollout.coordinator.strategies.synchronisation import to_synchronise
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
@@ -58,6 +59,9 @@ class Cycle:
             )
             for index, each in enumerate(self._snapshots)
         ]
+        is_length_aware = bool(self._loads) and settings.routing == "length-aware"
+        self._sides = sides(settings, model, self._loads, server) if is_length_aware else None
+        self._initial = longest_first(server) if is_length_aware else server.initial.values()
         self._work: dict[int, tuple[list[Candidate], list[Candidate]]] = {}
         self._assigned = [
             Candidate(each.id, each.group, each.version, each.length)
@@ -72,7 +76,8 @@ class Cycle:
         settings, model, entries = self._settings, self._model, self._entries
         loads = [load.copy() for load in self._loads]
         queue = self._queue()
-        for found in to_synchronise(settings, model, loads, entries.copy(), queue, newest):
+        common = (settings, model, loads, entries.copy())
+        for found in to_synchronise(*common, queue, newest, self._sides):
             load = self._loads[found.index]
             running, waiting = self._held(load)
             # Also what has completed since the snapshot leaves the load.
@@ -82,7 +87,8 @@ class Cycle:
             decision.pulls.append(load.instance)
         if decision.interrupts:
             queue = self._queue()
-        for load, moved in to_migrate(settings, model, self._loads, entries, queue, self._held):
+        common = (settings, model, self._loads, entries)
+        for load, moved in to_migrate(*common, queue, self._held, self._sides):
             running, waiting = self._held(load)
             gone = {each.trajectory for each in moved}
             kept = [each for each in running if each.trajectory not in gone]
@@ -92,14 +98,14 @@ class Cycle:
             load.kv_cache = max(0.0, load.kv_cache - model.k5 * removed_tokens)
             self._remove(load, moved, decision)
         reserved = entries.copy()
-        router = make_router(settings, model, self._loads, reserved)
+        router = make_router(settings, model, self._loads, reserved, self._sides)
         for candidate, load in route(router, reserved, self._queue()):
             decision.routes.append((candidate.trajectory, load.instance, load.version))
         return decision
 
     def _queue(self) -> Queue:
         place = self._entries.place
-        return Queue(self._assigned, self._server.initial.values(), lambda g: place(g) is not None)
+        return Queue(self._assigned, self._initial, lambda g: place(g) is not None)
 
     def _remove(self, load: InstanceLoad, moved: list[Candidate], decision: Decision) -> None:
         if moved:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
-from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, make_router, route
+from plexrl.rollout.coordinator.strategies.length_aware import Sides, make_router
+from plexrl.rollout.coordinator.strategies.routing import Candidate, Queue, route
 from plexrl.rollout.staleness.buffers import Buffers
 
 Work = Callable[[InstanceLoad], tuple[list[Candidate], list[Candidate]]]
@@ -30,6 +31,7 @@ def to_migrate(
     buffers: Buffers,
     queue: Iterable[Candidate],
     work: Work,
+    sides: Sides | None = None,
 ) -> list[tuple[InstanceLoad, list[Candidate]]]:
     """The trajectories that instances return. `queue`: what is waiting to be routed. Nothing
     changes."""
@@ -40,7 +42,7 @@ def to_migrate(
         for load in loads
         if load.waiting > settings.waiting_max
     }
-    busiest = _to_redistribute(settings, model, loads, buffers, queue, work)
+    busiest = _to_redistribute(settings, model, loads, buffers, queue, work, sides)
     if busiest is not None:
         running, waiting = work(busiest)
         excess[busiest.index] = running + waiting
@@ -54,13 +56,14 @@ def _to_redistribute(
     buffers: Buffers,
     queue: Iterable[Candidate],
     work: Work,
+    sides: Sides | None,
 ) -> InstanceLoad | None:
     """The instance with the highest throughput, if its work is to be redistributed."""
     if _busiest(settings, model, loads) is None:
         return None
     before = [load.copy() for load in loads]
     tried = buffers.copy()
-    route(make_router(settings, model, before, tried), tried, queue)
+    route(make_router(settings, model, before, tried, sides), tried, queue)
     busiest = _busiest(settings, model, before)
     if busiest is None:
         return None
@@ -72,7 +75,7 @@ def _to_redistribute(
     emptied.running = max(0, emptied.running - len(running))
     emptied.waiting = 0
     returned = Queue(running + waiting)
-    route(make_router(settings, model, after, tried), tried, returned)
+    route(make_router(settings, model, after, tried, sides), tried, returned)
     gained = sum(model.throughput(load.kv_cache, load.running) for load in after)
     held = sum(model.throughput(load.kv_cache, load.running) for load in before)
     least = settings.migration_gain_min * model.throughput(busiest.kv_cache, busiest.running)

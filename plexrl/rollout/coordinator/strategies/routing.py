@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from plexrl.rollout.coordinator.cost_model import CostModel
-from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
 from plexrl.rollout.staleness.buffers import Buffers
 from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory, TrajectoryId
@@ -44,6 +43,13 @@ class Choice:
 
 class Router(Protocol):
     """A routing strategy over one picture of the load."""
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes: a candidate that no instance takes holds up only those of its lane."""
+
+    def lane(self, candidate: Candidate) -> int:
+        """The candidate's lane, from 0."""
 
     def choose(self, candidate: Candidate) -> Choice | None:
         """The instance for the candidate; None if no instance takes it now."""
@@ -98,38 +104,26 @@ class Queue:
 def route(
     router: Router, buffers: Buffers, queue: Iterable[Candidate]
 ) -> list[tuple[Candidate, InstanceLoad]]:
-    """Routes from the head of the queue until no instance takes a trajectory.
+    """Routes from the head of the queue until no instance takes a trajectory of any lane.
 
     Changes the loads behind the router and the buffers: pass copies.
     """
     routed = []
+    blocked: set[int] = set()
     for candidate in queue:
+        if blocked and router.lane(candidate) in blocked:
+            continue
         choice = router.choose(candidate)
         if choice is None:
-            break
+            blocked.add(router.lane(candidate))
+            if len(blocked) == router.lanes:
+                break
+            continue
         router.take(candidate, choice)
         if candidate.version is None:
             buffers.assign(candidate.group, choice.load.version)
         routed.append((candidate, choice.load))
     return routed
-
-
-def make_router(
-    settings: CoordinatorSettings,
-    model: CostModel,
-    loads: Iterable[InstanceLoad],
-    buffers: Buffers,
-) -> Router:
-    """The router that the settings name."""
-    if settings.routing == "count":
-        return CountRouter(loads, buffers, model)
-    return ThroughputRouter(
-        loads,
-        buffers,
-        model,
-        gain_part_min=settings.gain_part_min,
-        length_step=settings.length_step_tokens,
-    )
 
 
 class _Level:
@@ -164,6 +158,8 @@ class _Level:
 class ThroughputRouter:
     """The instance with the largest gain in throughput, of the oldest version that gains enough."""
 
+    lanes = 1
+
     def __init__(
         self,
         loads: Iterable[InstanceLoad],
@@ -181,6 +177,11 @@ class ThroughputRouter:
         for load in sorted(loads, key=lambda load: (load.version, load.index)):
             by_version.setdefault(load.version, []).append(load)
         self._levels = {version: _Level(each) for version, each in by_version.items()}
+
+    def lane(self, candidate: Candidate) -> int:
+        """All are in one."""
+        del candidate
+        return 0
 
     def choose(self, candidate: Candidate) -> Choice | None:
         """Goes through the versions from the oldest one on (the waterfall of Alg. 3)."""
@@ -221,6 +222,8 @@ class ThroughputRouter:
 class CountRouter:
     """The instance with the fewest trajectories (StaleFlow §6.5, vanilla routing)."""
 
+    lanes = 1
+
     def __init__(self, loads: Iterable[InstanceLoad], buffers: Buffers, model: CostModel) -> None:
         self._buffers = buffers
         self._model = model
@@ -230,6 +233,11 @@ class CountRouter:
             heap.append((load.count, load.index, load))
         for heap in self._by_version.values():
             heapify(heap)
+
+    def lane(self, candidate: Candidate) -> int:
+        """All are in one."""
+        del candidate
+        return 0
 
     def choose(self, candidate: Candidate) -> Choice | None:
         """The fewest trajectories among instances of all versions that may run the candidate."""

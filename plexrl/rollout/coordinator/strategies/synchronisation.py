@@ -16,13 +16,8 @@ from collections.abc import Iterable, Sequence
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceLoad
-from plexrl.rollout.coordinator.strategies.routing import (
-    Candidate,
-    Choice,
-    Router,
-    is_routable,
-    make_router,
-)
+from plexrl.rollout.coordinator.strategies.length_aware import Sides, make_router
+from plexrl.rollout.coordinator.strategies.routing import Candidate, Choice, Router, is_routable
 from plexrl.rollout.staleness.buffers import Buffers
 
 
@@ -33,21 +28,28 @@ def to_synchronise(
     buffers: Buffers,
     queue: Iterable[Candidate],
     newest: int,
+    sides: Sides | None = None,
 ) -> list[InstanceLoad]:
     """The instances that pull version `newest`. Changes the buffers and the loads: pass copies."""
     lagging = [load for load in loads if load.version < newest]
     if settings.synchronisation == "greedy" or not lagging:
         return lagging
-    router = make_router(settings, model, loads, buffers)
+    router = make_router(settings, model, loads, buffers, sides)
     asked = _Asked(router, lagging)
+    blocked: set[int] = set()
     for candidate in queue:
         if not asked.remaining and not asked.accepted:
             break
+        if blocked and router.lane(candidate) in blocked:
+            continue
         choice = router.choose(candidate)
         if is_routable(buffers, candidate, newest) and router.would_replace(newest, choice):
             asked.accept(candidate, choice)
         if choice is None:
-            break
+            blocked.add(router.lane(candidate))
+            if len(blocked) == router.lanes:
+                break
+            continue
         asked.remove(choice.load)
         router.take(candidate, choice)
         if candidate.version is None:

@@ -1,0 +1,160 @@
+"""Routing by expected lengths: long samples on instances of their own (StreamRL §5.3).
+
+In each cycle the longest part of the prompts in flight, by their expected lengths, is marked as
+long; `divide` says how many instances serve them, and these are the first ones by id. Within a side
+the longest come first, and go to the instance with the largest gain in throughput, as without
+expected lengths. An instance without work takes also what belongs to the other side, if nothing of
+its own side waits; the paper, whose batch is dispatched at once, leaves it idle.
+
+A prompt without an expected length, such as one of the first batch, is not long.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plexrl.rollout.coordinator.cost_model import CostModel
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.snapshot import InstanceLoad
+from plexrl.rollout.coordinator.strategies.routing import (
+    Candidate,
+    Choice,
+    CountRouter,
+    Router,
+    ThroughputRouter,
+)
+from plexrl.rollout.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.staleness.buffers import Buffers
+from plexrl.rollout.trajectories.record import SampleGroupId, Trajectory
+from plexrl.rollout.trajectories.server import TrajectoryServer
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What is long, and which instances serve it."""
+
+    groups: frozenset[SampleGroupId]
+    """Long prompts."""
+    instances: int
+    """The first so many of the loads serve long prompts, the others the rest."""
+    waiting: tuple[bool, bool]
+    """Whether trajectories of prompts that are not long wait to be routed, and of long ones."""
+
+
+def sides(
+    settings: CoordinatorSettings,
+    model: CostModel,
+    loads: Sequence[InstanceLoad],
+    server: TrajectoryServer,
+) -> Sides | None:
+    """None: all instances serve all prompts, since nothing is known of lengths yet, or there is one
+    instance only."""
+    expected, recent = server.lengths.expected, server.lengths.recent
+    known = sorted((-expected[each], each) for each in server.groups if each in expected)
+    long = frozenset(group for _, group in known[: int(LONG_PART * len(known))])
+    if not long or not recent:
+        return None
+    samples = settings.staleness.samples
+    prompts = [each.prompt_tokens for each in server.groups.values()]
+    division = divide(
+        model,
+        long=samples * len(long),
+        regular=samples * (len(server.groups) - len(long)),
+        prompt_tokens=sum(prompts) / len(prompts),
+        spread=LengthSpread.of(recent),
+        instances=len(loads),
+        kv_budget=min(each.kv_budget for each in loads),
+    )
+    if division is None:
+        return None
+    waits = {each.group in long for each in (*server.initial.values(), *server.returned.values())}
+    return Sides(long, division.long, (False in waits, True in waits))
+
+
+def longest_first(server: TrajectoryServer) -> list[Trajectory]:
+    """Initial trajectories in the order in which they are routed; those without an expected length
+    last."""
+    expected = server.lengths.expected
+    return sorted(server.initial.values(), key=lambda each: (-expected.get(each.group, 0), each.id))
+
+
+def make_router(
+    settings: CoordinatorSettings,
+    model: CostModel,
+    loads: Iterable[InstanceLoad],
+    buffers: Buffers,
+    found: Sides | None = None,
+) -> Router:
+    """The router that the settings name; `found` are the sides of `length-aware`."""
+    if settings.routing == "count":
+        return CountRouter(loads, buffers, model)
+    if found is not None:
+        return LengthAwareRouter(loads, buffers, model, found, settings)
+    return ThroughputRouter(
+        loads,
+        buffers,
+        model,
+        gain_part_min=settings.gain_part_min,
+        length_step=settings.length_step_tokens,
+    )
+
+
+class LengthAwareRouter:
+    """A `ThroughputRouter` for each side; its lanes are the sides, 1 that of long prompts."""
+
+    lanes = 2
+
+    def __init__(
+        self,
+        loads: Iterable[InstanceLoad],
+        buffers: Buffers,
+        model: CostModel,
+        found: Sides,
+        settings: CoordinatorSettings,
+    ) -> None:
+        parts: tuple[list[InstanceLoad], list[InstanceLoad]] = ([], [])
+        for load in loads:
+            parts[self._is_for_long(found, load)].append(load)
+        self._sides = found
+        self._routers = tuple(
+            ThroughputRouter(
+                part,
+                buffers,
+                model,
+                gain_part_min=settings.gain_part_min,
+                length_step=settings.length_step_tokens,
+            )
+            for part in parts
+        )
+
+    @staticmethod
+    def _is_for_long(found: Sides, load: InstanceLoad) -> bool:
+        return load.index < found.instances
+
+    def lane(self, candidate: Candidate) -> int:
+        """The side of the prompt."""
+        return int(candidate.group in self._sides.groups)
+
+    def choose(self, candidate: Candidate) -> Choice | None:
+        """An instance of the prompt's side; or one of the other side that has nothing to do."""
+        lane = self.lane(candidate)
+        choice = self._routers[lane].choose(candidate)
+        if choice is None and not self._sides.waiting[1 - lane]:
+            other = self._routers[1 - lane].choose(candidate)
+            return other if other is not None and not other.load.count else None
+        return choice
+
+    def comparable_length(self, length: int) -> int:
+        """As `ThroughputRouter`."""
+        return self._routers[0].comparable_length(length)
+
+    def score(self, load: InstanceLoad, length: int) -> float | None:
+        """As `ThroughputRouter`."""
+        return self._routers[self._is_for_long(self._sides, load)].score(load, length)
+
+    def would_replace(self, version: int, choice: Choice | None) -> bool:
+        """As `ThroughputRouter`."""
+        return self._routers[0].would_replace(version, choice)
+
+    def take(self, candidate: Candidate, choice: Choice) -> None:
+        """Adds one trajectory, which runs at once."""
+        self._routers[self._is_for_long(self._sides, choice.load)].take(candidate, choice)

@@ -1,0 +1,217 @@
+"""Long prompts are generated on instances of their own, the longest ones first."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
+from plexrl.rollout.coordinator.cost_model import CostModel
+from plexrl.rollout.coordinator.messages import (
+    BatchRequested,
+    Command,
+    Generated,
+    GroupAdded,
+    InstanceJoined,
+    ParametersPushed,
+    Pull,
+    Pulled,
+    Rewarded,
+    Route,
+    SnapshotTaken,
+    Train,
+)
+from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.trajectories.record import (
+    InstanceId,
+    SampleGroupId,
+    Segment,
+    TrajectoryId,
+    group_of,
+)
+
+SAMPLES = 2
+MODEL = CostModel(k1=1e-6, k2=1e-2, k3=1e-4, k4=1e-2, k5=1.0)
+
+
+class Rig:
+    """A coordinator, and instances that end what they are told to."""
+
+    def __init__(self, prompts: int, instances: int, kv_budget: float = 1e6) -> None:
+        self.core = RolloutCoordinator(
+            CoordinatorSettings(
+                staleness=StalenessSettings(staleness=0, batch_groups=prompts, group_size=SAMPLES),
+                cost_model=MODEL,
+                routing="length-aware",
+                migration="none",
+                gain_part_min=1e-6,
+                length_step_tokens=1,
+            )
+        )
+        self.held: dict[InstanceId, list[TrajectoryId]] = {}
+        self.versions: dict[InstanceId, int] = {}
+        self.orders: dict[InstanceId, list[TrajectoryId]] = {}
+        """All that an instance was ever given in this batch, in the order of routing."""
+        self.completed: dict[InstanceId, int] = {}
+        """Since the latest pull."""
+        self.prompts = prompts
+        self.added = 0
+        for number in range(instances):
+            name = InstanceId(f"i{number}")
+            self.held[name], self.versions[name], self.orders[name] = [], 0, []
+            self.completed[name] = 0
+            self.tell(InstanceJoined(instance=name, version=0, kv_budget=kv_budget))
+
+    def tell(self, event: object) -> list[Command]:
+        commands = self.core.handle(event)  # type: ignore[arg-type]
+        for each in commands:
+            if isinstance(each, Route):
+                self.held[each.instance] += each.trajectories
+                self.orders[each.instance] += each.trajectories
+            elif isinstance(each, Pull):
+                self.versions[each.instance], self.completed[each.instance] = each.version, 0
+                self.tell(Pulled(instance=each.instance, version=each.version))
+        return commands
+
+    def cycle(self) -> None:
+        self.tell(
+            SnapshotTaken(
+                instances=tuple(
+                    InstanceSnapshot(
+                        instance=name,
+                        version=self.versions[name],
+                        kv_cache=10.0 * len(held),
+                        running=tuple(held),
+                        running_tokens=(10,) * len(held),
+                        completed=self.completed[name],
+                    )
+                    for name, held in self.held.items()
+                )
+            )
+        )
+
+    def add(self, expected: list[int]) -> None:
+        for tokens in expected:
+            group = SampleGroupId(self.added)
+            self.tell(GroupAdded(group=group, prompt_tokens=10, expected_tokens=tokens))
+            self.added += 1
+
+    def end(self, instance: InstanceId, trajectory: TrajectoryId, tokens: int) -> list[Command]:
+        self.held[instance].remove(trajectory)
+        self.completed[instance] += 1
+        segment = Segment(
+            tokens=tokens,
+            policy_version=self.versions[instance],
+            kv_version=self.versions[instance],
+        )
+        self.tell(Generated(trajectory=trajectory, instance=instance, segments=(segment,)))
+        return self.tell(Rewarded(trajectory=trajectory, reward=1.0))
+
+    def train(self, expected: list[int], tokens: list[int]) -> None:
+        """A batch in which the responses to prompt i have so many tokens; then the weights of the
+        next one are there."""
+        self.add(expected)
+        self.tell(BatchRequested())
+        first, trained = self.added - self.prompts, False
+        for _ in range(20):
+            self.cycle()
+            for name, held in self.held.items():
+                for each in list(held):
+                    length = tokens[group_of(each, SAMPLES) - first]
+                    trained |= any(isinstance(c, Train) for c in self.end(name, each, length))
+        assert trained
+        self.tell(ParametersPushed(version=self.core.newest_version + 1))
+        self.orders = {name: [] for name in self.orders}
+
+
+def first_batch(prompts: int, instances: int, kv_budget: float = 1e6) -> Rig:
+    rig = Rig(prompts, instances, kv_budget)
+    lengths = [100] * (prompts - prompts // 5) + [1000] * (prompts // 5)
+    rig.train([0] * prompts, lengths)
+    return rig
+
+
+def groups(rig: Rig, name: InstanceId) -> list[int]:
+    return [group_of(each, SAMPLES) - rig.prompts for each in rig.orders[name]]
+
+
+@given(st.integers(2, 6), st.integers(2, 8), st.integers(0, 1 << 30))
+def test_the_longest_fifth_is_apart_and_each_side_begins_with_its_longest(
+    instances: int, fifth: int, seed: int
+) -> None:
+    prompts = 5 * fifth
+    rig = first_batch(prompts, instances)
+    expected = list(range(1, prompts + 1))
+    Random(seed).shuffle(expected)
+    rig.add(expected)
+    rig.tell(BatchRequested())
+    rig.cycle()
+    rig.cycle()
+    assert sum(map(len, rig.held.values())) == prompts * SAMPLES, "all fit at once"
+    kinds = []
+    for name in rig.held:
+        lengths = [expected[each] for each in groups(rig, name)]
+        assert lengths == sorted(lengths, reverse=True)
+        kinds.append({each > prompts - fifth for each in lengths})
+    assert all(len(kind) <= 1 for kind in kinds)
+    # Those for long prompts come first by id.
+    assert [kind for kind in kinds if kind] == sorted(
+        (k for k in kinds if k), key=lambda k: k != {True}
+    )
+    assert {True} in kinds
+    assert {False} in kinds
+
+
+def test_prompts_without_an_expected_length_are_distributed_as_without_ranks() -> None:
+    rig = first_batch(10, 4)
+    rig.add([0] * 10)
+    rig.tell(BatchRequested())
+    rig.cycle()
+    rig.cycle()
+    assert sorted(map(len, rig.held.values())) == [5, 5, 5, 5]
+
+
+def test_an_instance_without_work_takes_that_of_the_other_side() -> None:
+    rig = first_batch(10, 2, kv_budget=65)
+    rig.add([100, 90, *([10] * 8)])
+    rig.tell(BatchRequested())
+    rig.cycle()
+    rig.cycle()
+    long, regular = rig.held
+    assert set(groups(rig, long)) == {0, 1}
+    assert not set(groups(rig, regular)) & {0, 1}
+    assert rig.core.trajectories.waiting
+    for each in list(rig.held[long]):
+        rig.end(long, each, 100)
+    rig.cycle()
+    assert rig.held[long]
+
+
+@pytest.mark.parametrize("when", ["before", "in"])
+def test_a_restored_coordinator_divides_as_before(when: str) -> None:
+    rig = first_batch(10, 3)
+    rig.add([7, 9, 1, 3, 5, 2, 8, 4, 6, 10])
+    if when == "in":
+        rig.tell(BatchRequested())
+    core = RolloutCoordinator.restore(rig.core.settings, rig.core.state())
+    assert core.state() == rig.core.state()
+    assert core.trajectories.lengths == rig.core.trajectories.lengths
+    assert core.trajectories.lengths.recent
+    other, rig.core = rig.core, core
+    rig.cycle()
+    found = {name: list(held) for name, held in rig.held.items()}
+    rig.core = other
+    rig.held = {name: [] for name in rig.held}
+    rig.cycle()
+    assert rig.held == found
+
+
+def test_nothing_is_kept_of_a_prompt_that_was_trained() -> None:
+    rig = Rig(5, 2)
+    for _ in range(3):
+        rig.train([3, 4, 5, 6, 7], [10] * 5)
+    assert rig.core.trajectories.lengths.expected == {}
+    assert len(rig.core.trajectories.lengths.recent) == 30
