@@ -156,6 +156,35 @@ def part(trajectory: TrajectoryId, segments: tuple[Segment, ...]) -> Part:
     return Part(trajectory, tokens, tokens.astype(np.float32), "stop")
 
 
+def test_lengths_are_learned_from_what_the_file_forgets(tmp_path: Path) -> None:
+    order = replace(ORDER, length_aware=True)
+    fleet = StoredFleet(order, tmp_path / "rollout.sqlite")
+    fleet.store.keeps_examples = True
+    fleet.join(24)
+    random = Random(3)
+    while fleet.core.newest_version < 5:
+        known = fleet.groups_added * order.samples
+        fleet.add_groups()
+        for each in range(known, fleet.groups_added * order.samples):
+            fleet.lengths[TrajectoryId(each)] = random.randint(1, 6)
+        fleet.round()
+        fleet.write()
+    trained = [each for batch in fleet.trained[:5] for each in batch.batch]
+    expected = [
+        tuple(100 * fleet.lengths[each.trajectory] for each in trained if each.group == group)
+        for group in sorted({each.group for each in trained})
+    ]
+    fleet.store.close()
+    store = RolloutStore(tmp_path / "rollout.sqlite")
+    found = store.examples()
+    assert sorted(each.lengths for each in found) == sorted(expected)
+    assert all(each.prompt.tolist() == list(range(len(each.prompt))) for each in found)
+    assert len(found[0].prompt)
+    store.close()
+    store.delete()
+    assert store.examples() == []
+
+
 @pytest.mark.parametrize("steps", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_file_does_not_grow_with_the_steps(steps: int, tmp_path: Path) -> None:
     fleet = StoredFleet(ORDER, tmp_path / "rollout.sqlite")

@@ -17,6 +17,9 @@ class BoundedStaleness:
     staleness: int = 0
     """η: no trained token was drawn with weights that are more than so many batches older than
     those that it trains. 0: synchronous training."""
+    length_aware: bool = False
+    """Samples that are expected to be long are generated in small batches on instances of their own
+    (StreamRL §5). The cluster learns from each batch which prompts have long responses."""
 
     def __post_init__(self) -> None:
         if self.staleness < 0:
@@ -77,6 +80,7 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
                 "eta_responses": 1.0,
                 "plans_parallelism": False,
                 "scale_down": False,
+                "length_aware": policy.length_aware,
             }
         case TailBatching():
             prompts, responses = policy.eta_prompts, policy.eta_responses
@@ -86,6 +90,7 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
                 "eta_responses": policy.eta if responses is None else responses,
                 "plans_parallelism": policy.plans_parallelism,
                 "scale_down": policy.scale_down,
+                "length_aware": False,
             }
         case _:
             assert_never(policy)

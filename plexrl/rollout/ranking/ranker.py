@@ -76,6 +76,11 @@ class LengthRanker:
     _known: dict[bytes, float] = field(default_factory=dict)
     """Expectation for the prompts of the examples, relative to `level`."""
 
+    @property
+    def prompts(self) -> int:
+        """Number of different prompts that it has learned from."""
+        return len(self._known)
+
     def expected_tokens(self, prompt: Tokens) -> int:
         """Typical length of a response to this prompt, 1 or more."""
         known = self._known.get(_key(prompt))

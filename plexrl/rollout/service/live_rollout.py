@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
@@ -44,6 +45,7 @@ from plexrl.rollout.service.instances.work import InstanceCommand
 from plexrl.rollout.service.journal.state import RolloutState
 from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
 from plexrl.rollout.service.journal.writer import JournalWriter
+from plexrl.rollout.service.length_learning import learn_lengths
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import (
     InstanceId,
@@ -55,6 +57,7 @@ from plexrl.wire.tensors import Array
 
 if TYPE_CHECKING:
     from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+    from plexrl.rollout.ranking.ranker import LengthRanker
 
 LOG = logging.getLogger(__name__)
 
@@ -86,6 +89,9 @@ class LiveRollout:
         self.store = store
         self.calls = calls
         self.writer = JournalWriter(store)
+        store.keeps_examples = order.length_aware
+        self.ranker: LengthRanker | None = None
+        """It has learned from the latest batches."""
         self.failure: PlexRLError | None = None
         """Why it cannot go on."""
         self.steps = store.steps()
@@ -145,6 +151,7 @@ class LiveRollout:
                 tasks.create_task(member.run())
             tasks.create_task(self._check_health())
             tasks.create_task(plan_parallelism(self))
+            tasks.create_task(learn_lengths(self))
             while True:
                 await asyncio.sleep(CYCLE_S_MIN)
                 with suppress(TimeoutError):
@@ -322,7 +329,12 @@ class LiveRollout:
         """Adds the prompt of a group. False: it is known, or there is no room for it now."""
         if group < self.progress.next_group or not self.core.groups_wanted:
             return False
-        added = GroupAdded(group=SampleGroupId(group), prompt_tokens=len(tokens))
+        expected = 0
+        if self.order.length_aware and self.ranker is not None:
+            expected = self.ranker.expected_tokens(tokens)
+        added = GroupAdded(
+            group=SampleGroupId(group), prompt_tokens=len(tokens), expected_tokens=expected
+        )
         self.handle(added, prompt=(SampleGroupId(group), tokens))
         return True
 
@@ -337,6 +349,9 @@ class LiveRollout:
         settings = order.settings()
         changed = PolicyChanged(bound=settings.staleness, scale_down=settings.scale_down)
         self.handle(changed, order=order)
+        # Stored with the order: strategies are no part of the coordinator's state.
+        self.core.settings = replace(self.core.settings, routing=settings.routing)
+        self.store.keeps_examples = order.length_aware
         self.order = order
 
     def reward(self, trajectory: int, event: int, reward: float | None, reason: str) -> None:

@@ -14,7 +14,14 @@ from plexrl.wire.parameter_checks import check_name, check_parameters
 
 FAILED_PROMPTS_MIN = 8
 ETA_MAX = 16.0
-POLICY = ("staleness", "eta_prompts", "eta_responses", "plans_parallelism", "scale_down")
+POLICY = (
+    "staleness",
+    "eta_prompts",
+    "eta_responses",
+    "plans_parallelism",
+    "length_aware",
+    "scale_down",
+)
 """Fields that may change while the rollout exists."""
 
 
@@ -48,6 +55,9 @@ class RolloutOrder:
     scale_down: bool = False
     """Half of the instances are freed before a round is complete, if the rest of it fits on the
     others (Flexes Alg. 1). Needs a `staleness` of 0."""
+    length_aware: bool = False
+    """Prompts whose samples are expected to be long are generated on instances of their own
+    (StreamRL §5). Not in rounds, whose samples race."""
     dynamic_sampling: bool = False
     """A prompt whose rewards are all equal is dropped, and another one is trained."""
     group_ids: int = 0
@@ -91,6 +101,11 @@ class RolloutOrder:
                 f"plans_parallelism is set and staleness is {self.staleness}: there are rounds "
                 "only without staleness; set it to 0"
             )
+        if self.length_aware and max(self.eta_prompts, self.eta_responses) > 1:
+            raise InvalidRequestError(
+                "length_aware is set and eta_prompts or eta_responses is more than 1: rounds defer "
+                "what is long, so set only one of them"
+            )
         # Its checks are those of the other numbers.
         self.settings()
 
@@ -112,6 +127,7 @@ class RolloutOrder:
                 first_version=self.first_batch,
             ),
             cost_model=QWEN3_30B_A3B_ON_H20,
+            routing="length-aware" if self.length_aware else "throughput",
             scale_down=ScaleDownSettings(response_tokens_max=self.sampling.max_tokens)
             if self.scale_down
             else None,

@@ -344,6 +344,8 @@ def status(rollout: LiveRollout) -> Plain:
         "plans_parallelism": order.plans_parallelism,
         "scale_down": order.scale_down,
         "scale_downs": progress.scale_downs,
+        "length_aware": order.length_aware,
+        "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
         "round": prompts.kind,
         "queued_prompts": len(prompts.queue),
         "prompts": order.prompts,

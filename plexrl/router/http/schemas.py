@@ -285,6 +285,9 @@ class RolloutRequest(_Strict):
     scale_down: bool = Field(
         False, description="half of the instances are freed before a round is complete"
     )
+    length_aware: bool = Field(
+        False, description="long samples are generated on instances of their own"
+    )
     dynamic_sampling: bool = Field(
         False, description="prompts whose rewards are all equal are dropped"
     )

@@ -200,10 +200,12 @@ def test_a_restored_coordinator_divides_as_before(when: str) -> None:
     assert core.state() == rig.core.state()
     assert core.trajectories.lengths == rig.core.trajectories.lengths
     assert core.trajectories.lengths.recent
+    versions, completed = dict(rig.versions), dict(rig.completed)
     other, rig.core = rig.core, core
     rig.cycle()
     found = {name: list(held) for name, held in rig.held.items()}
-    rig.core = other
+    assert any(found.values())
+    rig.core, rig.versions, rig.completed = other, versions, completed
     rig.held = {name: [] for name in rig.held}
     rig.cycle()
     assert rig.held == found

@@ -28,6 +28,7 @@ import numpy as np
 from plexrl.errors import NotFoundError, StorageError
 from plexrl.process.folders.private_folder import make_private_folder
 from plexrl.rollout.coordinator.messages import Event
+from plexrl.rollout.ranking.ranker import EXAMPLES_MAX, LengthExample
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.trajectories.record import SampleGroupId, TrajectoryId
 from plexrl.wire.tensors import Array
@@ -56,6 +57,9 @@ CREATE TABLE IF NOT EXISTS prompts (sample_group INTEGER PRIMARY KEY, tokens BLO
 CREATE TABLE IF NOT EXISTS parts (
     trajectory INTEGER NOT NULL, event INTEGER NOT NULL, tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL, finish TEXT NOT NULL, PRIMARY KEY (trajectory, event)
+);
+CREATE TABLE IF NOT EXISTS examples (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, prompt BLOB NOT NULL, lengths BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS steps (version INTEGER PRIMARY KEY, trainer_step INTEGER NOT NULL);
 """
@@ -118,6 +122,8 @@ class RolloutStore:
         self.tail_bytes = 0
         """Bytes of these events' bodies."""
         self.snapshot_bytes = 0
+        self.keeps_examples = False
+        """Whether the lengths of responses are kept when their tokens are deleted."""
         self._identity: str | None = None
         make_private_folder(path.parent)
         try:
@@ -222,10 +228,44 @@ class RolloutStore:
             )
         for gone in entry.forgotten:
             if not gone.keeps_prompt:
+                if self.keeps_examples:
+                    self._write_example(gone)
                 database.execute("DELETE FROM prompts WHERE sample_group = ?", (gone.group,))
             database.executemany(
                 "DELETE FROM parts WHERE trajectory = ?", [(each,) for each in gone.members]
             )
+
+    def _write_example(self, gone: Forgotten) -> None:
+        """What the ranker of lengths learns from a group: its complete responses."""
+        database, lengths = self._writer, []
+        for each in gone.members:
+            part = _response(database, each)
+            if part.finish not in ("", ABORTED):
+                lengths.append(len(part.tokens))
+        prompt = _prompt(database, gone.group)
+        if prompt is None or not lengths:
+            return
+        row = (prompt.tobytes(), np.array(lengths, np.int32).tobytes())
+        database.execute("INSERT INTO examples (prompt, lengths) VALUES (?, ?)", row)
+        database.execute(
+            "DELETE FROM examples WHERE number <= (SELECT max(number) FROM examples) - ?",
+            (EXAMPLES_MAX,),
+        )
+
+    def examples(self) -> list[LengthExample]:
+        """The latest prompts that were trained or dropped, the oldest one first; none if the file
+        was deleted. In any thread."""
+        if not self.path.exists():
+            return []
+        with closing(self._connect()) as database:
+            rows = database.execute("SELECT prompt, lengths FROM examples ORDER BY number")
+            return [
+                LengthExample(
+                    np.frombuffer(prompt, np.int32),
+                    tuple(np.frombuffer(lengths, np.int32).tolist()),
+                )
+                for prompt, lengths in rows
+            ]
 
     def snapshot(self) -> tuple[int, Plain] | None:
         """The state, and the number of the event after which it was; None: there is none yet."""
