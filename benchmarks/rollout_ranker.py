@@ -1,0 +1,264 @@
+"""Measures the ranker of response lengths, and what its ranks gain on simulated engines.
+
+    python -m benchmarks.rollout_ranker [--quick] [--json]
+
+No public trace has prompts and lengths, so both are generated. A prompt is a sum of 2 to 60 terms
+among filler words; its cost is the number of its multiplications, divisions and brackets, with
+weights. Lengths have the distribution of the bundled DeepSeek R1 histogram, at most 20 000 tokens.
+The correlation of responses to one prompt is 0.9, as in `plexrl.sim.rollout.workload`. `visible` is
+the part of a prompt's own effect on the length that follows from its cost; the rest is in no token.
+Nobody knows it for real prompts: 0.9 is a guess, and the table has others. So recall says how close
+the ranker comes to what the data allow, not what it reaches on the prompts of StreamRL.
+
+`ranker_recall_N`: part of the longest N % of the samples of unseen prompts that is among the N % of
+which the ranker expects most. `ceiling_recall_N`: the same for the exact cost; `prompt_recall_N`:
+for the exact effect of the prompt, which more text could not beat; `history_recall_20`: for a
+ranker that has seen eight earlier responses to each prompt. Random ranks find N %. StreamRL Tab. 4
+has 0.81 to 0.87, 0.75 to 0.82 and 0.68 to 0.76 with tuned language models.
+
+`gain_*`: seconds in which simulated instances generate a batch that is dispatched at random, by
+those with StreamRL Alg. 2 and ranks of that kind (StreamRL Fig. 9). `gain_order` keeps the random
+dispatch, and only begins with the longest on each instance. All of the same batches. Means over the
+batches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.report import report
+from benchmarks.sizes import sized
+from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
+from plexrl.rollout.ranking.dispatch import LONG_PART, LengthSpread, divide
+from plexrl.rollout.ranking.ranker import LengthExample, LengthRanker, Tokens, fit
+from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B
+from plexrl.sim.rollout.engine.instance import Instance
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.traces.bundled import bundled
+from plexrl.traces.formats import read_histogram
+from plexrl.traces.generate.distributions import STANDARD
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Row = tuple[str, ...]
+
+CORRELATION = 0.9
+LIMIT = 20_000
+VISIBLE = 0.9
+TAILS = (20, 10, 5)
+HISTORY = 8
+"""Earlier responses to each prompt."""
+TERMS_MAX = 60
+SIGNS = (3, 4, 5, 6)
+"""Tokens of +, *, / and a pair of brackets, and what each costs."""
+COSTS = (1.0, 4.0, 6.0, 2.0)
+INSTANCES = 32
+BATCHES = sized(8, quick=2)
+BATCH = sized(1024, quick=256)
+TRAINED = sized(4096, quick=512)
+"""Prompts that the ranker has learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Prompts, and what decides how long their responses are."""
+
+    prompts: list[Tokens]
+    cost: Floats
+    """Standard normal scores of their costs."""
+    effect: Floats
+    """Standard normal scores of the prompts themselves."""
+
+    def lengths(self, rng: np.random.Generator, table: Floats) -> Ints:
+        """Tokens of one response to each."""
+        own = rng.standard_normal(len(self.prompts))
+        scores = np.sqrt(CORRELATION) * self.effect + np.sqrt(1 - CORRELATION) * own
+        places = [STANDARD.cdf(float(each)) * (len(table) - 1e-9) for each in scores]
+        return np.clip(table[np.array(places, dtype=int)], 1, LIMIT).astype(np.int64)
+
+
+def tasks(rng: np.random.Generator, count: int, visible: float) -> Tasks:
+    """Random tasks."""
+    prompts, costs = [], []
+    for _ in range(count):
+        terms = int(rng.integers(2, TERMS_MAX + 1))
+        chances = rng.dirichlet((4.0, 2.0, 1.0, 1.0))
+        signs = rng.choice(4, size=terms, p=chances)
+        numbers = rng.integers(10, 110, size=terms)
+        words = rng.integers(200, 1200, size=int(rng.integers(0, 80)))
+        sums = np.stack([np.array(SIGNS)[signs], numbers], axis=1).ravel()
+        prompts.append(np.concatenate([words, sums]).astype(np.int32))
+        costs.append(float(np.array(COSTS)[signs].sum()))
+    ranks = np.argsort(np.argsort(costs))
+    cost = np.array([STANDARD.inv_cdf((int(each) + 0.5) / count) for each in ranks])
+    hidden = rng.standard_normal(count)
+    return Tasks(prompts, cost, np.sqrt(visible) * cost + np.sqrt(1 - visible) * hidden)
+
+
+def quantiles() -> Floats:
+    """Response lengths of the R1 histogram, as equally likely values."""
+    histogram = read_histogram(bundled("r1-lengths"))
+    return np.array([histogram.quantile((at + 0.5) / 4096) for at in range(4096)])
+
+
+def longest(values: Floats | Ints, part: float) -> set[int]:
+    """The places of the largest values."""
+    return set(np.argsort(-values, kind="stable")[: round(part * len(values))].tolist())
+
+
+def recall(expected: Floats, lengths: Ints, part: float) -> float:
+    """Part of the longest that is among those that are expected to be."""
+    wanted = longest(lengths, part)
+    return len(wanted & longest(expected, part)) / len(wanted)
+
+
+def learned(rng: np.random.Generator, table: Floats, visible: float) -> LengthRanker:
+    """A ranker that has seen one response to each of many prompts."""
+    known = tasks(rng, TRAINED, visible)
+    examples = zip(known.prompts, known.lengths(rng, table).tolist(), strict=True)
+    found = fit([LengthExample(prompt, (tokens,)) for prompt, tokens in examples])
+    assert found is not None
+    return found
+
+
+def expectations(ranker: LengthRanker, unseen: Tasks) -> Floats:
+    """Of each prompt."""
+    return np.array([float(ranker.expected_tokens(each)) for each in unseen.prompts])
+
+
+def recalls(
+    seed: int, table: Floats, visible: float, rows: list[Row], figures: dict[str, float]
+) -> None:
+    """Recall on unseen prompts."""
+    rng = np.random.default_rng(seed)
+    ranker = learned(rng, table, visible)
+    unseen = tasks(rng, TRAINED, visible)
+    lengths = unseen.lengths(rng, table)
+    earlier = np.stack([unseen.lengths(rng, table) for _ in range(HISTORY)], axis=1)
+    history = fit(
+        [LengthExample(p, tuple(e)) for p, e in zip(unseen.prompts, earlier.tolist(), strict=True)]
+    )
+    assert history is not None
+    kinds = {
+        "ranker": expectations(ranker, unseen),
+        "ceiling": unseen.cost,
+        "history": expectations(history, unseen),
+        "prompt": unseen.effect,
+        "random": rng.random(len(lengths)),
+    }
+    for kind, expected in kinds.items():
+        found = {tail: recall(expected, lengths, tail / 100) for tail in TAILS}
+        rows.append(
+            (
+                f"recall, {visible:.0%} visible, {kind}",
+                *(f"{each:.2f}" for each in found.values()),
+            )
+        )
+        if visible == VISIBLE:
+            figures |= {f"{kind}_recall_{tail}": round(each, 3) for tail, each in found.items()}
+    if visible == VISIBLE:
+        figures["explained"] = round(ranker.explained, 3)
+
+
+def generation_s(assigned: Sequence[Sequence[Trajectory]]) -> float:
+    """Seconds until simulated instances have generated these trajectories, in this order each."""
+    ends = []
+    for number, trajectories in enumerate(assigned):
+        instance = Instance(number, QWEN3_30B_A3B)
+        instance.route(trajectories, 0.0)
+        while (due := instance.next_event_s()) is not None:
+            instance.advance(due)
+        ends.append(instance.at_s)
+    return max(ends)
+
+
+def at_random(rng: np.random.Generator, count: int) -> list[list[int]]:
+    """Equally many places for each instance."""
+    return [each.tolist() for each in np.array_split(rng.permutation(count), INSTANCES)]
+
+
+def by_ranks(expected: Floats, recent: Ints, prompt_tokens: float) -> list[list[int]]:
+    """StreamRL Alg. 2: the longest on instances of their own, longest first."""
+    ordered = np.argsort(-expected, kind="stable").tolist()
+    long = ordered[: int(LONG_PART * len(ordered))]
+    division = divide(
+        QWEN3_30B_A3B_ON_H20,
+        long=len(long),
+        regular=len(ordered) - len(long),
+        prompt_tokens=prompt_tokens,
+        spread=LengthSpread.of(recent.tolist()),
+        instances=INSTANCES,
+        kv_budget=QWEN3_30B_A3B.kv_tokens,
+    )
+    assert division is not None
+    regular = ordered[len(long) :]
+    return [
+        *(long[at :: division.long] for at in range(division.long)),
+        *(regular[at :: division.regular] for at in range(division.regular)),
+    ]
+
+
+def gains(seed: int, table: Floats) -> dict[str, list[float]]:
+    """Seconds of each kind of dispatch, by batch."""
+    rng = np.random.default_rng(seed)
+    ranker = learned(rng, table, VISIBLE)
+    found: dict[str, list[float]] = {}
+    for _ in range(BATCHES):
+        batch = tasks(rng, BATCH, VISIBLE)
+        lengths, recent = batch.lengths(rng, table), batch.lengths(rng, table)
+        tokens = fmean(len(each) for each in batch.prompts)
+
+        def run(places: list[list[int]], batch: Tasks = batch, lengths: Ints = lengths) -> float:
+            return generation_s(
+                [
+                    [
+                        Trajectory(
+                            number=at,
+                            group=at,
+                            prompt_tokens=len(batch.prompts[at]),
+                            response_tokens=int(lengths[at]),
+                        )
+                        for at in each
+                    ]
+                    for each in places
+                ]
+            )
+
+        expected = expectations(ranker, batch)
+        shuffled = at_random(rng, BATCH)
+        by_length: Callable[[int], float] = lambda at: -expected[at]  # noqa: B023, E731
+        kinds = {
+            "random": shuffled,
+            "order": [sorted(each, key=by_length) for each in shuffled],
+            "ranker": by_ranks(expected, recent, tokens),
+            "oracle": by_ranks(lengths.astype(float), recent, tokens),
+            "blind": by_ranks(rng.random(BATCH), recent, tokens),
+        }
+        for kind, places in kinds.items():
+            found.setdefault(kind, []).append(run(places))
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    table = quantiles()
+    rows: list[Row] = []
+    figures: dict[str, float] = {}
+    for visible in (1.0, VISIBLE, 0.7, 0.4):
+        recalls(1, table, visible, rows, figures)
+    seconds = gains(2, table)
+    for kind, each in seconds.items():
+        gain = fmean(seconds["random"]) / fmean(each)
+        rows.append((f"generation, {kind}", f"{fmean(each):.0f} s", f"{gain:.2f} x", ""))
+        if kind != "random":
+            figures[f"gain_{kind}"] = round(gain, 3)
+    report(
+        "Ranker of response lengths", ("", *(f"longest {tail} %" for tail in TAILS)), rows, figures
+    )
+
+
+if __name__ == "__main__":
+    main()
