@@ -16,10 +16,10 @@ for the exact effect of the prompt, which more text could not beat; `history_rec
 ranker that has seen eight earlier responses to each prompt. Random ranks find N %. StreamRL Tab. 4
 has 0.81 to 0.87, 0.75 to 0.82 and 0.68 to 0.76 with tuned language models.
 
-`gain_*`: seconds in which simulated instances generate a batch that is dispatched at random, by
-those with StreamRL Alg. 2 and ranks of that kind (StreamRL Fig. 9). `gain_order` keeps the random
-dispatch, and only begins with the longest on each instance. All of the same batches. Means over the
-batches.
+`gain_*_N`: seconds in which 32 simulated instances generate a batch of N samples for each that is
+dispatched at random, by those with StreamRL Alg. 2 and ranks of that kind (StreamRL Fig. 9).
+`gain_blind_N` has random ranks; `gain_order_N` keeps the random dispatch, and only begins with the
+longest on each instance. All of the same batches. Means over the batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,8 @@ SIGNS = (3, 4, 5, 6)
 COSTS = (1.0, 4.0, 6.0, 2.0)
 INSTANCES = 32
 BATCHES = sized(8, quick=2)
-BATCH = sized(1024, quick=256)
+SHARES = sized((32, 64, 128), quick=(16,))
+"""Samples of a batch for each instance."""
 TRAINED = sized(4096, quick=512)
 """Prompts that the ranker has learned from."""
 
@@ -201,13 +202,13 @@ def by_ranks(expected: Floats, recent: Ints, prompt_tokens: float) -> list[list[
     ]
 
 
-def gains(seed: int, table: Floats) -> dict[str, list[float]]:
-    """Seconds of each kind of dispatch, by batch."""
+def gains(seed: int, table: Floats, count: int) -> dict[str, list[float]]:
+    """Seconds of each kind of dispatch, by batch of `count` samples."""
     rng = np.random.default_rng(seed)
     ranker = learned(rng, table, VISIBLE)
     found: dict[str, list[float]] = {}
     for _ in range(BATCHES):
-        batch = tasks(rng, BATCH, VISIBLE)
+        batch = tasks(rng, count, VISIBLE)
         lengths, recent = batch.lengths(rng, table), batch.lengths(rng, table)
         tokens = fmean(len(each) for each in batch.prompts)
 
@@ -228,14 +229,14 @@ def gains(seed: int, table: Floats) -> dict[str, list[float]]:
             )
 
         expected = expectations(ranker, batch)
-        shuffled = at_random(rng, BATCH)
+        shuffled = at_random(rng, count)
         by_length: Callable[[int], float] = lambda at: -expected[at]  # noqa: B023, E731
         kinds = {
             "random": shuffled,
             "order": [sorted(each, key=by_length) for each in shuffled],
             "ranker": by_ranks(expected, recent, tokens),
             "oracle": by_ranks(lengths.astype(float), recent, tokens),
-            "blind": by_ranks(rng.random(BATCH), recent, tokens),
+            "blind": by_ranks(rng.random(count), recent, tokens),
         }
         for kind, places in kinds.items():
             found.setdefault(kind, []).append(run(places))
@@ -249,12 +250,14 @@ def main() -> None:
     figures: dict[str, float] = {}
     for visible in (1.0, VISIBLE, 0.7, 0.4):
         recalls(1, table, visible, rows, figures)
-    seconds = gains(2, table)
-    for kind, each in seconds.items():
-        gain = fmean(seconds["random"]) / fmean(each)
-        rows.append((f"generation, {kind}", f"{fmean(each):.0f} s", f"{gain:.2f} x", ""))
-        if kind != "random":
-            figures[f"gain_{kind}"] = round(gain, 3)
+    for share in SHARES:
+        seconds = gains(2, table, share * INSTANCES)
+        for kind, each in seconds.items():
+            gain = fmean(seconds["random"]) / fmean(each)
+            name = f"{share} samples an instance, {kind}"
+            rows.append((name, f"{fmean(each):.0f} s", f"{gain:.2f} x", ""))
+            if kind != "random":
+                figures[f"gain_{kind}_{share}"] = round(gain, 3)
     report(
         "Ranker of response lengths", ("", *(f"longest {tail} %" for tail in TAILS)), rows, figures
     )

@@ -15,7 +15,13 @@ NO_BENCHMARKS = {"report.py", "run_all.py", "sizes.py"}
 LONG = {
     *("delta_sync_hosts.py", "engine.py", "execution.py", "judge_layers.py", "lora_switch.py"),
     "rewards_overlap.py",
-    *("rollout_flexes.py", "rollout_live.py", "rollout_staleflow.py", "rollout_tail.py"),
+    *(
+        "rollout_flexes.py",
+        "rollout_live.py",
+        "rollout_ranker.py",
+        "rollout_staleflow.py",
+        "rollout_tail.py",
+    ),
     *("roundtrip.py", "scale.py"),
     *("simulating/fidelity.py", "simulating/rollout_sensitivity.py", "state/published_pulls.py"),
     *("statemanager.py", "switch.py", "weight_sync_hosts.py"),

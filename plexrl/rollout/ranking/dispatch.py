@@ -7,6 +7,10 @@ The paper adds the times of the two sides. They generate at the same time, so he
 two counts, and their sum only between divisions that are equal in that. The paper marks a part of
 the prompts as long; here samples are counted, since the samples of a prompt need not be equally
 many.
+
+The paper takes the P50 and the P90 of recent lengths as the means of both sides. Here they are the
+means: with two modes, as in the lengths of DeepSeek R1, the median is far from the mean of those
+that are not long, and the divisions end up to 4 % later (`benchmarks/rollout_ranker.py`).
 """
 
 from collections.abc import Sequence
@@ -23,21 +27,20 @@ LONG_PART = 0.2
 class LengthSpread:
     """Response lengths of recent samples, in tokens."""
 
-    median: float
-    """P50: what a sample that is not long is expected to have."""
-    p90: float
-    """What a long sample is expected to have: the median of the longest fifth."""
+    long: float
+    """Mean of the longest `LONG_PART`."""
+    regular: float
+    """Mean of the others."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "LengthSpread":
-        """Of these lengths, by nearest rank. Raises InvalidRequestError: there are none."""
+        """Of these lengths. Raises InvalidRequestError: there are none."""
         if not lengths:
             raise InvalidRequestError("there are no lengths: generate some samples first")
-        ordered = sorted(lengths)
-        return cls(
-            median=ordered[(len(ordered) - 1) // 2],
-            p90=ordered[min(len(ordered) - 1, 9 * len(ordered) // 10)],
-        )
+        ordered = sorted(lengths, reverse=True)
+        count = max(1, int(LONG_PART * len(ordered)))
+        long, regular = ordered[:count], ordered[count:] or ordered
+        return cls(long=sum(long) / len(long), regular=sum(regular) / len(regular))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +91,9 @@ def divide(
     best: tuple[float, float, int] | None = None
     for count in range(1, instances):
         sides = (
-            latency_s(model, -(-long // count), prompt_tokens, spread.p90, kv_budget),
+            latency_s(model, -(-long // count), prompt_tokens, spread.long, kv_budget),
             latency_s(
-                model, -(-regular // (instances - count)), prompt_tokens, spread.median, kv_budget
+                model, -(-regular // (instances - count)), prompt_tokens, spread.regular, kv_budget
             ),
         )
         found = (max(sides), sum(sides), count)

@@ -19,7 +19,7 @@ MODELS = st.builds(
     k5=st.just(1.0),
 )
 SPREADS = st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)).map(
-    lambda pair: LengthSpread(median=float(min(pair)), p90=float(max(pair)))
+    lambda pair: LengthSpread(regular=float(min(pair)), long=float(max(pair)))
 )
 
 
@@ -76,9 +76,9 @@ def test_no_division_ends_earlier(
     for other in range(1, instances):
         # The fullest instance of each side has its share, rounded up.
         ends = max(
-            generated_in_rounds(model, math.ceil(long / other), 100, int(spread.p90), kv),
+            generated_in_rounds(model, math.ceil(long / other), 100, int(spread.long), kv),
             generated_in_rounds(
-                model, math.ceil(regular / (instances - other)), 100, int(spread.median), kv
+                model, math.ceil(regular / (instances - other)), 100, int(spread.regular), kv
             ),
         )
         assert found.generation_s <= ends * (1 + 1e-9)
@@ -89,7 +89,7 @@ def test_nothing_is_divided_when_a_side_would_be_empty(
     long: int, regular: int, instances: int
 ) -> None:
     model = CostModel(k1=0, k2=1e-3, k3=1e-4, k4=0, k5=1)
-    spread = LengthSpread(median=10, p90=20)
+    spread = LengthSpread(regular=10, long=20)
     assert (
         divide(
             model,
@@ -107,13 +107,13 @@ def test_nothing_is_divided_when_a_side_would_be_empty(
 def test_longer_long_samples_get_more_instances() -> None:
     model = CostModel(k1=0, k2=1e-4, k3=1e-3, k4=0, k5=1)
     counts = []
-    for p90 in (100, 200, 400, 1600):
+    for long in (100, 200, 400, 1600):
         found = divide(
             model,
             long=32,
             regular=128,
             prompt_tokens=1,
-            spread=LengthSpread(median=100, p90=p90),
+            spread=LengthSpread(regular=100, long=long),
             instances=16,
             kv_budget=1e9,
         )
@@ -124,13 +124,14 @@ def test_longer_long_samples_get_more_instances() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1))
-def test_a_spread_has_lengths_that_occur(lengths: list[int]) -> None:
+def test_a_spread_is_of_the_longest_fifth_and_the_others(lengths: list[int]) -> None:
     spread = LengthSpread.of(lengths)
-    assert spread.median in lengths
-    assert spread.p90 in lengths
-    assert sum(each <= spread.median for each in lengths) * 2 >= len(lengths)
-    assert sum(each <= spread.p90 for each in lengths) >= 0.9 * len(lengths)
-    assert sum(each >= spread.p90 for each in lengths) * 10 >= len(lengths)
+    count = max(1, len(lengths) // 5)
+    longest = sorted(lengths)[-count:]
+    assert spread.long == pytest.approx(sum(longest) / count)
+    total = spread.long * count + spread.regular * (len(lengths) - count)
+    assert len(lengths) == 1 or total == pytest.approx(sum(lengths))
+    assert spread.regular <= spread.long
 
 
 def test_no_lengths_have_no_spread() -> None:
