@@ -78,7 +78,8 @@ class Tasks:
         own = rng.standard_normal(len(self.prompts))
         scores = np.sqrt(CORRELATION) * self.effect + np.sqrt(1 - CORRELATION) * own
         places = [STANDARD.cdf(float(each)) * (len(table) - 1e-9) for each in scores]
-        return np.clip(table[np.array(places, dtype=int)], 1, LIMIT).astype(np.int64)
+        found: Ints = np.clip(table[np.array(places, dtype=int)], 1, LIMIT).astype(np.int64)
+        return found
 
 
 def tasks(rng: np.random.Generator, count: int, visible: float) -> Tasks:

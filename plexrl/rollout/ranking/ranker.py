@@ -8,7 +8,10 @@ pairs in the same order give the same ranker.
 A prompt that was generated before, in an earlier epoch, has a history too. What it adds to the
 regression is weighed by how much responses to one prompt differ (`within`) and how much prompts
 differ beyond what the regression knows (`between`): `between / (between + within / n)` after `n`
-responses.
+responses. Until some prompt has several responses, its history is not used.
+
+Ranks that are little better than chance do harm: a long sample among the many that are thought to
+be short ends later than it would by chance. So the ranker says how much it explains.
 
 Lengths grow and shrink as the model learns, those of all prompts together (§5.2). So the regression
 learns how far a prompt is from the mean of its time.
@@ -30,6 +33,10 @@ PROMPTS_MIN = 32
 """Least number of different prompts to which a ranker is fitted."""
 EXAMPLES_MAX = 4096
 """Latest examples to which a ranker is fitted: a batch of 128 prompts adds 128."""
+EXPLAINED_MIN = 0.6
+"""Least part of the variance of single lengths that ranks must explain to be used. On simulated
+engines ranks that explain 0.63 gain or lose little, and those that explain 0.5 lose
+(`benchmarks/rollout_ranker.py` with `VISIBLE` set to 0.7 and 0.55)."""
 PERIOD = 256
 """Examples that are of one time."""
 RIDGES = (1.0, 10.0, 100.0, 1e3, 1e4)
@@ -68,13 +75,13 @@ class LengthRanker:
     level: float
     """Mean logarithm of the latest lengths."""
     explained: float
-    """Part of the variance of the prompts' mean logarithms that the regression predicts for prompts
-    left out of it; below 0 if it is worse than their mean."""
+    """Part of the variance of the logarithms of lengths that is predicted for prompts that it has
+    not learned from: measured on prompts left out, and below 0 if worse than their mean."""
     _mean: Floats
     _scale: Floats
     _weights: Floats
-    _known: dict[bytes, float] = field(default_factory=dict)
-    """Expectation for the prompts of the examples, relative to `level`."""
+    _known: dict[bytes, tuple[float, float]] = field(default_factory=dict)
+    """Expectation for the prompts of the examples, relative to `level`, and what it explains."""
 
     @property
     def prompts(self) -> int:
@@ -83,10 +90,19 @@ class LengthRanker:
 
     def expected_tokens(self, prompt: Tokens) -> int:
         """Typical length of a response to this prompt, 1 or more."""
+        return self._rank(prompt)[0]
+
+    def reliable_tokens(self, prompt: Tokens) -> int:
+        """The same, or 0 if less than `EXPLAINED_MIN` is explained for this prompt."""
+        tokens, explained = self._rank(prompt)
+        return tokens if explained >= EXPLAINED_MIN else 0
+
+    def _rank(self, prompt: Tokens) -> tuple[int, float]:
         known = self._known.get(_key(prompt))
         if known is None:
-            known = float((features(prompt) - self._mean) / self._scale @ self._weights)
-        return max(1, round(float(np.exp(min(self.level + known, 30.0)))))
+            found = float((features(prompt) - self._mean) / self._scale @ self._weights)
+            known = (found, self.explained)
+        return max(1, round(float(np.exp(min(self.level + known[0], 30.0))))), known[1]
 
 
 def fit(examples: Sequence[LengthExample]) -> LengthRanker | None:
@@ -105,20 +121,23 @@ def fit(examples: Sequence[LengthExample]) -> LengthRanker | None:
     weights, left_out = _ridge((x - mean) / scale, y)
     degrees = int((sizes - 1).sum())
     error = float((left_out**2).mean())
-    within = error / 2
+    within = error
     if degrees:
         within = sum(float(((each - each.mean()) ** 2).sum()) for each in ys) / degrees
     between = max(0.0, float((left_out**2 - within / sizes).mean()))
     trust = between / np.maximum(between + within / sizes, 1e-12)
     # The regression's expectation without the prompt itself is y - left_out.
     known = y - left_out + trust * left_out
+    total = max(float(y.var()) + within * float((1 - 1 / sizes).mean()), 1e-12)
+    explained = 1 - (between * (1 - trust) + within) / total
+    pairs = zip(known.tolist(), explained.tolist(), strict=True)
     return LengthRanker(
         level=level,
-        explained=1.0 - error / max(float(y.var()), 1e-12),
+        explained=1.0 - (between + within) / total,
         _mean=mean,
         _scale=scale,
         _weights=weights,
-        _known=dict(zip(prompts, known.tolist(), strict=True)),
+        _known=dict(zip(prompts, pairs, strict=True)),
     )
 
 

@@ -331,7 +331,7 @@ class LiveRollout:
             return False
         expected = 0
         if self.order.length_aware and self.ranker is not None:
-            expected = self.ranker.expected_tokens(tokens)
+            expected = self.ranker.reliable_tokens(tokens)
         added = GroupAdded(
             group=SampleGroupId(group), prompt_tokens=len(tokens), expected_tokens=expected
         )

@@ -46,7 +46,10 @@ def test_unseen_prompts_are_ranked_by_what_makes_responses_long() -> None:
     unseen = prompts(200, seed=3)
     expected = [float(ranker.expected_tokens(prompt)) for prompt, _ in unseen]
     assert rank_correlation(expected, [times for _, times in unseen]) > 0.8
-    assert 0.5 < ranker.explained < 1.0
+    single = np.array([rng.normal(4 + 0.4 * times, 0.3) for _, times in unseen])
+    left = single - np.log(expected)
+    assert ranker.explained == pytest.approx(1 - float(left.var() / single.var()), abs=0.08)
+    assert all(ranker.reliable_tokens(p) == ranker.expected_tokens(p) for p, _ in unseen)
 
 
 def test_prompts_that_say_nothing_are_not_explained() -> None:
@@ -57,6 +60,7 @@ def test_prompts_that_say_nothing_are_not_explained() -> None:
     ]
     ranker = fitted(examples)
     assert abs(ranker.explained) < 0.1
+    assert not any(ranker.reliable_tokens(prompt) for prompt, _ in prompts(100, seed=6))
     expected = [ranker.expected_tokens(prompt) for prompt, _ in prompts(100, seed=6)]
     assert max(expected) < 1.5 * min(expected)
 
@@ -77,6 +81,9 @@ def test_the_history_of_a_prompt_is_believed_as_far_as_its_responses_agree() -> 
         correlations.append(rank_correlation(expected, list(own)))
         spread_of_expected = float(np.std(np.log(expected)))
         assert spread_of_expected < 1.3, "noise of single responses is not a property of prompts"
+        is_used = {bool(ranker.reliable_tokens(prompt)) for prompt, _ in known}
+        assert is_used == {spread < 1}, "only where responses to a prompt agree"
+        assert not ranker.reliable_tokens(prompts(1, seed=99)[0][0])
     assert correlations[0] > 0.95
     assert correlations[1] < correlations[0]
 
