@@ -343,9 +343,9 @@ class RolloutDeployment(Deployment):
         )
 
     def set_parallelism(self, parallelism: Parallelism) -> None:
-        """Divide the GPUs in another way, with as many ranks: a larger `tp` has room for a larger
-        KV cache, and a larger `dp` draws more samples at the same time. The samples do not depend
-        on it.
+        """Divide the GPUs as `parallelism` says, which has as many ranks as before: a larger `tp`
+        has room for a larger KV cache, and a larger `dp` draws more samples at the same time. The
+        samples do not depend on it.
 
         The workers start again, with the weights of the last sync; generations in progress are
         repeated. `rollout_deployment` still takes the first layout, and changes nothing.

@@ -53,7 +53,8 @@ def test_a_jobs_operations_are_recorded(
     history = tmp_path / "live.json"
     result = CliRunner().invoke(app, ["traces", "record", str(history), *where, "--json"])
     assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(app, ["fidelity", str(history), "--warm-up", "1", "--json"])
+    command = ["fidelity", str(history), "--warm-up", "1", "--json"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     groups = json.loads(result.stdout)["groups"]
     [(group, found)] = [
