@@ -20,6 +20,7 @@ LONG = {
         "rollout_live.py",
         "rollout_ranker.py",
         "rollout_staleflow.py",
+        "rollout_stream.py",
         "rollout_tail.py",
     ),
     *("roundtrip.py", "scale.py"),
