@@ -13,7 +13,7 @@ from safetensors.numpy import load
 import plexrl
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import ConflictError, InvalidRequestError
 from tests.cluster.rollouts.test_asynchronous_rollouts import (
     SAMPLING,
     prompts,
@@ -146,6 +146,9 @@ def test_parts_have_as_many_prompts_as_are_asked_for(job: plexrl.Job) -> None:
     assert [sum(each) for each in sizes.values()] == [PROMPTS] * STEPS
     assert all(size >= 3 for each in sizes.values() for size in each[:-1])
     assert rollout.status()["queued_prompts"] == 0
+    wanted = {"trainer_step": STEPS - 1, "seen": [10**6]}
+    with pytest.raises(ConflictError, match="since the policy was changed"):
+        rollout._ask(f"{rollout._path}/batches/{STEPS - 1}", wanted)
 
 
 def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
