@@ -1,11 +1,13 @@
 """Long prompts are generated on instances of their own, the longest ones first."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
@@ -24,6 +26,7 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
+from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.trajectories.record import (
     InstanceId,
@@ -32,6 +35,7 @@ from plexrl.rollout.trajectories.record import (
     TrajectoryId,
     group_of,
 )
+from plexrl.wire.operations import SamplingParams
 
 SAMPLES = 2
 MODEL = CostModel(k1=1e-6, k2=1e-2, k3=1e-4, k4=1e-2, k5=1.0)
@@ -217,3 +221,21 @@ def test_nothing_is_kept_of_a_prompt_that_was_trained() -> None:
         rig.train([3, 4, 5, 6, 7], [10] * 5)
     assert rig.core.trajectories.lengths.expected == {}
     assert len(rig.core.trajectories.lengths.recent) == 30
+
+
+@pytest.mark.parametrize("eta", [{"eta_prompts": 1.5}, {"eta_responses": 2.0}])
+def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) -> None:
+    order = RolloutOrder(
+        job="job",
+        name="rollout",
+        source="actor",
+        instances=("rollout-0",),
+        staleness=0,
+        prompts=2,
+        sampling=SamplingParams(seed=3),
+        length_aware=True,
+    )
+    assert order.settings().routing == "length-aware"
+    assert replace(order, length_aware=False).settings().routing == "throughput"
+    with pytest.raises(InvalidRequestError, match="length_aware is set and eta_prompts"):
+        replace(order, **eta)  # type: ignore[arg-type]
