@@ -10,7 +10,7 @@ many.
 
 The paper takes the P50 and the P90 of recent lengths as the means of both sides. Here they are the
 means: with two modes, as in the lengths of DeepSeek R1, the median is far from the mean of those
-that are not long, and the divisions end up to 4 % later (`benchmarks/rollout_ranker.py`).
+that are not long.
 """
 
 from collections.abc import Sequence
