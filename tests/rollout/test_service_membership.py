@@ -80,7 +80,7 @@ class ScriptedCluster(ClusterCalls):
     ) -> int:
         assert source == "actor"
         # The first weights of an instance need not have been published.
-        assert published is (".0" not in operation)
+        assert published is (".0" not in operation.rpartition("/")[2])
         assert operation not in self.pulls
         self.pulls.append(operation)
         await asyncio.sleep(0)

@@ -142,13 +142,18 @@ def _by_drawn_cycles(
     seeds: Sequence[int],
     warm_up: int,
 ) -> tuple[JobError, ...]:
+    # References and judges have GPUs and cycles of their own.
+    views = [
+        {**view, "deployments": [d for d in view["deployments"] if d["kind"] != "forward"]}
+        for view in sharers.views
+    ]
     own = [
         row
-        for view in sharers.views
+        for view in views
         for each in view["deployments"]
         for row in rows.get(each["deployment"], ())
     ]
-    recorded = record(sharers.views, own, now)
+    recorded = record(views, own, now)
     if not all(job.cycles and job.segments for job in recorded):
         return ()
     names = sharers.names

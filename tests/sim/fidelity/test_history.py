@@ -64,6 +64,21 @@ def test_a_history_predicts_itself_whatever_else_is_recorded(tmp_path: Path) -> 
     assert "groups g2, g3" in reasons["moved"]
 
 
+def test_a_reference_of_the_job_changes_no_prediction() -> None:
+    history = recorded(SHARERS[:1])
+    (job,) = history.jobs
+    reference = replace(job.deployments[0], deployment="a/reference", kind="forward", workers=3)
+    forward = next(each for each in history.operations if each.kind == "forward")
+    longest = replace(forward, deployment="a/reference", finished_at=1e6, group="g2")
+    both = replace(
+        history,
+        jobs=(replace(job, deployments=(*job.deployments, reference)),),
+        operations=(*history.operations, longest),
+    )
+    found, wanted = (fidelity_of(each, "pack", seeds=(1,), warm_up=3) for each in (both, history))
+    assert found == wanted
+
+
 def test_what_the_control_plane_adds_comes_from_a_run_alone_where_there_is_one() -> None:
     history = recorded(SHARERS)
     # Runs that held their group a second longer than they computed, in a busier hour.
