@@ -69,8 +69,8 @@ class Task:
 
     @property
     def graded(self) -> rewards.Graded[plexrl.Sample]:
-        """The reward, for all samples of a batch at once."""
-        at_once = self.prompts * self.samples
+        """The reward, for all samples of two batches at once."""
+        at_once = 2 * self.prompts * self.samples
         return rewards.Graded(self.reward, on_failure="raise", at_once=at_once)
 
 

@@ -17,7 +17,9 @@ model ends each sample with a probability of about 1/100 per token, up to 480 to
 turns for several epochs, of which the fastest counts, since other work on the machine only adds
 time. `longest_*` hardly depends on such work: the tokens of the longest sample of a step, which are
 the decode steps that an engine needs at least. `profile_period_s_*` is the length of a step in the
-trainer's profile at the end, by which the scheduler plans.
+trainer's profile at the end, by which the scheduler plans. The figures `slow_*` are of the same
+epochs with rewards that wait 2 s for one prompt in 16, as programs do that reach a time limit: a
+long tail that takes nothing from the processors, which all workers share.
 
 Reward: answer with the digits of the prompt in ascending order. The number of digits has a long
 tail, so some prompts have long answers. After some supervised steps each way trains on the same
@@ -30,7 +32,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -46,6 +48,9 @@ from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.cluster.embedded.start import start_embedded
 
 INSTANCES = 2
+SLOW_S = sized(2.0, quick=0.1)
+SLOW_PART = 1 / 16
+"""Part of the prompts whose rewards wait `SLOW_S`, in the epochs with slow rewards."""
 STEPS = sized(10, quick=3)
 """Of an epoch."""
 EPOCHS = sized(5, quick=1)
@@ -89,7 +94,6 @@ class Epoch:
     tokens: int
     prompts: list[list[int]]
     """All that were trained, sorted."""
-    long_rounds: int
     period_s: float | None
     """Of the trainer's profile, by which the scheduler plans; None if it has none yet."""
 
@@ -144,9 +148,14 @@ def service_loop(rollout: BoundedRollout, task: Task, steps: int) -> Iterator[Ba
         began = time.monotonic()
 
 
-def skewed() -> Task:
-    """Long-tailed lengths, whatever is learnt."""
+def skewed(slow_s: float) -> Task:
+    """Long-tailed lengths, whatever is learnt. Rewards of some prompts wait `slow_s` seconds."""
     drawn = np.random.default_rng(5)
+
+    def reward(prompt: list[int], sample: plexrl.Sample) -> float:
+        if random.Random(str(prompt)).random() < SLOW_PART:
+            time.sleep(slow_s)
+        return sum(each % 2 for each in sample.tokens) / len(sample.tokens)
 
     def asked() -> Iterator[list[int]]:
         while True:
@@ -159,13 +168,13 @@ def skewed() -> Task:
         sampling=plexrl.SamplingParams(max_tokens=sized(480, quick=40), seed=7),
         learning_rate=0.0,
         asked=asked,
-        reward=lambda _, sample: sum(each % 2 for each in sample.tokens) / len(sample.tokens),
+        reward=reward,
     )
 
 
-def epoch(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy | None) -> Epoch:
+def epoch(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy | None, slow_s: float) -> Epoch:
     """Train all prompts once. In the first step engines warm up."""
-    task = skewed()
+    task = skewed(slow_s)
     with cluster.create_job("benchmark") as job:
         actor = job.train_deployment("actor", task.model)
         rollout = None if policy is None else made_rollout(job, actor, task, policy)
@@ -179,7 +188,6 @@ def epoch(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy | None) -> Epoch
         for batch in batches:
             train(actor, task, batch.prompts[:1], batch.samples[:1], batch.rewards[:1], 0)
             found.append(batch)
-        rounds = [] if rollout is None else rollout.status()["batches"]
         deployments = job.explain()["deployments"]
         name = actor.deployment
         profile = next(each["profile"] for each in deployments if each["deployment"] == name)
@@ -190,7 +198,6 @@ def epoch(cluster: plexrl.Cluster, policy: plexrl.RolloutPolicy | None) -> Epoch
         rollout_s=sum(batch.waited_s for batch in measured),
         tokens=sum(map(sum, lengths)),
         prompts=sorted(prompt for batch in found for prompt in batch.prompts),
-        long_rounds=sum(each["round"] == "long" for each in rounds),
         period_s=None if profile is None else float(profile["period_s"]),
     )
 
@@ -200,20 +207,23 @@ def rollout_times(
 ) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """Rows of the table, and figures."""
     epochs: dict[str, list[Epoch]] = {name: [] for name in POLICIES}
+    slow: dict[str, list[Epoch]] = {name: [] for name in POLICIES}
     for _ in range(EPOCHS):
         for name, policy in POLICIES.items():
-            epochs[name].append(epoch(cluster, policy))
+            epochs[name].append(epoch(cluster, policy, 0.0))
+            slow[name].append(epoch(cluster, policy, SLOW_S))
     asked = epochs["plain_loop"][0].prompts
     rows: list[tuple[str, ...]] = []
     figures: dict[str, float] = {}
     for name, runs in epochs.items():
-        assert all(each.prompts == asked for each in runs), "not the same work"
-        seconds = [each.rollout_s / STEPS for each in runs]
-        usual = epochs["synchronous"]
-        speedup = min(each.rollout_s for each in usual) / STEPS / min(seconds)
+        assert all(each.prompts == asked for each in [*runs, *slow[name]]), "not the same work"
+        seconds, speedup = _seconds(epochs, name)
+        slow_seconds, slow_speedup = _seconds(slow, name)
         longest = statistics.median(each.longest for each in runs) / STEPS
         figures[f"rollout_s_{name}"] = min(seconds)
         figures[f"speedup_{name}"] = speedup
+        figures[f"slow_rollout_s_{name}"] = min(slow_seconds)
+        figures[f"slow_speedup_{name}"] = slow_speedup
         figures[f"longest_{name}"] = longest
         periods = [each.period_s for each in runs if each.period_s is not None]
         if periods:
@@ -221,15 +231,22 @@ def rollout_times(
         rows.append(
             (
                 name.replace("_", " "),
-                f"{min(seconds):.2f} to {max(seconds):.2f}",
+                f"{min(seconds):.2f}-{max(seconds):.2f}",
                 f"{speedup:.2f}",
+                f"{min(slow_seconds):.2f}",
+                f"{slow_speedup:.2f}",
                 f"{longest:.0f}",
                 f"{statistics.median(each.tokens for each in runs) / STEPS:.0f}",
-                f"{statistics.median(each.long_rounds for each in runs):.0f} of {STEPS + 1}",
-                f"{statistics.median(periods):.2f}" if periods else "-",
             )
         )
     return rows, figures
+
+
+def _seconds(epochs: Mapping[str, Sequence[Epoch]], name: str) -> tuple[list[float], float]:
+    """Rollout time of a step in each epoch, and how much faster the fastest one is than the fastest
+    synchronous one."""
+    seconds = {way: [each.rollout_s / STEPS for each in runs] for way, runs in epochs.items()}
+    return seconds[name], min(seconds["synchronous"]) / min(seconds[name])
 
 
 def digits(seed: int) -> Task:
@@ -345,13 +362,13 @@ def main() -> None:
         mean, spread = rewards.mean(0), rewards.std(0)
         figures[f"reward_{name}"] = float(mean[-1])
         figures[f"reward_{name}_spread"] = float(spread[-1])
-        points[name] = tuple(f"{mean[each]:.3f} ± {spread[each]:.3f}" for each in (0, -1))
+        points[name] = tuple(f"{mean[each]:.2f} ± {spread[each]:.2f}" for each in (0, -1))
     table = [
         (*row, *points.get(name, ("-", "-"))) for name, row in zip(POLICIES, rows, strict=True)
     ]
     columns = (
-        *("rollout", "s a step", "speedup", "longest", "tokens", "long rounds"),
-        *("profile", "reward before", "reward after"),
+        *("rollout", "s a step", "speedup", "slow", "speedup"),
+        *("longest", "tokens", "reward at first", "at last"),
     )
     report("Rollout time of a step, and reward, with tail batching", columns, table, figures)
     for word in sys.argv:
