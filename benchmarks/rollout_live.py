@@ -204,29 +204,34 @@ def throughput(cluster: plexrl.Cluster) -> tuple[list[tuple[str, ...]], dict[str
     return rows, figures
 
 
-def digits(seed: int) -> Task:
-    """Answer with the digits of the prompt in ascending order."""
+def sorting(
+    seed: int,
+    *,
+    count: Callable[[random.Random], int],
+    reward: Callable[[str, str], float],
+    warm_up_steps: int,
+    max_tokens: int,
+    learning_rate: float,
+) -> Task:
+    """Answer with the digits of the prompt in ascending order. `count` draws their number, and
+    `reward` maps the right answer and the given one."""
     tokenizer = plexrl.Tokenizer.from_vocabulary(DIGITS)
 
     def drawn(seed: int) -> Iterator[str]:
         rng = random.Random(seed)
         while True:
-            yield "".join(rng.choice("0123456789") for _ in range(4))
+            yield "".join(rng.choice("0123456789") for _ in range(count(rng)))
 
     def asked() -> Iterator[list[int]]:
         return (tokenizer.encode(f"{each}=") for each in drawn(seed + 1000))
 
-    def reward(prompt: list[int], sample: plexrl.Sample) -> float:
-        expected = sorted(tokenizer.decode(prompt).removesuffix("="))
-        answer = tokenizer.decode([each for each in sample.tokens if each != plexrl.EOS])
-        if len(answer) != len(expected):
-            return 0.0
-        right = sum(a == b for a, b in zip(answer, expected, strict=True)) / len(expected)
-        return 0.5 * (list(answer) == expected) + 0.5 * right
+    def graded(prompt: list[int], sample: plexrl.Sample) -> float:
+        expected = "".join(sorted(tokenizer.decode(prompt).removesuffix("=")))
+        return reward(expected, tokenizer.decode([t for t in sample.tokens if t != plexrl.EOS]))
 
     def warm_up(actor: plexrl.TrainDeployment) -> None:
         rng = drawn(seed)
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(warm_up_steps):
             chosen = [next(rng) for _ in range(64)]
             prompts = [tokenizer.encode(f"{each}=") for each in chosen]
             answers = [[*tokenizer.encode("".join(sorted(each))), plexrl.EOS] for each in chosen]
@@ -238,11 +243,30 @@ def digits(seed: int) -> Task:
         model=plexrl.tiny_qwen2(DIGITS, seed=seed),
         prompts=16,
         samples=8,
-        sampling=plexrl.SamplingParams(max_tokens=6, seed=seed),
-        learning_rate=1e-3,
+        sampling=plexrl.SamplingParams(max_tokens=max_tokens, seed=seed),
+        learning_rate=learning_rate,
         asked=asked,
-        reward=reward,
+        reward=graded,
         warm_up=warm_up,
+    )
+
+
+def digits(seed: int) -> Task:
+    """Sort four digits."""
+
+    def reward(expected: str, answer: str) -> float:
+        if len(answer) != len(expected):
+            return 0.0
+        right = sum(a == b for a, b in zip(answer, expected, strict=True)) / len(expected)
+        return 0.5 * (answer == expected) + 0.5 * right
+
+    return sorting(
+        seed,
+        count=lambda _: 4,
+        reward=reward,
+        warm_up_steps=WARM_UP_STEPS,
+        max_tokens=6,
+        learning_rate=1e-3,
     )
 
 

@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 import plexrl
 from benchmarks.report import report
-from benchmarks.rollout_live import DIGITS, Task, train
+from benchmarks.rollout_live import Task, sorting, train
 from benchmarks.sizes import sized
 from plexrl.client.blocking.bounded_rollout import BoundedRollout
 from plexrl.cluster.embedded.start import start_embedded
@@ -250,43 +250,19 @@ def _seconds(epochs: Mapping[str, Sequence[Epoch]], name: str) -> tuple[list[flo
 
 
 def digits(seed: int) -> Task:
-    """Answer with the digits of the prompt in ascending order: 2 to 12 of them, mostly few."""
-    tokenizer = plexrl.Tokenizer.from_vocabulary(DIGITS)
+    """Sort 2 to 12 digits, mostly few."""
 
-    def drawn(seed: int) -> Iterator[str]:
-        rng = random.Random(seed)
-        while True:
-            count = 2 + min(int(rng.expovariate(0.5)), 10)
-            yield "".join(rng.choice("0123456789") for _ in range(count))
-
-    def asked() -> Iterator[list[int]]:
-        return (tokenizer.encode(f"{each}=") for each in drawn(seed + 1000))
-
-    def reward(prompt: list[int], sample: plexrl.Sample) -> float:
-        expected = sorted(tokenizer.decode(prompt).removesuffix("="))
-        answer = tokenizer.decode([each for each in sample.tokens if each != plexrl.EOS])
+    def reward(expected: str, answer: str) -> float:
         right = sum(a == b for a, b in zip(answer, expected, strict=False))
         return right / max(len(answer), len(expected))
 
-    def warm_up(actor: plexrl.TrainDeployment) -> None:
-        rng = drawn(seed)
-        for _ in range(WARM_UP_STEPS):
-            chosen = [next(rng) for _ in range(64)]
-            prompts = [tokenizer.encode(f"{each}=") for each in chosen]
-            answers = [[*tokenizer.encode("".join(sorted(each))), plexrl.EOS] for each in chosen]
-            batch = plexrl.Batch.from_completions(prompts, answers)
-            actor.forward_backward(batch, plexrl.losses.cross_entropy())
-            actor.optim_step(learning_rate=3e-3, grad_clip_norm=1.0)
-
-    return Task(
-        model=plexrl.tiny_qwen2(DIGITS, seed=seed),
-        prompts=16,
-        samples=8,
-        sampling=plexrl.SamplingParams(max_tokens=16, seed=seed),
-        learning_rate=3e-4,
-        asked=asked,
+    return sorting(
+        seed,
+        count=lambda rng: 2 + min(int(rng.expovariate(0.5)), 10),
         reward=reward,
-        warm_up=warm_up,
+        warm_up_steps=WARM_UP_STEPS,
+        max_tokens=16,
+        learning_rate=3e-4,
     )
 
 

@@ -195,12 +195,11 @@ class RolloutService:
                 f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
                 "name, or the same settings; only the policy may change"
             )
-        if found.failure is not None:
+        if has_failed := found.failure is not None:
             assert self._tasks is not None
             # The link may end and cancel this handler, but not the restart.
             found = await asyncio.shield(self._tasks.create_task(self._again(found)))
-            found.change_policy(changed)
-        elif changed != found.order:
+        if has_failed or changed != found.order:
             found.change_policy(changed)
         return found
 

@@ -1,5 +1,7 @@
 """A rollout on several GPUs draws the same tokens as on one, also after lost ranks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,16 @@ def drawn(rollout: plexrl.RolloutDeployment) -> list[list[int]]:
     ]
 
 
+def train_and_sync(
+    actor: plexrl.TrainDeployment, rollouts: Sequence[plexrl.RolloutDeployment], seed: int
+) -> None:
+    """One step on some batch, and its weights for each rollout."""
+    actor.forward_backward(some_batch(seed), plexrl.losses.grpo())
+    actor.optim_step(learning_rate=1e-2)
+    for rollout in rollouts:
+        rollout.sync_weights(actor)
+
+
 @pytest.mark.parametrize(
     "layout",
     [plexrl.Parallelism(tp=2), plexrl.Parallelism(dp=2), plexrl.Parallelism(dp=2, tp=2)],
@@ -66,10 +78,7 @@ def test_another_layout_of_the_same_gpus_changes_no_token(job: plexrl.Job) -> No
     alone = job.rollout_deployment("alone", MODEL)
     first = plexrl.Parallelism(dp=2)
     split = job.rollout_deployment("split", MODEL, parallelism=first)
-    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2)
-    for rollout in (alone, split):
-        rollout.sync_weights(actor)
+    train_and_sync(actor, (alone, split), 1)
     wanted = drawn(alone)
     assert drawn(split) == wanted
     long = plexrl.SamplingParams(max_tokens=400, seed=2, ignore_eos=True)
@@ -86,10 +95,7 @@ def test_another_layout_of_the_same_gpus_changes_no_token(job: plexrl.Job) -> No
     again = job.rollout_deployment("split", MODEL, parallelism=first)
     assert len(again.status()["engines"]) == 1
     again.set_parallelism(first)
-    actor.forward_backward(some_batch(2), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2)
-    for rollout in (alone, split):
-        rollout.sync_weights(actor)
+    train_and_sync(actor, (alone, split), 2)
     assert drawn(split) == drawn(alone) != wanted
     assert len(split.status()["engines"]) == 2
 
@@ -110,10 +116,7 @@ def test_a_lost_tensor_rank_is_replaced_with_its_group_and_nothing_is_lost(
     actor = job.train_deployment("actor", MODEL)
     alone = job.rollout_deployment("alone", MODEL)
     split = job.rollout_deployment("split", MODEL, parallelism=plexrl.Parallelism(tp=2))
-    actor.forward_backward(some_batch(1), plexrl.losses.grpo())
-    actor.optim_step(learning_rate=1e-2)
-    for rollout in (alone, split):
-        rollout.sync_weights(actor)
+    train_and_sync(actor, (alone, split), 1)
     wanted = drawn(alone)
     assert drawn(split) == wanted
     long = plexrl.SamplingParams(max_tokens=200, seed=2, ignore_eos=True)
