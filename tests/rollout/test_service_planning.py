@@ -1,8 +1,10 @@
 """Layouts that a rollout's instances could have, and how they get one."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
 
@@ -10,8 +12,10 @@ import plexrl
 from plexrl.errors import UnavailableError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.parallelism import Parallelism
+from plexrl.rollout.service.instances import planning
 from plexrl.rollout.service.instances.planning import tensor_layouts
-from tests.rollout.test_service_membership import ORDER_1, ScriptedCluster, reached, running
+from plexrl.rollout.service.live_rollout import LiveRollout
+from tests.rollout.test_service_membership import ORDER, ORDER_1, ScriptedCluster, reached, running
 
 MODEL = plexrl.tiny_qwen2("abcdefgh")
 """Four heads, of which two are of keys and values."""
@@ -54,6 +58,28 @@ def test_sizes_without_room_for_the_longest_sequence_are_left_out() -> None:
     token = 2 * MODEL.dimensions.layers * MODEL.dimensions.kv_heads * MODEL.dimensions.head_dim * 4
     settings = {"max_sequence_tokens": 512, "kv_cache_bytes": 512 * token // 2}
     assert list(tensor_layouts([view("n", "n", **settings)])) == [2]
+
+
+class Placing(ScriptedCluster):
+    """A deployment gets its GPUs, which are on two nodes, after it was first asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = [{**view("n", "m"), "ranks": []}, view("n", "m")]
+
+    async def deployment(self, name: str) -> dict[str, Any]:
+        del name
+        return self.views.pop(0)
+
+
+def test_layouts_are_chosen_once_the_gpus_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "RETRY_S", 0.01)
+    rollout = create_autospec(LiveRollout, instance=True)
+    rollout.order = replace(ORDER, plans_parallelism=True)
+    rollout.members, rollout.calls = [Mock(name="rollout-0")], Placing()
+    # It ends, since no group of tensor ranks fits on a node.
+    asyncio.run(planning.plan_parallelism(rollout))
+    assert not rollout.calls.views
 
 
 class Refusing(ScriptedCluster):

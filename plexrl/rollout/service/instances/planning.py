@@ -87,10 +87,11 @@ async def _next_batch(rollout: Planned) -> None:
 
 
 async def _view(rollout: Planned, name: str) -> Plain:
+    """The deployment's view, once it has GPUs."""
     while True:
         try:
             view = await rollout.calls.deployment(name)
-            if all(rank["node"] for rank in view["ranks"]):
+            if view["ranks"]:
                 return view
         except PlexRLError as error:
             LOG.info("the layout of %s is not known: %s", name, error)
