@@ -38,6 +38,8 @@ class BackendCapabilities:
     """Train: dtypes of computation with float32 parameters, the default first."""
     checkpoints_activations: bool = False
     """Train: it can recompute activations instead of keeping them."""
+    switches_tp: bool = False
+    """Rollout: the size of its tensor-parallel groups can change while it generates."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
         packs=False,
         adapter_axes=("dp",),
         dtypes=("float32", "bfloat16"),
+        switches_tp=True,
     ),
     BackendCapabilities(
         backend="vllm",

@@ -22,6 +22,10 @@ class DeploymentSpec:
     """Worker processes, one per GPU: `layout.world_size`."""
     parallelism: Parallelism | None = None
     """Parallel layout. Absent: data parallelism over all workers."""
+    tp_sizes: tuple[int, ...] = ()
+    """Rollout: sizes of the tensor-parallel groups between which the engine switches while it
+    generates (PAT §4), ascending; each divides the next, and the last is `parallelism.tp`. The
+    `tp` ranks are one engine: 4 groups of 1, 2 of 2 or 1 of 4. Empty: always one group."""
     optimizer: str = "device"
     """Train: location of the optimizer's state, `device` or `host`. In host memory the CPU steps
     it, and a context switch moves parameters only."""
@@ -51,6 +55,12 @@ class DeploymentSpec:
     def layout(self) -> Parallelism:
         """`parallelism`, or its default."""
         return self.parallelism or Parallelism(dp=self.workers)
+
+    @property
+    def shares(self) -> int:
+        """Parts into which the tensor-parallel ranks divide the weights and the KV cache: a rank
+        has its part for the smallest group."""
+        return self.tp_sizes[0] if self.tp_sizes else self.layout.tp
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

@@ -13,7 +13,7 @@ def kv_token_bytes(spec: DeploymentSpec) -> int:
     """Cache bytes per token on each worker. The model must be one that `parameter_count`
     supports."""
     sizes = spec.model.dimensions
-    own_heads = -(-sizes.kv_heads // spec.layout.tp)
+    own_heads = -(-sizes.kv_heads // spec.shares)
     values = 2 * sizes.layers * own_heads * sizes.head_dim
     return values * WEIGHT_BYTES[spec.dtype]
 

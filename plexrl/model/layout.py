@@ -6,10 +6,16 @@ Llama family, and Mixture-of-Experts with Qwen3's block (`qwen3_moe`).
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from plexrl.errors import InvalidRequestError, LayoutError, UnsupportedModelError
-from plexrl.model.capabilities import backend_capabilities, check_adapters, check_layout
+from plexrl.model.capabilities import (
+    BACKENDS,
+    backend_capabilities,
+    check_adapters,
+    check_layout,
+)
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions, dimensions, size_of
 from plexrl.model.kv_cache import check_cache_budget
@@ -66,11 +72,47 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
         )
 
 
+def check_tp_sizes(spec: DeploymentSpec) -> None:
+    """Check the sizes between which an engine's tensor-parallel groups switch. After
+    `check_tensor_parallel`, since what `tp` divides, its divisors divide too.
+
+    Raises:
+        InvalidRequestError: the backend's groups cannot change while it generates.
+        LayoutError: a size does not divide the next, or the last is not `tp`.
+    """
+    sizes = spec.tp_sizes
+    if not sizes:
+        return
+    able = [b.backend for b in BACKENDS if b.kind == spec.kind and b.switches_tp]
+    if spec.backend not in able:
+        raise InvalidRequestError(
+            f"tp_sizes is {list(sizes)}, and the tensor-parallel groups of backend "
+            f"{spec.backend!r} of a {spec.kind} deployment do not change: leave it out"
+            + (f", or use backend {' or '.join(able)}" if able else ""),
+            parameter="tp_sizes",
+        )
+    pairs = pairwise(sizes)
+    if len(sizes) < 2 or sizes[0] < 1 or any(b <= a or b % a for a, b in pairs):
+        raise LayoutError(
+            f"tp_sizes is {list(sizes)}: give at least two ascending sizes, of which each divides "
+            "the next, such as [1, 2, 4]",
+            field="tp_sizes",
+        )
+    if sizes[-1] != spec.layout.tp:
+        raise LayoutError(
+            f"tp_sizes is {list(sizes)} and parallelism.tp is {spec.layout.tp}: the largest group "
+            f"has all tensor-parallel ranks of an engine; set parallelism.tp to {sizes[-1]}, or "
+            f"end tp_sizes with {spec.layout.tp}",
+            field="tp_sizes",
+        )
+
+
 def with_layout(spec: DeploymentSpec, layout: Parallelism) -> DeploymentSpec:
     """The specification of a rollout deployment whose ranks have another layout.
 
     Raises:
-        LayoutError: the layout has another number of ranks, or the backend cannot run it.
+        LayoutError: the layout has another number of ranks, or the backend cannot run it, or its
+            `tp` is not the largest of `tp_sizes`.
         InvalidRequestError: it is no rollout deployment, or one sequence does not fit into the KV
             cache.
     """
@@ -91,6 +133,7 @@ def with_layout(spec: DeploymentSpec, layout: Parallelism) -> DeploymentSpec:
     if spec.lora is not None:
         check_adapters(capabilities, layout)
     changed = replace(spec, parallelism=layout)
+    check_tp_sizes(changed)
     check_cache_budget(changed)
     return changed
 

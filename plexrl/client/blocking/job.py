@@ -4,7 +4,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -156,6 +156,7 @@ class Job:
         kv_cache_bytes: int | None = None,
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
+        tp_sizes: Sequence[int] = (),
         node_type: str = "",
         lends_gpus: bool = False,
     ) -> RolloutDeployment:
@@ -180,6 +181,9 @@ class Job:
         `lora` must be the trainer's: a sync then transfers adapters only, which are merged into the
         model.
 
+        With `tp_sizes`, such as `(1, 2, 4)` for `tp=4`, the `tp` ranks generate in smaller groups
+        that join while it generates (`switch_tp`); each rank has the weights of the smallest group.
+
         With `lends_gpus`, other deployments may use its GPUs while it has nothing to run; it waits
         for their turn to end. Its state must fit into host memory then.
 
@@ -195,6 +199,7 @@ class Job:
             "max_concurrent_samples": max_concurrent_samples,
             "kv_cache_bytes": kv_cache_bytes,
             "parallelism": parallelism,
+            "tp_sizes": tp_sizes,
             "node_type": node_type,
             "lends_gpus": lends_gpus,
         }
@@ -221,6 +226,7 @@ class Job:
         kv_cache_bytes: int | None = None,
         lora: "LoraSpec | None" = None,
         parallelism: Parallelism | None = None,
+        tp_sizes: Sequence[int] = (),
         node_type: str = "",
         lends_gpus: bool = False,
     ) -> BoundedRollout:
@@ -242,8 +248,8 @@ class Job:
         them failed; 0: as many as a batch has, and at least 8.
 
         `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
-        `lora`, `parallelism`, `node_type` and `lends_gpus` are as in `rollout_deployment`, for each
-        instance.
+        `lora`, `parallelism`, `tp_sizes`, `node_type` and `lends_gpus` are as in
+        `rollout_deployment`, for each instance.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -264,6 +270,7 @@ class Job:
                 kv_cache_bytes=kv_cache_bytes,
                 lora=lora,
                 parallelism=parallelism,
+                tp_sizes=tp_sizes,
                 node_type=node_type,
                 lends_gpus=lends_gpus,
             )

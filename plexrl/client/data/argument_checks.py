@@ -65,10 +65,10 @@ def with_reward_head(model: ModelSpec) -> ModelSpec:
 
 
 def checked_layout(options: Mapping[str, Any]) -> Plain:
-    """The layout and the adapters of a deployment's options, as JSON values.
+    """The layout, its group sizes and the adapters of a deployment's options, as JSON values.
 
     Raises:
-        LayoutError: the layout is not a `Parallelism`.
+        LayoutError: the layout is not a `Parallelism`, or `tp_sizes` are no sizes.
         InvalidRequestError: the adapters are not a `LoraSpec`.
     """
     found: Plain = {}
@@ -81,6 +81,14 @@ def checked_layout(options: Mapping[str, Any]) -> Plain:
                 field="parallelism",
             )
         found["parallelism"] = asdict(layout)
+    if "tp_sizes" in options:
+        sizes = options["tp_sizes"]
+        if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
+            raise LayoutError(
+                f"tp_sizes is {short(sizes)}: give sizes of groups, such as (1, 2, 4)",
+                field="tp_sizes",
+            )
+        found["tp_sizes"] = list(sizes)
     if lora is not None:
         if not isinstance(lora, LoraSpec):
             raise InvalidRequestError(

@@ -19,6 +19,7 @@ from plexrl.model.layout import (
     check_cut,
     check_equal_parts,
     check_tensor_parallel,
+    check_tp_sizes,
     megatron_dimensions,
     megatron_state_bytes,
 )
@@ -71,6 +72,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         backend=capabilities.backend,
         workers=layout.world_size,
         parallelism=layout,
+        tp_sizes=body.tp_sizes,
         optimizer=body.optimizer,
         dtype=body.dtype,
         lora=lora,
@@ -81,6 +83,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         kv_cache_bytes=body.kv_cache_bytes,
         layers_on_device=body.layers_on_device,
     )
+    check_tp_sizes(spec)
     _check_sequence_length(spec)
     check_cache_budget(spec)
     return spec, parameters
@@ -125,7 +128,7 @@ def _check_sequence_length(spec: DeploymentSpec) -> None:
 
 def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     """Bytes of model state over all ranks: a trainer shards its state over data ranks; in other
-    kinds each data rank has all weights."""
+    kinds each data rank has all weights, or each of an engine's smallest groups (`tp_sizes`)."""
     adapters = adapter_parameter_count(spec.model, spec.lora) if spec.lora is not None else 0
     if spec.kind == "train" and spec.lora is not None:
         # The frozen weights are on the device too, once for all adapters of the model.
@@ -137,7 +140,7 @@ def state_bytes(spec: DeploymentSpec, parameters: int) -> int:
     # With adapters, both the frozen weights and the merged weights are kept.
     copies = 2 if spec.lora is not None else 1
     weights = parameters * WEIGHT_BYTES[spec.dtype] * copies
-    return (weights + adapters * WEIGHT_BYTES["float32"]) * spec.layout.dp
+    return (weights + adapters * WEIGHT_BYTES["float32"]) * (spec.workers // spec.shares)
 
 
 def _lora_fields(body: LoraRequest) -> Plain:

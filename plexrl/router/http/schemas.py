@@ -201,6 +201,12 @@ class DeploymentRequest(_Strict):
     parallelism: ParallelismRequest | None = Field(
         None, description="the model's layout on the workers; absent: dp over all of them"
     )
+    tp_sizes: tuple[Annotated[int, Field(strict=True, ge=1, le=WORKERS_MAX)], ...] = Field(
+        (),
+        max_length=16,
+        description="rollout: sizes of the tensor-parallel groups between which the engine "
+        "switches while it generates, ascending to the layout's tp; empty: always tp",
+    )
     exclusive: bool = Field(False, description="do not share the GPUs")
     lends_gpus: bool = Field(
         False, description="rollout: others may use the GPUs while it has nothing to run"

@@ -16,6 +16,7 @@ from plexrl.errors import (
     UnsupportedDtypeError,
     UnsupportedModelError,
 )
+from plexrl.model.layout import with_layout
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import tiny_qwen2
 from plexrl.router.http.deployment_checks import check_deployment, state_bytes
@@ -121,6 +122,35 @@ def test_a_rollout_deployment_runs_on_one_gpu_on_replicas_or_on_tensor_ranks() -
     check_deployment(request("rollout", parallelism={"tp": 2}, **budget))
     with pytest.raises(InvalidRequestError, match="needs 57344 bytes"):
         check_deployment(request("rollout", **budget))
+
+
+def test_an_engine_that_switches_holds_the_shares_of_its_smallest_group() -> None:
+    fields: dict[str, Any] = {"parallelism": {"dp": 3, "tp": 2}, "tp_sizes": [1, 2]}
+    spec, parameters = check_deployment(request("rollout", **fields))
+    assert (spec.tp_sizes, spec.shares, spec.workers) == ((1, 2), 1, 6)
+    assert state_bytes(spec, parameters) == 6 * 4 * parameters
+    # Alone, each rank caches both heads.
+    fields |= {"max_sequence_tokens": 100, "kv_cache_bytes": 512 * 112 - 1}
+    with pytest.raises(InvalidRequestError, match="needs 57344 bytes"):
+        check_deployment(request("rollout", **fields))
+
+
+@pytest.mark.parametrize("sizes", [[2], [1], [1, 1, 2], [2, 1], [2, 3], [0, 2]])
+def test_group_sizes_that_do_not_divide_the_next_are_refused(sizes: list[int]) -> None:
+    body = {"parallelism": {"tp": 2}}
+    with pytest.raises((LayoutError, ValidationError), match=r"tp_sizes|greater than"):
+        check_deployment(request("rollout", **body, tp_sizes=sizes))
+
+
+def test_group_sizes_are_refused_where_groups_do_not_change() -> None:
+    for fields in ({"kind": "train"}, {"kind": "forward"}, {"kind": "rollout", "backend": "vllm"}):
+        with pytest.raises(InvalidRequestError, match="do not change: leave it out"):
+            check_deployment(request(**fields, tp_sizes=[1, 2]))
+    with pytest.raises(LayoutError, match=r"tp_sizes is \[1, 2\] and parallelism\.tp is 1"):
+        check_deployment(request("rollout", tp_sizes=[1, 2]))
+    spec, _ = check_deployment(request("rollout", parallelism={"tp": 2}, tp_sizes=[1, 2]))
+    with pytest.raises(LayoutError, match=r"parallelism\.tp is 1"):
+        with_layout(spec, Parallelism(dp=2))
 
 
 def test_a_cache_must_hold_at_least_one_sequence() -> None:
