@@ -1,0 +1,110 @@
+"""The profile of a rollout engine: measured decode and prefill times by size of its tensor-parallel
+groups, rows and context (PAT §4.2, Offline Profiler).
+
+All groups of a size have the same load while a point is measured, and its numbers are those of one
+group. A profile belongs to a model and to hardware, not to a data set.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import msgspec
+
+from plexrl.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSubject:
+    """What was profiled: a profile serves only engines of which all this is equal."""
+
+    model: str
+    """Architecture and sizes."""
+    dtype: str
+    """Of the weights."""
+    device: str
+    """Name of the processor of each rank."""
+    tp_sizes: tuple[int, ...]
+    """As in `DeploymentSpec`; the last one is the number of ranks of an engine."""
+    kv_token_bytes: int
+    """KV cache of one token, of all ranks together."""
+
+    def check_serves(self, wanted: "ProfileSubject") -> None:
+        """Raises InvalidRequestError: an engine of `wanted` has other times."""
+        for each in fields(self):
+            own, other = getattr(self, each.name), getattr(wanted, each.name)
+            if own != other:
+                raise InvalidRequestError(
+                    f"the profile was measured with {each.name} {own!r}, and the engine has "
+                    f"{other!r}: profile the rollout that is to use it into a file of its own",
+                    parameter=each.name,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePoint:
+    """Times of one group with `rows` rows of equal length."""
+
+    tp: int
+    """Ranks of the group."""
+    rows: int
+    """B: rows of the group that decode at the same time."""
+    prompt_tokens: int
+    """L: tokens of each row before the first decode step."""
+    kv_tokens: float
+    """T: tokens in the KV cache of all rows of the group, the mean over the measured steps."""
+    step_s: float
+    """Seconds of one decode step."""
+    prefill_s: float
+    """Seconds to compute the KV cache of all prompts of the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeProfile:
+    """Measured points, and the cost of a switch.
+
+    Raises:
+        InvalidRequestError: a number is out of range, or a point is of another group size.
+    """
+
+    subject: ProfileSubject
+    points: tuple[ProfilePoint, ...] = ()
+    switch_s: float = 0.0
+    """Seconds of a switch in which no KV cache moves."""
+    kv_bytes_per_s: float = math.inf
+    """One-way bandwidth of each rank in a switch that moves KV cache."""
+
+    def __post_init__(self) -> None:
+        for each in self.points:
+            if each.tp not in self.subject.tp_sizes:
+                raise InvalidRequestError(
+                    f"the profile has a point of tp {each.tp}, and its sizes are "
+                    f"{list(self.subject.tp_sizes)}: measure it again"
+                )
+            numbers = (each.rows, each.prompt_tokens, each.kv_tokens, each.step_s, each.prefill_s)
+            if not all(0 < number < math.inf for number in numbers):
+                raise InvalidRequestError(
+                    f"the profile has the point {each}: all its numbers must be finite and above 0"
+                )
+        if not (0 <= self.switch_s < math.inf and self.kv_bytes_per_s > 0):
+            raise InvalidRequestError(
+                f"the profile has a switch of {self.switch_s} s and {self.kv_bytes_per_s} bytes/s: "
+                "they must be above 0, and the first one finite"
+            )
+
+    def to_json(self) -> str:
+        """Text for `profile_from_json`."""
+        plain = msgspec.to_builtins(self)
+        if self.kv_bytes_per_s == math.inf:
+            del plain["kv_bytes_per_s"]
+        return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
+
+
+def profile_from_json(text: str | bytes) -> DecodeProfile:
+    """The profile that `to_json` encoded. Raises `InvalidRequestError` for other text."""
+    try:
+        return msgspec.json.decode(text, type=DecodeProfile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"this is no profile of a rollout engine: {error}; write one with "
+            "`rollout.profile_decoding`"
+        ) from error
