@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import get_args
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.coordinator.cost_model import CostModel
@@ -24,7 +25,7 @@ from plexrl.rollout.coordinator.messages import (
     StepMeasured,
     StepsMeasured,
 )
-from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.settings import CoordinatorSettings, Routing
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
@@ -247,7 +248,8 @@ class History:
         scale_down = freeing(
             replace(self.fleet.settings, staleness=bound, scale_down=None)
         ).scale_down
-        self.fleet.handle(PolicyChanged(bound=bound, scale_down=scale_down))
+        routing = self.random.choice(get_args(Routing))
+        self.fleet.handle(PolicyChanged(bound=bound, routing=routing, scale_down=scale_down))
 
     def restart(self) -> None:
         self.fleet.restart()

@@ -1,11 +1,8 @@
 """The rollout coordinator: one core that takes events and returns commands (StaleFlow §5).
 
 `handle` is its only way in. It owns the records of trajectories (`trajectories`), the staleness
-protocol (`manager`) and the speculative state. Every accepted snapshot starts one cycle of Alg. 1:
-synchronisation, migration, routing. The order of commands that depend on each other is kept in two
-ways: an instance runs its commands in the order of issue, and a trajectory that is still on its way
-back from another instance is routed when it has arrived. What is routed after it to the same
-instance waits for it, since an engine serves first what comes first.
+protocol (`manager`), and what instances have (`assignments`). Every accepted snapshot starts one
+cycle of Alg. 1: synchronisation, migration, routing.
 
 Late messages are expected: an event of a lost instance, or about a trajectory that has ended or is
 on another instance by now, changes nothing and returns no command.
@@ -13,20 +10,18 @@ on another instance by now, changes nothing and returns no command.
 Invariants, beside those of the parts:
 - a group with an entry in the staleness buffers is held by the trajectory server;
 - a member has the same version in both;
-- the first of those on their way to an instance is still on its way back from another;
 - a prompt is started, or waits to be started (`rounds`), and not both.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.batching.rounds import Rounds
+from plexrl.rollout.coordinator.assignment.assignments import Assignments
 from plexrl.rollout.coordinator.cost_fit import CostFit
 from plexrl.rollout.coordinator.messages import (
-    Abort,
     BatchRequested,
     Command,
     Event,
@@ -36,7 +31,6 @@ from plexrl.rollout.coordinator.messages import (
     GroupFiltered,
     InstanceJoined,
     InstanceLost,
-    Interrupt,
     ParametersPushed,
     PolicyChanged,
     PromptsEnded,
@@ -46,7 +40,6 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
-    Route,
     SnapshotTaken,
     StepsMeasured,
     Stopped,
@@ -54,7 +47,6 @@ from plexrl.rollout.coordinator.messages import (
     TrainedTrajectory,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
-from plexrl.rollout.coordinator.speculation import SpeculativeState
 from plexrl.rollout.coordinator.state import CoordinatorState
 from plexrl.rollout.coordinator.strategies.cycle import Cycle
 from plexrl.rollout.staleness.manager import StalenessManager
@@ -79,15 +71,13 @@ class RolloutCoordinator:
         self.trajectories = TrajectoryServer(samples=settings.staleness.ids_per_group)
         self.rounds = Rounds(settings.staleness)
         self.freed = FreedInstances(settings.scale_down)
-        self.expected = SpeculativeState()
+        self.assignments = Assignments(self.trajectories)
         self.newest_version = settings.staleness.first_version
         """Version that the parameter server serves."""
         self.snapshots_used = 0
         self.snapshots_refused = 0
         """Snapshots that did not show the effect of every command."""
         self._fit = CostFit(settings.cost_model, steps_max=settings.measured_steps_max)
-        self._target: dict[TrajectoryId, InstanceId] = {}
-        """The instance of each trajectory that is routed and not sent: of `coming` of all."""
         self._is_trainer_free = False
 
     def state(self) -> dict[str, object]:
@@ -100,7 +90,7 @@ class RolloutCoordinator:
             is_trainer_free=self._is_trainer_free,
             trajectories=self.trajectories.state(),
             entries=self.manager.state(),
-            instances=self.expected.instances,
+            instances=self.assignments.instances,
             measured=self._fit.state(),
             prompts=self.rounds.held,
             scale_down=self.freed.held,
@@ -125,10 +115,7 @@ class RolloutCoordinator:
         core.manager.restore(found.entries)
         core.rounds = Rounds(settings.staleness, found.prompts)
         core.freed = FreedInstances(settings.scale_down, found.scale_down)
-        core.expected.instances = found.instances
-        core._target = {
-            each: instance for instance, at in found.instances.items() for each in at.coming
-        }
+        core.assignments = Assignments(core.trajectories, found.instances)
         core._fit.restore(found.measured)
         core.check_invariants()
         return core
@@ -147,7 +134,7 @@ class RolloutCoordinator:
         """
         commands = self._decide(event)
         self.rounds.start(self.trajectories)
-        return commands + self._release()
+        return commands + self.assignments.release()
 
     def _decide(self, event: Event) -> list[Command]:
         match event:
@@ -158,11 +145,13 @@ class RolloutCoordinator:
             case Rewarded():
                 return self._on_rewarded(event)
             case Stopped():
-                return self._on_stopped(event)
+                if event.instance in self.assignments.instances:
+                    self.assignments.stopped(event)
+                return []
             case Pulled():
-                if event.instance in self.expected.instances:
+                if event.instance in self.assignments.instances:
                     self._check_version(event.version)
-                    self.expected.pulled(event.instance, event.version)
+                    self.assignments.expected.pulled(event.instance, event.version)
                 return []
             case GenerationFailed():
                 return self._on_failed(event)
@@ -204,12 +193,17 @@ class RolloutCoordinator:
         self.rounds.add(event.group, event.prompt_tokens)
 
     def _on_policy_changed(self, event: PolicyChanged) -> list[Command]:
-        after = replace(self.settings, staleness=event.bound, scale_down=event.scale_down)
-        if after == self.settings:
-            return []
         self.settings.staleness.check_change(event.bound)
-        self.settings = after
+        is_same = event.bound == self.settings.staleness
+        self.settings = replace(
+            self.settings,
+            staleness=event.bound,
+            routing=event.routing,
+            scale_down=event.scale_down,
+        )
         self.freed.change(event.scale_down)
+        if is_same:
+            return []
         self.rounds.put_back(self.trajectories, self.manager.buffers)
         commands: list[Command] = []
         for group in self.manager.change(event.bound):
@@ -218,70 +212,35 @@ class RolloutCoordinator:
         return commands + self._train_if_ready()
 
     def _on_snapshot(self, event: SnapshotTaken) -> list[Command]:
-        if not self.expected.matches(event.instances):
+        if not self.assignments.expected.matches(event.instances):
             self.snapshots_refused += 1
             return []
         self.snapshots_used += 1
-        instances, model = self.expected.instances, self._fit.model
+        instances, model = self.assignments.instances, self._fit.model
         freed = self.freed.free(self.trajectories, self.rounds, event.instances, instances, model)
         if freed is not None:
             # What they return is routed in the next cycle.
-            return [ReportScaleDown(freed=tuple(freed)), *self._interrupt(freed)]
+            return [ReportScaleDown(freed=tuple(freed)), *self.assignments.interrupt(freed)]
         budgets = {name: each.kv_budget for name, each in instances.items()}
         others = self.freed.others(event.instances)
         cycle = Cycle(
             self.settings, model, self.trajectories, self.manager.buffers, others, budgets
         )
         decision = cycle.decide(self.newest_version)
-        commands = self._interrupt(decision.interrupts)
+        commands = self.assignments.interrupt(decision.interrupts)
         for instance in decision.pulls:
-            self.expected.pull_issued(instance, self.newest_version)
+            self.assignments.expected.pull_issued(instance, self.newest_version)
             commands.append(Pull(instance=instance, version=self.newest_version))
         self._route(decision.routes)
         return commands
 
-    def _interrupt(self, returned: Mapping[InstanceId, list[TrajectoryId]]) -> list[Command]:
-        commands: list[Command] = []
-        for instance, ids in returned.items():
-            for each in ids:
-                self.trajectories.interrupt(self._held(each))
-            if ids:
-                self.expected.stop_issued(instance, ids)
-                commands.append(Interrupt(instance=instance, trajectories=tuple(ids)))
-        return commands
-
     def _route(self, routes: list[tuple[TrajectoryId, InstanceId, int]]) -> None:
-        """Appends to what is on its way to the instances; `_release` sends it."""
         for each, instance, version in routes:
             record = self._held(each)
             if record.version is None:
                 self.manager.reserve(record.group, each, version)
                 self.trajectories.assign(record, version)
-            self.expected.added(instance)
-            self.expected.instances[instance].coming.append(each)
-            self._target[each] = instance
-
-    def _release(self) -> list[Command]:
-        """Sends what is on its way to an instance, in the order of routing, up to the first one
-        that is still on its way back from another."""
-        commands: list[Command] = []
-        for instance, expected in self.expected.instances.items() if self._target else ():
-            sent: list[TrajectoryId] = []
-            for each in expected.coming:
-                record = self._held(each)
-                if record.state is not TrajectoryState.WAITING:
-                    break
-                self.trajectories.route(record, instance, expected.version)
-                del self._target[each]
-                sent.append(each)
-            del expected.coming[: len(sent)]
-            commands += self._routes(instance, sent)
-        return commands
-
-    def _routes(self, instance: InstanceId, sent: list[TrajectoryId]) -> list[Command]:
-        """One that has failed has a `Route` of its own: all of a `Route` may fail with it."""
-        parts = groupby(sent, lambda each: each if self._held(each).failures else None)
-        return [Route(instance=instance, trajectories=tuple(part)) for _, part in parts]
+            self.assignments.add(each, instance)
 
     def _on_generated(self, event: Generated) -> list[Command]:
         record = self._record(event.trajectory, event.instance)
@@ -290,11 +249,9 @@ class RolloutCoordinator:
         is_kept = record.state is not TrajectoryState.ABORTING
         if is_kept:
             self.trajectories.generated(record, event.segments)
-            self.freed.generated(record.response_tokens)
         else:
             self.trajectories.discarded(record)
-        self.expected.completed(event.instance, event.trajectory)
-        self._cancel_route(event.trajectory)
+        self.assignments.generated(event.instance, event.trajectory)
         return self._abort_surplus(record.group) if is_kept else []
 
     def _abort_surplus(self, group: SampleGroupId) -> list[Command]:
@@ -304,13 +261,13 @@ class RolloutCoordinator:
         unfinished = [each for each in members if each.state not in GENERATED]
         if len(members) - len(unfinished) < self.settings.staleness.group_size:
             return []
-        return self._abort(unfinished)
+        return self.assignments.abort(unfinished)
 
     def _on_failed(self, event: GenerationFailed) -> list[Command]:
         record = self._record(event.trajectory, event.instance)
         if record is None:
             return []
-        self.expected.failed(event.instance, event.trajectory)
+        self.assignments.expected.failed(event.instance, event.trajectory)
         if record.state is TrajectoryState.ABORTING:
             self.trajectories.discarded(record)
             return []
@@ -320,28 +277,6 @@ class RolloutCoordinator:
             return []
         reason = f"trajectory {record.id} failed {record.failures} times: {event.reason}"
         return self._drop(record.group, reason)
-
-    def _on_stopped(self, event: Stopped) -> list[Command]:
-        if event.instance not in self.expected.instances:
-            return []
-        left = self.expected.stopped(event.instance)
-        segments = {each.trajectory: each.segments for each in event.trajectories}
-        if segments.keys() != set(left):
-            raise InvalidRequestError(
-                f"instance {event.instance} stopped trajectories {sorted(segments)} and was to "
-                f"stop {sorted(left)}: return each one that it has not reported as ended"
-            )
-        records = [self._held(each) for each in left]
-        for record in records:
-            if record.state is TrajectoryState.INTERRUPTING:
-                record.check_segments(segments[record.id])
-        for record in records:
-            if record.state is TrajectoryState.ABORTING:
-                self.trajectories.discarded(record)
-            else:
-                self.trajectories.take_back(record, segments[record.id])
-        self.expected.answered(event.instance)
-        return []
 
     def _on_rewarded(self, event: Rewarded) -> list[Command]:
         if not math.isfinite(event.reward):
@@ -379,25 +314,18 @@ class RolloutCoordinator:
         self.newest_version = event.version
 
     def _on_joined(self, event: InstanceJoined) -> None:
-        if event.instance in self.expected.instances:
+        if event.instance in self.assignments.instances:
             raise ConflictError(
                 f"instance {event.instance} has joined already: report its loss first"
             )
         self._check_version(event.version)
-        self.expected.joined(event.instance, event.version, event.kv_budget, event.gpus)
+        joined = event.instance, event.version, event.kv_budget, event.gpus
+        self.assignments.expected.joined(*joined)
 
     def _on_lost(self, event: InstanceLost) -> None:
-        if event.instance not in self.expected.instances:
-            return
-        for each in self.expected.instances[event.instance].coming:
-            del self._target[each]
-        for record in self.trajectories.on_instance(event.instance):
-            if record.state is TrajectoryState.ABORTING:
-                self.trajectories.discarded(record)
-            else:
-                self.trajectories.take_back(record, ())
-        self.expected.lost(event.instance)
-        self.freed.lost(event.instance)
+        if event.instance in self.assignments.instances:
+            self.assignments.lost(event.instance)
+            self.freed.lost(event.instance)
 
     def _drop(self, group: SampleGroupId, reason: str) -> list[Command]:
         """Drops a group, and the groups that become surplus by that."""
@@ -417,34 +345,16 @@ class RolloutCoordinator:
 
     def _queue(self, group: SampleGroupId) -> list[Command]:
         """Aborts a group that has no entry any more; it begins anew in a later round."""
-        commands = self._abort(list(self.trajectories.members(group)))
+        commands = self.assignments.abort(list(self.trajectories.members(group)))
         self.rounds.abort(group, self.trajectories.groups[group].prompt_tokens)
         self.trajectories.forget_group(group)
         return [*commands, ReportQueuedGroup(group=group)]
 
     def _forget(self, group: SampleGroupId, reason: str) -> list[Command]:
         """Aborts a group that has no entry any more."""
-        commands = self._abort(list(self.trajectories.members(group)))
+        commands = self.assignments.abort(list(self.trajectories.members(group)))
         self.trajectories.forget_group(group)
         return [*commands, ReportDroppedGroup(group=group, reason=reason)]
-
-    def _abort(self, records: list[Trajectory]) -> list[Command]:
-        stops: dict[InstanceId, list[TrajectoryId]] = {}
-        for record in records:
-            self._cancel_route(record.id)
-            # An instance that is to return it discards it just as well.
-            is_leaving = record.state is TrajectoryState.INTERRUPTING
-            if self.trajectories.abort(record) and not is_leaving and record.instance is not None:
-                stops.setdefault(record.instance, []).append(record.id)
-        for instance, ids in stops.items():
-            self.expected.stop_issued(instance, ids)
-        return [Abort(instance=name, trajectories=tuple(ids)) for name, ids in stops.items()]
-
-    def _cancel_route(self, trajectory: TrajectoryId) -> None:
-        target = self._target.pop(trajectory, None)
-        if target is not None:
-            self.expected.instances[target].coming.remove(trajectory)
-            self.expected.added(target, -1)
 
     def _train_if_ready(self) -> list[Command]:
         if not self._is_trainer_free or not self.manager.is_ready():
@@ -484,15 +394,9 @@ class RolloutCoordinator:
         self.manager.check_invariants()
         self.trajectories.check_invariants()
         self.rounds.check_invariants(self.trajectories)
-        self.freed.check_invariants(self.trajectories, self.expected.instances)
+        self.assignments.check_invariants()
+        self.freed.check_invariants(self.trajectories, self.assignments.instances)
         for _, buffer in self.manager.buffers.entries():
             for group in (*buffer.reserved, *buffer.occupied):
                 if group not in self.trajectories.groups:
                     raise InvariantError(f"group {group} is not held", law="entries are held")
-        coming = {e: name for name, at in self.expected.instances.items() for e in at.coming}
-        if coming != self._target:
-            raise InvariantError(f"{self._target} are to be routed", law="one target each")
-        for name, expected in self.expected.instances.items():
-            for each in expected.coming[:1]:
-                if self._held(each).state is not TrajectoryState.INTERRUPTING:
-                    raise InvariantError(f"trajectory {each} is not sent to {name}", law="sent")

@@ -8,6 +8,7 @@ own (`Generated`, `GenerationFailed`), which comes before a `Stopped` that does 
 
 from dataclasses import dataclass
 
+from plexrl.rollout.coordinator.settings import Routing
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
@@ -67,8 +68,9 @@ class PolicyChanged(Event):
     of a group are the same. Groups for which they leave no place begin anew."""
 
     bound: StalenessSettings
+    routing: Routing = "throughput"
     scale_down: ScaleDownSettings | None = None
-    """As in `CoordinatorSettings`."""
+    """As in `CoordinatorSettings`, like `routing`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.batching.rounds import HeldPrompts
-from plexrl.rollout.coordinator.speculation import ExpectedInstance
+from plexrl.rollout.coordinator.assignment.speculation import ExpectedInstance
 from plexrl.rollout.staleness.manager import HeldEntries, StalenessSettings
 from plexrl.rollout.streaming.scale_down import HeldScaleDown
 from plexrl.rollout.trajectories.record import InstanceId

@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import (
@@ -347,10 +346,10 @@ class LiveRollout:
         """Go on with the policy of an order that is equal otherwise. Raises InvalidRequestError:
         the rollout cannot have it."""
         settings = order.settings()
-        changed = PolicyChanged(bound=settings.staleness, scale_down=settings.scale_down)
+        changed = PolicyChanged(
+            bound=settings.staleness, routing=settings.routing, scale_down=settings.scale_down
+        )
         self.handle(changed, order=order)
-        # Stored with the order: strategies are no part of the coordinator's state.
-        self.core.settings = replace(self.core.settings, routing=settings.routing)
         self.store.keeps_examples = order.length_aware
         self.order = order
 

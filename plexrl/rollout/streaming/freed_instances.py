@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.batching.rounds import Rounds
+from plexrl.rollout.coordinator.assignment.speculation import ExpectedInstance
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
-from plexrl.rollout.coordinator.speculation import ExpectedInstance
 from plexrl.rollout.streaming.scale_down import (
     HeldScaleDown,
     RoundInstance,
@@ -48,11 +48,6 @@ class FreedInstances:
         """All instances take part again."""
         if self._scale_down is not None:
             self._scale_down.begin_round()
-
-    def generated(self, response_tokens: int) -> None:
-        """A response of so many tokens is complete."""
-        if self._scale_down is not None:
-            self._scale_down.generated(response_tokens)
 
     def lost(self, instance: InstanceId) -> None:
         """An instance has ended."""
@@ -102,7 +97,7 @@ class FreedInstances:
             for each in snapshots
             if each.serves
         ]
-        freed = core.decide(*progress, instances, unfinished)
+        freed = core.decide(*progress, instances, unfinished, server.lengths.recent)
         return {each: _routed(server, each) for each in freed}
 
     def check_invariants(

@@ -36,8 +36,6 @@ class ScaleDownSettings:
     """Percentage beyond which there is no look."""
     step_percent: int = 5
     """Percentage that is generated from one look to the next."""
-    lengths_max: int = 4096
-    """Latest responses whose lengths are kept."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -76,8 +74,6 @@ class UnfinishedSample:
 class HeldScaleDown:
     """What is known between two looks."""
 
-    lengths: list[int] = field(default_factory=list)
-    """Of the latest responses, in tokens, the oldest first."""
     looked_at: int = 0
     """Samples of the round that were generated at the latest look."""
     is_scaled_down: bool = False
@@ -87,7 +83,7 @@ class HeldScaleDown:
 
 
 class ScaleDown:
-    """The decision, and the lengths of past responses."""
+    """The decision, at most once in a round."""
 
     def __init__(self, settings: ScaleDownSettings, held: HeldScaleDown | None = None) -> None:
         """`held` is the state of an earlier one, of which this becomes the owner."""
@@ -99,12 +95,6 @@ class ScaleDown:
         self.held.looked_at = 0
         self.held.is_scaled_down = False
         self.held.freed = []
-
-    def generated(self, response_tokens: int) -> None:
-        """A response is complete; its length counts as a past one from now on."""
-        lengths = self.held.lengths
-        lengths.append(response_tokens)
-        del lengths[: -self._settings.lengths_max]
 
     def is_due(self, generated: int, samples: int) -> bool:
         """Whether `decide` would look, when so many of all samples of the round are generated."""
@@ -122,26 +112,28 @@ class ScaleDown:
         samples: int,
         instances: Sequence[RoundInstance],
         unfinished: Sequence[UnfinishedSample],
+        past: Sequence[int],
     ) -> tuple[InstanceId, ...]:
         """The instances to free now, by id; they take part in no later look of the round.
 
         `generated` of all `samples` of the round are complete, `unfinished` are those that still
-        have to be generated.
+        have to be generated. `past` are the lengths of past responses, in tokens.
         """
         if not self.is_due(generated, samples):
             return ()
         self.held.looked_at = generated
         freed = half_of(instances, unfinished)
         kept = sum(each.kv_tokens for each in instances if each.instance not in freed)
-        if not freed or self.projected_peak(unfinished) > kept:
+        if not freed or self.projected_peak(unfinished, past) > kept:
             return ()
         self.held.is_scaled_down = True
         self.held.freed = list(freed)
         return freed
 
-    def projected_peak(self, unfinished: Iterable[UnfinishedSample]) -> int:
-        """The most tokens of KV cache that the samples are expected to have at one time."""
-        left = self._tokens_left(unfinished)
+    def projected_peak(self, unfinished: Iterable[UnfinishedSample], past: Iterable[int]) -> int:
+        """The most tokens of KV cache that the `unfinished` samples are expected to have at one
+        time; `past` as for `decide`."""
+        left = self._tokens_left(unfinished, sorted(past))
         # Just before a sample ends, all that end with it or later have grown by what it lacked.
         left.sort(reverse=True)
         held = accumulate(tokens for _, tokens in left)
@@ -153,10 +145,12 @@ class ScaleDown:
             default=0,
         )
 
-    def _tokens_left(self, unfinished: Iterable[UnfinishedSample]) -> list[tuple[int, int]]:
-        """Of each sample the tokens that are still to be generated, and those that it has."""
+    def _tokens_left(
+        self, unfinished: Iterable[UnfinishedSample], past: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Of each sample the tokens that are still to be generated, and those that it has. `past`
+        ascends."""
         limit = self._settings.response_tokens_max
-        past = sorted(self.held.lengths)
         # Sums of the lengths from each position to the end.
         sums = [*accumulate(reversed(past))]
         found = []

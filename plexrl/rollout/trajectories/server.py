@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
-from plexrl.rollout.ranking.lengths import Lengths
+from plexrl.rollout.trajectories.lengths import Lengths
 from plexrl.rollout.trajectories.record import (
     ON_INSTANCE,
     Change,

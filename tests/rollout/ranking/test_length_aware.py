@@ -17,6 +17,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupAdded,
     InstanceJoined,
     ParametersPushed,
+    PolicyChanged,
     Pull,
     Pulled,
     Rewarded,
@@ -24,7 +25,7 @@ from plexrl.rollout.coordinator.messages import (
     SnapshotTaken,
     Train,
 )
-from plexrl.rollout.coordinator.settings import CoordinatorSettings
+from plexrl.rollout.coordinator.settings import CoordinatorSettings, Routing
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.staleness.manager import StalenessSettings
@@ -239,3 +240,23 @@ def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) 
     assert replace(order, length_aware=False).settings().routing == "throughput"
     with pytest.raises(InvalidRequestError, match="length_aware is set and eta_prompts"):
         replace(order, **eta)  # type: ignore[arg-type]
+
+
+CHANGES: tuple[tuple[Routing, ...], ...] = ((), ("throughput",), ("throughput", "length-aware"))
+
+
+def test_a_change_of_the_policy_changes_the_routing() -> None:
+    """The coordinator decides as one that has had the policy from the start."""
+    orders = []
+    for changes in CHANGES:
+        rig = first_batch(10, 4)
+        for routing in changes:
+            bound = rig.core.settings.staleness
+            rig.tell(PolicyChanged(bound=bound, routing=routing))
+        rig.add([10] * 8 + [1000] * 2)
+        rig.tell(BatchRequested())
+        rig.cycle()
+        rig.cycle()
+        orders.append(rig.orders)
+    assert orders[0] == orders[2]
+    assert orders[0] != orders[1]

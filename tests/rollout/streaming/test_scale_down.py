@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.streaming.scale_down import (
-    HeldScaleDown,
     RoundInstance,
     ScaleDown,
     ScaleDownSettings,
@@ -96,8 +95,8 @@ def test_half_is_freed_if_whole_instances_make_it_up_and_what_is_left_fits(
     samples: int,
     generated: int,
 ) -> None:
-    core = ScaleDown(SETTINGS, HeldScaleDown(lengths=list(lengths)))
-    freed = core.decide(generated, samples, fleet, unfinished)
+    core = ScaleDown(SETTINGS)
+    freed = core.decide(generated, samples, fleet, unfinished, lengths)
 
     half = best_half(fleet, unfinished)
     kept = sum(each.kv_tokens for each in fleet if each.instance not in (half or ()))
@@ -125,8 +124,6 @@ def test_a_round_frees_once_and_is_looked_at_each_further_twentieth(
     samples: int,
 ) -> None:
     core, generated, freed, looks = ScaleDown(SETTINGS), 0, 0, [0]
-    for length in lengths:
-        core.generated(length)
     for step in steps:
         generated += step
         is_due = core.is_due(generated, samples)
@@ -134,46 +131,37 @@ def test_a_round_frees_once_and_is_looked_at_each_further_twentieth(
         if is_due:
             assert (generated - looks[-1]) / samples >= 0.05
             looks.append(generated)
-        freed += bool(core.decide(generated, samples, fleet, unfinished))
+        freed += bool(core.decide(generated, samples, fleet, unfinished, lengths))
     assert freed <= 1
     core.begin_round()
-    again = ScaleDown(SETTINGS, HeldScaleDown(lengths=list(lengths)))
+    again = ScaleDown(SETTINGS)
     now = -(-samples // 4)
-    assert core.decide(now, samples, fleet, unfinished) == again.decide(
-        now, samples, fleet, unfinished
+    assert core.decide(now, samples, fleet, unfinished, lengths) == again.decide(
+        now, samples, fleet, unfinished, lengths
     )
 
 
 def test_a_second_look_frees_what_did_not_fit_at_the_first() -> None:
     core, fleet = ScaleDown(SETTINGS), [instance("a"), instance("b")]
-    core.generated(21)
-    assert core.decide(2, 10, fleet, [sample("a", response=20)] * 8) == ()
-    assert core.decide(2, 10, fleet, [sample("a", response=20)] * 4) == ()
-    assert core.decide(3, 10, fleet, [sample("a", response=20)] * 4) == ("b",)
-    assert core.decide(4, 10, fleet, []) == ()
+    assert core.decide(2, 10, fleet, [sample("a", response=20)] * 8, [21]) == ()
+    assert core.decide(2, 10, fleet, [sample("a", response=20)] * 4, [21]) == ()
+    assert core.decide(3, 10, fleet, [sample("a", response=20)] * 4, [21]) == ("b",)
+    assert core.decide(4, 10, fleet, [], [21]) == ()
 
 
 def test_a_tensor_parallel_group_is_not_split() -> None:
     core = ScaleDown(SETTINGS)
-    assert core.decide(3, 10, [instance("a", gpus=4)], []) == ()
-    assert core.decide(4, 10, [instance("a", gpus=4), instance("b", gpus=2)], []) == ()
+    assert core.decide(3, 10, [instance("a", gpus=4)], [], []) == ()
+    assert core.decide(4, 10, [instance("a", gpus=4), instance("b", gpus=2)], [], []) == ()
     three = [instance("a", gpus=2), instance("b", gpus=1), instance("c", gpus=1)]
-    assert core.decide(5, 10, three, []) == ("a",)
+    assert core.decide(5, 10, three, [], []) == ("a",)
 
 
 def test_without_a_longer_past_response_a_sample_is_expected_at_the_limit() -> None:
     core = ScaleDown(SETTINGS)
-    core.generated(7)
-    assert core.projected_peak([sample("a", prompt=5, response=7)]) == 5 + LIMIT
-    assert core.projected_peak([sample("a", prompt=5, response=6)]) == 5 + 7
-    assert core.projected_peak([]) == 0
-
-
-def test_only_the_latest_lengths_are_kept() -> None:
-    core = ScaleDown(ScaleDownSettings(response_tokens_max=LIMIT, lengths_max=3))
-    for length in range(1, 9):
-        core.generated(length)
-    assert core.held.lengths == [6, 7, 8]
+    assert core.projected_peak([sample("a", prompt=5, response=7)], [7]) == 5 + LIMIT
+    assert core.projected_peak([sample("a", prompt=5, response=6)], [7]) == 5 + 7
+    assert core.projected_peak([], [7]) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"response_tokens_max": 0}, {"first_percent": 60}])

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from plexrl.rollout.trajectories.record import SampleGroupId
 
-RECENT_MAX = 512
+RECENT_MAX = 1024
 """Latest responses of which the lengths are kept."""
 
 
