@@ -92,4 +92,9 @@ async def control_async(prompts: Sequence[Sequence[int]], batch: plexrl.Batch) -
         assert_type(await (await rollout.sync_weights(actor)), plexrl.SyncReport)
         saving = assert_type(await actor.save_checkpoint("end"), plexrl.AsyncCheckpointFuture)
         assert_type(await saving.pinned(), plexrl.SavedCheckpoint)
+        sampling = plexrl.SamplingParams(seed=1)
+        ahead = await job.rollout(
+            "a", model, actor, instances=2, prompts=4, samples=2, sampling=sampling
+        )
+        assert_type(ahead, plexrl.AsyncBoundedRollout)
         await job.finish("cancelled", reason="enough")

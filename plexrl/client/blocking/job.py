@@ -2,14 +2,12 @@
 
 import atexit
 import logging
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsFloat
 from urllib.parse import quote
 
 from plexrl.client.blocking.bounded_rollout import BoundedRollout
@@ -19,18 +17,17 @@ from plexrl.client.blocking.deployment_kinds import (
     RolloutDeployment,
     TrainDeployment,
 )
+from plexrl.client.blocking.job_reader import JobReader
 from plexrl.client.calls import requests
 from plexrl.client.calls.controller import Controller, check_completed
-from plexrl.client.calls.download import download
 from plexrl.client.calls.heartbeats import send_heartbeats
 from plexrl.client.calls.job_exit import end_with_block, report_detached, warn_if_unfinished
 from plexrl.client.calls.transport import Transport
 from plexrl.client.data.argument_checks import source_deployment, with_reward_head
 from plexrl.client.data.demand import DemandTrace, plain_trace
-from plexrl.client.data.metric_rows import metrics_row, read_rows
+from plexrl.client.data.metric_rows import metrics_row
 from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, policy_fields
 from plexrl.client.display.handle_repr import handle_repr
-from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.futures.futures import wait_final
 from plexrl.model.parallelism import Parallelism
 from plexrl.wire.operations import SamplingParams
@@ -47,15 +44,25 @@ Dtype = Literal["float32", "bfloat16"]
 Outcome = Literal["completed", "failed", "cancelled"]
 
 
-class Job:
+class TrainSource(Protocol):
+    """A train deployment, of a blocking or of an `async` controller."""
+
+    @property
+    def deployment(self) -> str:
+        """As `Deployment.deployment`."""
+        ...
+
+    @property
+    def optim_step(self) -> Callable[..., object]:
+        """As `TrainDeployment.optim_step`."""
+        ...
+
+
+class Job(JobReader):
     """A job of this controller. As a context manager it ends the job with the block."""
 
     def __init__(self, transport: Transport, view: Plain, *, heartbeat: bool) -> None:
-        self._transport = transport
-        self.job: str = view["job"]
-        self.name: str = view["name"]
-        self.place = transport.location
-        """How another process finds the job's cluster."""
+        super().__init__(transport, view)
         self.gradients_found: dict[str, int] = {
             each["deployment"]: each["waiting_gradients"]
             for each in view.get("deployments", ())
@@ -66,7 +73,6 @@ class Job:
         self._control.receive_failure(view.get("failure"), self._control.acknowledged_count)
         self.left = threading.Event()
         """Set once this controller has ended the job or detached from it."""
-        self._path = f"/v1/jobs/{quote(self.job)}"
         self._at_exit = partial(warn_if_unfinished, self, transport)
         if heartbeat:
             # A third of the timeout, so that two lost heartbeats do no harm.
@@ -209,7 +215,7 @@ class Job:
         self,
         name: str,
         model: "ModelSpec",
-        source: TrainDeployment,
+        source: TrainSource,
         *,
         instances: int,
         policy: RolloutPolicy = SYNCHRONOUS,
@@ -373,77 +379,9 @@ class Job:
         self._control.check()
         self._transport.ask("POST", f"{self._path}/metrics", body=metrics_row(step, values))
 
-    def metrics(self, *, after: int = 0) -> list[Plain]:
-        """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,
-        `step`, `time` (seconds since the epoch) and `values`."""
-        found: list[Plain] = []
-        while True:
-            rows = self._transport.ask("GET", f"{self._path}/metrics", query={"after": after})[
-                "rows"
-            ]
-            if not rows:
-                return found
-            found += read_rows(rows)
-            after = rows[-1]["index"]
-
-    def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[Plain]:
-        """The last `lines` of each worker's log, for one `deployment` (`<job>/<name>`, or the name)
-        or for all. A warning is logged for every node that returned none."""
-        found = self.read_logs(deployment, lines=lines)
-        for each in found["failed"]:
-            LOG.warning("no logs from node %s: %s", each["node"], each["reason"])
-        return list(found["logs"])
-
-    def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
-        """`logs`: the last `lines` of each worker's log, for one `deployment` or for all; `failed`:
-        the nodes that returned none, and why."""
-        query: Plain = {"lines": lines}
-        if deployment is not None:
-            query["deployment"] = deployment
-        return self._transport.ask("GET", f"{self._path}/logs", query=query)
-
-    def checkpoints(self) -> list[Plain]:
-        """The job's checkpoints by name, with `state`, `step`, bytes written and `path`, which may
-        be a URL."""
-        return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
-
     def delete_checkpoint(self, name: str) -> None:
         """Delete the checkpoint `name`. Raises `CheckpointNotFoundError`."""
         self._transport.ask("DELETE", f"{self._path}/checkpoints/{quote(name, safe='')}")
-
-    def download_checkpoint(self, name: str, folder: str | os.PathLike[str]) -> Path:
-        """Write the files of the complete checkpoint `name` into a new folder; `transformers` can
-        load it. Returns the folder, which exists only if all of it was written.
-
-        Raises:
-            CheckpointNotFoundError: the job has no complete checkpoint of that name.
-            ConflictError: the checkpoint was replaced meanwhile.
-            InvalidRequestError: the folder exists.
-            StorageError: the folder cannot be written.
-        """
-        return download(self._transport, f"{self._path}/checkpoints/{quote(name, safe='')}", folder)
-
-    def explain(self) -> Plain:
-        """Why the job waits or runs: a summary; its unfinished operations with reason, holder and
-        estimated start; its deployments with how they got their group or why they have none; and
-        as `holders` the jobs that hold the GPUs it waits for, those without a controller first."""
-        return self._transport.ask("GET", f"{self._path}/explain")
-
-    def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
-        """Finished operations of this job after index `after`, oldest first, at most `limit`; as
-        `Cluster.operations`."""
-        query = {"job": self.job, "after": after, "limit": limit}
-        return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
-
-    def status(self) -> Plain:
-        """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""
-        return self._transport.ask("GET", self._path)
-
-    def deployment_status(self, deployment: str) -> Plain:
-        """As `Deployment.status`, for the `deployment` of that name (`<job>/<name>`, or the name
-        alone)."""
-        name = quote(deployment.rpartition("/")[2])
-        return self._transport.ask("GET", f"{self._path}/deployments/{name}")
 
     def finish(self, outcome: Outcome = "completed", reason: str = "") -> None:
         """End the job with an `outcome`: `completed`, `failed` or `cancelled`. `reason` is shown

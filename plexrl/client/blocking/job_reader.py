@@ -1,0 +1,96 @@
+"""What can be read of a job, for a blocking controller."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from plexrl.client.calls.download import download
+from plexrl.client.calls.transport import Transport
+from plexrl.client.data.metric_rows import read_rows
+from plexrl.client.futures.checkpoints import list_call
+
+LOG = logging.getLogger(__name__)
+
+Plain = dict[str, Any]
+
+
+class JobReader:
+    """Reads the state and the records of a job."""
+
+    def __init__(self, transport: Transport, view: Plain) -> None:
+        self._transport = transport
+        self.job: str = view["job"]
+        self.name: str = view["name"]
+        self.place = transport.location
+        """How another process finds the job's cluster."""
+        self._path = f"/v1/jobs/{quote(self.job)}"
+
+    def metrics(self, *, after: int = 0) -> list[Plain]:
+        """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,
+        `step`, `time` (seconds since the epoch) and `values`."""
+        found: list[Plain] = []
+        while True:
+            rows = self._transport.ask("GET", f"{self._path}/metrics", query={"after": after})[
+                "rows"
+            ]
+            if not rows:
+                return found
+            found += read_rows(rows)
+            after = rows[-1]["index"]
+
+    def logs(self, deployment: str | None = None, *, lines: int = 100) -> list[Plain]:
+        """The last `lines` of each worker's log, for one `deployment` (`<job>/<name>`, or the name)
+        or for all. A warning is logged for every node that returned none."""
+        found = self.read_logs(deployment, lines=lines)
+        for each in found["failed"]:
+            LOG.warning("no logs from node %s: %s", each["node"], each["reason"])
+        return list(found["logs"])
+
+    def read_logs(self, deployment: str | None = None, *, lines: int = 100) -> Plain:
+        """`logs`: the last `lines` of each worker's log, for one `deployment` or for all; `failed`:
+        the nodes that returned none, and why."""
+        query: Plain = {"lines": lines}
+        if deployment is not None:
+            query["deployment"] = deployment
+        return self._transport.ask("GET", f"{self._path}/logs", query=query)
+
+    def checkpoints(self) -> list[Plain]:
+        """The job's checkpoints by name, with `state`, `step`, bytes written and `path`, which may
+        be a URL."""
+        return list(self._transport.request(list_call(self.job)).json()["checkpoints"])
+
+    def download_checkpoint(self, name: str, folder: str | os.PathLike[str]) -> Path:
+        """Write the files of the complete checkpoint `name` into a new folder; `transformers` can
+        load it. Returns the folder, which exists only if all of it was written.
+
+        Raises:
+            CheckpointNotFoundError: the job has no complete checkpoint of that name.
+            ConflictError: the checkpoint was replaced meanwhile.
+            InvalidRequestError: the folder exists.
+            StorageError: the folder cannot be written.
+        """
+        return download(self._transport, f"{self._path}/checkpoints/{quote(name, safe='')}", folder)
+
+    def explain(self) -> Plain:
+        """Why the job waits or runs: a summary; its unfinished operations with reason, holder and
+        estimated start; its deployments with how they got their group or why they have none; and
+        as `holders` the jobs that hold the GPUs it waits for, those without a controller first."""
+        return self._transport.ask("GET", f"{self._path}/explain")
+
+    def operations(self, *, after: int = 0, limit: int = 1000) -> list[Plain]:
+        """Finished operations of this job after index `after`, oldest first, at most `limit`; as
+        `Cluster.operations`."""
+        query = {"job": self.job, "after": after, "limit": limit}
+        return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
+
+    def status(self) -> Plain:
+        """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""
+        return self._transport.ask("GET", self._path)
+
+    def deployment_status(self, deployment: str) -> Plain:
+        """As `Deployment.status`, for the `deployment` of that name (`<job>/<name>`, or the name
+        alone)."""
+        name = quote(deployment.rpartition("/")[2])
+        return self._transport.ask("GET", f"{self._path}/deployments/{name}")
