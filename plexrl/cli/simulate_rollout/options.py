@@ -73,8 +73,12 @@ class ClusterOptions:
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(help="qwen2.5-7b, qwen2.5-14b or qwen2.5-32b on H800, in place of --costs."),
+        typer.Option(help="qwen2.5-7b, -14b, -32b or -72b on H800, in place of --costs."),
     ] = None
+    critic: Annotated[
+        bool,
+        typer.Option("--critic", help="Training of --model has a critic of the same size, as PPO."),
+    ] = False
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an instance of --model.")] = 1
 
 
@@ -88,7 +92,7 @@ class SystemOptions:
         str,
         typer.Option(
             help="sync, one-step, inflight, inflight-rebalanced, inflight-loose, staleflow, "
-            "tail, flexes, with commas between."
+            "tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, with commas between."
         ),
     ] = "sync,one-step,inflight,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
@@ -107,6 +111,13 @@ class SystemOptions:
             "rounds of tail and flexes start."
         ),
     ] = 1.25
+    recall: Annotated[
+        float,
+        typer.Option(
+            help="Part of the longest fifth of the prompts that the ranks of streamrl-* find: 0.2 "
+            "at random, 1 if lengths are known; default: that of PlexRL's ranker."
+        ),
+    ] = 0.71
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,17 +190,19 @@ def settings(
 
 def _engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
     from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
-    from plexrl.sim.rollout.engine.models import MODELS
+    from plexrl.sim.rollout.engine.models import MODELS, PPO_OPERATIONS
 
     if cluster.model is None:
-        if cluster.tensor_parallel != 1:
-            raise InvalidRequestError("--tensor-parallel is the size of --model: give a model")
+        if cluster.tensor_parallel != 1 or cluster.critic:
+            raise InvalidRequestError("--tensor-parallel and --critic are of --model: give a model")
         return None, QWEN3_30B_A3B if cluster.costs is None else read_costs(cluster.costs)
     if cluster.costs is not None:
         raise InvalidRequestError("--model and --costs both give latencies: give one")
     if cluster.model not in MODELS:
         raise InvalidRequestError(f"--model {cluster.model!r}: use {', '.join(MODELS)}")
     model = MODELS[cluster.model]
+    if cluster.critic:
+        model = replace(model, train_operations=PPO_OPERATIONS)
     return model, model.costs(cluster.tensor_parallel)
 
 
@@ -217,6 +230,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 rollout_gpus=gpus,
                 eta_prompts=options.eta,
                 eta_responses=options.eta,
+                recall=options.recall,
             )
             for bound in (bounds if name in BOUNDED else [FIXED_STALENESS[name]])
             for each in _variants(name, ablation=options.ablation)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from plexrl.errors import InvalidRequestError
+from plexrl.rollout.ranking.dispatch import LONG_PART
 from plexrl.sim.rollout.engine.costs import EngineCosts
 from plexrl.sim.rollout.engine.models import Model
 from plexrl.sim.rollout.engine.rewards import AT_ONCE, RewardCosts
@@ -30,6 +31,13 @@ class SystemName(StrEnum):
     """PlexRL's coordinator with tail batching on all GPUs, then training on them (Flexes §3)."""
     FLEXES = "flexes"
     """As tail, with those of the other parts of Flexes that are on (`Parts`)."""
+    STREAMRL_SKEW = "streamrl-skew"
+    """As sync, with skewness-aware dispatch (StreamRL §5)."""
+    STREAMRL_SYNC = "streamrl-sync"
+    """Prompts are trained as they are complete, while others of their batch are generated, on GPUs
+    of their own, with skewness-aware dispatch (StreamRL §4.1)."""
+    STREAMRL_ASYNC = "streamrl-async"
+    """The same one step ahead: neither the update nor its transfer is waited for."""
 
 
 BOUNDED = (
@@ -39,14 +47,25 @@ BOUNDED = (
     SystemName.STALEFLOW,
 )
 """Systems with a choice of η."""
-SPLIT = (SystemName.ONE_STEP, *BOUNDED)
+STREAMED = (SystemName.STREAMRL_SYNC, SystemName.STREAMRL_ASYNC)
+"""Systems with stream generation, whose GPUs StreamRL Alg. 1 divides."""
+RANKED = (SystemName.STREAMRL_SKEW, *STREAMED)
+"""Systems with skewness-aware dispatch."""
+SPLIT = (SystemName.ONE_STEP, *BOUNDED, *STREAMED)
 """Systems with separate GPUs for rollout and training."""
 COORDINATED = (SystemName.TAIL, SystemName.FLEXES)
 """On-policy systems of the coordinator. Every prompt of the run is trained by its end."""
-ON_POLICY = (SystemName.SYNC, *COORDINATED)
+ON_POLICY = (SystemName.SYNC, *COORDINATED, SystemName.STREAMRL_SKEW)
 """Systems without staleness, whose GPUs all roll out, and then all train."""
-FIXED_STALENESS = dict.fromkeys(ON_POLICY, 0) | {SystemName.ONE_STEP: 1}
+FIXED_STALENESS = {
+    **dict.fromkeys(ON_POLICY, 0),
+    SystemName.ONE_STEP: 1,
+    SystemName.STREAMRL_SYNC: 0,
+    SystemName.STREAMRL_ASYNC: 1,
+}
 ETA_MAX = 16.0
+RECALL = 0.71
+"""Of PlexRL's ranker on prompts that it has not seen (`benchmarks/rollout_ranker.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +177,13 @@ class System:
     """How many times the prompts of a batch a short round starts (Flexes η)."""
     eta_responses: float = 1.25
     """The same for the responses to a prompt."""
+    recall: float = RECALL
+    """Of `RANKED` systems: part of the longest fifth of a batch's prompts that the ranks find
+    (StreamRL Tab. 4). 0.2: random ranks; 1: all lengths are known."""
 
     def __post_init__(self) -> None:
+        if not LONG_PART <= self.recall <= 1.0:
+            raise InvalidRequestError(f"recall is {self.recall}: give {LONG_PART:g} to 1")
         fixed = FIXED_STALENESS.get(self.name)
         if self.staleness < 0 or (fixed is not None and self.staleness != fixed):
             wanted = "at least 0" if fixed is None else str(fixed)
@@ -185,6 +209,8 @@ class System:
             parts.append(self.strategies.label)
         if self.name == SystemName.FLEXES and self.parts != Parts():
             parts.append(self.parts.label)
+        if self.name in RANKED and self.recall != RECALL:
+            parts.append(f"recall {self.recall:g}")
         return " ".join(parts)
 
 

@@ -17,7 +17,7 @@ from plexrl.sim.rollout.results.outcome import Outcome, outcome
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.run import simulate_rollout
 from plexrl.sim.rollout.setting import TAIL_ONLY, Parts, Setting, System, SystemName
-from plexrl.sim.rollout.systems.streaming import StreamTrainer
+from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
 from plexrl.sim.rollout.workload import Prompts, Workload
 
 SLOW = RewardCosts(usual_s=2.0, slow_s=30.0, slow_part=0.3)

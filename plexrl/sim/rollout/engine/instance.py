@@ -127,12 +127,14 @@ class Instance:
         self.waiting.clear()
         return removed
 
-    def pull(self, version: int, now: float) -> float:
-        """Load `version`, which takes `pull_s`; the instance must be empty. Returns the end."""
+    def pull(self, version: int, now: float, pull_s: float | None = None) -> float:
+        """Load `version`, which takes `pull_s`, by default that of the costs; the instance must be
+        empty. Returns the end."""
         if self._running or self.waiting:
             raise InvariantError(f"instance {self.number} pulls parameters with work in progress")
-        self.at_s = max(self.at_s, now) + self.costs.pull_s
-        self.pull_s += self.costs.pull_s
+        lasting_s = self.costs.pull_s if pull_s is None else pull_s
+        self.at_s = max(self.at_s, now) + lasting_s
+        self.pull_s += lasting_s
         self.version = version
         self.completed = 0
         return self.at_s

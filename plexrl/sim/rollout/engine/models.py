@@ -27,6 +27,8 @@ synchronous step with the lengths of `r1`, as measured for veRL (Flexes Tab. 1: 
 most 16 384 tokens, 32 GPUs, the mean of three tasks)."""
 ALL_REDUCE_S = 15e-6
 """Seconds of an all-reduce of few bytes between GPUs of a node: an assumption."""
+PPO_OPERATIONS = 18.0
+"""Of PPO with a critic of the same size: values and both passes of the critic, too."""
 PULL_RATE = 61.1e9 / QWEN3_30B_A3B.pull_s
 """Bytes per second at which a GPU receives weights (StaleFlow Tab. 3)."""
 
@@ -62,6 +64,9 @@ class Model:
     gpu: Gpu = H800
     train_part: float = TRAIN_PART
     """Part of the peak at which training computes."""
+    train_operations: float = 10.0
+    """Operations of training by parameter and token: log-probs of actor and reference, and both
+    passes. `PPO_OPERATIONS` with a critic."""
     head_tokens: int = 128
 
     @property
@@ -74,8 +79,7 @@ class Model:
         return int((MEMORY_PART * self.gpu.memory * tp - 2 * self.parameters) / self._token_bytes)
 
     def costs(self, tp: int) -> EngineCosts:
-        """Latencies of an instance of `tp` GPUs. Training computes log-probs of actor and reference
-        and both passes: 10 operations a parameter and token.
+        """Latencies of an instance of `tp` GPUs.
 
         Raises:
             InvalidRequestError: the group is larger than a node, or the weights do not fit.
@@ -100,7 +104,9 @@ class Model:
             prefill_s_per_token2=2 * self.layers * self.hidden / (PREFILL_COMPUTE * compute),
             pull_s=2 * self.parameters / tp / PULL_RATE,
             push_s=2 * self.parameters / tp / PULL_RATE,
-            train_gpu_s_per_token=10 * self.parameters / (self.train_part * gpu.flops),
+            train_gpu_s_per_token=self.train_operations
+            * self.parameters
+            / (self.train_part * gpu.flops),
         )
 
     def sizes(self, longest: int) -> list[int]:
@@ -114,4 +120,5 @@ class Model:
 QWEN25_7B = Model(name="qwen2.5-7b", parameters=7.62e9, layers=28, hidden=3584, kv_heads=4)
 QWEN25_14B = Model(name="qwen2.5-14b", parameters=14.77e9, layers=48, hidden=5120, kv_heads=8)
 QWEN25_32B = Model(name="qwen2.5-32b", parameters=32.76e9, layers=64, hidden=5120, kv_heads=8)
-MODELS = {each.name: each for each in (QWEN25_7B, QWEN25_14B, QWEN25_32B)}
+QWEN25_72B = Model(name="qwen2.5-72b", parameters=72.7e9, layers=80, hidden=8192, kv_heads=8)
+MODELS = {each.name: each for each in (QWEN25_7B, QWEN25_14B, QWEN25_32B, QWEN25_72B)}

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.setting import SPLIT, Setting, System, SystemName, check_system
+from plexrl.sim.rollout.systems.baselines.inflight import InFlight
+from plexrl.sim.rollout.systems.baselines.one_step import OneStep
+from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
 from plexrl.sim.rollout.systems.coordinated import Coordinated
-from plexrl.sim.rollout.systems.inflight import InFlight
-from plexrl.sim.rollout.systems.on_policy import OnPolicy
-from plexrl.sim.rollout.systems.one_step import OneStep
-from plexrl.sim.rollout.systems.synchronous import Synchronous
+from plexrl.sim.rollout.systems.flexes.on_policy import OnPolicy
+from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
+from plexrl.sim.rollout.systems.streamrl.streamed import Streamed
 from plexrl.sim.rollout.world import Policy, World
 
 LANE_BUFFERS = 4
@@ -55,3 +57,8 @@ def _policy(world: World, system: System) -> Policy:
             return Coordinated(world, system)
         case SystemName.TAIL | SystemName.FLEXES:
             return OnPolicy(world, system)
+        case SystemName.STREAMRL_SKEW:
+            return Synchronous(world, SkewnessAware(world.setting, system.recall))
+        case SystemName.STREAMRL_SYNC | SystemName.STREAMRL_ASYNC:
+            skewness = SkewnessAware(world.setting, system.recall)
+            return Streamed(world, system.staleness, skewness)

@@ -1,10 +1,13 @@
 """Distributes trajectories over instances that have the same version."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.world import Policy, World
+
+Dispatcher = Callable[[World, Policy, Sequence[Trajectory]], None]
+"""Routes trajectories to idle or busy instances of one version."""
 
 
 def dispatch(world: World, policy: Policy, trajectories: Sequence[Trajectory]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import Trajectory
-from plexrl.sim.rollout.systems.dispatch import dispatch
+from plexrl.sim.rollout.systems.dispatch import Dispatcher, dispatch
 from plexrl.sim.rollout.systems.groups import Groups
 from plexrl.sim.rollout.world import World
 
@@ -13,8 +13,10 @@ class Synchronous:
     """Generates a batch on all GPUs, grades it, trains it on all GPUs, updates all instances,
     repeats."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, dispatcher: Dispatcher = dispatch) -> None:
+        """`dispatcher` distributes each batch over the instances."""
         self._world = world
+        self._dispatch = dispatcher
         self._groups = Groups(world.prompts)
         self._ready: list[Trajectory] = []
         self._rewards = Rewards(world.setting.rewards, world.setting.workload.seed)
@@ -44,4 +46,4 @@ class Synchronous:
 
     def _generate(self) -> None:
         world = self._world
-        dispatch(world, self, self._groups.take(world.setting.batch_groups))
+        self._dispatch(world, self, self._groups.take(world.setting.batch_groups))

@@ -31,7 +31,7 @@ from plexrl.sim.rollout.engine.rewards import Rewards
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.setting import System
 from plexrl.sim.rollout.systems.coordinated import Coordinated, instance_name
-from plexrl.sim.rollout.systems.streaming import StreamTrainer
+from plexrl.sim.rollout.systems.flexes.streaming import StreamTrainer
 from plexrl.sim.rollout.world import World
 
 LOOKS = 100

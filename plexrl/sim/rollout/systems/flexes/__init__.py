@@ -1,0 +1,1 @@
+"""Flexes on the virtual clock: rounds, rewards beside generation, the stream trainer."""

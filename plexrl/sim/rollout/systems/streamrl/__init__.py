@@ -1,0 +1,1 @@
+"""StreamRL on the virtual clock: dispatch by ranks, streamed batches, division of the GPUs."""
