@@ -37,8 +37,8 @@ class World:
 
     def __init__(self, setting: Setting, system: System, recorder: Recorder) -> None:
         costs = setting.costs
-        is_colocated = system.name in ON_POLICY
-        rollout = setting.gpus if is_colocated else system.rollout_gpus
+        self._is_colocated = system.name in ON_POLICY
+        rollout = setting.gpus if self._is_colocated else system.rollout_gpus
         self.setting = setting
         self.prompts = Prompts(setting.workload)
         self.recorder = recorder
@@ -46,7 +46,7 @@ class World:
         self.version = 0
         """Version of the trained parameters: the number of finished training steps."""
         self.instances = [Instance(number, costs) for number in range(rollout // costs.gpus)]
-        self.train_gpus = setting.gpus if is_colocated else setting.gpus - rollout
+        self.train_gpus = setting.gpus if self._is_colocated else setting.gpus - rollout
         self.is_training = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -99,6 +99,7 @@ class World:
         self.is_training = True
         tokens = sum(each.length for each in trajectories)
         left_s = self.setting.costs.train_s(tokens - done_tokens, self.train_gpus)
+        whole_s = self.setting.costs.train_s(tokens, self.train_gpus)
         end_s = self.now + left_s
         self.recorder.trained(
             self.version,
@@ -107,6 +108,8 @@ class World:
             trajectories,
             round_kind=round_kind,
             reward_s=reward_s,
+            # GPUs that roll out, too, are not those of the trainer.
+            early_s=0.0 if self._is_colocated else whole_s - left_s,
         )
         self.at(end_s, lambda: self._trained(policy))
 

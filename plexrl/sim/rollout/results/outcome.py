@@ -92,7 +92,7 @@ def outcome(setting: Setting, system: System, recorder: Recorder) -> Outcome:
         decode=recorder.decode_gpu_s / gpu_s,
         prefill=recorder.prefill_gpu_s / gpu_s,
         pull=recorder.pull_gpu_s / gpu_s,
-        train=sum(step.end_s - step.start_s for step in measured) / lasting_s,
+        train=sum(step.early_s + step.end_s - step.start_s for step in measured) / lasting_s,
         prefills=recorder.admissions / all_trained,
         preemptions=recorder.preemptions / all_trained,
         run_s=recorder.end_s,

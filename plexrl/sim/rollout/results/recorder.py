@@ -26,6 +26,8 @@ class TrainStep:
     """`short` or `long` with tail batching, otherwise empty."""
     reward_s: float
     """Seconds before the step in which only its rewards were computed."""
+    early_s: float
+    """Seconds in which the trainer worked on the batch before it was complete."""
     staleness: dict[int, int]
     """Trajectories by V_buf - V_traj, where V_traj is the oldest version in them."""
 
@@ -87,6 +89,7 @@ class Recorder:
         *,
         round_kind: str = "",
         reward_s: float = 0.0,
+        early_s: float = 0.0,
     ) -> None:
         """A training step on these trajectories begins.
 
@@ -121,6 +124,7 @@ class Recorder:
                 response_tokens=sum(each.response_tokens for each in trajectories),
                 round_kind=round_kind,
                 reward_s=reward_s,
+                early_s=early_s,
                 staleness=dict(sorted(staleness.items())),
             )
         )
