@@ -113,7 +113,10 @@ def _checked_trace(trace: str, base: Scenario, copy: Path) -> tuple[Scenario, Su
         # A single pass: faults are known at its end, before any run.
         source = replace(source, skip_bad=True)
     jobs = source.read(problems)
-    survey = surveyed(copied(jobs if skips else _all_good(jobs, problems, trace), copy))
+    survey = surveyed(
+        copied(jobs if skips else _all_good(jobs, problems, trace), copy),
+        places_rollouts=base.places_rollouts,
+    )
     base = replace(base, source=source)
     if base.behaviour.responses:
         read_longest_of(base.behaviour.responses, base.behaviour.lengths)

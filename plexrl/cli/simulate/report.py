@@ -111,6 +111,10 @@ def scenario_lines(
             f"{survey.jobs:,} over {span(survey.arrivals_s)}, of up to {survey.gpus_max} GPUs",
         ),
         ("cluster", _same(f"{nodes_of(each)} nodes ({_types(each)})" for each in scenarios)),
+        (
+            "rollouts",
+            "on the cluster's GPUs" if first.places_rollouts else "outside of the cluster",
+        ),
         *price_lines(first),
         ("jitter of cycles", _same(_jitter(each) for each in scenarios)),
         ("context switch", _same(_switch(each) for each in scenarios)),
@@ -120,7 +124,7 @@ def scenario_lines(
     ]
     behaviour = first.behaviour
     if behaviour.responses:
-        lines.append(("rollouts", f"{behaviour.responses} responses, lengths {behaviour.lengths}"))
+        lines.append(("responses", f"{behaviour.responses} responses, lengths {behaviour.lengths}"))
     if behaviour.stalls is not None:
         stalls = behaviour.stalls
         lines.append(("tool stalls", f"{percent(stalls.chance)} of cycles, {span(stalls.mean_s)}"))

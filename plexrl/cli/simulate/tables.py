@@ -53,7 +53,7 @@ def print_survey(trace: str, survey: Survey) -> None:
     """Print the total demand of the trace."""
     print_line(
         f"{trace}: {job_count(survey.jobs)} over {span(survey.arrivals_s)}, "
-        f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} training "
+        f"up to {survey.gpus_max} GPUs each; they hold {hours(survey.held_gpu_s / 3600)} "
         f"GPU-hours alone, and need {percent(_part(survey.busy_gpu_s, survey.held_gpu_s))} of them."
     )
 
@@ -93,8 +93,8 @@ def print_runs(runs: Sequence[Run]) -> None:
         _add(
             gpus,
             {
-                "training busy": percent(utilisation(result)),
-                "training GPU-h": hours(result.gpus * result.drain_s / 3600),
+                "busy": percent(utilisation(result)),
+                "cluster GPU-h": hours(result.gpus * result.drain_s / 3600),
                 "rollout GPU-h": hours(result.rollout_gpu_hours),
                 "GPU-h /cycle": f"{result.gpu_hours_per_cycle:,.2f}",
                 "switches": f"{result.switches:,}",
@@ -110,7 +110,9 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 def _print_notes(runs: Sequence[Run], isolated: Mapping[Scenario, SimResult]) -> None:
     """Print notes on the table and the headlines."""
-    if any(result.rollout_gpu_hours for _, result in runs):
+    if any(result.places_rollouts for _, result in runs):
+        print_line("All figures count the whole cluster, with the GPUs of rollouts.")
+    elif any(result.rollout_gpu_hours for _, result in runs):
         print_line(
             "Drain and bound count training GPUs only; cost and GPU-h/cycle also rollout GPUs."
         )

@@ -54,7 +54,8 @@ class _Steps:
     """The steps of one event: which one runs, and how many there were."""
 
     _count = 0
-    _kind = _subject = ""
+    _kind = ""
+    _subject = ""
 
     def __init__(self, state: State, skipped: frozenset[str]) -> None:
         self._state, self._skipped = state, skipped

@@ -6,6 +6,7 @@ from plexrl.ids import OperationId
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.job_run import JobRun
 from plexrl.sim.engine.shell import VirtualShell
+from plexrl.wire.operations import OperationKind
 
 NO_OPERATION = OperationId("")
 
@@ -61,9 +62,30 @@ class Controllers:
         begins_at = self._shell.now
         if run.rolled == run.trained + run.staleness and begins_at < run.answered_at:
             begins_at = run.answered_at
-        self._shell.at(begins_at + run.begin_rollout(), self._rollout_ended, run)
+        rollout_s = run.begin_rollout()
+        if run.rollouts is None:
+            self._shell.at(begins_at + rollout_s, self.rollout_ended, run)
+        else:
+            self._shell.at(begins_at, self._generate, run)
 
-    def _rollout_ended(self, run: JobRun) -> None:
+    def _generate(self, run: JobRun) -> None:
+        rollouts = run.rollouts
+        if rollouts is None or run.deployment not in self._runs:
+            return
+        self._send(
+            ev.OperationSubmitted(
+                rollouts.operation(),
+                rollouts.deployment,
+                OperationKind.GENERATE,
+                "{}",
+                None,
+                run.draws[-1].tokens,
+                ends_burst=True,
+            )
+        )
+
+    def rollout_ended(self, run: JobRun) -> None:
+        """Continue after a rollout."""
         if run.deployment not in self._runs:
             return
         run.rolling = False

@@ -12,7 +12,7 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.sim.workload.cycles import CycleSource, DrawnCycle
 from plexrl.sim.workload.scenario import Behaviour
 from plexrl.traces import TraceJob
-from plexrl.traces.generate.published import cycles_in
+from plexrl.traces.generate.published import STATE_BYTES_PER_PARAMETER, cycles_in
 from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 KINDS = {"update": OperationKind.FORWARD_BACKWARD}
 """Operation kind by segment function; other segments are forward passes, and the last segment of a
 cycle is its optimizer step."""
+
+WEIGHTS_PART = 2 / STATE_BYTES_PER_PARAMETER
+"""Part of a training state that rollouts load: the bf16 weights."""
 
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
@@ -47,6 +50,7 @@ class AloneClock:
         controller_s: float,
         launch_s: float,
         load_s: float,
+        rollout_load_s: float,
         snapshot_s: float,
         snapshots_after: int,
         snapshots_after_s: float,
@@ -61,7 +65,7 @@ class AloneClock:
         self._logged = 0
         self._logged_s = 0.0
         self._is_first = True
-        self._rolled_at = launch_s
+        self._rolled_at = launch_s + rollout_load_s
         self._staleness = staleness
         self._ends: list[float] = []
         """Ends of the newest cycles; the next rollout waits for the oldest."""
@@ -101,8 +105,45 @@ class AloneClock:
         return at - before
 
 
-class JobRun:
-    """A job from its submission to its end. Times are on the virtual clock."""
+class WorkerGroup:
+    """The workers of one deployment of a job."""
+
+    def __init__(self, name: str, gpus: int, state_bytes: int) -> None:
+        self.deployment = DeploymentId(name)
+        self.gpus = gpus
+        self.state_bytes = state_bytes
+        self.group: str = ""
+        """Empty while the deployment is not placed."""
+        self.incarnation = 0
+        self.run: RunOperation | None = None
+        """The command that the WPG executes."""
+        self.run_kind: RunKind = "run"
+        self.move: Move | Refusal | None = None
+        """The move in execution, if the command is a load, an offload or a snapshot."""
+        self.run_began_at = 0.0
+        self.run_s = 0.0
+
+
+class Rollouts(WorkerGroup):
+    """The rollout deployment of a job whose rollouts run on GPUs of the cluster."""
+
+    def __init__(self, owner: "JobRun") -> None:
+        state_bytes = max(1, round(WEIGHTS_PART * owner.state_bytes))
+        super().__init__(f"{owner.job}:rollout", owner.trace.rollout_gpus, state_bytes)
+        self.owner = owner
+
+    def operation(self) -> OperationId:
+        """The operation of the job's next rollout."""
+        return OperationId(f"{self.deployment}:{self.owner.rolled}")
+
+    def seconds(self, operation: str) -> float:
+        """Duration of an operation that `operation()` has named."""
+        return self.owner.cycle_source.draw(int(operation.rsplit(":", 1)[1])).rollout_s
+
+
+class JobRun(WorkerGroup):
+    """A job from its submission to its end, with the workers that train. Times are on the virtual
+    clock."""
 
     def __init__(
         self,
@@ -113,31 +154,30 @@ class JobRun:
         staleness: int,
         state_bytes: int,
     ) -> None:
+        super().__init__(name, trace.gpus, state_bytes)
         self.trace = trace
         self.job_id = trace.job_id
         self.cycle_source = cycle_source
         self.job = JobId(name)
-        self.deployment = DeploymentId(name)
-        self.gpus = trace.gpus
-        self.state_bytes = state_bytes
+        self.rollouts: Rollouts | None = None
+        """Absent if rollouts run outside of the cluster."""
         self.staleness = staleness
         self.kinds = (*map(kind_of, cycle_source.functions[:-1]), OperationKind.OPTIM_STEP)
         self.cycles = cycles_of(trace)
         self.alone: AloneClock | None = None
         """Absent until the job is placed: its speed depends on the node type."""
         self.placed_at: float | None = None
-        self.group: str = ""
-        """Empty while the job is not placed."""
         self.node_type = ""
         self.speed = 1.0
-        self.incarnation = 0
         self.rolled = 0
         """Completed rollouts."""
         self.rolling = False
         self.trained = 0
-        """CycleSource that are over."""
+        """Cycles that are over."""
         self.worked_s = 0.0
         """Training seconds of the completed cycles, without work repeated after failures."""
+        self.rolled_s = 0.0
+        """Seconds of their rollouts."""
         self.training = False
         self.answered_at = 0.0
         """When the controller can submit again after the last answer."""
@@ -149,13 +189,12 @@ class JobRun:
         self.step = 0
         self.tokens = 0
         self.operation = OperationId("")
-        self.run: RunOperation | None = None
-        """The command that the WPG executes."""
-        self.run_kind: RunKind = "run"
-        self.move: Move | Refusal | None = None
-        """The move in execution, if the command is a load, an offload or a snapshot."""
-        self.run_began_at = 0.0
-        self.run_s = 0.0
+
+    @property
+    def owner(self) -> "JobRun":
+        """The job: itself, as for `Rollouts`."""
+        # A property, because a job that is a cycle of references is not freed when it ends.
+        return self
 
     @property
     def may_roll(self) -> bool:
@@ -196,6 +235,7 @@ class JobRun:
         for _, work_s, _ in self.steps:
             worked_s += work_s
         self.worked_s += worked_s / self.speed
+        self.rolled_s += drawn.rollout_s
         return self.alone.cycle(drawn.rollout_s, self.steps, self.speed)
 
     def steps_of(self, drawn: DrawnCycle) -> tuple[Step, ...]:
@@ -209,6 +249,10 @@ class JobRun:
         """The step of an operation of an earlier cycle that is repeated."""
         cycle, index = operation.rsplit(":", 2)[1:]
         return self.steps_of(self.cycle_source.draw(int(cycle)))[int(index)]
+
+
+Workers = JobRun | Rollouts
+"""Those of any deployment."""
 
 
 def kind_of(function: str) -> OperationKind:

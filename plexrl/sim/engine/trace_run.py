@@ -17,12 +17,12 @@ from plexrl.errors import (
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.sim.engine.arrival import deployments, submission
 from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.fault_injector import FaultInjector
-from plexrl.sim.engine.job_run import AloneClock, JobRun, demand_of
+from plexrl.sim.engine.job_run import AloneClock, JobRun, Rollouts, Workers, demand_of
 from plexrl.sim.engine.shell import (
-    FOREVER_S,
     CommandHandler,
     VirtualShell,
     virtual_config,
@@ -89,7 +89,9 @@ class TraceRun:
         self._config = config
         self._source: Iterator[TraceJob] = scenario.source.jobs()
         self._runs: dict[str, JobRun] = {}
-        """Live jobs by deployment; a deployment has the name of its job."""
+        """Live jobs by the deployment that trains; it has the name of its job."""
+        self._rollouts: dict[str, Rollouts] = {}
+        """Rollout deployments of live jobs."""
         self._groups = GroupMembers(self._collector)
         self._node_types = _node_types(scenario)
         self._types = {pool.node_type.name: pool.node_type for pool in scenario.pools}
@@ -113,8 +115,8 @@ class TraceRun:
             cycle_over=self._cycle_over,
             job_over=self._job_over,
         )
-        self._stopped: list[JobRun] = []
-        """Jobs whose workers the core has stopped: they either end or move."""
+        self._stopped: list[Workers] = []
+        """Deployments whose workers the core has stopped: they either end or move."""
         self._is_last_seen = False
         self.jobs_seen = 0
         self.jobs_done = 0
@@ -209,16 +211,17 @@ class TraceRun:
         while self._stopped:
             self._update_placement(self._stopped.pop())
 
-    def _update_placement(self, run: JobRun) -> None:
-        if run.deployment not in self._runs:
+    def _update_placement(self, run: Workers) -> None:
+        job = run.owner
+        if job.deployment not in self._runs:
             return
         try:
-            view = self.shell.core.job_view(run.job, self.shell.now)
+            view = self.shell.core.job_view(job.job, self.shell.now)
         except UnknownJobError:
-            self._fail(run)
+            self._fail(job)
             return
         if view["state"] in ("FAILED", "CANCELLED"):
-            self._fail(run)
+            self._fail(job)
             return
         group = self.shell.core.deployment_view(run.deployment, self.shell.now)["group"]
         self._groups.put(run, group or "", self.shell.now)
@@ -256,35 +259,21 @@ class TraceRun:
             state_bytes=state_bytes,
         )
         self._runs[run.deployment] = run
+        if scenario.places_rollouts and job.rollout_gpus:
+            run.rollouts = Rollouts(run)
+            self._rollouts[run.rollouts.deployment] = run.rollouts
         self._collector.job_submitted(job, shell.now)
         self._faults.job_submitted(run.deployment, job.job_id)
         tenant = TenantId(job.tenant or "-")
         if tenant not in self._tenants:
             self._tenants.add(tenant)
             self._send(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
-        self._send(
-            ev.JobSubmitted(
-                job=run.job,
-                tenant=tenant,
-                name=run.job,
-                controller_timeout_s=FOREVER_S,
-                reattach_timeout_s=FOREVER_S,
-                priority=job.priority,
-            )
-        )
-        created = ev.DeploymentCreated(
-            deployment=run.deployment,
-            job=run.job,
-            kind="train",
-            workers=job.gpus,
-            state_bytes=state_bytes,
-            exclusive=False,
-            spec_json="{}",
-            node_type=job.node_type if job.node_type in self._types else "",
-            trace=demand_of(job, behaviour) if scenario.warm else None,
-        )
+        self._send(submission(run, tenant))
+        node_type = job.node_type if job.node_type in self._types else ""
+        demand = demand_of(job, behaviour) if scenario.warm else None
         try:
-            self._send(created)
+            for created in deployments(run, node_type, demand):
+                self._send(created)
         except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # The job is larger than the cluster or its memory.
             self._finish(run, "failed")
@@ -292,10 +281,11 @@ class TraceRun:
 
     def _cycle_over(self, run: JobRun) -> None:
         now, job_id = self.shell.now, run.job_id
-        before_s = run.worked_s
+        before_s, rolled_before_s = run.worked_s, run.rolled_s
         alone_s = run.end_cycle()
         if self._checker is not None and self._has_one_speed:
-            self._checker.drawn(run.job, run.worked_s - before_s)
+            rolled_s = 0.0 if run.rollouts is None else run.rolled_s - rolled_before_s
+            self._checker.drawn(run.job, run.worked_s - before_s + rolled_s)
         took_s = now - run.cycle_began_at
         run.cycle_began_at = now
         self._collector.cycle_ended(job_id, took_s, alone_s)
@@ -317,6 +307,13 @@ class TraceRun:
         self._states.forget(run.deployment)
         self._faults.job_ended(run.deployment)
         self._groups.put(run, "", self.shell.now)
+        worked_gpu_s = run.gpus * run.worked_s
+        if run.rollouts is not None:
+            del self._rollouts[run.rollouts.deployment]
+            self._states.forget(run.rollouts.deployment)
+            self._groups.put(run.rollouts, "", self.shell.now)
+            worked_gpu_s += run.rollouts.gpus * run.rolled_s
+            run.rollouts = None
         self.jobs_done += 1
         alone_s = 0.0 if run.alone is None else run.alone.now
         self._collector.job_ended(
@@ -324,15 +321,19 @@ class TraceRun:
             self.shell.now,
             outcome,
             alone_s,
-            run.gpus * run.worked_s,
+            worked_gpu_s,
         )
         if self._is_last_seen and not self._runs:
             self.shell.is_over = True
 
     # Commands
 
+    def _workers(self, deployment: str) -> Workers | None:
+        """Those of a live job's deployment."""
+        return self._runs.get(deployment) or self._rollouts.get(deployment)
+
     def _launch_workers(self, command: cmd.LaunchWorkers) -> None:
-        run = self._runs.get(command.deployment)
+        run = self._workers(command.deployment)
         if run is None:
             return
         self._groups.put(run, command.group, self.shell.now)
@@ -340,37 +341,46 @@ class TraceRun:
         self._collector.nodes_taken(command.group, nodes, self.shell.now)
         self._states.launched(command, run.state_bytes)
         run.incarnation = command.incarnation
-        kind = self._node_types[command.ranks[0].node]
+        if isinstance(run, JobRun):
+            self._placed(run, self._node_types[command.ranks[0].node])
+        self.shell.at(self.shell.now + self.scenario.launch_s, self._launched, command)
+
+    def _placed(self, run: JobRun, kind: NodeType) -> None:
         run.node_type, run.speed = kind.name, kind.speed
         if run.placed_at is None:
             run.placed_at = run.cycle_began_at = self.shell.now
             run.alone = self._alone(run)
             self._collector.job_placed(run.trace.job_id, self.shell.now)
-        self.shell.at(self.shell.now + self.scenario.launch_s, self._launched, command)
 
     def _alone(self, run: JobRun) -> AloneClock:
         where = (run.node_type, run.state_bytes, run.gpus)
+        rollout_load_s = 0.0
+        if (rollouts := run.rollouts) is not None:
+            own = (run.node_type, rollouts.state_bytes, rollouts.gpus)
+            rollout_load_s = self._costs.load_s(*own, "host")
         return AloneClock(
             staleness=run.staleness,
             controller_s=self.scenario.behaviour.controller_s,
             launch_s=self.scenario.launch_s,
             load_s=self._costs.load_s(*where, "host"),
+            rollout_load_s=rollout_load_s,
             snapshot_s=self._costs.offload_s(*where, "host"),
             snapshots_after=self._config.snapshot_operations,
             snapshots_after_s=self._config.snapshot_work_s,
         )
 
     def _launched(self, command: cmd.LaunchWorkers) -> None:
-        run = self._runs.get(command.deployment)
+        run = self._workers(command.deployment)
         if run is None or run.incarnation != command.incarnation:
             return
         for rank, event in zip(command.ranks, worker_ready_events(command), strict=True):
             if not self._states.is_away(rank.node):
                 self._send(event)
-        self._controllers.start(run)
+        if isinstance(run, JobRun):
+            self._controllers.start(run)
 
     def _stop_workers(self, command: cmd.StopWorkers) -> None:
-        run = self._runs.get(command.deployment)
+        run = self._workers(command.deployment)
         if run is not None:
             if run.run is not None:
                 self._record_run(run, run.run)
@@ -378,7 +388,7 @@ class TraceRun:
 
     def _release_state(self, command: cmd.ReleaseState) -> None:
         self._states.release(command)
-        run = self._runs.get(command.deployment)
+        run = self._workers(command.deployment)
         if run is not None:
             self._stopped.append(run)
 
@@ -389,12 +399,15 @@ class TraceRun:
         self._states.prefetch(command)
 
     def _run_operation(self, command: cmd.RunOperation) -> None:
-        run = self._runs[command.deployment]
+        run = self._workers(command.deployment)
+        assert run is not None, f"{command.operation} runs on no deployment"
         kind = MOVES.get(command.kind, "run")
         if kind != "run":
             move = self._states.begin(command)
             run.move = move
             took_s = move.took_s
+        elif isinstance(run, Rollouts):
+            kind, took_s = "rollout", run.seconds(command.operation)
         elif command.operation == run.operation:
             took_s = run.steps[run.step].work_s / run.speed
         else:
@@ -409,7 +422,7 @@ class TraceRun:
         shell.at(now + took_s, self._run_ended, command)
 
     def _run_ended(self, command: cmd.RunOperation) -> None:
-        run = self._runs.get(command.deployment)
+        run = self._workers(command.deployment)
         if run is None or run.run is not command:
             # Its workers were lost meanwhile.
             return
@@ -419,15 +432,18 @@ class TraceRun:
         if computed_s < 0.0:
             computed_s = 0.0
         operation = command.operation
-        if kind != "run":
+        if kind not in ("run", "rollout"):
             self._move_ended(run, command, operation, computed_s)
             return
         self._send(ev.OperationFinished(operation, command.token, computed_s))
-        if operation == run.operation:
+        if isinstance(run, Rollouts):
+            if run.owner.rolling and operation == run.operation():
+                self._controllers.rollout_ended(run.owner)
+        elif operation == run.operation:
             self._controllers.answered(run)
 
     def _move_ended(
-        self, run: JobRun, command: cmd.RunOperation, operation: OperationId, computed_s: float
+        self, run: Workers, command: cmd.RunOperation, operation: OperationId, computed_s: float
     ) -> None:
         move = run.move
         assert move is not None, f"{operation} ends that never began"
@@ -436,17 +452,17 @@ class TraceRun:
             return
         if run.run_kind == "offload" and command.kind == _OFFLOAD:
             self._switches += 1
-            self._collector.switched(run.job_id)
+            self._collector.switched(run.owner.job_id)
         moved, token = move.moved, command.token
         self._send(ev.OperationFinished(operation, token, computed_s, None, "{}", moved))
         for report in move.reports:
             self._send(report)
 
-    def _record_run(self, run: JobRun, command: cmd.RunOperation) -> None:
+    def _record_run(self, run: Workers, command: cmd.RunOperation) -> None:
         """Report a completed or interrupted run to the collector."""
         run.run = None
         began_at, now = run.run_began_at, self.shell.now
-        self._collector.ran(command.group, run.job_id, run.gpus, run.run_kind, began_at, now)
+        self._collector.ran(command.group, run.owner.job_id, run.gpus, run.run_kind, began_at, now)
 
 
 def _node_types(scenario: Scenario) -> dict[str, NodeType]:

@@ -23,7 +23,7 @@ SPANS_MAX = 5000
 
 COMPLETED = "completed"
 
-RunKind = Literal["run", "load", "offload"]
+RunKind = Literal["run", "rollout", "load", "offload"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,8 +72,10 @@ class Collector:
         self._rollout_cost = 0.0
         self._groups: dict[str, tuple[int, float]] = {}
         """GPUs and start time of each live group."""
+        self._rollout_groups: set[str] = set()
+        """Those of rollouts."""
         self._grouped_gpu_s = 0.0
-        """GPU-seconds of the groups that have ended."""
+        """GPU-seconds of the training groups that have ended."""
         self._held_nodes = HeldNodes()
         self._grouped = Series()
         self._trains = Series()
@@ -133,8 +135,9 @@ class Collector:
             self._rollout_gpus -= job.rollout_gpus
             rollout_gpu_s = job.rollout_gpus * (now - live.placed_at)
             tenant.rollout_gpu_s += rollout_gpu_s
-            self._rollout_gpu_s += rollout_gpu_s
-            self._rollout_cost += self._rollout_price(job) * rollout_gpu_s / HOUR_S
+            if not self._scenario.places_rollouts:
+                self._rollout_gpu_s += rollout_gpu_s
+                self._rollout_cost += self._rollout_price(job) * rollout_gpu_s / HOUR_S
         if outcome != COMPLETED:
             self._failed_jobs += 1
             return
@@ -182,7 +185,11 @@ class Collector:
             job.details.ran(group)
             if kind != "run":
                 job.details.move_gpu_s += held
-        if kind == "run":
+        if kind == "rollout":
+            # Tenants pay for the time for which their jobs hold rollout GPUs.
+            self._busy_gpu_s += held
+            self._trains.add(start_s, end_s, gpus)
+        elif kind == "run":
             self._busy_gpu_s += held
             self._trains.add(start_s, end_s, gpus)
             if group in self._unbilled:
@@ -203,9 +210,11 @@ class Collector:
             else:
                 self._spans_left_out += 1
 
-    def group_made(self, group: str, gpus: int, now: float) -> None:
-        """Record a new group with so many GPUs."""
+    def group_made(self, group: str, gpus: int, now: float, *, rolls_out: bool = False) -> None:
+        """Record a new group with so many GPUs; `rolls_out`: its first member generates."""
         self._groups[group] = gpus, now
+        if rolls_out:
+            self._rollout_groups.add(group)
 
     def nodes_taken(self, group: str, nodes: Sequence[str], now: float) -> None:
         """Record the nodes of a group's GPUs, each named once."""
@@ -217,7 +226,11 @@ class Collector:
         assert gpus == made_with, f"{group} had {made_with} GPUs but releases {gpus}"
         self._bill_itself(group)
         self._held_nodes.give(group, now)
-        self._grouped_gpu_s += gpus * (now - since)
+        if group in self._rollout_groups:
+            self._rollout_groups.remove(group)
+            self._rollout_gpu_s += gpus * (now - since)
+        else:
+            self._grouped_gpu_s += gpus * (now - since)
         self._grouped.add(since, now, gpus)
 
     def failed(self) -> None:
@@ -244,6 +257,7 @@ class Collector:
         return SimResult(
             policy=self._scenario.policy,
             gpus=self._scenario.gpus,
+            places_rollouts=self._scenario.places_rollouts,
             jobs=self._ended,
             failed_jobs=self._failed_jobs,
             cycles=self._cycles,

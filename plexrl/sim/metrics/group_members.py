@@ -1,7 +1,7 @@
 """Counts the members of each group: a group begins with its first member and ends with its last.
 Pure."""
 
-from plexrl.sim.engine.job_run import JobRun
+from plexrl.sim.engine.job_run import Rollouts, WorkerGroup
 from plexrl.sim.metrics.collector import Collector
 
 
@@ -12,8 +12,8 @@ class GroupMembers:
         self._collector = collector
         self._counts: dict[str, int] = {}
 
-    def put(self, run: JobRun, group: str, now: float) -> None:
-        """Move the job to this group (empty: to none)."""
+    def put(self, run: WorkerGroup, group: str, now: float) -> None:
+        """Move the deployment to this group (empty: to none)."""
         if run.group == group:
             return
         if run.group:
@@ -26,5 +26,5 @@ class GroupMembers:
             return
         if group not in self._counts:
             self._counts[group] = 0
-            self._collector.group_made(group, run.gpus, now)
+            self._collector.group_made(group, run.gpus, now, rolls_out=isinstance(run, Rollouts))
         self._counts[group] += 1

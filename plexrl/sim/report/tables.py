@@ -39,7 +39,7 @@ def summary(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
     }
     bill = {
         "cost": [short(run.result.cost) for run in runs],
-        "training GPU-h": [short(run.result.gpus * run.result.drain_s / HOUR_S) for run in runs],
+        "cluster GPU-h": [short(run.result.gpus * run.result.drain_s / HOUR_S) for run in runs],
         "rollout GPU-h": [short(run.result.rollout_gpu_hours) for run in runs],
         "GPU-h a cycle": [short(run.result.gpu_hours_per_cycle) for run in runs],
     }
@@ -83,7 +83,7 @@ def slowdowns(runs: Sequence[Run], gpus_per_node: int | None) -> Table:
                 "p95": [short(times.p95) for times in completion],
             },
         ),
-        ("training GPUs", gpus),
+        ("GPUs of the cluster", gpus),
         *([("losses", losses)] if broken else []),
     )
 

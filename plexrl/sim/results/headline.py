@@ -52,11 +52,13 @@ class Headline:
     """Policy of the baseline."""
     seeds: int
     drain: Band
-    """Drain time relative to the baseline's: time of the training GPUs."""
+    """Drain time relative to the baseline's."""
     whole: Band
     """GPU-hours of the whole cluster relative to the baseline's."""
     counts_rollouts: bool
     """Whether the runs have rollout GPUs; otherwise the drain time is sufficient."""
+    places_rollouts: bool = False
+    """Whether the drain time is of the whole cluster."""
     recovered: Band | None
     """Recovered part of the gap to the bound; absent if some seed has no gap or is slower."""
     is_quickest: bool = False
@@ -65,15 +67,19 @@ class Headline:
     @property
     def text(self) -> str:
         """The sentence."""
-        text = f"{self.scenario.policy} {drained(self.drain, self.baseline)} (training GPUs only"
+        text = f"{self.scenario.policy} {drained(self.drain, self.baseline)}"
+        if self.places_rollouts:
+            return f"{text} (whole cluster, rollouts included)."
+        text = f"{text} (training GPUs only"
         if not self.counts_rollouts:
             return f"{text}: the trace has no rollout GPUs)."
         return f"{text}), with {self.whole.text} of its GPU-hours on the whole cluster."
 
 
 def whole_gpu_hours(result: SimResult) -> float:
-    """GPU-hours of all training GPUs until the drain and of the rollout GPUs of running jobs."""
-    return result.gpus * result.drain_s / HOUR_S + result.rollout_gpu_hours
+    """GPU-hours of all GPUs until the drain, and of rollout GPUs outside of the cluster."""
+    outside = 0.0 if result.places_rollouts else result.rollout_gpu_hours
+    return result.gpus * result.drain_s / HOUR_S + outside
 
 
 def drained(drain: Band, baseline: str) -> str:
@@ -145,6 +151,7 @@ def _headline(
         drain=Band(values=tuple(sorted(drains))),
         whole=Band(values=tuple(sorted(wholes))),
         counts_rollouts=any(result.rollout_gpu_hours > 0 for _, result in group),
+        places_rollouts=all(result.places_rollouts for _, result in group),
         recovered=(
             Band(values=tuple(sorted(known_parts))) if len(known_parts) == len(parts) else None
         ),

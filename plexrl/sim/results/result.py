@@ -54,7 +54,7 @@ class Bounds:
     critical_path_s: float
     """Latest end of any job that starts at its submission and never waits."""
     area_s: float
-    """Training work by release time, divided by all training GPUs."""
+    """Work by release time, divided by all GPUs: of training, and of rollouts that are placed."""
 
     @property
     def bound_s(self) -> float:
@@ -81,6 +81,9 @@ class SimResult:
 
     policy: str
     gpus: int
+    """GPUs of the cluster."""
+    places_rollouts: bool = False
+    """Whether rollouts ran on them too."""
     jobs: int
     """Ended jobs, completed or failed."""
     failed_jobs: int
@@ -102,12 +105,13 @@ class SimResult:
     cycle_slowdown: DistributionSummary
     """Duration of a cycle / duration of the same drawn cycle on a group of its own - 1."""
     training_gpu_hours: float
-    """GPU-hours of GPUs in groups."""
+    """GPU-hours of GPUs in groups for training."""
     busy_gpu_hours: float
-    """Those of running training operations."""
+    """GPU-hours of running training operations, and of rollouts that are placed."""
     switch_gpu_hours: float
     """Those of running loads and offloads."""
     rollout_gpu_hours: float
+    """GPU-hours of GPUs in groups for rollouts, or of rollout GPUs outside of the cluster."""
     rollout_gpus_peak: int = 0
     """Most rollout GPUs in use at the same time."""
     cost: float
@@ -124,9 +128,9 @@ class SimResult:
     nodes_held: tuple[tuple[int, float], ...] = ()
     """(number of nodes held by groups, hours), ascending."""
     gpu_hours_per_cycle: float
-    """GPU-hours per cycle: training (as held by groups) and rollout."""
+    """GPU-hours per cycle: training and rollout, as held."""
     utilisation: tuple[tuple[float, float, float], ...]
-    """(start of the bin in s, part of the GPUs in groups, part that trains), at most `SERIES_BINS`
+    """(start of the bin in s, part of the GPUs in groups, part that is busy), at most `SERIES_BINS`
     bins."""
     tenants: tuple[TenantResult, ...]
     fairness: float

@@ -50,7 +50,7 @@ _STATISTICS: dict[str, str] = {
 
 
 def utilisation(result: SimResult) -> float:
-    """Part of the cluster's GPU-hours, until the drain, with a training operation."""
+    """Part of the cluster's GPU-hours, until the drain, with an operation other than a move."""
     offered = result.gpus * result.drain_s / 3600.0
     return result.busy_gpu_hours / offered if offered else 0.0
 

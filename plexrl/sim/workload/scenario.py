@@ -67,7 +67,7 @@ class NodeType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Equal training nodes of a cluster. Rollouts run on separate GPUs outside the pools."""
+    """Equal nodes of a cluster. Rollouts run outside of it, unless the scenario places them."""
 
     nodes: int
     node_type: NodeType = field(default_factory=NodeType)
@@ -192,6 +192,9 @@ class Scenario:
     failures: Failures = field(default_factory=Failures)
     warm: bool = True
     """Jobs declare their demand at submission; otherwise the scheduler profiles each job."""
+    places_rollouts: bool = False
+    """Rollouts run on GPUs of the cluster too, in groups of their own that the scheduler places
+    together with those of the training. Otherwise they are outside of it, and never short."""
     launch_s: float = 30.0
     """Start time of a job's workers: imports, process groups, building the model."""
     switch_s: float | None = None
@@ -244,7 +247,7 @@ class Scenario:
 
     @property
     def gpus(self) -> int:
-        """Training GPUs of the cluster."""
+        """GPUs of the cluster."""
         return sum(pool.nodes * pool.node_type.gpus for pool in self.pools)
 
 

@@ -45,9 +45,9 @@ class Survey:
     arrivals_s: float = 0.0
     """Submission of the last job."""
     busy_gpu_s: float = 0.0
-    """GPU-seconds in which cycles need the training GPUs."""
+    """GPU-seconds in which cycles need their GPUs."""
     held_gpu_s: float = 0.0
-    """GPU-seconds of training GPUs while jobs run: the use without sharing."""
+    """GPU-seconds of GPUs while jobs run: the use without sharing."""
     without_rollout_gpus: int = 0
     """Jobs with rollouts but without rollout GPUs."""
     kinds: dict[tuple[str, int], Kind] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class Survey:
         return max(1, largest), max(1, largest, every)
 
 
-def surveyed(jobs: Iterable[TraceJob]) -> Survey:
-    """Check and sum all jobs of a trace.
+def surveyed(jobs: Iterable[TraceJob], *, places_rollouts: bool = False) -> Survey:
+    """Check and sum all jobs of a trace; `places_rollouts`: with their rollout GPUs.
 
     Raises:
         InvalidRequestError: there are no jobs, or jobs without training GPUs, cycles or segments,
@@ -81,12 +81,14 @@ def surveyed(jobs: Iterable[TraceJob]) -> Survey:
     for job in jobs:
         survey.jobs += 1
         survey.arrivals_s = max(survey.arrivals_s, job.submit_s)
-        survey.kinds.setdefault((job.node_type, job.gpus), Kind()).add(job.job_id)
-        survey.held_gpu_s += job.gpus * job.service_s
+        gpus = job.gpus + job.rollout_gpus if places_rollouts else job.gpus
+        survey.kinds.setdefault((job.node_type, gpus), Kind()).add(job.job_id)
+        survey.held_gpu_s += gpus * job.service_s
         if job.period_s and job.segments:
             busy_s = sum(segment.duration_s for segment in job.segments)
             survey.without_rollout_gpus += not job.rollout_gpus and busy_s < job.period_s
-            survey.busy_gpu_s += job.gpus * job.service_s * min(1.0, busy_s / job.period_s)
+            busy = min(1.0, busy_s / job.period_s)
+            survey.busy_gpu_s += (job.gpus * busy + (gpus - job.gpus) * (1 - busy)) * job.service_s
         lack = _lack(job)
         if lack:
             lacking.setdefault(lack, Kind()).add(job.job_id)

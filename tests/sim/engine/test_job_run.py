@@ -34,6 +34,7 @@ def clock(
         staleness=staleness,
         controller_s=1.0,
         launch_s=30.0,
+        rollout_load_s=0.0,
         load_s=4.0,
         snapshot_s=6.0,
         snapshots_after=snapshots_after,

@@ -26,7 +26,15 @@ class ClusterOptions:
             help="Policies to compare, with commas between (docs/simulating.md), `paper` or `all`."
         ),
     ] = "isolated,isolated+backfill,spread+backfill"
-    nodes: Annotated[int, typer.Option(min=1, help="Training nodes of the cluster.")] = 256
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster.")] = 256
+    place_rollouts: Annotated[
+        bool,
+        typer.Option(
+            "--place-rollouts",
+            help="Rollouts run on GPUs of the cluster too, as many as each job requests; default: "
+            "outside of it, and never short.",
+        ),
+    ] = False
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: the node type's, 8.")
     ] = None

@@ -117,6 +117,7 @@ def scenario(
             state_survives=faults.state_survives,
         ),
         warm=not jobs.cold,
+        places_rollouts=cluster.place_rollouts,
         switch_s=cluster.switch_s,
         detail=detail(running.detail),
         check=running.check,

@@ -43,7 +43,7 @@ def drain_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | None:
         name="drain",
         title="Time to drain the trace",
         says=f"From the trace's start to the end of its last job, in {unit.name}, and as part of "
-        "the isolated run's in brackets: the time of the training GPUs only. The stroke is the "
+        "the isolated run's in brackets: the time of the cluster's GPUs. The stroke is the "
         "lower bound, which no scheduler can beat; shorter is better.",
         pictures=(Picture(svg=draw("drain", _size(runs), paint, describes="Drain times as bars")),),
         keys=(Key(label="lower bound", colour="currentColor", dash=()),),

@@ -26,26 +26,26 @@ def utilisation_plot(runs: Sequence[Run], looks: Mapping[str, Look]) -> Plot | N
     return Plot(
         name="utilisation",
         title="The cluster's GPUs over time",
-        says="Part of the training GPUs that belong to some job's group (pale) and part that "
-        f"trains at that moment (full colour), over the {unit.name} since the trace's start. The "
+        says="Part of the cluster's GPUs that belong to some job's group (pale) and part that "
+        f"works at that moment (full colour), over the {unit.name} since the trace's start. The "
         "stroke is the lower bound of the drain time. All panels have the same scales.",
         pictures=tuple(
             Picture(
-                title=f"{run.label}: {percent(trained(run))} of all GPUs train on average",
+                title=f"{run.label}: {percent(trained(run))} of all GPUs work on average",
                 svg=_panel(f"utilisation{index}", run, looks[run.label], longest, unit),
             )
             for index, run in enumerate(shown)
         ),
         keys=(
             Key(label="in a group", colour="currentColor", pale=True),
-            Key(label="training", colour="currentColor"),
+            Key(label="working", colour="currentColor"),
             Key(label="lower bound of the drain time", colour="currentColor", dash=()),
         ),
     )
 
 
 def trained(run: Run) -> float | None:
-    """Part of the cluster's GPU-hours until the drain that training operations use."""
+    """Part of the cluster's GPU-hours until the drain that operations use, moves excluded."""
     return part_of_cluster(run, run.result.busy_gpu_hours)
 
 

@@ -1,0 +1,50 @@
+"""The events with which a simulated job arrives at the scheduler. Pure."""
+
+from plexrl.ids import TenantId
+from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.messages import events as ev
+from plexrl.sim.engine.job_run import JobRun
+from plexrl.sim.engine.shell import FOREVER_S
+
+
+def submission(run: JobRun, tenant: TenantId) -> ev.JobSubmitted:
+    """The job itself. Placed rollouts and the training get GPUs together or not at all."""
+    return ev.JobSubmitted(
+        job=run.job,
+        tenant=tenant,
+        name=run.job,
+        controller_timeout_s=FOREVER_S,
+        reattach_timeout_s=FOREVER_S,
+        priority=run.trace.priority,
+        gang=0 if run.rollouts is None else 2,
+    )
+
+
+def deployments(
+    run: JobRun, node_type: str, demand: DemandTrace | None
+) -> list[ev.DeploymentCreated]:
+    """Its training, which declares `demand`, and its rollouts if they are placed."""
+    trains = ev.DeploymentCreated(
+        deployment=run.deployment,
+        job=run.job,
+        kind="train",
+        workers=run.gpus,
+        state_bytes=run.state_bytes,
+        exclusive=False,
+        spec_json="{}",
+        node_type=node_type,
+        trace=demand,
+    )
+    if (rollouts := run.rollouts) is None:
+        return [trains]
+    rolls_out = ev.DeploymentCreated(
+        deployment=rollouts.deployment,
+        job=run.job,
+        kind="rollout",
+        workers=rollouts.gpus,
+        state_bytes=rollouts.state_bytes,
+        exclusive=True,
+        spec_json="{}",
+        node_type=node_type,
+    )
+    return [trains, rolls_out]

@@ -1,0 +1,85 @@
+"""Rollouts on GPUs of the cluster: bounded, held by their jobs, and as long as those outside."""
+
+from dataclasses import replace
+
+import pytest
+
+from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.results.headline import whole_gpu_hours
+from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.scenario import Failures, Scenario
+from tests.sim.engine.test_simulate import rows, scenario
+
+HOUR_S = 3600.0
+
+
+def placed(
+    count: int, *, nodes: int, rollout_gpus: int = 8, policy: str = "pack", staleness: int = 0
+) -> Scenario:
+    jobs = tuple(
+        replace(job, rollout_gpus=rollout_gpus) for job in rows(count, staleness=staleness)
+    )
+    plain = scenario(jobs, nodes=nodes, policy=policy)
+    return replace(plain, places_rollouts=True, check=True)
+
+
+@pytest.mark.parametrize("policy", sorted(SIM_POLICIES))
+def test_every_policy_drains_with_placed_rollouts(policy: str) -> None:
+    result = simulate(placed(5, nodes=3, policy=policy))
+    assert (result.jobs, result.failed_jobs, result.cycles) == (5, 0, 40)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_job_alone_takes_as_long_as_it_is_expected_to(staleness: int) -> None:
+    result = simulate(placed(1, nodes=2, staleness=staleness))
+    assert result.job_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+    assert result.cycle_slowdown.highest == pytest.approx(0.0, abs=1e-9)
+
+
+def test_jobs_share_training_gpus_only_while_there_are_gpus_for_their_rollouts() -> None:
+    """Training of all three fits on one node."""
+    wide = simulate(placed(3, nodes=4))
+    narrow = simulate(placed(3, nodes=2))
+    assert wide.wait.highest == pytest.approx(0.0)
+    assert narrow.wait.highest > 1000.0
+    assert narrow.drain_s > 1.5 * wide.drain_s
+
+
+def test_jobs_without_rollout_gpus_run_as_before() -> None:
+    jobs = placed(4, nodes=2, rollout_gpus=0)
+    outside = simulate(replace(jobs, places_rollouts=False))
+    inside = simulate(jobs)
+    assert (inside.drain_s, inside.events) == (outside.drain_s, outside.events)
+
+
+def test_gpu_hours_of_rollouts_are_those_of_their_groups() -> None:
+    jobs = placed(1, nodes=2)
+    inside, outside = simulate(jobs), simulate(replace(jobs, places_rollouts=False))
+    assert inside.rollout_gpu_hours == pytest.approx(8 * inside.drain_s / HOUR_S)
+    assert inside.training_gpu_hours == pytest.approx(8 * inside.drain_s / HOUR_S)
+    assert whole_gpu_hours(inside) == pytest.approx(16 * inside.drain_s / HOUR_S)
+    assert whole_gpu_hours(outside) == pytest.approx(24 * outside.drain_s / HOUR_S, rel=0.01)
+
+
+def test_the_bound_counts_the_work_of_rollouts() -> None:
+    """Five jobs that hold 16 GPUs each and work all the time cannot end sooner on 16 GPUs."""
+    result = simulate(placed(5, nodes=2))
+    assert result.bounds.bound_s <= result.drain_s
+    busy_s = result.busy_gpu_hours * HOUR_S / result.gpus
+    assert result.bounds.area_s == pytest.approx(busy_s, rel=0.2)
+
+
+def test_a_job_whose_rollouts_fit_nowhere_fails_and_the_others_go_on() -> None:
+    jobs = placed(2, nodes=2)
+    large = replace(rows(1)[0], job_id="large", rollout_gpus=16)
+    source = type(jobs.source)((large, *jobs.source.jobs()))  # type: ignore[call-arg]
+    result = simulate(replace(jobs, source=source, check=False))
+    assert (result.jobs, result.failed_jobs) == (3, 1)
+
+
+def test_rollouts_that_lose_their_node_are_repeated() -> None:
+    jobs = placed(3, nodes=6)
+    failures = Failures(node_mtbf_s=3_000.0, repair_s=600.0)
+    result = simulate(replace(jobs, failures=failures))
+    assert result.failures > 0
+    assert (result.jobs, result.failed_jobs, result.cycles) == (3, 0, 24)
