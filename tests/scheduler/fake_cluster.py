@@ -248,6 +248,10 @@ class FakeCluster:
             ev.DeploymentRelaid(deployment=name, state_bytes=2000, spec_json=spec_json)
         )
 
+    def end(self, name: str) -> list[cmd.Command]:
+        """End a deployment; its job goes on."""
+        return self.send(ev.DeploymentEnded(deployment=name))
+
     def submit(
         self,
         operation: str,

@@ -108,6 +108,7 @@ class History:
             *((self.node, 4), (self.drain, 2), (self.kill, 2), (self.pass_time, 8)),
             *((self.end_job, 1), (self.restart, 1), (self.router, 1), (self.quota, 1)),
             *((self.cycle, 5), (self.leave_job, 2), (self.attach_job, 2), (self.relayout, 1)),
+            (self.end_deployment, 1),
         )
         whats = [what for what, _ in moves]
         weights = [weight for _, weight in moves]
@@ -215,6 +216,14 @@ class History:
         if rollouts := [name for name, kind in self.deployments.items() if kind == "rollout"]:
             with suppress(PlexRLError):
                 self.cluster.relayout(self.chance.choice(rollouts), self.chance.choice("12"))
+
+    def end_deployment(self) -> None:
+        """A job goes on without one of its deployments."""
+        if self.deployments:
+            name = self.chance.choice(sorted(self.deployments))
+            with suppress(PlexRLError):
+                self.cluster.end(name)
+                del self.deployments[name]
 
     def cancel(self) -> None:
         if self.operations:

@@ -50,6 +50,7 @@ class AsyncDeployment:
     barrier = submitting(Deployment.barrier)
     load_checkpoint = submitting(Deployment.load_checkpoint)
     recover = in_thread(Deployment.recover)
+    end = in_thread(Deployment.end)
     status = in_thread(Deployment.status)
     tokenizer = in_thread(Deployment.tokenizer)
 

@@ -81,6 +81,16 @@ class Deployment:
         if self._transport.controller is not None:
             self._transport.controller.acknowledged(answer)
 
+    def end(self) -> None:
+        """End this deployment; its job goes on. Its GPUs are free for others at once. Operations
+        that it has not carried out fail as cancelled, and it takes no more. Its name is not free:
+        creating it again returns the ended deployment. Repeated calls change nothing.
+
+        Raises:
+            ConflictError: a rollout of the job needs its weights.
+        """
+        self._transport.ask("DELETE", deployment_path(self.deployment))
+
     def status(self) -> Plain:
         """State, workers and location of the deployment's model state. A rollout also has `engines`
         if its weights are on the device: running and waiting samples, cache blocks in use

@@ -152,6 +152,12 @@ class ParallelismRequest(_Strict):
     ep: Count = Field(1, description="parts of each layer's experts; divides dp times cp")
 
 
+class CopyRequest(_Strict):
+    """A deployment with the settings of another one."""
+
+    name: str = Field(description="unique in its job")
+
+
 class PauseRequest(_Strict):
     """A pause of a rollout's generations."""
 

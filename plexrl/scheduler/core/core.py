@@ -13,8 +13,7 @@ import msgspec
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_storage_full
 from plexrl.ids import BlobRef, DeploymentId, JobId, NodeId, OperationId, TenantId
-from plexrl.scheduler.admission.admission import enqueue_deployment, patience_ends
-from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
+from plexrl.scheduler.admission.admission import patience_ends
 from plexrl.scheduler.context.config import SchedulerConfig, with_core_settings
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.advance import EVENT, NONE, Fault, has_work, work_off
@@ -59,11 +58,15 @@ from plexrl.scheduler.jobs.controllers import (
     job_submitted,
     seen,
 )
-from plexrl.scheduler.jobs.cycles import profile_key
+from plexrl.scheduler.jobs.deployments import (
+    check_not_ended,
+    deployment_created,
+    deployment_ended,
+    deployment_relaid,
+)
 from plexrl.scheduler.jobs.lifecycle import (
     excuse_silence,
     has_gpu,
-    relayout,
     restart,
     restart_when_there_is_room,
     router_joined,
@@ -77,7 +80,6 @@ from plexrl.scheduler.jobs.tenants import (
     api_key_revoked,
     authenticate,
     check_budget,
-    check_gpus,
     tenant_configured,
     tenant_created,
 )
@@ -95,8 +97,6 @@ from plexrl.scheduler.placement.nodes import (
     node_removed,
     state_migrated,
 )
-from plexrl.scheduler.state.demand.estimates import Estimates
-from plexrl.scheduler.state.deployment.replay_log import ReplayLog
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages import timers
@@ -138,8 +138,9 @@ class SchedulerCore:
             ev.ControllerAttached: partial(controller_attached, context),
             ev.FailureAcknowledged: partial(failure_acknowledged, context.state),
             ev.JobFinished: partial(job_finished, context),
-            ev.DeploymentCreated: self._deployment_created,
-            ev.DeploymentRelaid: self._deployment_relaid,
+            ev.DeploymentCreated: partial(deployment_created, context),
+            ev.DeploymentRelaid: partial(deployment_relaid, context),
+            ev.DeploymentEnded: partial(deployment_ended, context),
             ev.WorkerReady: self._worker_ready,
             ev.WorkerExited: self._worker_exited,
             ev.OperationSubmitted: self._operation_submitted,
@@ -226,54 +227,6 @@ class SchedulerCore:
         tenant_configured(self._state, event)
         self._cluster.waiting.retry_all()
 
-    def _deployment_created(self, event: ev.DeploymentCreated, now: float) -> None:
-        context = self._context
-        job = self._live_job(event.job)
-        check_controller(job, event.controller)
-        known = context.state.deployments.get(event.deployment)
-        exclusive = event.exclusive or (event.kind == "rollout" and not event.lends)
-        if known is not None:
-            spec_json = known.created_spec_json or known.spec_json
-            same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
-            asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
-            if (*same, known.node_type) != (*asked, event.node_type):
-                raise ConflictError(
-                    f"deployment {event.deployment!r} exists with other settings: use another name"
-                )
-            return
-        if event.kind not in USER_KINDS:
-            raise InvalidRequestError(
-                f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}"
-            )
-        deployment = Deployment(
-            deployment=event.deployment,
-            job=event.job,
-            kind=event.kind,
-            workers=event.workers,
-            state_bytes=event.state_bytes,
-            exclusive=exclusive,
-            spec_json=event.spec_json,
-            created_at=now,
-            replay=ReplayLog(past_is_whole=True),
-            estimates=Estimates(event.state_bytes),
-            node_type=event.node_type,
-            trace=event.trace,
-        )
-        check_it_can_fit(context.cluster, job, deployment)
-        check_gpus(context.state, job, event.workers)
-        context.state.deployments[event.deployment] = deployment
-        job.deployments.append(event.deployment)
-        if deployment.trace is None:
-            deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
-        seen(context, job, now)
-        enqueue_deployment(context, deployment)
-
-    def _deployment_relaid(self, event: ev.DeploymentRelaid, now: float) -> None:
-        deployment = self._deployment(event.deployment)
-        check_controller(self._live_job(deployment.job), event.controller)
-        if relayout(deployment, event):
-            restart(self._context, deployment, "it has another layout", now, counts=False)
-
     def _worker_ready(self, event: ev.WorkerReady, now: float) -> None:
         deployment = self._current(event.deployment, event.incarnation)
         if deployment is None or not 0 <= event.rank < len(deployment.ranks):
@@ -316,6 +269,7 @@ class SchedulerCore:
                 )
             return
         check_live(job)
+        check_not_ended(deployment)
         check_budget(context.state, job.tenant, event.kind)
         if event.kind not in USER_KINDS[deployment.kind]:
             raise InvalidRequestError(
@@ -325,6 +279,8 @@ class SchedulerCore:
             )
         source = None if event.source is None else self._deployment(event.source)
         check_source(event, deployment, source)
+        if source is not None:
+            check_not_ended(source)
         check_deadline(event)
         if event.kind in HALTED:
             check_not_halted([deployment] if source is None else [deployment, source])

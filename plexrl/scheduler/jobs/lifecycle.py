@@ -6,6 +6,7 @@ from plexrl.errors import (
     CapacityError,
     InvalidRequestError,
     OperationCancelledError,
+    PlexRLError,
     StorageFullError,
 )
 from plexrl.scheduler.admission.admission import admit
@@ -82,19 +83,22 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
         group = state.group_of(state.deployment(name))
         if group is not None and state.deployment(name).queue:
             note_wait(state, group, state.deployment(name), now)
-    for name in job.deployments:
-        _end_deployment(context, state.deployment(name), job, now)
-    context.cluster.waiting.retry_all()
-
-
-def _end_deployment(context: Context, deployment: Deployment, job: Job, now: float) -> None:
-    state, effects = context.state, context.effects
-    meter(state, deployment, now)
     why = f": {job.reason}" if job.reason else ""
     error = OperationCancelledError(
         f"the job {job.job!r} ended ({job.state.lower()}) before this operation did{why}",
         job=job.job,
     )
+    for name in job.deployments:
+        end_deployment(context, state.deployment(name), error, now)
+    context.cluster.waiting.retry_all()
+
+
+def end_deployment(
+    context: Context, deployment: Deployment, error: PlexRLError, now: float
+) -> None:
+    """Release everything that a deployment holds; what it has not done fails with `error`."""
+    state, effects = context.state, context.effects
+    meter(state, deployment, now)
     unfinished = [*deployment.running, *deployment.queue]
     if deployment.moving is not None:
         unfinished.append(deployment.moving.operation)
@@ -142,15 +146,15 @@ def place_waiting(context: Context, now: float) -> None:
         if deployment.state != WpgState.MIGRATING:
             launch(state, effects, deployment, now)
         if all(state.deployment(name).group is not None for name in job.deployments):
-            _placed(state, context.settings, job)
+            all_placed(state, context.settings, job)
 
     for node in sorted(context.cluster.inventory.draining):
         for group in drain(context.cluster, node, now):
             effects.touch(group)
 
 
-def _placed(state: State, settings: Settings, job: Job) -> None:
-    """Record that all deployments of the job have GPUs."""
+def all_placed(state: State, settings: Settings, job: Job) -> None:
+    """All deployments of the job have GPUs."""
     change_job(job, JobTrigger.PLACED)
     if job.state is _ADMITTED:
         for name in job.deployments:

@@ -22,7 +22,7 @@ def forget_ended(state: State, settings: Settings) -> None:
         name = next(iter(state.ended))
         del state.ended[name]
         job = state.jobs.pop(name)
-        for deployment in job.deployments:
+        for deployment in (*job.deployments, *job.ended_deployments):
             gone = state.deployments.pop(deployment)
             if gone.processes.incarnation:
                 retire(state, deployment, gone.processes.incarnation)

@@ -284,6 +284,9 @@ class Job:
     halts_on_failure: bool = False
     """A failed mutation halts its deployment until the controller acknowledges it."""
     deployments: list[DeploymentId] = field(default_factory=list)
+    """Until the job ends, without those that were ended before."""
+    ended_deployments: list[DeploymentId] = field(default_factory=list)
+    """Those that were ended before the job."""
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """Use by kind of operation."""
     sharing: Sharing = field(default_factory=Sharing)

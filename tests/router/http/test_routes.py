@@ -6,6 +6,7 @@ from plexrl.router.http.routes import cluster, deployments, jobs, operations, ro
 
 PATHS = """
 DELETE /v1/jobs/{job}/checkpoints/{name}
+DELETE /v1/jobs/{job}/deployments/{name}
 DELETE /v1/nodes/{node}
 DELETE /v1/operations/{operation:path}
 DELETE /v1/tenants/{name}/keys/{key}
@@ -35,6 +36,7 @@ PATCH /v1/tenants/{name}
 POST /v1/jobs
 POST /v1/jobs/{job}/attach
 POST /v1/jobs/{job}/deployments
+POST /v1/jobs/{job}/deployments/{name}/copies
 POST /v1/jobs/{job}/deployments/{name}/operations/{kind}
 POST /v1/jobs/{job}/deployments/{name}/pause
 POST /v1/jobs/{job}/deployments/{name}/recover

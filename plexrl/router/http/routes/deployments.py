@@ -15,7 +15,7 @@ from plexrl.router.http.deployment_checks import (
     check_deployment,
     state_bytes,
 )
-from plexrl.router.http.schemas import DeploymentRequest, ParallelismRequest
+from plexrl.router.http.schemas import CopyRequest, DeploymentRequest, ParallelismRequest
 from plexrl.router.http.services import Services
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
@@ -65,6 +65,36 @@ async def deployment(request: Request, services: Services, job: str, name: str) 
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
     return {**view, "engines": await services.engines.stats(view)}
+
+
+@ROUTES.delete("/{job}/deployments/{name}", summary="End a deployment; its job goes on")
+async def end(request: Request, services: Services, job: str, name: str) -> Plain:
+    """Its GPUs, memory and disk space are free again. What it has not done fails as cancelled, and
+    it takes no more operations. A deployment that has ended stays as it is."""
+    return await services.ask(request, "end_deployment", deployment=f"{job}/{name}")
+
+
+@ROUTES.post(
+    "/{job}/deployments/{name}/copies", status_code=201, summary="Create a deployment like this one"
+)
+async def copy(
+    request: Request, services: Services, job: str, name: str, body: CopyRequest
+) -> Plain:
+    """It has the same model, layout and settings, and a model's first weights. A request with the
+    name of an existing deployment returns that deployment."""
+    caller = await services.caller(request)
+    check_name("deployment", body.name)
+    view = await services.deployment(caller, f"{job}/{name}")
+    same = ("kind", "workers", "state_bytes", "exclusive", "spec_json", "node_type")
+    return await services.ask(
+        request,
+        "create_deployment",
+        deployment=f"{job}/{body.name}",
+        job=job,
+        # `exclusive` says it already, of a rollout that does not lend its GPUs.
+        lends=True,
+        **{each: view[each] for each in same},
+    )
 
 
 @ROUTES.put(

@@ -63,7 +63,7 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
 
 
 def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
-    """Check all deployments of the job at once, because each keeps its GPUs until the job ends."""
+    """Check all deployments of the job at once, because each keeps its GPUs until it ends."""
     if not job.deployments:
         return
     everything = [*map(cluster.state.deployment, job.deployments), deployment]

@@ -132,6 +132,8 @@ class DeploymentView(TypedDict):
     running: list[str]
     """Kinds of the operations in flight."""
     spec_json: str
+    node_type: str
+    """Required node type; empty: any."""
 
 
 class JobView(TypedDict):

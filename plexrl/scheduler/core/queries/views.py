@@ -110,6 +110,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "pending": len(deployment.queue),
         "running": [command.kind.value for command in deployment.running.values()],
         "spec_json": deployment.spec_json,
+        "node_type": deployment.node_type,
     }
 
 
@@ -216,12 +217,13 @@ def _requested_deployments(
     if wanted.deployment is not None:
         names = [wanted.deployment] if wanted.deployment in state.deployments else []
     elif wanted.job is not None:
-        names = state.jobs[wanted.job].deployments if wanted.job in state.jobs else []
+        job = state.jobs.get(wanted.job)
+        names = [] if job is None else [*job.deployments, *job.ended_deployments]
     elif tenant is None:
         return state.deployments
     else:
         owned = (job for job in state.jobs.values() if job.tenant == tenant)
-        names = [name for job in owned for name in job.deployments]
+        names = [name for job in owned for name in (*job.deployments, *job.ended_deployments)]
     owners = ((name, state.jobs[state.deployments[name].job]) for name in names)
     return {
         name

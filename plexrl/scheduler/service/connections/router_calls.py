@@ -49,7 +49,8 @@ class RouterCalls:
             "list_jobs": (calls.Nothing, self._list_jobs),
             "get_job": (calls.OneJob, self._get_job),
             "create_deployment": (ev.DeploymentCreated, self._create_deployment),
-            "relayout_deployment": (ev.DeploymentRelaid, self._relayout_deployment),
+            "relayout_deployment": (ev.DeploymentRelaid, self._change_deployment),
+            "end_deployment": (ev.DeploymentEnded, self._change_deployment),
             "get_deployment": (calls.OneDeployment, self._get_deployment),
             "submit_operation": (ev.OperationSubmitted, self._submit_operation),
             "cancel_operation": (ev.OperationCancelled, self._cancel_operation),
@@ -166,7 +167,9 @@ class RouterCalls:
         await self._shell.request(event)
         return self._core.deployment_view(event.deployment, self._now())
 
-    async def _relayout_deployment(self, scope: Scope, event: ev.DeploymentRelaid) -> Answer:
+    async def _change_deployment(
+        self, scope: Scope, event: ev.DeploymentRelaid | ev.DeploymentEnded
+    ) -> Answer:
         self._check_deployment(scope, event.deployment)
         await self._shell.request(event)
         return self._core.deployment_view(event.deployment, self._now())

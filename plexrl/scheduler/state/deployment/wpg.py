@@ -57,7 +57,7 @@ def displace(deployment: Deployment) -> None:
 
 
 def end(deployment: Deployment) -> None:
-    """Its job ended."""
+    """It was ended, or its job was."""
     _change(deployment, WpgTrigger.ENDED)
 
 

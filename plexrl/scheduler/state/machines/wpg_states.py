@@ -36,7 +36,7 @@ class WpgTrigger(StrEnum):
     DISPLACED = "displaced"
     """It lost its GPUs, and waits for others."""
     ENDED = "ended"
-    """Its job ended."""
+    """It was ended, or its job was."""
 
 
 _WAITING = WpgState.WAITING

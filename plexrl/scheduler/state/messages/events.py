@@ -247,6 +247,13 @@ class DeploymentRelaid(Event, frozen=True, kw_only=True):
     controller: str = ""
 
 
+class DeploymentEnded(Event, frozen=True, kw_only=True):
+    """A job needs a deployment no longer; the job goes on."""
+
+    deployment: DeploymentId
+    controller: str = ""
+
+
 class StateResidency(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers of a deployment's newest version on a node."""
 
@@ -410,6 +417,7 @@ CODEC: Codec[Event] = Codec(
     JobFinished,
     DeploymentCreated,
     DeploymentRelaid,
+    DeploymentEnded,
     WorkerReady,
     WorkerExited,
     StateMigrated,

@@ -1,0 +1,160 @@
+"""Deployments that a job creates, divides anew and ends.
+
+A deployment that ends before its job gives its GPUs, host memory and disk space back. What it had
+not done fails as cancelled. Its record stays, stopped, until the job is dropped: its operations and
+use can be looked up, and its name is not used again, so a controller that repeats its creation does
+not get GPUs for it a second time.
+"""
+
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    OperationCancelledError,
+    UnknownDeploymentError,
+)
+from plexrl.scheduler.admission.admission import enqueue_deployment
+from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
+from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job
+from plexrl.scheduler.jobs.controllers import check_controller, seen
+from plexrl.scheduler.jobs.cycles import profile_key
+from plexrl.scheduler.jobs.lifecycle import all_placed, end_deployment, relayout, restart
+from plexrl.scheduler.jobs.sharing import note_wait
+from plexrl.scheduler.jobs.tenants import check_gpus
+from plexrl.scheduler.state.demand.estimates import Estimates
+from plexrl.scheduler.state.deployment.replay_log import ReplayLog
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages.events import (
+    DeploymentCreated,
+    DeploymentEnded,
+    DeploymentRelaid,
+)
+from plexrl.scheduler.state.records import Deployment, Job, State
+from plexrl.wire.operations import USER_KINDS
+
+
+def deployment_created(context: Context, event: DeploymentCreated, now: float) -> None:
+    """Create a deployment; a repeated call changes nothing, also after its end.
+
+    Raises:
+        ConflictError: the name has other settings.
+        PlexRLError: the kind is unknown, not even an empty cluster could hold it, or a limit of its
+            tenant.
+    """
+    job = find_live_job(context.state, event.job)
+    check_controller(job, event.controller)
+    known = context.state.deployments.get(event.deployment)
+    exclusive = event.exclusive or (event.kind == "rollout" and not event.lends)
+    if known is not None:
+        spec_json = known.created_spec_json or known.spec_json
+        same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
+        asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
+        if (*same, known.node_type) != (*asked, event.node_type):
+            raise ConflictError(
+                f"deployment {event.deployment!r} exists with other settings: use another name"
+            )
+        return
+    if event.kind not in USER_KINDS:
+        raise InvalidRequestError(f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}")
+    deployment = Deployment(
+        deployment=event.deployment,
+        job=event.job,
+        kind=event.kind,
+        workers=event.workers,
+        state_bytes=event.state_bytes,
+        exclusive=exclusive,
+        spec_json=event.spec_json,
+        created_at=now,
+        replay=ReplayLog(past_is_whole=True),
+        estimates=Estimates(event.state_bytes),
+        node_type=event.node_type,
+        trace=event.trace,
+    )
+    check_it_can_fit(context.cluster, job, deployment)
+    check_gpus(context.state, job, event.workers)
+    context.state.deployments[event.deployment] = deployment
+    job.deployments.append(event.deployment)
+    if deployment.trace is None:
+        deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
+    seen(context, job, now)
+    enqueue_deployment(context, deployment)
+
+
+def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> None:
+    """Divide a rollout's GPUs in another way.
+
+    Raises:
+        InvalidRequestError: it is no rollout deployment.
+        UnknownDeploymentError: there is none, or it has ended.
+    """
+    deployment = find_deployment(context.state, event.deployment)
+    check_controller(find_live_job(context.state, deployment.job), event.controller)
+    check_not_ended(deployment)
+    if relayout(deployment, event):
+        restart(context, deployment, "it has another layout", now, counts=False)
+
+
+def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> None:
+    """End a deployment, with all that it has not done; a repeated call changes nothing.
+
+    Raises:
+        ConflictError: another deployment of the job needs its weights.
+        UnknownDeploymentError: there is none.
+    """
+    state = context.state
+    deployment = find_deployment(state, event.deployment)
+    job = find_job(state, deployment.job)
+    check_controller(job, event.controller)
+    if deployment.state == WpgState.STOPPED:
+        return
+    _check_unused(state, job, deployment)
+    group = state.group_of(deployment)
+    if group is not None and deployment.queue:
+        note_wait(state, group, deployment, now)
+    error = OperationCancelledError(
+        f"deployment {deployment.deployment!r} was ended before this operation was carried out",
+        job=job.job,
+    )
+    end_deployment(context, deployment, error, now)
+    _leave_job(context, job, deployment)
+    seen(context, job, now)
+    context.cluster.waiting.retry_all()
+
+
+def check_not_ended(deployment: Deployment) -> None:
+    """Raises `UnknownDeploymentError` if the deployment of a live job has ended."""
+    if deployment.state == WpgState.STOPPED:
+        raise UnknownDeploymentError(
+            f"deployment {deployment.deployment!r} was ended: create one of another name"
+        )
+
+
+def _check_unused(state: State, job: Job, deployment: Deployment) -> None:
+    """Refuse to end a deployment from which another one pulls weights, or would pull them again
+    after a loss. Raises `ConflictError`."""
+    for name in job.deployments:
+        other = state.deployment(name)
+        # A sync that waits is in the queue of the deployment that receives the weights.
+        pulls = (*other.queue, *other.running, *other.replay.log, *other.replay.past)
+        if any(state.operations[each].source == deployment.deployment for each in pulls):
+            raise ConflictError(
+                f"{name!r} needs the weights of {deployment.deployment!r}: end {name!r} first"
+            )
+
+
+def _leave_job(context: Context, job: Job, deployment: Deployment) -> None:
+    """The other deployments of the job go on without this one."""
+    state, cluster = context.state, context.cluster
+    was_whole = len(job.deployments) >= job.gang
+    job.deployments.remove(deployment.deployment)
+    job.ended_deployments.append(deployment.deployment)
+    if was_whole:
+        # They need not wait for a successor.
+        job.gang = min(job.gang, len(job.deployments))
+    others = [state.deployment(name) for name in job.deployments]
+    for other in others:
+        if other.deployment in cluster.waiting:
+            # Alone, or as the rest of a gang, at the place of its age.
+            cluster.wait(other)
+    if others and all(other.group is not None for other in others):
+        all_placed(state, context.settings, job)
