@@ -218,12 +218,9 @@ class History:
                 self.cluster.relayout(self.chance.choice(rollouts), self.chance.choice("12"))
 
     def end_deployment(self) -> None:
-        """A job goes on without one of its deployments."""
-        if self.deployments:
-            name = self.chance.choice(sorted(self.deployments))
-            with suppress(PlexRLError):
-                self.cluster.end(name)
-                del self.deployments[name]
+        with suppress(PlexRLError, IndexError):
+            self.cluster.end(name := self.chance.choice(sorted(self.deployments)))
+            del self.deployments[name]
 
     def cancel(self) -> None:
         if self.operations:

@@ -11,20 +11,20 @@ jobs ended (`fit.feasibility`) blocks no other.
 from plexrl.scheduler.admission.admission_pass import AdmissionPass
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.placement.placement import patience_ends_at
 from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.records import Deployment
 
 
-def enqueue_deployment(context: Context, deployment: Deployment) -> None:
+def enqueue_deployment(cluster: Cluster, effects: Effects, deployment: Deployment) -> None:
     """Enqueue a new deployment; it is considered at the end of this event."""
-    begin_to_wait(context.cluster, context.state.job(deployment.job).tenant, deployment.created_at)
-    context.cluster.wait(deployment)
-    context.cluster.waiting.newcomers.append(deployment.deployment)
-    if _has_patience(context.settings, deployment):
-        context.effects.wake(patience_ends_at(context.settings, deployment), timers.PLACEMENT)
+    begin_to_wait(cluster, cluster.state.job(deployment.job).tenant, deployment.created_at)
+    cluster.wait(deployment)
+    cluster.waiting.newcomers.append(deployment.deployment)
+    if _has_patience(cluster.settings, deployment):
+        effects.wake(patience_ends_at(cluster.settings, deployment), timers.PLACEMENT)
 
 
 def patience_ends(cluster: Cluster) -> list[float]:

@@ -10,7 +10,9 @@ from typing import Final
 from plexrl.ids import DeploymentId, GroupId, JobId, NodeId, OperationId
 from plexrl.scheduler.admission.reclaim.deadlocks import break_deadlocks
 from plexrl.scheduler.admission.reclaim.preemption import preempt_detached
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.group_step import advance
 from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
@@ -111,7 +113,9 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
     is_due = bool(timers) and timers[0][0] <= now
     must_forget = len(state.ended) > state.ended_jobs
     preempts = cluster.detached and waiting
-    if not (dirty or is_due or must_forget or preempts or _has_steps(context)):
+    if not (
+        dirty or is_due or must_forget or preempts or _has_steps(context.cluster, context.effects)
+    ):
         return
     steps = _Steps(state, skipped)
     try:
@@ -139,8 +143,8 @@ def work_off(context: Context, now: float, skipped: frozenset[str]) -> None:
         raise Fault(steps.current, error) from error
 
 
-def _has_steps(context: Context) -> bool:
-    effects, waiting = context.effects, context.cluster.waiting
+def _has_steps(cluster: Cluster, effects: Effects) -> bool:
+    waiting = cluster.waiting
     return bool(effects.dirty or effects.cycles_over or waiting.must_retry or waiting.newcomers)
 
 
@@ -178,7 +182,9 @@ def _end_cycles(context: Context, steps: _Steps, now: float) -> None:
 
 def has_work(context: Context) -> bool:
     """Whether an event has caused commands or steps. A refused event must cause none."""
-    return bool(context.effects.commands or context.effects.discards) or _has_steps(context)
+    return bool(context.effects.commands or context.effects.discards) or _has_steps(
+        context.cluster, context.effects
+    )
 
 
 def _look_again(context: Context, what: Subject, now: float) -> None:

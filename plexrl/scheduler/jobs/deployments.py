@@ -14,6 +14,7 @@ from plexrl.errors import (
 )
 from plexrl.scheduler.admission.admission import enqueue_deployment
 from plexrl.scheduler.admission.fit.size_check import check_it_can_fit
+from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.jobs.controllers import check_controller, seen
@@ -77,7 +78,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     if deployment.trace is None:
         deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
     seen(context, job, now)
-    enqueue_deployment(context, deployment)
+    enqueue_deployment(context.cluster, context.effects, deployment)
 
 
 def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> None:
@@ -115,8 +116,8 @@ def deployment_ended(context: Context, event: DeploymentEnded, now: float) -> No
         f"deployment {deployment.deployment!r} was ended before this operation was carried out",
         job=job.job,
     )
-    end_deployment(context, deployment, error, now)
-    _leave_job(context, job, deployment)
+    end_deployment(context.cluster, context.effects, deployment, error, now)
+    _leave_job(context.cluster, job, deployment)
     seen(context, job, now)
     context.cluster.waiting.retry_all()
 
@@ -142,19 +143,18 @@ def _check_unused(state: State, job: Job, deployment: Deployment) -> None:
             )
 
 
-def _leave_job(context: Context, job: Job, deployment: Deployment) -> None:
+def _leave_job(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     """The other deployments of the job go on without this one."""
-    state, cluster = context.state, context.cluster
     was_whole = len(job.deployments) >= job.gang
     job.deployments.remove(deployment.deployment)
     job.ended_deployments.append(deployment.deployment)
     if was_whole:
         # They need not wait for a successor.
         job.gang = min(job.gang, len(job.deployments))
-    others = [state.deployment(name) for name in job.deployments]
+    others = [cluster.state.deployment(name) for name in job.deployments]
     for other in others:
         if other.deployment in cluster.waiting:
             # Alone, or as the rest of a gang, at the place of its age.
             cluster.wait(other)
     if others and all(other.group is not None for other in others):
-        all_placed(state, context.settings, job)
+        all_placed(cluster.state, cluster.settings, job)

@@ -89,15 +89,15 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
         job=job.job,
     )
     for name in job.deployments:
-        end_deployment(context, state.deployment(name), error, now)
+        end_deployment(context.cluster, context.effects, state.deployment(name), error, now)
     context.cluster.waiting.retry_all()
 
 
 def end_deployment(
-    context: Context, deployment: Deployment, error: PlexRLError, now: float
+    cluster: Cluster, effects: Effects, deployment: Deployment, error: PlexRLError, now: float
 ) -> None:
     """Release everything that a deployment holds; what it has not done fails with `error`."""
-    state, effects = context.state, context.effects
+    state = cluster.state
     meter(state, deployment, now)
     unfinished = [*deployment.running, *deployment.queue]
     if deployment.moving is not None:
@@ -122,10 +122,10 @@ def end_deployment(
         )
         kept = tuple(sorted({*nodes, *deployment.stored.nodes, *deployment.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    context.cluster.waiting.remove(deployment.deployment)
+    cluster.waiting.remove(deployment.deployment)
     if deployment.group is not None:
-        context.cluster.hold(deployment, -1, now)
-        effects.touch(vacate(context.cluster, deployment, now))
+        cluster.hold(deployment, -1, now)
+        effects.touch(vacate(cluster, deployment, now))
     wpg.end(deployment)
     # What no query needs would be part of every snapshot.
     forget_open_cycle(deployment)
