@@ -20,7 +20,7 @@ PARSED = {
 
 TYPED = {
     "steps=100):": "takes a hundred steps; tests/cluster/rollouts",
-    "steps=100, prompts_min=8):": "takes a hundred steps; tests/cluster/rollouts",
+    "steps=100, tokens_min=16384):": "takes a hundred steps; tests/cluster/rollouts",
     "Parallelism(dp=4)": "12 ranks take minutes to start; tests/cluster/sharing",
     'backend="megatron"': "four ranks take minutes to start; tests/cluster/training",
     "# fails, and nobody reads its future": "shows an error; tests/cluster/faults",

@@ -5,7 +5,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
 from plexrl.client.asynchronous.from_blocking import in_thread
-from plexrl.client.blocking.bounded_rollout import BoundedRollout, RewardFunction, RolloutBatch
+from plexrl.client.blocking.bounded_rollout import (
+    BoundedRollout,
+    PartSize,
+    RewardFunction,
+    RolloutBatch,
+)
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.data.results import Sample
 from plexrl.rewards.scheduler import Graded
@@ -47,11 +52,14 @@ class AsyncBoundedRollout:
         reward: RewardFunction | Graded[Sample],
         *,
         steps: int,
+        tokens_min: int = 0,
         prompts_min: int = 1,
     ) -> AsyncIterator[RolloutBatch]:
-        """As `BoundedRollout.parts`; `prompts` and `reward` are used as in `batches`, `steps`
-        and `prompts_min` are as there. Close it (`aclosing`) if the loop may end early."""
-        async with aclosing(self._started(prompts, reward, steps, prompts_min)) as found:
+        """As `BoundedRollout.parts`; `prompts` and `reward` are used as in `batches`, `steps`,
+        `tokens_min` and `prompts_min` are as there. Close it (`aclosing`) if the loop may end
+        early."""
+        size = PartSize(tokens_min, prompts_min)
+        async with aclosing(self._started(prompts, reward, steps, size)) as found:
             async for part in found:
                 yield part
 
@@ -60,9 +68,9 @@ class AsyncBoundedRollout:
         prompts: Iterable[Sequence[int]],
         reward: RewardFunction | Graded[Sample],
         steps: int,
-        prompts_min: int | None = None,
+        size: PartSize | None = None,
     ) -> AsyncGenerator[RolloutBatch]:
-        found = self._sync._started(prompts, reward, steps, prompts_min)
+        found = self._sync._started(prompts, reward, steps, size)
         try:
             while (batch := await asyncio.to_thread(next, found, None)) is not None:
                 yield batch

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,6 +18,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rewards.scheduler import Graded, RewardScheduler
 
 if TYPE_CHECKING:
+    from plexrl.client.futures.futures import Future
     from plexrl.rewards.grade import Grade
     from plexrl.wire.tensors import Arrays
 
@@ -24,6 +26,11 @@ LOG = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """How long the cluster waits for news before it answers; bounds the time to stop, too."""
+HELD_BACK_S = 0.02
+"""Interval at which it is asked whether the trainer has done its parts, while one waits."""
+PARTS_AHEAD = 2
+"""Parts that the trainer has at a time: one that it works on, and one so that it does not wait for
+the controller."""
 PROMPT_TOKENS_MAX = 1 << 20
 """About the most tokens of prompts in one request."""
 Plain = dict[str, Any]
@@ -111,11 +118,17 @@ class BoundedRollout:
         reward: RewardFunction | Graded[Sample],
         *,
         steps: int,
+        tokens_min: int = 0,
         prompts_min: int = 1,
     ) -> Iterator[RolloutBatch]:
         """Yield each batch of `batches`, whose arguments `prompts`, `reward` and `steps` are, in
-        parts: its prompts as soon as all of their samples have rewards, at least `prompts_min` of
-        them unless they are the last. `is_last` tells that a part completes its batch.
+        parts (StreamRL §4.1). `is_last` tells that a part completes its batch.
+
+        A part comes as soon as the prompts whose samples all have rewards have `tokens_min` tokens,
+        counting each sample with its prompt, and `prompts_min` prompts; the last one may have
+        fewer. While the trainer still has the two parts before it to do, a part waits, and grows by
+        what is complete then: parts are as large as the trainer is slow, and it never waits for one
+        that it could have.
 
         Run `forward_backward` with a loss that is a sum on each part, and after the last one an
         `optim_step` with `divide_by`: that is the step by the whole batch.
@@ -123,26 +136,26 @@ class BoundedRollout:
         Raises as `batches`, and:
             ConflictError: the policy was changed, and excludes prompts of the earlier parts.
         """
-        return self._started(prompts, reward, steps, prompts_min)
+        return self._started(prompts, reward, steps, PartSize(tokens_min, prompts_min))
 
     def _started(
         self,
         prompts: Iterable[Sequence[int]],
         reward: RewardFunction | Graded[Sample],
         steps: int,
-        prompts_min: int | None = None,
+        size: "PartSize | None" = None,
     ) -> Generator[RolloutBatch]:
-        """As `batches`, or as `parts` with `prompts_min`; closing it ends the thread."""
+        """As `batches`, or as `parts` with a `size`; closing it ends the thread."""
         batches = steps - int(self._order["first_batch"])
         feeder = _Feeder(self, iter(prompts), reward, batches * int(self._order["prompts"]))
         feeder.start()
         try:
             for version in range(self._untrained(), steps):
                 step = self._trainer_step()
-                if prompts_min is None:
+                if size is None:
                     yield self._batch(version, step, feeder)
                 else:
-                    yield from self._parts(version, step, feeder, prompts_min)
+                    yield from self._parts(version, step, feeder, size)
         finally:
             feeder.stop()
 
@@ -167,33 +180,48 @@ class BoundedRollout:
         return _as_batch(version, rows, int(self._order["samples"]))
 
     def _parts(
-        self, version: int, trainer_step: int, feeder: "_Feeder", prompts_min: int
+        self, version: int, trainer_step: int, feeder: "_Feeder", size: "PartSize"
     ) -> Iterator[RolloutBatch]:
         samples, seen = int(self._order["samples"]), list[int]()
         held: dict[int, list[_TrainedRow]] = {}
-        while len(seen) < self._batch_rows:
-            for row in self._complete(version, trainer_step, feeder, {"seen": seen}):
-                held.setdefault(row.row.group, []).append(row)
-                seen.append(row.row.trajectory)
+        given: deque[Future[Plain]] = deque()
+        """The end of each part that the trainer has not done."""
+        while len(seen) < self._batch_rows or held:
             whole = [held[each] for each in sorted(held) if len(held[each]) == samples]
             is_last = len(seen) == self._batch_rows
-            if is_last or len(whole) >= prompts_min:
+            is_due = is_last or size.is_reached(whole)
+            while given and given[0].done():
+                given.popleft()
+            if is_due and (is_last or len(given) < PARTS_AHEAD):
                 yield _as_batch(version, [*chain(*whole)], samples, is_last=is_last)
                 held = {each: rows for each, rows in held.items() if len(rows) < samples}
+                # Behind what the controller has submitted for the part.
+                given.append(self._source.barrier())
+                continue
+            wait_s = HELD_BACK_S if is_due else WAIT_S
+            wanted = {"seen": seen}
+            for row in self._complete(version, trainer_step, feeder, wanted, wait_s):
+                held.setdefault(row.row.group, []).append(row)
+                seen.append(row.row.trajectory)
 
     @property
     def _batch_rows(self) -> int:
         return int(self._order["prompts"]) * int(self._order["samples"])
 
     def _complete(
-        self, version: int, trainer_step: int, feeder: "_Feeder", wanted: Plain
+        self,
+        version: int,
+        trainer_step: int,
+        feeder: "_Feeder",
+        wanted: Plain,
+        wait_s: float = WAIT_S,
     ) -> "list[_TrainedRow]":
         """Samples of a batch that the cluster has for it now; none: it has no new ones yet."""
         from plexrl.wire.tensors import decode_body
 
         feeder.check()
         body = {"trainer_step": trainer_step, **wanted}
-        response = self._ask(f"{self._path}/batches/{version}", body)
+        response = self._ask(f"{self._path}/batches/{version}", body, wait_s)
         if response.status_code == 202:
             return []
         answer, arrays = decode_body(bytearray(response.content))
@@ -311,6 +339,30 @@ class _Feeder(threading.Thread):
             rows.append(list(map(int, row)))
             tokens += len(rows[-1])
         return rows, False
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """The least size of a part, unless it is the last one of its batch.
+
+    Raises:
+        InvalidRequestError: a number is negative, or no prompt would be enough.
+    """
+
+    tokens_min: int
+    """Tokens of prompts and samples; each sample counts with its prompt, as in training."""
+    prompts_min: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens_min", 0), ("prompts_min", 1)):
+            if (value := getattr(self, name)) < least:
+                raise InvalidRequestError(f"{name} is {value}: set it to {least} or more")
+
+    def is_reached(self, whole: "Sequence[Sequence[_TrainedRow]]") -> bool:
+        """Whether prompts with these samples are enough."""
+        rows = [each.row for each in chain(*whole)]
+        tokens = sum(len(each.prompt) + len(each.sample.tokens) for each in rows)
+        return len(whole) >= self.prompts_min and tokens >= self.tokens_min
 
 
 @dataclass(frozen=True, slots=True)

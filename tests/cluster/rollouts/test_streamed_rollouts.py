@@ -151,6 +151,51 @@ def test_parts_have_as_many_prompts_as_are_asked_for(job: plexrl.Job) -> None:
         rollout._ask(f"{rollout._path}/batches/{STEPS - 1}", wanted)
 
 
+def tokens_of(part: RolloutBatch) -> int:
+    return sum(
+        len(prompt) + len(each.tokens)
+        for prompt, samples in zip(part.prompts, part.samples, strict=True)
+        for each in samples
+    )
+
+
+def test_parts_of_enough_tokens_train_as_whole_batches_while_the_next_one_is_generated(
+    job: plexrl.Job,
+) -> None:
+    """A second trainer gets the same samples by whole batches."""
+    actor, beside = (job.train_deployment(name, MODEL) for name in ("actor", "beside"))
+    rollout = rollout_of(job, actor, plexrl.BoundedStaleness(1))
+    rows = islice(prompts(), STEPS * PROMPTS)
+    tokens_min = PROMPTS * SAMPLES * LONG.max_tokens // 8
+    with pytest.raises(InvalidRequestError, match="tokens_min"):
+        rollout.parts(rows, reward, steps=STEPS, tokens_min=-1)
+    parts: list[RolloutBatch] = []
+    ahead, count = 0, 0
+    for part in rollout.parts(rows, reward, steps=STEPS, tokens_min=tokens_min):
+        parts.append(part)
+        assert part.is_last or tokens_of(part) >= tokens_min
+        count += add_gradients(actor, part)
+        if part.is_last:
+            step(actor, count)
+            whole = [each for each in parts if each.version == part.version]
+            batch = replace(
+                part,
+                prompts=[row for each in whole for row in each.prompts],
+                samples=[row for each in whole for row in each.samples],
+                rewards=[row for each in whole for row in each.rewards],
+            )
+            step(beside, add_gradients(beside, batch))
+            count = 0
+        ahead += sum(min(each) < part.version for each in part.sample_versions)
+    assert len(parts) > STEPS, "no batch came in parts"
+    assert [len(each) for each in joined(parts).values()] == [PROMPTS] * STEPS
+    assert ahead, "no sample was generated ahead of the training"
+    found, wanted = (
+        load(checkpoint_weights(each, name)) for each, name in ((actor, "parts"), (beside, "whole"))
+    )
+    assert max(np.abs(value - wanted[name]).max() for name, value in found.items()) <= 1e-6
+
+
 def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
     actor = job.train_deployment("actor", MODEL)
     rollout = rollout_of(job, actor, plexrl.TailBatching(scale_down=True))
