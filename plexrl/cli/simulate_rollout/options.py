@@ -23,9 +23,9 @@ class ResponseOptions:
 
     PANEL: ClassVar = "Responses"
 
-    lengths: Annotated[str, typer.Option(help="r1-long, r1, or a trace of response lengths.")] = (
-        "r1-long"
-    )
+    lengths: Annotated[
+        str, typer.Option(help="r1-long, r1, deepscaler, or a trace of response lengths.")
+    ] = "r1-long"
     scale: Annotated[
         float | None,
         typer.Option(help="Factor on lengths; default: 1.25 of r1-long, 1 of others."),
@@ -73,7 +73,12 @@ class ClusterOptions:
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(help="qwen2.5-7b, -14b, -32b or -72b on H800, in place of --costs."),
+        typer.Option(
+            help="qwen2.5-7b, -14b, -32b, -72b, llama3.1-8b or qwen3-14b, in place of --costs."
+        ),
+    ] = None
+    gpu_type: Annotated[
+        str | None, typer.Option(help="GPUs of --model: h800 (default), h100 or a40.")
     ] = None
     critic: Annotated[
         bool,
@@ -92,7 +97,8 @@ class SystemOptions:
         str,
         typer.Option(
             help="sync, one-step, inflight, inflight-rebalanced, inflight-loose, staleflow, "
-            "tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, with commas between."
+            "tail, flexes, streamrl-skew, streamrl-sync, streamrl-async, pat, "
+            "with commas between."
         ),
     ] = "sync,one-step,inflight,staleflow"
     staleness: Annotated[str, typer.Option(help="Staleness bounds, with commas between.")] = "1,2,3"
@@ -118,6 +124,12 @@ class SystemOptions:
             "at random, 1 if lengths are known; default: that of PlexRL's ranker."
         ),
     ] = 0.71
+    lengths_known: Annotated[
+        bool,
+        typer.Option(
+            "--lengths-known", help="pat knows where responses end: an oracle, for comparison."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,17 +202,24 @@ def settings(
 
 def _engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
     from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
+    from plexrl.sim.rollout.engine.gpus import GPUS
     from plexrl.sim.rollout.engine.models import MODELS, PPO_OPERATIONS
 
     if cluster.model is None:
-        if cluster.tensor_parallel != 1 or cluster.critic:
-            raise InvalidRequestError("--tensor-parallel and --critic are of --model: give a model")
+        if cluster.tensor_parallel != 1 or cluster.critic or cluster.gpu_type:
+            raise InvalidRequestError(
+                "--tensor-parallel, --gpu-type and --critic are of --model: give a model"
+            )
         return None, QWEN3_30B_A3B if cluster.costs is None else read_costs(cluster.costs)
     if cluster.costs is not None:
         raise InvalidRequestError("--model and --costs both give latencies: give one")
     if cluster.model not in MODELS:
         raise InvalidRequestError(f"--model {cluster.model!r}: use {', '.join(MODELS)}")
     model = MODELS[cluster.model]
+    if cluster.gpu_type is not None:
+        if cluster.gpu_type not in GPUS:
+            raise InvalidRequestError(f"--gpu-type {cluster.gpu_type!r}: use {', '.join(GPUS)}")
+        model = replace(model, gpu=GPUS[cluster.gpu_type])
     if cluster.critic:
         model = replace(model, train_operations=PPO_OPERATIONS)
     return model, model.costs(cluster.tensor_parallel)
@@ -231,6 +250,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 eta_prompts=options.eta,
                 eta_responses=options.eta,
                 recall=options.recall,
+                lengths_known=options.lengths_known and name == SystemName.PAT,
             )
             for bound in (bounds if name in BOUNDED else [FIXED_STALENESS[name]])
             for each in _variants(name, ablation=options.ablation)

@@ -39,6 +39,9 @@ class SystemName(StrEnum):
     STREAMRL_ASYNC = "streamrl-async"
     """The same one step ahead: neither the update nor its transfer is waited for."""
 
+    PAT = "pat"
+    """As sync, with tensor-parallel groups whose size changes while a batch drains (PAT)."""
+
 
 BOUNDED = (
     SystemName.INFLIGHT,
@@ -55,7 +58,7 @@ SPLIT = (SystemName.ONE_STEP, *BOUNDED, *STREAMED)
 """Systems with separate GPUs for rollout and training."""
 COORDINATED = (SystemName.TAIL, SystemName.FLEXES)
 """On-policy systems of the coordinator. Every prompt of the run is trained by its end."""
-ON_POLICY = (SystemName.SYNC, *COORDINATED, SystemName.STREAMRL_SKEW)
+ON_POLICY = (SystemName.SYNC, *COORDINATED, SystemName.STREAMRL_SKEW, SystemName.PAT)
 """Systems without staleness, whose GPUs all roll out, and then all train."""
 FIXED_STALENESS = {
     **dict.fromkeys(ON_POLICY, 0),
@@ -180,6 +183,8 @@ class System:
     recall: float = RECALL
     """Of `RANKED` systems: part of the longest fifth of a batch's prompts that the ranks find
     (StreamRL Tab. 4). 0.2: random ranks; 1: all lengths are known."""
+    lengths_known: bool = False
+    """`pat` knows where each response ends: an oracle. Otherwise it assumes the limit."""
 
     def __post_init__(self) -> None:
         if not LONG_PART <= self.recall <= 1.0:
@@ -211,6 +216,8 @@ class System:
             parts.append(self.parts.label)
         if self.name in RANKED and self.recall != RECALL:
             parts.append(f"recall {self.recall:g}")
+        if self.lengths_known:
+            parts.append("oracle")
         return " ".join(parts)
 
 
@@ -227,6 +234,14 @@ def check_system(setting: Setting, system: System) -> None:
             "the parallelism planner needs the latencies of several sizes: give a model, or switch "
             "it off"
         )
+    if system.name == SystemName.PAT:
+        if setting.model is None:
+            raise InvalidRequestError("pat needs the latencies of several sizes: give a model")
+        per_node = setting.model.gpu.per_node
+        if setting.gpus > per_node and setting.gpus % per_node:
+            raise InvalidRequestError(
+                f"{setting.gpus} GPUs of pat: give up to {per_node}, or whole nodes"
+            )
     if setting.rewards != AT_ONCE and system.name not in ON_POLICY:
         names = ", ".join(each.value for each in ON_POLICY)
         raise InvalidRequestError(

@@ -16,7 +16,7 @@ from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.workload.counter_rng import normals, stream, uniform
 from plexrl.traces.bundled import bundled
 from plexrl.traces.formats import read_histogram
-from plexrl.traces.generate.distributions import STANDARD, Distribution, Histogram
+from plexrl.traces.generate.distributions import STANDARD, Distribution, Histogram, Weibull
 from plexrl.traces.generate.length_model import fit_lengths
 from plexrl.traces.schema import ResponseLength
 from plexrl.traces.sources import open_trace
@@ -25,6 +25,11 @@ R1 = "r1"
 """All response lengths of the bundled DeepSeek R1 distribution."""
 R1_LONG = "r1-long"
 """Its long responses: those beyond the minimum between its two modes."""
+DEEPSCALER = "deepscaler"
+"""A Weibull distribution of which 10.85 % are above 8192 tokens and 2.18 % above 16 384, as of
+LLaMA3.1-8B on DeepScaleR (PAT §2.3). Its mean is 3 400 tokens; that of the paper's steps with at
+most 24 576 tokens is 3 445 (3510.9 tokens/s for 125.6 s, §5.3). A lognormal one has 4 000."""
+DEEPSCALER_TAIL = {8192: 0.1085, 16_384: 0.0218}
 LONG_TOKENS = 2767
 """The minimum between the modes: from here to 18 000 tokens lengths are log-uniform."""
 EXTRA_MAX = 1 << 16
@@ -38,7 +43,7 @@ class Workload:
     """What the prompts of a run are."""
 
     lengths: str = R1_LONG
-    """`r1`, `r1-long` or a trace of response lengths."""
+    """`r1`, `r1-long`, `deepscaler` or a trace of response lengths."""
     scale: float = 1.25
     """Factor on lengths. R1 was served with a limit of 32 000 tokens, of which 40 000 is 1.25."""
     limit: int = 40_000
@@ -126,11 +131,13 @@ def _source(lengths: str) -> _Source:
                 bins=tuple(part for part in histogram.bins if part[0] >= LONG_TOKENS)
             )
         return _Source(quantiles=_tabulated(histogram))
+    if lengths == DEEPSCALER:
+        return _Source(quantiles=_tabulated(_deepscaler()))
     source = open_trace(lengths)
     if source.table.name != "lengths":
         raise InvalidRequestError(
             f"{lengths} contains {source.table.name}, not response lengths: use {R1!r}, "
-            f"{R1_LONG!r} or a trace of lengths"
+            f"{R1_LONG!r}, {DEEPSCALER!r} or a trace of lengths"
         )
     rows = list(source.rows)
     groups = _grouped(rows)
@@ -138,6 +145,14 @@ def _source(lengths: str) -> _Source:
         return _Source(groups=groups)
     model = fit_lengths(rows)
     return _Source(quantiles=_tabulated(model.fit.distribution), correlation=model.correlation)
+
+
+def _deepscaler() -> Weibull:
+    (low, low_rate), (high, high_rate) = (
+        (tokens, -math.log(part)) for tokens, part in DEEPSCALER_TAIL.items()
+    )
+    shape = math.log(high_rate / low_rate) / math.log(high / low)
+    return Weibull(shape=shape, scale=low / low_rate ** (1.0 / shape))
 
 
 def _grouped(rows: Sequence[ResponseLength]) -> tuple[tuple[float, ...], ...]:

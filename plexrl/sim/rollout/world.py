@@ -50,7 +50,7 @@ class World:
         self.is_training = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._due: dict[int, float] = {}
+        self._due: dict[Instance, float] = {}
         """Time of the pending event of each instance."""
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -71,17 +71,23 @@ class World:
                 self.at(time_s, lambda done=trajectories: policy.finished(done))  # type: ignore[misc]
         due = instance.next_event_s()
         if due is None:
-            self._due.pop(instance.number, None)
-        elif self._due.get(instance.number) != due:
-            self._due[instance.number] = due
+            self._due.pop(instance, None)
+        elif self._due.get(instance) != due:
+            self._due[instance] = due
             self.at(due, lambda: self._advance(instance, due, policy))
 
     def restart_instances(self, costs: EngineCosts) -> None:
         """Replace all instances, which are idle, by others of these costs on the same GPUs."""
         gpus = sum(each.costs.gpus for each in self.instances)
-        self.recorder.instances_ended(self.instances)
-        self.instances = [Instance(number, costs) for number in range(gpus // costs.gpus)]
-        self._due.clear()
+        new = [Instance(number, costs) for number in range(gpus // costs.gpus)]
+        self.replace_instances(list(self.instances), new)
+
+    def replace_instances(self, old: Sequence[Instance], new: Sequence[Instance]) -> None:
+        """Put others in the place of some instances, which are empty."""
+        self.recorder.instances_ended(old)
+        for each in old:
+            self._due.pop(each, None)
+        self.instances = [*(each for each in self.instances if each not in old), *new]
 
     def train(
         self,
@@ -146,10 +152,9 @@ class World:
         self.at(self.now + self.recorder.sample_s, self._sample)
 
     def _advance(self, instance: Instance, due: float, policy: Policy) -> None:
-        is_here = self.instances[instance.number : instance.number + 1] == [instance]
-        if not is_here or self._due.get(instance.number) != due:
+        if self._due.get(instance) != due:
             return
-        del self._due[instance.number]
+        del self._due[instance]
         instance.advance(self.now)
         self.touch(instance, policy)
 

@@ -35,10 +35,10 @@ class _Run:
 class Instance:
     """The engine of one instance."""
 
-    def __init__(self, number: int, costs: EngineCosts) -> None:
+    def __init__(self, number: int, costs: EngineCosts, *, version: int = 0) -> None:
         self.number = number
         self.costs = costs
-        self.version = 0
+        self.version = version
         self.at_s = 0.0
         self.stopped_s = 0.0
         """End of the step in which the last command took effect."""
@@ -121,11 +121,26 @@ class Instance:
         """Remove all trajectories at the end of the current step."""
         self._finish_step(now)
         removed = [self._stop(run) for run in self._running.values()]
+        for each in removed:
+            each.holds_kv = True
+        for each in self.waiting:
+            each.holds_kv = False
         self._running.clear()
         self._ends.clear()
         removed += self.waiting
         self.waiting.clear()
         return removed
+
+    def resume(self, trajectories: Iterable[Trajectory], at_s: float) -> None:
+        """Go on at `at_s` with trajectories whose KV cache has been moved here; the instance must
+        be empty. What does not fit is preempted."""
+        if self._running or self.waiting:
+            raise InvariantError(f"instance {self.number} resumes trajectories beside others")
+        self.at_s = max(self.at_s, at_s)
+        for each in trajectories:
+            self._run(each)
+            self.kv += each.length
+        self._preempt()
 
     def pull(self, version: int, now: float, pull_s: float | None = None) -> float:
         """Load `version`, which takes `pull_s`, by default that of the costs; the instance must be
@@ -231,9 +246,13 @@ class Instance:
         for each in admitted:
             each.admissions += 1
             each.prefill_tokens += each.length
-            base = self.steps - each.done_tokens
-            self._running[each.number] = _Run(each, base, self.at_s)
-            heapq.heappush(self._ends, (base + each.response_tokens, each.number))
+            self._run(each)
+
+    def _run(self, trajectory: Trajectory) -> None:
+        """Put a trajectory into the batch."""
+        base = self.steps - trajectory.done_tokens
+        self._running[trajectory.number] = _Run(trajectory, base, self.at_s)
+        heapq.heappush(self._ends, (base + trajectory.response_tokens, trajectory.number))
 
     def _stop(self, run: _Run) -> Trajectory:
         """Record the segment of a trajectory that leaves the batch, and free its cache."""

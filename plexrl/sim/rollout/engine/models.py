@@ -11,45 +11,22 @@ from dataclasses import dataclass
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, EngineCosts
+from plexrl.sim.rollout.engine.gpus import H800, Gpu
 
-KV_READ = 98_304 / QWEN3_30B_A3B.k1 / 4.0e12
-"""Part of the bandwidth at which the KV cache is read."""
 WEIGHTS_READ = 2 * 3.3e9 / QWEN3_30B_A3B.k2 / 4.0e12
+"""Part of the bandwidth at which weights are read."""
 DECODE_COMPUTE = 2 * 3.3e9 / QWEN3_30B_A3B.k3 / 148e12
 PREFILL_COMPUTE = 0.5
-LAYER_S = QWEN3_30B_A3B.k4 / 48
-"""Constant seconds of a decode step per layer."""
 MEMORY_PART = 0.9
 """Part of the memory for weights and KV cache."""
 TRAIN_PART = 0.077
 """Part of the peak at which training computes. It is what makes training 22 % and rollout 70 % of a
 synchronous step with the lengths of `r1`, as measured for veRL (Flexes Tab. 1: the 14B model, at
 most 16 384 tokens, 32 GPUs, the mean of three tasks)."""
-ALL_REDUCE_S = 15e-6
-"""Seconds of an all-reduce of few bytes between GPUs of a node: an assumption."""
 PPO_OPERATIONS = 18.0
 """Of PPO with a critic of the same size: values and both passes of the critic, too."""
 PULL_RATE = 61.1e9 / QWEN3_30B_A3B.pull_s
 """Bytes per second at which a GPU receives weights (StaleFlow Tab. 3)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """What one GPU can do."""
-
-    name: str
-    flops: float
-    """Dense bf16 operations per second."""
-    bandwidth: float
-    """Bytes per second of its memory."""
-    memory: float
-    """Bytes."""
-    link: float
-    """Bytes per second to the other GPUs of its node, in one direction."""
-    per_node: int = 8
-
-
-H800 = Gpu(name="H800", flops=989e12, bandwidth=3.35e12, memory=80e9, link=200e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +47,13 @@ class Model:
     head_tokens: int = 128
 
     @property
-    def _token_bytes(self) -> int:
-        """Keys and values of a token in all layers."""
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of a token in all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_tokens
 
     def kv_tokens(self, tp: int) -> int:
         """Tokens that fit the KV cache of a TP group; below 1 if its weights do not fit."""
-        return int((MEMORY_PART * self.gpu.memory * tp - 2 * self.parameters) / self._token_bytes)
+        return int((MEMORY_PART * self.gpu.memory * tp - 2 * self.parameters) / self.token_bytes)
 
     def costs(self, tp: int) -> EngineCosts:
         """Latencies of an instance of `tp` GPUs.
@@ -84,7 +61,7 @@ class Model:
         Raises:
             InvalidRequestError: the group is larger than a node, or the weights do not fit.
         """
-        gpu = self.gpu
+        gpu, software = self.gpu, self.gpu.software
         if not 1 <= tp <= gpu.per_node or self.kv_tokens(tp) < 1:
             raise InvalidRequestError(
                 f"{self.name} with {tp} GPUs per instance: give 1 to {gpu.per_node} whose memory "
@@ -94,10 +71,11 @@ class Model:
         reduces = 2 * self.layers if tp > 1 else 0
         token_reduce_s = 2 * self.hidden * 2 * (tp - 1) / tp / gpu.link
         return EngineCosts(
-            k1=self._token_bytes / (KV_READ * gpu.bandwidth * tp),
+            k1=self.token_bytes / (software.kv_read * gpu.bandwidth * tp),
             k2=2 * self.parameters / (WEIGHTS_READ * gpu.bandwidth * tp),
             k3=2 * self.parameters / (DECODE_COMPUTE * compute) + reduces * token_reduce_s,
-            k4=LAYER_S * self.layers + reduces * ALL_REDUCE_S,
+            k4=software.layer_s * self.layers
+            + reduces * (software.all_reduce_s + 2 * (tp - 1) * software.hop_s),
             kv_tokens=self.kv_tokens(tp),
             gpus=tp,
             prefill_s_per_token=2 * self.parameters / (PREFILL_COMPUTE * compute),
@@ -121,4 +99,9 @@ QWEN25_7B = Model(name="qwen2.5-7b", parameters=7.62e9, layers=28, hidden=3584, 
 QWEN25_14B = Model(name="qwen2.5-14b", parameters=14.77e9, layers=48, hidden=5120, kv_heads=8)
 QWEN25_32B = Model(name="qwen2.5-32b", parameters=32.76e9, layers=64, hidden=5120, kv_heads=8)
 QWEN25_72B = Model(name="qwen2.5-72b", parameters=72.7e9, layers=80, hidden=8192, kv_heads=8)
-MODELS = {each.name: each for each in (QWEN25_7B, QWEN25_14B, QWEN25_32B, QWEN25_72B)}
+LLAMA31_8B = Model(name="llama3.1-8b", parameters=8.03e9, layers=32, hidden=4096, kv_heads=8)
+QWEN3_14B = Model(name="qwen3-14b", parameters=14.77e9, layers=40, hidden=5120, kv_heads=8)
+MODELS = {
+    each.name: each
+    for each in (QWEN25_7B, QWEN25_14B, QWEN25_32B, QWEN25_72B, LLAMA31_8B, QWEN3_14B)
+}

@@ -33,6 +33,8 @@ class Trajectory:
     """Tokens whose KV cache was computed by prefill, over all its admissions."""
     admissions: int = 0
     finished_s: float | None = None
+    holds_kv: bool = False
+    """Its KV cache was on its instance when it was interrupted."""
 
     @property
     def length(self) -> int:

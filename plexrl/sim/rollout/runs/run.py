@@ -10,6 +10,7 @@ from plexrl.sim.rollout.systems.baselines.one_step import OneStep
 from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
 from plexrl.sim.rollout.systems.coordinated import Coordinated
 from plexrl.sim.rollout.systems.flexes.on_policy import OnPolicy
+from plexrl.sim.rollout.systems.pat.adaptive_tp import AdaptiveTp
 from plexrl.sim.rollout.systems.streamrl.skewness import SkewnessAware
 from plexrl.sim.rollout.systems.streamrl.streamed import Streamed
 from plexrl.sim.rollout.world import Policy, World
@@ -62,3 +63,5 @@ def _policy(world: World, system: System) -> Policy:
         case SystemName.STREAMRL_SYNC | SystemName.STREAMRL_ASYNC:
             skewness = SkewnessAware(world.setting, system.recall)
             return Streamed(world, system.staleness, skewness)
+        case SystemName.PAT:
+            return AdaptiveTp(world, system)

@@ -1,0 +1,1 @@
+"""PAT on the virtual clock: tensor-parallel groups that change while a batch drains."""

@@ -1,0 +1,93 @@
+"""One node whose tensor-parallel groups change while it generates (PAT §4.1).
+
+Each node decides for itself. All of its groups stop at the end of their steps, the KV cache moves
+or is computed again, and the unfinished responses go on in groups of the new size.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from plexrl.rollout.adaptive_tp.controller import Switch, SwitchController
+from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow
+from plexrl.sim.rollout.engine.instance import Instance
+from plexrl.sim.rollout.engine.models import Model
+from plexrl.sim.rollout.engine.trajectory import Trajectory
+from plexrl.sim.rollout.world import Policy, World
+
+
+class Node:
+    """The groups of one node."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        model: Model,
+        predictor: LatencyPredictor,
+        left: Callable[[Trajectory], int],
+    ) -> None:
+        """`left`: tokens that a response may still draw."""
+        self._world = world
+        self._policy = policy
+        self._model = model
+        self._predictor = predictor
+        self._left = left
+        self._controller = SwitchController(predictor)
+        self._numbers = count(world.setting.gpus)
+        self.instances: list[Instance] = []
+        """Empty during a switch."""
+
+    def consider(self) -> None:
+        """Switch now if that pays."""
+        world = self._world
+        for each in self.instances:
+            each.advance(world.now)
+            world.touch(each, self._policy)
+        groups = [self._rows([*each.running(), *each.waiting]) for each in self.instances]
+        if not any(groups):
+            return
+        switch = self._controller.decide(self.instances[0].costs.gpus, groups)
+        if switch is not None:
+            self._begin(switch)
+
+    def _rows(self, trajectories: Sequence[Trajectory]) -> list[UnfinishedRow]:
+        return [UnfinishedRow(each.length, self._left(each)) for each in trajectories]
+
+    def _begin(self, switch: Switch) -> None:
+        """Stop all groups. They go on when the last one has stopped and the switch is done."""
+        world, old = self._world, self.instances
+        running: list[Trajectory] = []
+        waiting: list[Trajectory] = []
+        largest = 0
+        for each in old:
+            stopped = each.interrupt_all(world.now)
+            world.touch(each, self._policy)
+            queued = [one for one in stopped if not one.holds_kv]
+            kept = [one for one in stopped if one.holds_kv]
+            largest = max(largest, sum(one.length for one in kept))
+            waiting += queued
+            running += kept
+        tp, gpus = old[0].costs.gpus, sum(each.costs.gpus for each in old)
+        ready_s = max(each.stopped_s for each in old) + self._predictor.profile.switch_s
+        if switch.kv == "migrate":
+            ready_s += self._predictor.move_s(tp, switch.tp, largest)
+        else:
+            waiting, running = [*running, *waiting], []
+        new = [
+            Instance(number, self._model.costs(switch.tp), version=old[0].version)
+            for number, _ in zip(self._numbers, range(gpus // switch.tp), strict=False)
+        ]
+        world.replace_instances(old, new)
+        self.instances = []
+        world.at(ready_s, lambda: self._resume(new, running, waiting))
+
+    def _resume(
+        self, new: list[Instance], running: Sequence[Trajectory], waiting: Sequence[Trajectory]
+    ) -> None:
+        world, self.instances = self._world, new
+        ordered = sorted(running, key=lambda each: (-self._left(each), -each.length, each.number))
+        for at, instance in enumerate(new):
+            instance.resume(ordered[at :: len(new)], world.now)
+            instance.route(waiting[at :: len(new)], world.now)
+            world.touch(instance, self._policy)

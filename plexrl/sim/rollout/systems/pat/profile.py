@@ -1,0 +1,42 @@
+"""The profile of a simulated engine (PAT §4.2): its own latencies at the points of a profiler."""
+
+from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
+from plexrl.sim.rollout.engine.models import Model
+from plexrl.sim.rollout.setting import Setting
+
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
+LENGTHS = (8, 128, 512, 2048, 8192, 32_768)
+
+
+def decode_profile(setting: Setting, model: Model) -> DecodeProfile:
+    """Points of all sizes whose KV cache has room for the longest response."""
+    longest = setting.workload.prompt_tokens + setting.workload.limit
+    sizes = tuple(tp for tp in model.sizes(longest) if not setting.gpus % tp)
+    points = []
+    for tp in sizes:
+        costs = model.costs(tp)
+        for rows in ROWS:
+            for tokens in LENGTHS:
+                if rows > 1 and rows * tokens > costs.kv_tokens:
+                    continue
+                point = ProfilePoint(
+                    tp=tp,
+                    rows=rows,
+                    prompt_tokens=tokens,
+                    kv_tokens=float(rows * tokens),
+                    step_s=costs.step_s(rows, rows * tokens),
+                    prefill_s=rows * costs.prefill_s(tokens),
+                )
+                points.append(point)
+    return DecodeProfile(
+        subject=ProfileSubject(
+            model=model.name,
+            dtype="bfloat16",
+            device=model.gpu.name,
+            tp_sizes=sizes,
+            kv_token_bytes=model.token_bytes,
+        ),
+        points=tuple(points),
+        switch_s=model.gpu.switching.fixed_s,
+        kv_bytes_per_s=model.gpu.switching.kv_bytes_per_s,
+    )
