@@ -73,5 +73,6 @@ H100 = Gpu(
 )
 """With `kv_read` and `layer_s`, groups of 2 take the 134.3 and 133.9 s of veRL (PAT §5.3), for
 LLaMA3.1-8B with at most 24 576 and Qwen3-14B with at most 16 384 tokens. Of a switch on an H100 the
-paper has no times: what its links decide is here as many times faster as an A40's as NVLink is than PCIe."""
+paper has no times: what its links decide is here as many times faster than on an A40 as NVLink is
+than PCIe."""
 GPUS = {each.name.lower(): each for each in (H800, H100, A40)}
