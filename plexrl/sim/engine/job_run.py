@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.sim.workload.cycles import CycleSource, DrawnCycle
-from plexrl.sim.workload.scenario import Behaviour
+from plexrl.sim.workload.scenario import Behaviour, Scenario
 from plexrl.traces import TraceJob
 from plexrl.traces.generate.published import STATE_BYTES_PER_PARAMETER, cycles_in
 from plexrl.wire.operations import MUTATING, OperationKind
 
 if TYPE_CHECKING:
+    from plexrl.scheduler.context.config import SchedulerConfig
     from plexrl.scheduler.state.messages.commands import RunOperation
     from plexrl.sim.metrics.collector import RunKind
+    from plexrl.sim.state.move_costs import MoveCosts
     from plexrl.sim.state.statemanagers import Refusal
     from plexrl.sim.state.virtual_state import Move
 
@@ -253,6 +255,26 @@ class JobRun(WorkerGroup):
 
 Workers = JobRun | Rollouts
 """Those of any deployment."""
+
+
+def alone_clock(
+    run: JobRun, scenario: Scenario, costs: "MoveCosts", config: "SchedulerConfig"
+) -> AloneClock:
+    """The clock of a job on its kind of nodes."""
+    rollout_load_s = 0.0
+    if (rollouts := run.rollouts) is not None:
+        rollout_load_s = costs.load_s(run.node_type, rollouts.state_bytes, rollouts.gpus)
+    where = (run.node_type, run.state_bytes, run.gpus)
+    return AloneClock(
+        staleness=run.staleness,
+        controller_s=scenario.behaviour.controller_s,
+        launch_s=scenario.launch_s,
+        load_s=costs.load_s(*where),
+        rollout_load_s=rollout_load_s,
+        snapshot_s=costs.offload_s(*where),
+        snapshots_after=config.snapshot_operations,
+        snapshots_after_s=config.snapshot_work_s,
+    )
 
 
 def kind_of(function: str) -> OperationKind:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from plexrl.process.garbage_collection import rare_collections
 from plexrl.scheduler.core import core
 from plexrl.sim.engine.trace_run import CycleEnded, TraceRun
+from plexrl.sim.engine.unshared.run import UnsharedRun
 from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
+from plexrl.sim.workload.policies import UNSHARED
 from plexrl.sim.workload.scenario import Scenario
 
 CALLS_PER_CHECK = 512
@@ -45,13 +47,17 @@ def simulate(
     """Run the scenario to the end of its last job.
 
     `progress` is called about twice a second, `on_cycle` after every cycle and `on_job` after every
-    job. `cycle_factory` and `costs` replace the scenario's own durations of cycles and of moves.
+    job; under `easy` and `conservative`, which take seconds, only `on_job`. `cycle_factory` and
+    `costs` replace the scenario's own durations of cycles and of moves.
 
     Raises:
-        InvalidRequestError: the policy is unknown.
+        InvalidRequestError: the policy is unknown, or knows nothing of a part of the scenario.
         UnavailableError: jobs are left and no event is pending.
     """
     began_at = time.perf_counter()
+    if scenario.policy in UNSHARED:
+        unshared = UnsharedRun(scenario, cycle_factory=cycle_factory, costs=costs, on_job=on_job)
+        return unshared.result(lambda: _speed(began_at, unshared.cycles))
     run = TraceRun(
         scenario, cycle_factory=cycle_factory, costs=costs, on_cycle=on_cycle, on_job=on_job
     )
@@ -65,14 +71,16 @@ def simulate(
         run.check_it_ended()
     if progress is not None:
         progress(_progress(run))
+    return run.result(_speed(began_at, run.shell.events))
+
+
+def _speed(began_at: float, events: int) -> Speed:
     wall_s = time.perf_counter() - began_at
-    return run.result(
-        Speed(
-            wall_s=wall_s,
-            events_per_s=run.shell.events / max(wall_s, 1e-9),
-            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            compiled=is_compiled(),
-        )
+    return Speed(
+        wall_s=wall_s,
+        events_per_s=events / max(wall_s, 1e-9),
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        compiled=is_compiled(),
     )
 
 

@@ -20,8 +20,8 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.arrival import deployments, submission
 from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
-from plexrl.sim.engine.fault_injector import FaultInjector
-from plexrl.sim.engine.job_run import AloneClock, JobRun, Rollouts, Workers, demand_of
+from plexrl.sim.engine.faults.fault_injector import FaultInjector
+from plexrl.sim.engine.job_run import JobRun, Rollouts, Workers, alone_clock, demand_of
 from plexrl.sim.engine.shell import (
     CommandHandler,
     VirtualShell,
@@ -349,25 +349,8 @@ class TraceRun:
         run.node_type, run.speed = kind.name, kind.speed
         if run.placed_at is None:
             run.placed_at = run.cycle_began_at = self.shell.now
-            run.alone = self._alone(run)
+            run.alone = alone_clock(run, self.scenario, self._costs, self._config)
             self._collector.job_placed(run.trace.job_id, self.shell.now)
-
-    def _alone(self, run: JobRun) -> AloneClock:
-        where = (run.node_type, run.state_bytes, run.gpus)
-        rollout_load_s = 0.0
-        if (rollouts := run.rollouts) is not None:
-            own = (run.node_type, rollouts.state_bytes, rollouts.gpus)
-            rollout_load_s = self._costs.load_s(*own, "host")
-        return AloneClock(
-            staleness=run.staleness,
-            controller_s=self.scenario.behaviour.controller_s,
-            launch_s=self.scenario.launch_s,
-            load_s=self._costs.load_s(*where, "host"),
-            rollout_load_s=rollout_load_s,
-            snapshot_s=self._costs.offload_s(*where, "host"),
-            snapshots_after=self._config.snapshot_operations,
-            snapshots_after_s=self._config.snapshot_work_s,
-        )
 
     def _launched(self, command: cmd.LaunchWorkers) -> None:
         run = self._workers(command.deployment)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.workload.policies import SIM_POLICIES, sim_policy
+from plexrl.sim.workload.policies import POLICY_NAMES, SIM_POLICIES, check_policy
 from plexrl.sim.workload.scenario import (
     JITTER_MAX,
     NODES_MAX,
@@ -33,7 +33,7 @@ class Axis:
 
 
 def policies_named(given: str) -> tuple[str, ...]:
-    """Names of policies: `all`, `paper`, or distinct names separated by commas.
+    """Names of policies: `all` (of the scheduler), `paper`, or distinct names separated by commas.
 
     Raises:
         InvalidRequestError: a name is unknown or repeated.
@@ -46,10 +46,10 @@ def policies_named(given: str) -> tuple[str, ...]:
     _check_once("policy", names)
     if not names:
         raise InvalidRequestError(
-            f"name a policy: all, paper, or some of {', '.join(SIM_POLICIES)}"
+            f"name a policy: all, paper, or some of {', '.join(POLICY_NAMES)}"
         )
     for name in names:
-        sim_policy(name)
+        check_policy(name)
     return names
 
 
@@ -118,7 +118,7 @@ def with_nodes(scenario: Scenario, nodes: int) -> Scenario:
 
 def _with(scenario: Scenario, name: str, value: str) -> Scenario:
     if name == "policy":
-        return replace(scenario, policy=sim_policy(value).name)
+        return replace(scenario, policy=check_policy(value))
     read, put, expected = _SETTERS[name]
     try:
         return put(scenario, read(value))

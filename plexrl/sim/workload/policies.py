@@ -7,7 +7,8 @@ systems. A system that defines only an ordering is placed by `pack`. `fcfs` and 
 
 `isolated` stops backfilling past a job that has waited for `starvation_bound_s`, so free GPUs stay
 idle ahead of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
-without sharing.
+without sharing. `UNSHARED` are the rules of batch systems, which know how long each job will take;
+they are no configurations of the scheduler.
 """
 
 from collections.abc import Mapping
@@ -87,8 +88,26 @@ SIM_POLICIES: dict[str, SimPolicy] = {
 }
 
 
+UNSHARED = ("easy", "conservative")
+"""Backfilling by known durations, without sharing (`plexrl.sim.engine.unshared.backfilling`)."""
+POLICY_NAMES = (*SIM_POLICIES, *UNSHARED)
+
+
+def check_policy(name: str) -> str:
+    """`name` itself.
+
+    Raises:
+        InvalidRequestError: no policy has this name.
+    """
+    if name not in POLICY_NAMES:
+        raise InvalidRequestError(
+            f"policy {name!r} is unknown: use one of {', '.join(POLICY_NAMES)}"
+        )
+    return name
+
+
 def sim_policy(name: str) -> SimPolicy:
-    """The policy of that name.
+    """The scheduler's configuration of that name.
 
     Raises:
         InvalidRequestError: the policy is unknown.

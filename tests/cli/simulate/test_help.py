@@ -9,7 +9,7 @@ from plexrl.cli.app import app
 from plexrl.sim.search.axes import AXES
 from plexrl.sim.search.what_if import CHANGES
 from plexrl.sim.state.node_types import NODE_TYPES
-from plexrl.sim.workload.policies import SIM_POLICIES
+from plexrl.sim.workload.policies import POLICY_NAMES
 
 DOCS = Path(__file__).parents[3] / "docs" / "simulating.md"
 
@@ -22,7 +22,7 @@ def test_the_page_names_every_policy_axis_node_type_and_option() -> None:
         for option in (*parameter.opts, *parameter.secondary_opts)
         if option.startswith("--")
     }
-    words = {*SIM_POLICIES, *NODE_TYPES, *AXES, *CHANGES, *options - {"--help"}}
+    words = {*POLICY_NAMES, *NODE_TYPES, *AXES, *CHANGES, *options - {"--help"}}
     assert not {word for word in words if word not in page}
 
 

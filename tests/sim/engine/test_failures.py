@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.engine.failures import node_failures, worker_failures
+from plexrl.sim.engine.faults.failures import node_failures, worker_failures
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.results.result import SimResult
 from plexrl.sim.workload.policies import SIM_POLICIES

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 from plexrl.ids import DeploymentId, NodeId
-from plexrl.sim.engine.failures import NodeFailure, node_failures, worker_failures
+from plexrl.sim.engine.faults.failures import NodeFailure, node_failures, worker_failures
 from plexrl.sim.engine.shell import NEVER, VirtualShell
 from plexrl.sim.workload.scenario import Scenario
 
