@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
@@ -191,6 +192,19 @@ class RolloutBackend(Backend):
     @abstractmethod
     def resume(self) -> None:
         """Continue generation with the weights that are in the arena."""
+
+    def set_tp(self, tp: int, kv: str) -> "EngineStats":
+        """Continue all generations in tensor-parallel groups of `tp` ranks (PAT §4.3). `kv` is
+        `migrate`, to move the KV cache, or `recompute`.
+
+        Raises:
+            InvalidRequestError: the engine has no groups of that size, or there is no such way.
+        """
+        del kv
+        raise InvalidRequestError(
+            f"the tensor-parallel groups of this engine do not change, and tp is {tp}: create the "
+            "deployment with tp_sizes"
+        )
 
     @abstractmethod
     def interrupt(self, operation: str) -> BackendResult | None:

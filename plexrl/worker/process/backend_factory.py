@@ -40,7 +40,11 @@ def make_backend(
         case "rollout", "torch":
             from plexrl.worker.rollout.engine import TorchRolloutBackend
             from plexrl.worker.rollout.engine.tensor_parallel import rank_group
+            from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import switch_groups
 
+            if spec.tp_sizes:
+                groups = switch_groups(spec.layout, spec.tp_sizes, rank)
+                return TorchRolloutBackend(spec, checkpoint_url, groups=groups)
             return TorchRolloutBackend(spec, checkpoint_url, rank_group(spec.layout, rank))
         case "rollout", "vllm":
             from plexrl.worker.rollout.vllm.installation import require_vllm

@@ -1,4 +1,7 @@
-"""Requests to a rollout's engine that are not operations: abort, pause, resume, stats and streams.
+"""Requests to a rollout's engine that are not operations.
+
+They are abort, pause, resume, stats, streams, and `set_tp`: another size of the tensor-parallel
+groups.
 
 The scheduler does not admit them. The worker handles them between two tokens, whatever runs.
 """
@@ -19,6 +22,8 @@ LOG = logging.getLogger(__name__)
 
 ABORTED_MAX = 1024
 """Aborts that are remembered, because an abort may arrive before its generation."""
+
+ANSWERED = ("engine_stats", "engine_load", "read_stream", "pause", "resume", "set_tp")
 
 Plain = dict[str, Any]
 
@@ -42,7 +47,7 @@ class ControlRequests:
         if kind == "abort":
             self._abort(header["operation"], header.get("rows"))
             return True
-        if kind not in ("engine_stats", "engine_load", "read_stream", "pause", "resume"):
+        if kind not in ANSWERED:
             return False
         try:
             if kind == "read_stream":
@@ -91,6 +96,8 @@ class ControlRequests:
         elif kind == "resume":
             engine.resume()
             self._resume_at = None
+        elif kind == "set_tp":
+            engine.set_tp(header["tp"], header["kv"])
         answer = asdict(engine.stats())
         return {**answer, **engine.load()} if kind == "engine_load" else answer
 

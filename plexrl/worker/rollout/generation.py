@@ -34,6 +34,18 @@ class Segment:
     weights_seq: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlacement:
+    """The groups of ranks that draw a generation's rows when it begins."""
+
+    tp: int
+    """Ranks of a group."""
+    groups: tuple[int, ...]
+    """Index of the group, for each row."""
+    streams: bool
+    """Tokens are returned as they are drawn, and not with the row."""
+
+
 @dataclass(slots=True)
 class Generation:
     """One `generate` call. Lists have one entry per row, prompt-major."""
@@ -56,6 +68,10 @@ class Generation:
     """Index of this part's first row in the whole call; random streams depend on it."""
     prompt_sampling: Mapping[str, Array] = field(default_factory=dict)
     """Values for each prompt that replace those of `sampling`, by name; see `PROMPT_SAMPLING`."""
+    rows: "frozenset[int] | None" = None
+    """The rows that this engine draws; None: all."""
+    placement: "RowPlacement | None" = None
+    """Where its rows are drawn, in an engine of several groups of ranks; set when it is queued."""
     on_end: "Callable[[int], None] | None" = None
     """Called with each row that has ended, after its results are stored."""
     preemptions: int = 0
@@ -69,7 +85,7 @@ class Generation:
         self.logprobs = [np.empty(0, dtype=np.float32)] * rows
         self.finish = [ABORT] * rows
         self.segments = [[] for _ in range(rows)]
-        self.unfinished = rows
+        self.unfinished = rows if self.rows is None else len(self.rows)
 
     def max_tokens(self, row: int) -> int:
         """Most tokens to draw for a row."""
@@ -148,3 +164,27 @@ class Sample:
             self.segments.pop()
         if not self.segments or self.segments[-1].weights_seq != weights_seq:
             self.segments.append(Segment(start=start, weights_seq=weights_seq))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedSample:
+    """An unfinished sample that leaves an engine for another one with the same weights."""
+
+    generation: str
+    row: int
+    order: int
+    """As `Sample.order`."""
+    known: int
+    """Prompt tokens and drawn tokens."""
+    tokens: Any
+    """As `Sample.tokens`, and `logprobs`."""
+    logprobs: Any
+    segments: tuple[Segment, ...]
+    blocks: tuple[int, ...] = ()
+    """The blocks that it held; empty: it has no keys and values."""
+    computed: int = 0
+    """Tokens whose keys and values are in its blocks."""
+    stale: bool = False
+    """Part of the keys and values was computed with previous weights."""
+    forked: bool = False
+    """Its last block may be shared with another sample."""

@@ -50,6 +50,17 @@ class EngineStats:
     """Blocks that samples hold."""
     blocks_kept: int
     """Blocks that no sample holds, kept in the prefix cache."""
+    tp: int = 1
+    """Ranks of each tensor-parallel group. An engine with several groups counts the samples and
+    blocks of all, as its leader knew them after the last step."""
+    tp_switches: int = 0
+    """Times that `set_tp` changed the size of the groups."""
+    tp_switch_s: float = 0.0
+    """Duration of the last such change."""
+    kv_bytes_moved: int = 0
+    """Bytes of keys and values that the last change sent between ranks, over all ranks."""
+    groups_made: int = 0
+    """Communication groups that this process made, at its start."""
 
 
 class RowLength(NamedTuple):
@@ -65,13 +76,19 @@ class RowLength(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """Mean of consecutive decode steps with the same number of rows."""
+    """Mean of consecutive decode steps with the same number of rows, by groups of the same size.
+
+    In an engine of several groups it tells about the first one: `running` and `kv_tokens` are that
+    group's rows and cached tokens, and `seconds` are without the wait for other groups.
+    """
 
     number: int
     """Counts the entries of this engine, from 1."""
     running: int
     kv_tokens: float
     seconds: float
+    tp: int = 1
+    """Ranks of the tensor-parallel group."""
 
 
 class StepMeter:
@@ -83,8 +100,13 @@ class StepMeter:
     def __init__(self) -> None:
         self.latest: deque[MeasuredSteps] = deque(maxlen=self.KEPT)
         self._number = 0
+        self._tp = 1
         self._running = self._count = 0
         self._kv_tokens = self._seconds = 0.0
+
+    def begin(self, tp: int) -> None:
+        """The next steps are those of groups of `tp` ranks; no mean is over two sizes."""
+        self._tp, self._running = tp, 0
 
     def add(self, running: int, kv_tokens: int, seconds: float) -> None:
         """A step of `running` rows with `kv_tokens` tokens in their KV caches."""
@@ -98,7 +120,7 @@ class StepMeter:
         if self._count == self.MEAN_OF:
             self._number += 1
             means = self._kv_tokens / self._count, self._seconds / self._count
-            self.latest.append(MeasuredSteps(self._number, running, *means))
+            self.latest.append(MeasuredSteps(self._number, running, *means, self._tp))
             self._count, self._kv_tokens, self._seconds = 0, 0.0, 0.0
 
 

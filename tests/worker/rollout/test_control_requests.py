@@ -137,6 +137,17 @@ def test_an_engine_whose_weights_mix_versions_cannot_be_resumed(
     assert router.controls.paused_for_s() is None, "it waits for what its agent does to it"
 
 
+def test_groups_that_do_not_change_are_not_switched(
+    router: Router, backend: TorchRolloutBackend
+) -> None:
+    backend.build()
+    router.mover.is_resident = True
+    refused = router.ask("set_tp", tp=2, kv="migrate")["error"]
+    assert refused["code"] == "invalid_request"
+    assert "create the deployment with tp_sizes" in refused["message"]
+    assert router.ask("engine_stats")["answer"]["tp"] == 1
+
+
 def test_what_is_no_control_is_left_to_others(router: Router) -> None:
     assert not router.send(request="run", command={})
     assert router.send(request="abort", operation="none")

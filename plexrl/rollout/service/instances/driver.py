@@ -398,7 +398,7 @@ class InstanceDriver:
             steps = engine["steps"]
             if steps and steps[-1][0] < seen:
                 seen = 0  # the engine was restarted
-            for number, running, kv_tokens, seconds in steps:
+            for number, running, kv_tokens, seconds, _ in steps:
                 if number > seen:
                     found.append(StepMeasured(kv_cache=kv_tokens, running=running, seconds=seconds))
             if steps:

@@ -19,6 +19,8 @@ from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
 from plexrl.worker.rollout.engine.forward.selection import probe
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
+from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
+from plexrl.worker.rollout.engine.tensor_parallel.switching import SwitchingEngine, SwitchingLeader
 from plexrl.worker.rollout.generation import Generation
 from plexrl.worker.rollout.merged_adapters import MergedAdapters
 from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
@@ -69,7 +71,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self._engine = self._start(model)
         self._leading: EngineT | LeadingEngine = self._engine
         if self.calls is not None:
-            self._leading = LeadingEngine(self._engine, self.calls)
+            self._leading = self._lead(self._engine, self.calls)
 
     def _lay_out(self, model: "nn.Module") -> "dict[str, nn.Parameter]":
         """Allocate the arena with a slice for each weight and adapter; returns the parameters in
@@ -80,7 +82,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         reserved = self._arrange(model)
         parameters = {name: named[name] for name in reserved}
         dtype = ARENA_DTYPES[self._spec.dtype]
-        share = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        share = (0, 1) if self._ranks is None else (self._ranks.share, self._ranks.shares)
         for name, parameter in parameters.items():
             shape = tuple(parameter.shape)
             self._boxes[name] = replace(box_of(name, shape, *share), reserve=reserved[name])
@@ -183,7 +185,7 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         return {
             "rows": [
                 (name, first[name] + row, tokens, runs)
-                for name, row, tokens, runs in self.engine.lengths()
+                for name, row, tokens, runs in self._leading.lengths()
             ],
             "steps": list(self.engine.meter.latest),
         }
@@ -217,6 +219,10 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
     @abstractmethod
     def _start(self, model: "nn.Module") -> EngineT:
         """The engine, on a model whose weights are in the arena."""
+
+    def _lead(self, engine: EngineT, calls: EngineCalls) -> LeadingEngine:
+        """On the leader of several ranks: the engine and the calls that the others repeat."""
+        return LeadingEngine(engine, calls)
 
     def _result(self, generation: Generation) -> BackendResult:
         """A generation's result. `segments` lists `[row, start, weights_seq, trainer_step]` for
@@ -271,14 +277,35 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         return self._engine
 
 
-class TorchRolloutBackend(EngineBackend[Engine]):
+class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
     """The built-in engine."""
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        checkpoint_url: Location,
+        ranks: RankGroup | None = None,
+        groups: SwitchGroups | None = None,
+    ) -> None:
+        """As `EngineBackend`. `groups`: this worker's groups in an engine with `spec.tp_sizes`,
+        instead of `ranks`."""
+        super().__init__(spec, checkpoint_url, ranks if groups is None else groups.everyone)
+        self._groups = groups
 
     def _arrange(self, model: "nn.Module") -> dict[str, int]:
         self._probed = probe(model)
         return dict.fromkeys(arena_order(dict(named_parameters(model))), 0)
 
-    def _start(self, model: "nn.Module") -> Engine:
+    def _start(self, model: "nn.Module") -> Engine | SwitchingEngine:
+        if self._groups is not None:
+            return SwitchingEngine(
+                model,
+                groups=self._groups,
+                slots=self._spec.max_concurrent_samples,
+                sequence_tokens_max=self._spec.max_sequence_tokens,
+                kv_bytes_max=self._spec.kv_cache_bytes,
+                probed=self._probed,
+            )
         return Engine(
             model,
             slots=self._spec.max_concurrent_samples,
@@ -287,3 +314,14 @@ class TorchRolloutBackend(EngineBackend[Engine]):
             ranks=self._ranks,
             probed=self._probed,
         )
+
+    def set_tp(self, tp: int, kv: str) -> EngineStats:
+        if not isinstance(self._leading, SwitchingLeader):
+            return super().set_tp(tp, kv)
+        self._leading.set_tp(tp, kv)
+        return self.stats()
+
+    def _lead(self, engine: Engine | SwitchingEngine, calls: EngineCalls) -> LeadingEngine:
+        if isinstance(engine, SwitchingEngine):
+            return SwitchingLeader(engine, calls)
+        return LeadingEngine(engine, calls)

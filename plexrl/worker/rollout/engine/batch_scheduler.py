@@ -9,14 +9,15 @@ A step serves the oldest sample first:
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from plexrl.worker.rollout.engine.blocks import BlockPool, block_names
 from plexrl.worker.rollout.engine.slot_table import NO_LEADER, Ints, SlotTable
 from plexrl.worker.rollout.engine.step_batch import Work
-from plexrl.worker.rollout.generation import Generation, Sample
+from plexrl.worker.rollout.generation import CarriedSample, Generation, Sample
 
 RUNNING_PER_SPARE_BLOCK = 8
 """A sample is admitted only if one spare block remains for every 8 running samples. Each of
@@ -125,13 +126,45 @@ class BatchScheduler:
         for slot in slots:
             self.tokens_recomputed += int(self._rows.computed[slot])
             back.append(self.release(slot))
-        back.sort(key=lambda sample: sample.order)
-        # One sample of each prompt first: the others then find its blocks in the prefix cache.
-        first: dict[tuple[str, int], Sample] = {}
-        for sample in back:
-            first.setdefault(sample.group, sample)
-        others = [sample for sample in back if first[sample.group] is not sample]
-        self.waiting.extendleft(reversed([*first.values(), *others]))
+        self.waiting.extendleft(reversed(_in_order_of_prefill(back)))
+
+    def carry_out(self) -> list[CarriedSample]:
+        """Remove all samples, oldest first, and drop the prefix cache."""
+        rows = self._rows
+        found = [_carried(sample) for sample in self.waiting]
+        self.waiting.clear()
+        for slot in list(rows.samples):
+            blocks, computed = rows.blocks(slot), int(rows.computed[slot])
+            self._pool.give_back(blocks)
+            waiting = _carried(rows.release(slot))
+            if not computed:
+                found.append(waiting)
+                continue
+            stale, forked = bool(rows.stale[slot]), bool(rows.forked[slot])
+            found.append(
+                replace(
+                    waiting, blocks=tuple(blocks), computed=computed, stale=stale, forked=forked
+                )
+            )
+        self._pool.forget()
+        return sorted(found, key=lambda sample: sample.order)
+
+    def carry_in(
+        self, running: Sequence[tuple[Sample, CarriedSample, Sequence[int]]], others: list[Sample]
+    ) -> None:
+        """Take the samples of another engine: `running` with their blocks here, which have the keys
+        and values that the blocks of the other engine had, and `others` without."""
+        rows = self._rows
+        self.waiting.extend(_in_order_of_prefill(others))
+        wanted = {sample.group for sample in others}
+        for sample, carried, blocks in running:
+            slot = rows.assign(sample)
+            rows.tables[slot, : len(blocks)] = blocks
+            rows.held[slot] = len(blocks)
+            rows.computed[slot] = carried.computed
+            rows.stale[slot], rows.forked[slot] = carried.stale, carried.forked
+            if sample.group in wanted:
+                self._publish_blocks(slot)
 
     def keep_stale(self) -> None:
         """After a weight update: running samples keep the cache of the old weights; no other reuses
@@ -242,3 +275,27 @@ class BatchScheduler:
         tokens = rows.tokens[slot, : whole * self._pool.block_tokens]
         sample.names = block_names(tokens, self._pool.block_tokens, sample.names[:whole])
         self._pool.name(rows.blocks(slot), sample.names[:whole])
+
+
+def _in_order_of_prefill(samples: Iterable[Sample]) -> list[Sample]:
+    """By age, but one sample of each prompt first: the others then find its blocks in the prefix
+    cache."""
+    ordered = sorted(samples, key=lambda sample: sample.order)
+    first: dict[tuple[str, int], Sample] = {}
+    for sample in ordered:
+        first.setdefault(sample.group, sample)
+    others = [sample for sample in ordered if first[sample.group] is not sample]
+    return [*first.values(), *others]
+
+
+def _carried(sample: Sample) -> CarriedSample:
+    drawn = 0 if sample.tokens is None else len(sample.tokens)
+    return CarriedSample(
+        generation=sample.generation.name,
+        row=sample.row,
+        order=sample.order,
+        known=len(sample.prompt) + drawn,
+        tokens=sample.tokens,
+        logprobs=sample.logprobs,
+        segments=tuple(sample.segments),
+    )

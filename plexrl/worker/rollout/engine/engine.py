@@ -12,7 +12,7 @@ Shapes: N rows that draw, V vocabulary.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ from plexrl.worker.rollout.generation import (
     ABORT,
     LENGTH,
     STOP,
+    CarriedSample,
     Generation,
     Sample,
     at_stop_sequence,
@@ -99,10 +100,11 @@ class Engine(RolloutEngine):
         super().__init__(end_tokens(model.config), sequence_tokens_max)
         self._device, self._dtype = weight_device(model)
         self._forward = select_forward(model, sequence_tokens_max, ranks)
-        shared_by = 1 if ranks is None else ranks.size
-        layers, kv_heads, head_size = cache_shape(model, shared_by)
+        self._tp = 1 if ranks is None else ranks.size
+        self.meter.begin(self._tp)
+        layers, kv_heads, head_size = cache_shape(model, self._tp)
         wanted = probe(model) if probed is None else probed
-        verify_forward(self._forward, model, wanted, shared_by)
+        verify_forward(self._forward, model, wanted, self._tp)
         self._block_bytes = 2 * layers * kv_heads * head_size * block_tokens * self._dtype.itemsize
         blocks_max = -(-sequence_tokens_max // block_tokens)
         self._blocks = block_count(
@@ -128,6 +130,16 @@ class Engine(RolloutEngine):
         self._tokens_computed = 0
 
     @property
+    def slots(self) -> int:
+        """Most samples that run at once."""
+        return self._rows.slots
+
+    @property
+    def kv(self) -> KvPool:
+        """Memory of the cache."""
+        return self._kv
+
+    @property
     def weights_seq(self) -> int:
         return self._scheduler.weights_seq
 
@@ -136,29 +148,73 @@ class Engine(RolloutEngine):
         self._scheduler.weights_seq = seq
 
     def _enqueue(self, generation: Generation) -> None:
+        self._note_kind(generation)
+        numbered = _numbered_prompts(generation)
+        rows = range(len(generation.finish))
+        for row in rows if generation.rows is None else sorted(generation.rows):
+            sample = _sample(generation, numbered, row, self._submitted + row)
+            self._scheduler.waiting.append(sample)
+        self._submitted += len(rows)
+
+    def _note_kind(self, generation: Generation) -> None:
         if generation.emit is not None:
             self._streaming.add(generation.name)
         if generation.sampling.stop_token_ids or generation.sampling.stop_sequences:
             self._with_stops.add(generation.name)
-        # Equal prompts share their blocks, as the samples of one prompt do.
-        numbers: dict[tuple[int, ...], int] = {}
-        prompts: list[tuple[int, Any]] = []
-        for tokens in generation.prompts:
-            number = numbers.setdefault(tuple(tokens), len(prompts))
-            same = prompts[number][1] if number < len(prompts) else np.array(tokens, dtype=np.int32)
-            prompts.append((number, same))
-        for row in range(generation.unfinished):
-            number, prompt = prompts[row // generation.samples_per_prompt]
-            self._scheduler.waiting.append(
-                Sample(
-                    generation=generation,
-                    row=row,
-                    order=self._submitted,
-                    prompt=prompt,
-                    prompt_number=number,
-                )
-            )
-            self._submitted += 1
+
+    def carry_out(self) -> list[CarriedSample]:
+        """Remove all generations; returns their unfinished samples, oldest first. The memory of the
+        cache keeps its content until `carry_in` of another engine takes it."""
+        self._generations.clear()
+        self._ended.clear()
+        self._streaming.clear()
+        self._with_stops.clear()
+        self._steady = None
+        return self._scheduler.carry_out()
+
+    def take_over(self, other: "Engine") -> None:
+        """Continue instead of `other`, whose samples were carried out, with the memory of its
+        cache."""
+        self.weights_seq = other.weights_seq
+        self._submitted = other._submitted
+        self._paused = other._paused
+        self._kv.take_memory(other._kv)
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks for samples that are to be carried in; the engine has no samples."""
+        return self._pool.take(count)
+
+    def carry_in(
+        self,
+        generations: Iterable[Generation],
+        samples: Iterable[tuple[CarriedSample, Sequence[int] | None]],
+    ) -> None:
+        """Continue `samples` of `generations`, oldest first, in an engine that has none. Each comes
+        with its blocks here, all of which are allocated; None: its keys and values are recomputed.
+        """
+        numbered: dict[str, list[tuple[int, Any]]] = {}
+        for generation in generations:
+            self._generations[generation.name] = generation
+            self._note_kind(generation)
+            numbered[generation.name] = _numbered_prompts(generation)
+        running: list[tuple[Sample, CarriedSample, Sequence[int]]] = []
+        waiting: list[Sample] = []
+        held: set[int] = set()
+        for each, blocks in samples:
+            generation = self._generations[each.generation]
+            sample = _sample(generation, numbered[each.generation], each.row, each.order)
+            sample.segments = list(each.segments)
+            sample.tokens, sample.logprobs = each.tokens, each.logprobs
+            sample.stream = generation.random_stream(each.row)
+            if blocks is None:
+                self._scheduler.tokens_recomputed += each.computed
+                waiting.append(sample)
+                continue
+            # The first holder of a block allocated it.
+            self._pool.share(block for block in blocks if block in held)
+            held.update(blocks)
+            running.append((sample, each, blocks))
+        self._scheduler.carry_in(running, waiting)
 
     def abort(self, name: str, rows: Collection[int] | None = None) -> None:
         generation = self._generations.get(name)
@@ -206,6 +262,7 @@ class Engine(RolloutEngine):
             blocks=self._blocks,
             blocks_held=pool.held,
             blocks_kept=pool.kept,
+            tp=self._tp,
         )
 
     def lengths(self) -> list[RowLength]:
@@ -363,3 +420,22 @@ class Engine(RolloutEngine):
         super()._finish(generation)
         self._streaming.discard(generation.name)
         self._with_stops.discard(generation.name)
+
+
+def _numbered_prompts(generation: Generation) -> list[tuple[int, Any]]:
+    """Each prompt's number and tokens. Equal prompts have the same number, and so share their
+    blocks, as the samples of one prompt do."""
+    numbers: dict[tuple[int, ...], int] = {}
+    prompts: list[tuple[int, Any]] = []
+    for tokens in generation.prompts:
+        number = numbers.setdefault(tuple(tokens), len(prompts))
+        same = prompts[number][1] if number < len(prompts) else np.array(tokens, dtype=np.int32)
+        prompts.append((number, same))
+    return prompts
+
+
+def _sample(
+    generation: Generation, numbered: list[tuple[int, Any]], row: int, order: int
+) -> Sample:
+    number, prompt = numbered[row // generation.samples_per_prompt]
+    return Sample(generation=generation, row=row, order=order, prompt=prompt, prompt_number=number)

@@ -32,15 +32,47 @@ class KvPool:
         self._by_block: list[torch.Tensor] = []
         self._by_token: list[torch.Tensor] = []
 
+    @property
+    def heads(self) -> int:
+        """Key-value heads."""
+        return self._heads
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, with the one for padding."""
+        return self._shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    def take_memory(self, other: "KvPool") -> None:
+        """Take the memory of `other`, which has as many values in fewer, or more, heads and blocks.
+        Its content stays as it is; `other` has no memory afterwards."""
+        memory = other._pool
+        other.clear()
+        self._use(None if memory is None else memory.view(self._shape))
+
+    def layers(self) -> list[torch.Tensor]:
+        """The memory of each layer, `[K, B, S, D]`."""
+        self.prepare()
+        assert self._pool is not None
+        return list(self._pool)
+
     def prepare(self) -> None:
         """Allocate the memory if it is not. It is zeroed: a masked position has weight 0, and 0·NaN
         would be NaN."""
-        if self._pool is not None:
+        if self._pool is None:
+            self._use(_zeros(self._shape, self._dtype, self._device))
+
+    def _use(self, pool: torch.Tensor | None) -> None:
+        self._pool = pool
+        if pool is None:
             return
         layers, heads, blocks, block_tokens, head_size = self._shape
-        self._pool = _zeros(self._shape, self._dtype, self._device)
-        flat = self._pool.view(layers, heads, blocks * block_tokens, head_size)
-        rows = self._pool.view(layers, heads, blocks, block_tokens * head_size)
+        flat = pool.view(layers, heads, blocks * block_tokens, head_size)
+        rows = pool.view(layers, heads, blocks, block_tokens * head_size)
         self._by_token, self._by_block = list(flat), list(rows)
 
     def clear(self) -> None:

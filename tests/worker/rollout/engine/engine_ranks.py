@@ -13,6 +13,7 @@ from plexrl.wire.operations import SamplingParams
 from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.rollout.engine import Engine, Generation, TorchRolloutBackend
 from plexrl.worker.rollout.engine.tensor_parallel import EngineCalls, LeadingEngine, RankGroup
+from plexrl.worker.rollout.rollout_engine import RolloutEngine
 from plexrl.worker.state.arena_tensors import view
 
 VOCABULARY = "0123456789abcdefgh"
@@ -45,7 +46,7 @@ class Leader(LeadingEngine):
         self._calls.send("close")
 
 
-def follow(engine: Engine, group: RankGroup, pull: Callable[[], None]) -> None:
+def follow(engine: RolloutEngine, group: RankGroup, pull: Callable[[], None]) -> None:
     """Repeat the leader's calls until it closes; `pull` replaces this rank's weights."""
     while True:
         for name, arguments in group.receive():

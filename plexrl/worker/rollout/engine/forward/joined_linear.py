@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 from plexrl.worker.state.arena_tensors import joined
 
 TOGETHER = (
@@ -41,9 +42,14 @@ def arena_order(names: Iterable[str]) -> list[str]:
 class JoinedLinear:
     """`torch.cat([linear(inputs) for linear in linears], dim=-1)`, faster."""
 
-    def __init__(self, linears: Sequence[Any]) -> None:
-        """Keeps the parameters themselves, so that weight updates reach it."""
-        self._separate = [(linear.weight, linear.bias) for linear in linears]
+    def __init__(self, linears: Sequence[Any], ranks: RankGroup | None = None) -> None:
+        """Keeps views of the parameters, so that weight updates reach it. With `ranks`, the layers
+        have this rank's share of the rows, and only its part of that is computed."""
+
+        def own(kept: Any) -> Any:
+            return kept if ranks is None or kept is None else ranks.part_of(kept.data)
+
+        self._separate = [(own(linear.weight), own(linear.bias)) for linear in linears]
         weight = joined([weight for weight, _ in self._separate])
         biases = [bias for _, bias in self._separate]
         bias = None if biases[0] is None else joined(biases)

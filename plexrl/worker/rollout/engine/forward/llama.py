@@ -25,12 +25,12 @@ class LlamaForward:
         decoder, config = model.get_decoder(), model.config
         self._ranks = ranks
         self._vocabulary = config.vocab_size
-        self._embedding = decoder.embed_tokens.weight
+        self._embedding = _own_vocabulary(decoder.embed_tokens.weight, ranks, config)
         self._norm = (decoder.norm.weight, decoder.norm.variance_epsilon)
-        self._head = model.get_output_embeddings().weight
+        self._head = _own_vocabulary(model.get_output_embeddings().weight, ranks, config)
         self._layers = [_LlamaLayer(layer, config, ranks) for layer in decoder.layers]
         place = torch.arange(positions, device=self._embedding.device)[None]
-        cos, sin = decoder.rotary_emb(self._embedding[:1], place)
+        cos, sin = decoder.rotary_emb(decoder.embed_tokens.weight[:1], place)
         half = sin.shape[-1] // 2
         # A rotation subtracts the first half; with the sign in the table that saves a product.
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -74,10 +74,11 @@ class _LlamaLayer:
             for name in ("q_norm", "k_norm")
             if (norm := getattr(attention, name, None)) is not None
         )
-        self.inputs = JoinedLinear((attention.q_proj, attention.k_proj, attention.v_proj))
-        self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj))
-        self.out = (attention.o_proj.weight.data.t(), attention.o_proj.bias)
-        self.down = (mlp.down_proj.weight.data.t(), mlp.down_proj.bias)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.inputs = JoinedLinear(projections, ranks)
+        self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj), ranks)
+        self.out = (_own_columns(attention.o_proj, ranks).t(), attention.o_proj.bias)
+        self.down = (_own_columns(mlp.down_proj, ranks).t(), mlp.down_proj.bias)
         self.activation = F.silu if config.hidden_act == "silu" else mlp.act_fn
 
     def run(
@@ -163,3 +164,12 @@ class _LlamaLayer:
         )
         out = out_GHNQD.permute(2, 3, 1, 0, 4).reshape(group.rows * group.width, -1)
         return out if group.real is None else out.index_select(0, group.real)
+
+
+def _own_columns(linear: Any, ranks: RankGroup | None) -> torch.Tensor:
+    weight: torch.Tensor = linear.weight.data
+    return weight if ranks is None else ranks.part_of(weight, axis=1)
+
+
+def _own_vocabulary(weight: torch.Tensor, ranks: RankGroup | None, config: Any) -> torch.Tensor:
+    return weight if ranks is None else ranks.vocabulary_part(weight.data, config.vocab_size)

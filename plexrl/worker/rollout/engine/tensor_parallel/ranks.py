@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from plexrl.model.parallelism import Parallelism
 from plexrl.worker.rollout.generation import Generation
-from plexrl.worker.rollout.rollout_engine import RolloutEngine
+from plexrl.worker.rollout.rollout_engine import RolloutEngine, RowLength
 
 CALLS_TIMEOUT = timedelta(days=365)
 """Timeout of followers that wait for a call: an idle engine makes none."""
@@ -34,6 +34,9 @@ class RankGroup:
     """This rank's index in the group; 0 leads."""
     size: int
     """Ranks in the group."""
+    splits: int = 1
+    """Parts into which the group divides what each rank keeps. Ranks that also work in smaller
+    groups keep the shares of the smallest, and compute with one part of it in a larger group."""
     process_group: Any = None
     """For the collectives of a pass. None: all processes."""
     calls_group: Any = None
@@ -41,6 +44,36 @@ class RankGroup:
     None: all processes."""
     leader: int = 0
     """The leader's rank among all processes."""
+
+    @property
+    def shares(self) -> int:
+        """Shares into which the weights are divided: each rank keeps one."""
+        return self.size // self.splits
+
+    @property
+    def share(self) -> int:
+        """The share that this rank keeps. It does not depend on the size of the group."""
+        return self.rank % self.shares
+
+    @property
+    def part(self) -> int:
+        """The part of its share with which this rank computes."""
+        return self.rank // self.shares
+
+    def part_of(self, kept: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        """A view of this rank's part of the share `kept` of a weight that `axis` divides."""
+        extent = kept.shape[axis] // self.splits
+        return kept.narrow(axis, self.part * extent, extent)
+
+    def vocabulary_part(self, kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """A view of this rank's rows, of those of `vocabulary` that it keeps; maybe none."""
+        extent = self._vocabulary_extents(vocabulary)[1]
+        return kept[self.part * extent : (self.part + 1) * extent]
+
+    def _vocabulary_extents(self, vocabulary: int) -> tuple[int, int]:
+        """Most rows of a share, and of a part of it."""
+        share = -(-vocabulary // self.shares)
+        return share, -(-share // self.splits)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; bit-equal on every rank."""
@@ -69,8 +102,9 @@ class RankGroup:
         return found
 
     def embed(self, token_T: torch.Tensor, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Embeddings `[T, X]`; this rank holds `rows` of the embedding matrix."""
-        local_T = token_T - self.rank * -(-vocabulary // self.size)
+        """Embeddings `[T, X]`; this rank computes with `rows` of the embedding matrix."""
+        share, extent = self._vocabulary_extents(vocabulary)
+        local_T = token_T - (self.share * share + self.part * extent)
         here_T = (local_T >= 0) & (local_T < len(rows))
         hidden_TX = torch.zeros((len(token_T), rows.shape[1]), dtype=rows.dtype, device=rows.device)
         hidden_TX[here_T] = rows[local_T[here_T]]
@@ -78,11 +112,15 @@ class RankGroup:
 
     def gather_logits(self, own_RV: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Logits `[R, V]` of the whole vocabulary, from every rank's part."""
-        part = -(-vocabulary // self.size)
-        padded = torch.nn.functional.pad(own_RV, (0, part - own_RV.shape[1]))
+        share, extent = self._vocabulary_extents(vocabulary)
+        padded = torch.nn.functional.pad(own_RV, (0, extent - own_RV.shape[1]))
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded.contiguous(), group=self.process_group)
-        return torch.cat(parts, dim=1)[:, :vocabulary]
+        if self.splits == 1:
+            return torch.cat(parts, dim=1)[:, :vocabulary]
+        # The parts of a share are on every `shares`-th rank.
+        shares = [torch.cat(parts[first :: self.shares], dim=1) for first in range(self.shares)]
+        return torch.cat([each[:, :share] for each in shares], dim=1)[:, :vocabulary]
 
 
 class EngineCalls:
@@ -135,8 +173,12 @@ class LeadingEngine:
 
     def interrupt(self, name: str) -> Generation | None:
         """As `RolloutEngine`."""
-        self._calls.add("interrupt", name)
+        self._calls.send("interrupt", name)
         return self._engine.interrupt(name)
+
+    def lengths(self) -> list[RowLength]:
+        """As `RolloutEngine`."""
+        return self._engine.lengths()
 
     def pause(self) -> None:
         """As `RolloutEngine`. Sent at once, because the followers may pull weights next."""
