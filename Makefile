@@ -32,7 +32,7 @@ help:
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
-	@echo "make bench        run every benchmark; writes benchmarks/RESULTS.md"
+	@echo "make bench        run every benchmark on a clean tree; writes benchmarks/RESULTS.md and results/"
 	@echo "make compiled     build scheduler core and simulator loop as C extensions; needs gcc"
 	@echo "make pure         delete the C extensions"
 	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"

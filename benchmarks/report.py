@@ -1,5 +1,9 @@
 """Output of all benchmarks: a table for people, one JSON object for programs.
 
+Figures that have a bar (`bars.toml`) are listed with it and a verdict under the table. With the
+environment variable `BENCHMARK_JSON`, tables and figures are also written to that file, which
+`make bench` collects.
+
 A benchmark that imports this prints its docstring with `--help`, and does not run.
 """
 
@@ -14,6 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.bars import bars_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,7 +40,9 @@ def report(
     rows: Sequence[Sequence[str]],
     figures: Mapping[str, float],
 ) -> None:
-    """Print the table, or with `--json` on the command line the figures."""
+    """Print the table, or with `--json` on the command line the figures. A benchmark may report
+    several times; its figures add up."""
+    _record(title, columns, rows, figures)
     if "--json" in sys.argv:
         body = {"figures": dict(figures), "machine": machine(), "commit": commit()}
         sys.stdout.write(json.dumps(body) + "\n")
@@ -47,6 +55,35 @@ def report(
     console = Console(width=132)
     console.print(f"{title}\n{machine()}, commit {commit()}", highlight=False)
     console.print(table)
+    for each in bars_of(_benchmark()):
+        if (value := figures.get(each.figure)) is not None:
+            aim = f", aim {each.aim}" if each.aim else ""
+            verdict = f"{each.figure} {value:,.4g}: bar {each.bar}{aim}: {each.verdict(value)}"
+            console.print(verdict, highlight=False)
+
+
+def _record(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    figures: Mapping[str, float],
+) -> None:
+    if not (name := os.environ.get("BENCHMARK_JSON")):
+        return
+    path = Path(name)
+    found = json.loads(path.read_text()) if path.exists() else {"tables": [], "figures": {}}
+    found["tables"].append(
+        {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+    )
+    found["figures"] |= figures
+    path.write_text(json.dumps({**found, "machine": machine(), "commit": commit()}, indent=1))
+
+
+def _benchmark() -> str:
+    """Path of the running benchmark under `benchmarks/`."""
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    folder = ROOT / "benchmarks"
+    return str(path.relative_to(folder)) if folder in path.parents else ""
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

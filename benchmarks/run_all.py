@@ -1,28 +1,55 @@
-"""Runs every benchmark and writes the output to `benchmarks/RESULTS.md`.
+"""Runs every benchmark on one commit, and writes what they found and whether it reaches the bars.
 
     python -m benchmarks.run_all [--quick]
 
-A benchmark is a module whose docstring has a command line with `[--quick]`. A failure does not stop
-the other benchmarks. With `--quick` the output goes to the terminal and no file is written.
+Writes `benchmarks/RESULTS.md`: a table of all bars with figure and verdict, then the output of each
+benchmark; and `benchmarks/results/`: tables and figures of each as JSON. A tree with changes that
+are not committed is refused. A benchmark is a module whose docstring has a command line with
+`[--quick]`. One that fails does not stop the others. With `--quick` the output goes to the terminal
+and no file is written.
 """
 
 import ast
 import datetime
+import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.report import ROOT
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.bars import bars
+from benchmarks.report import ROOT, commit, machine
 from benchmarks.sizes import QUICK
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 USAGE = re.compile(r"^ *python (.*?)( ?\[--quick\].*)$", re.MULTILINE)
 NOT_RUN = {
     "simulating/drain.py": "takes hours; run it by name",
     "simulating/fidelity.py": "a part of benchmarks/simulator.py",
 }
 """Benchmarks that `make bench` leaves out, and why."""
+GUESS_S = 60.0
+"""Expected time of a benchmark that was never recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What one benchmark gave."""
+
+    printed: str
+    found: Mapping[str, Any]
+    """As `benchmarks.report` records it, with `seconds`."""
+    failed: bool
 
 
 def commands() -> dict[str, list[str]]:
@@ -35,25 +62,110 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
-    """Run them one after the other; exit 1 if one failed."""
+def results_file(name: str) -> Path:
+    """The JSON file of a benchmark."""
+    return RESULTS / f"{name.removesuffix('.py').replace('/', '-')}.json"
+
+
+def expected_s(name: str) -> float:
+    """Seconds that it took when it was last recorded."""
+    path = results_file(name)
+    return float(json.loads(path.read_text())["seconds"]) if path.exists() else GUESS_S
+
+
+def run(words: Sequence[str]) -> Output:
+    """Run one benchmark."""
+    began_at = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="plexrl-bench-") as folder:
+        record = Path(folder) / "found.json"
+        ran = subprocess.run(
+            [sys.executable, *words, *(["--quick"] if QUICK else [])],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "BENCHMARK_JSON": str(record)},
+        )
+        found = json.loads(record.read_text()) if record.exists() else {"figures": {}}
+    printed = ran.stdout.rstrip()
+    if ran.returncode:
+        printed += f"\nfailed with exit status {ran.returncode}"
+    seconds = round(time.monotonic() - began_at, 1)
+    return Output(printed=printed, found={**found, "seconds": seconds}, failed=bool(ran.returncode))
+
+
+def run_all(names: Sequence[str]) -> dict[str, Output]:
+    """Run them one after the other, with a progress bar in expected seconds."""
+    wanted = commands()
+    outputs: dict[str, Output] = {}
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        left_s = sum(map(expected_s, names))
+        task = progress.add_task("", total=left_s)
+        for number, name in enumerate(names, 1):
+            left = f"about {left_s / 60:.0f} min left"
+            progress.update(task, description=f"{number} of {len(names)}, {left}: {name}")
+            outputs[name] = run(wanted[name])
+            left_s -= expected_s(name)
+            progress.advance(task, expected_s(name))
+    return outputs
+
+
+def verdicts(outputs: Mapping[str, Output]) -> list[tuple[str, ...]]:
+    """A row for each bar: benchmark, figure, value, bar, aim, verdict."""
+    rows: list[tuple[str, ...]] = []
+    for name, wanted in bars().items():
+        for each in wanted:
+            value = outputs[name].found["figures"].get(each.figure) if name in outputs else None
+            verdict = each.verdict(value)
+            rows.append(
+                (
+                    name,
+                    each.figure,
+                    "" if value is None else f"{value:,.4g}",
+                    each.bar,
+                    each.aim,
+                    verdict if verdict == "met" else f"**{verdict}**",
+                )
+            )
+    return rows
+
+
+def results_page(outputs: Mapping[str, Output]) -> str:
+    """The text of RESULTS.md."""
     today = datetime.datetime.now(tz=datetime.UTC).date()
-    parts = [f"# Results\n\nLast run on {today}. All but `benchmarks/gpu` uses CPUs alone.\n"]
-    failed = []
-    for name, words in commands().items():
-        if name in NOT_RUN:
-            continue
-        sys.stderr.write(f"{name} …\n")
-        command = [sys.executable, *words, *(["--quick"] if QUICK else [])]
-        found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-        if found.returncode:
-            failed.append(name)
-            found.stdout += f"failed with exit status {found.returncode}"
-        parts.append(f"## `benchmarks/{name}`\n\n```\n{found.stdout.rstrip()}\n```\n")
+    lines = [
+        f"# Results\n\nCommit {commit()}, {today}, {machine()}. All but `benchmarks/gpu` uses CPUs "
+        "alone. Tables and figures as JSON: [results](results).\n",
+        "| benchmark | figure | value | bar | aim | verdict |\n|---|---|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in verdicts(outputs)),
+    ]
+    lines += [
+        f"\n## `benchmarks/{name}`\n\n```\n{each.printed}\n```" for name, each in outputs.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run all; exit 1 if the tree is dirty, or if one failed."""
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    if changed and not QUICK:
+        sys.exit(
+            f"commit these changes first, so that the results are those of a commit:\n{changed}"
+        )
+    outputs = run_all([name for name in commands() if name not in NOT_RUN])
+    page = results_page(outputs)
     if QUICK:
-        sys.stdout.write("\n".join(parts[1:]))
+        sys.stdout.write(page)
     else:
-        (HERE / "RESULTS.md").write_text("\n".join(parts))
+        RESULTS.mkdir(exist_ok=True)
+        for name, output in outputs.items():
+            if not output.failed:
+                results_file(name).write_text(json.dumps(output.found, indent=1) + "\n")
+        (HERE / "RESULTS.md").write_text(page)
+    failed = [name for name, output in outputs.items() if output.failed]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -1,0 +1,56 @@
+"""Figures are compared with their bars, and the page of results says which are missed."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bars, run_all
+from benchmarks.bars import Bar
+from benchmarks.run_all import Output, commands, results_page, verdicts
+
+
+def output(**figures: float) -> Output:
+    return Output(printed="a table", found={"figures": figures, "seconds": 1.0}, failed=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [(1.9, "met"), (2.0, "met"), (4.0, "met, aim missed"), (5.1, "missed"), (None, "not measured")],
+)
+def test_a_figure_has_a_bar_and_beyond_it_an_aim(value: float | None, verdict: str) -> None:
+    assert Bar(figure="added_p50_ms", bar="<= 5", aim="<= 2").verdict(value) == verdict
+
+
+def test_every_bar_is_of_a_benchmark() -> None:
+    assert set(bars.bars()) <= set(commands())
+
+
+def test_a_bar_that_is_no_comparison_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bars.toml"
+    path.write_text('["engine.py"]\nspeed = { bar = "more than 2" }\n')
+    monkeypatch.setattr(bars, "BARS", path)
+    with pytest.raises(ValueError, match="'more than 2' is no bar"):
+        bars.bars()
+
+
+def test_the_page_names_what_is_missed_and_what_was_not_measured() -> None:
+    rows = verdicts({"execution.py": output(added_p50_ms=9.5, payload_ratio=0.8)})
+    found = {figure: (value, verdict) for _, figure, value, *_, verdict in rows}
+    assert found["added_p50_ms"] == ("9.5", "**missed**")
+    assert found["payload_ratio"] == ("0.8", "met")
+    assert found["events_per_s"] == ("", "**not measured**")
+    assert "| **missed** |" in results_page({"execution.py": output(added_p50_ms=9.5)})
+
+
+def test_results_of_a_tree_with_changes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "changed.py").touch()
+    monkeypatch.setattr(run_all, "QUICK", False)
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"commit these changes first.*\n.*changed\.py"):
+        run_all.main()
