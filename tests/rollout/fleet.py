@@ -5,6 +5,7 @@ so that a test can let messages cross each other in any order that the protocol 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +21,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupAdded,
     InstanceJoined,
     InstanceLost,
+    InstancesChosen,
     Interrupt,
     ParametersPushed,
     PromptsEnded,
@@ -115,6 +117,8 @@ class Fleet:
         """Every event that was handled, with its commands."""
         self.late: list[Event] = []
         """Events of lost instances, still on their way."""
+        self.drained: set[InstanceId] = set()
+        """Instances that were told to return what they have, since they joined."""
         self.lost: list[InstanceId] = []
         """Names of instances that ended."""
         self.tokens: dict[TrajectoryId, int] = {}
@@ -179,7 +183,19 @@ class Fleet:
         event = InstanceJoined(instance=name, version=self.core.newest_version, kv_budget=budget)
         self.handle(event)
 
+    def drain(self, name: InstanceId, left: Sequence[InstanceId]) -> None:
+        self.drained.add(name)
+        others = tuple(each for each in left if each != name)
+        event = InstancesChosen(deployments=others, ending=(name,), drained=(name,), reason="test")
+        self.handle(event)
+
+    def has(self, name: InstanceId) -> bool:
+        """Whether the instance has a trajectory, or is to get one."""
+        engine = self.engines[name]
+        return bool(engine.held) or any(isinstance(each, Route) for each in engine.to_run)
+
     def kill(self, name: InstanceId) -> None:
+        self.drained.discard(name)
         self.late += self.engines.pop(name).sent
         self.lost.append(name)
         self.handle(InstanceLost(instance=name))

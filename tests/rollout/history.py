@@ -44,6 +44,7 @@ ACTIONS = {
     "trainer": 10,
     "add_groups": 6,
     "kill": 1,
+    "drain": 1,
     "deliver_late": 1,
     "join": 1,
     "come_back": 1,
@@ -56,6 +57,8 @@ ACTIONS = {
 }
 """Methods of `History`, and how likely each is."""
 HISTORY_ACTIONS = 32
+DRAINED_ROUNDS = 4
+"""Fair rounds after which a drained instance has returned all that it had."""
 PRINTED = 10_000
 """Histories between two lines of `main`."""
 LIKELY = [name for name, weight in ACTIONS.items() for _ in range(weight)]
@@ -214,6 +217,16 @@ class History:
         if engine := self.engine():
             self.fleet.kill(engine.name)
 
+    def drain(self) -> None:
+        """An instance gets nothing more, and is lost once it has returned what it has."""
+        fleet = self.fleet
+        for name in [each for each in fleet.drained if each in fleet.engines]:
+            if not fleet.engines[name].held and not fleet.engines[name].sent:
+                fleet.kill(name)
+        left = [each for each in fleet.engines if each not in fleet.drained]
+        if len(left) > 1:
+            fleet.drain(self.random.choice(left), left)
+
     def come_back(self) -> None:
         """A lost instance comes back, or one is lost and comes back at once."""
         fleet = self.fleet
@@ -285,7 +298,7 @@ class History:
         Raises InvariantError: training stands still, or a trajectory is lost or trained twice.
         """
         fleet = self.fleet
-        while len(fleet.engines) < 2:
+        while len(fleet.engines.keys() - fleet.drained) < 2:
             fleet.join(BUDGET)
         all_in_flight = fleet.core.settings.staleness.staleness + 2
         wanted = len(fleet.trained) + self.random.choice((1, 1, 1, all_in_flight))
@@ -297,6 +310,11 @@ class History:
             self.add_groups()
             fleet.round(tokens=LENGTH_MAX)
             self.look()
+        for _ in range(DRAINED_ROUNDS if fleet.drained & fleet.engines.keys() else 0):
+            self.add_groups()
+            fleet.round(tokens=1)
+        if held := [name for name in fleet.drained & fleet.engines.keys() if fleet.has(name)]:
+            raise InvariantError(f"{held} have trajectories", law="drained instances")
         self.account()
 
     def account(self) -> None:

@@ -21,6 +21,7 @@ from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
 from plexrl.rollout.batching.rounds import Rounds
 from plexrl.rollout.coordinator.assignment.assignments import Assignments
 from plexrl.rollout.coordinator.cost_fit import CostFit
+from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     BatchRequested,
     Command,
@@ -31,6 +32,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupFiltered,
     InstanceJoined,
     InstanceLost,
+    InstancesChosen,
     ParametersPushed,
     PolicyChanged,
     PromptsEnded,
@@ -121,6 +123,11 @@ class RolloutCoordinator:
         return core
 
     @property
+    def cost_model(self) -> CostModel:
+        """Fitted to the latest measured steps."""
+        return self._fit.model
+
+    @property
     def groups_wanted(self) -> int:
         """Number of `GroupAdded` that are accepted now."""
         return self.rounds.wanted(len(self.trajectories.groups))
@@ -177,6 +184,9 @@ class RolloutCoordinator:
             case InstanceLost():
                 self._on_lost(event)
                 return []
+            case InstancesChosen():
+                self._on_chosen(event)
+                return []
             case StepsMeasured():
                 self._fit.add(event.steps)
                 return []
@@ -217,12 +227,16 @@ class RolloutCoordinator:
             return []
         self.snapshots_used += 1
         instances, model = self.assignments.instances, self._fit.model
-        freed = self.freed.free(self.trajectories, self.rounds, event.instances, instances, model)
+        leaving = self.assignments.to_drain()
+        if leaving:
+            return self.assignments.interrupt(leaving)
+        snapshots = [each for each in event.instances if not instances[each.instance].is_draining]
+        freed = self.freed.free(self.trajectories, self.rounds, snapshots, instances, model)
         if freed is not None:
             # What they return is routed in the next cycle.
             return [ReportScaleDown(freed=tuple(freed)), *self.assignments.interrupt(freed)]
         budgets = {name: each.kv_budget for name, each in instances.items()}
-        others = self.freed.others(event.instances)
+        others = self.freed.others(snapshots)
         cycle = Cycle(
             self.settings, model, self.trajectories, self.manager.buffers, others, budgets
         )
@@ -326,6 +340,18 @@ class RolloutCoordinator:
         if event.instance in self.assignments.instances:
             self.assignments.lost(event.instance)
             self.freed.lost(event.instance)
+
+    def _on_chosen(self, event: InstancesChosen) -> None:
+        instances = self.assignments.instances
+        unknown = [each for each in event.drained if each not in instances]
+        if unknown or not event.deployments:
+            raise InvalidRequestError(
+                f"instances {unknown} have not joined, and {len(event.deployments)} deployments "
+                "are to generate: drain joined instances, and leave one deployment or more"
+            )
+        for each in event.drained:
+            instances[each].is_draining = True
+            self.freed.lost(each)
 
     def _drop(self, group: SampleGroupId, reason: str) -> list[Command]:
         """Drops a group, and the groups that become surplus by that."""

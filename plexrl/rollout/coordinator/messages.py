@@ -48,6 +48,19 @@ class InstanceLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstancesChosen(Event):
+    """Other deployments generate from now on, because their number changes (StreamRL §4.2)."""
+
+    deployments: tuple[str, ...]
+    """Those that generate, one or more."""
+    ending: tuple[str, ...] = ()
+    """Those that are to be ended and have not ended yet."""
+    drained: tuple[InstanceId, ...] = ()
+    """Joined instances that get nothing more, and return what they have; they are lost then."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdded(Event):
     """A prompt was sampled from the data set."""
 

@@ -173,7 +173,7 @@ def test_the_generation_is_the_slower_stage_so_one_is_added_with_what_it_is_to_b
     ]
     assert found[:2] == [None, None]
     assert found[2] == Decision(
-        change=Change.ADD, generation_s=20.0, training_s=10.0, predicted_s=pytest.approx(40 / 3)
+        change=Change.ADD, generation_s=20.0, training_s=10.0, predicted_s=20.0 * (20 / 3) / 10
     )
 
 

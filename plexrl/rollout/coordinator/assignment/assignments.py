@@ -81,6 +81,19 @@ class Assignments:
                 commands.append(Interrupt(instance=instance, trajectories=tuple(ids)))
         return commands
 
+    def to_drain(self) -> dict[InstanceId, list[TrajectoryId]]:
+        """What instances that are draining have and were not told to return."""
+        found = {
+            name: [
+                each.id
+                for each in self._trajectories.on_instance(name)
+                if each.state is TrajectoryState.ROUTED
+            ]
+            for name, expected in self.instances.items()
+            if expected.is_draining
+        }
+        return {name: ids for name, ids in found.items() if ids}
+
     def abort(self, records: Iterable[Trajectory]) -> list[Command]:
         """Nothing of these trajectories is wanted any more."""
         stops: dict[InstanceId, list[TrajectoryId]] = {}

@@ -23,6 +23,8 @@ class ExpectedInstance:
     kv_budget: float
     version: int
     gpus: int = 1
+    is_draining: bool = False
+    """It gets nothing more, and returns what it has."""
     trajectories: int = 0
     """Running, waiting and completed since the last pull."""
     pulls: int = 0
