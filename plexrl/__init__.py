@@ -37,7 +37,12 @@ from plexrl.client.data.results import (
     TrainResult,
     WeightsSpan,
 )
-from plexrl.client.data.rollout_policy import BoundedStaleness, RolloutPolicy, TailBatching
+from plexrl.client.data.rollout_policy import (
+    BoundedStaleness,
+    Elastic,
+    RolloutPolicy,
+    TailBatching,
+)
 from plexrl.client.display.progress import Progress
 from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
 from plexrl.client.futures.futures import AsyncFuture, Future
@@ -70,6 +75,7 @@ __all__ = [
     "Chunk",
     "Cluster",
     "DemandTrace",
+    "Elastic",
     "ForwardResult",
     "Future",
     "GenerateFuture",

@@ -55,6 +55,8 @@ class ScriptedCluster(ClusterCalls):
 
     def __init__(self) -> None:
         super().__init__(AsyncTransport(CONFIG.routers, "key", 1.0, None), ORDER.job)
+        self.trainer_step = 7
+        """Of the weights that are pulled from now on."""
         self.failing_pulls: dict[str, int] = {}
         """Pulls that are still to fail, by deployment."""
         self.pulls: list[str] = []
@@ -92,7 +94,7 @@ class ScriptedCluster(ClusterCalls):
         if self.failing_pulls.get(deployment, 0):
             self.failing_pulls[deployment] -= 1
             raise ExecutionError("the disk is on fire")
-        return 7
+        return self.trainer_step
 
     async def pushed(self, operation: str) -> None:
         assert "/v" in operation
@@ -133,17 +135,19 @@ class ScriptedCluster(ClusterCalls):
         if self.where[operation] in self.stalled:
             await self.resumed.wait()
         logprobs = np.zeros(2, dtype=np.float32)
-        spans = (WeightsSpan(0, 0, 7),)
+        spans = (WeightsSpan(0, 0, self.trainer_step),)
         count = len(self.generated[operation])
         yield [(row, Sample([row, 1], logprobs, "stop", spans)) for row in range(count)]
 
 
 @asynccontextmanager
-async def running(path: Path, cluster: ScriptedCluster) -> AsyncIterator[LiveRollout]:
+async def running(
+    path: Path, cluster: ScriptedCluster, order: RolloutOrder = ORDER
+) -> AsyncIterator[LiveRollout]:
     store = RolloutStore(path / "rollout.sqlite")
     if store.order() is None:
-        store.begin(ORDER)
-    rollout = LiveRollout(ORDER, store, cluster, CONFIG)
+        store.begin(order)
+    rollout = LiveRollout(order, store, cluster, CONFIG)
     task = asyncio.create_task(rollout.run())
     try:
         yield rollout

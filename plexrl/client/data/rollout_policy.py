@@ -7,6 +7,30 @@ from plexrl.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
+class Elastic:
+    """The number of instances follows the times of generation and training (StreamRL §4.2).
+
+    An instance is added while generation, with it, still takes at least as long as training. One is
+    removed when training takes longer than generation would without it.
+
+    Raises:
+        InvalidRequestError: `min` is less than 1, or more than `max`.
+    """
+
+    min: int
+    """Least number of instances."""
+    max: int
+    """Greatest number. More are asked for only while GPUs bring something; nobody waits for them if
+    the cluster has none."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise InvalidRequestError(
+                f"min is {self.min} and max {self.max}: set 1 or more, in ascending order"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class BoundedStaleness:
     """Generation may run ahead of training, within a bound (StaleFlow §4).
 
@@ -20,6 +44,9 @@ class BoundedStaleness:
     length_aware: bool = False
     """Samples that are expected to be long are generated in small batches on instances of their own
     (StreamRL §5). The cluster learns from each batch which prompts have long responses."""
+
+    elastic: Elastic | None = None
+    """Instances are added and removed while the job runs; absent: their number does not change."""
 
     def __post_init__(self) -> None:
         if self.staleness < 0:
@@ -81,6 +108,8 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
                 "plans_parallelism": False,
                 "scale_down": False,
                 "length_aware": policy.length_aware,
+                "instances_min": 0 if policy.elastic is None else policy.elastic.min,
+                "instances_max": 0 if policy.elastic is None else policy.elastic.max,
             }
         case TailBatching():
             prompts, responses = policy.eta_prompts, policy.eta_responses
@@ -91,6 +120,8 @@ def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
                 "plans_parallelism": policy.plans_parallelism,
                 "scale_down": policy.scale_down,
                 "length_aware": False,
+                "instances_min": 0,
+                "instances_max": 0,
             }
         case _:
             assert_never(policy)

@@ -57,7 +57,9 @@ class InstancesChosen(Event):
     """Those that are to be ended and have not ended yet."""
     drained: tuple[InstanceId, ...] = ()
     """Joined instances that get nothing more, and return what they have; they are lost then."""
-    reason: str
+    change: int = 0
+    """1: an instance is added, -1: one is removed, 0: a change was carried out or given up."""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

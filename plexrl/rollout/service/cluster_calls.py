@@ -28,6 +28,7 @@ from plexrl.errors import (
     ConnectionLostError,
     NotFoundError,
     PlexRLError,
+    UnknownDeploymentError,
     UnknownOperationError,
     from_wire,
 )
@@ -222,6 +223,28 @@ class ClusterCalls:
         """
         call = Call(method="GET", path=deployment_path(f"{self._job}/{name}"))
         return dict((await self._transport.request(call)).json())
+
+    async def ensure_copy(self, like: str, name: str) -> None:
+        """Create a deployment with the settings of another one, unless there is one of that name.
+
+        Raises:
+            PlexRLError: the cluster refuses it.
+        """
+        path = deployment_path(f"{self._job}/{name}")
+        try:
+            await self._request(Call(method="GET", path=path))
+        except UnknownDeploymentError:
+            path = f"{deployment_path(f'{self._job}/{like}')}/copies"
+            await self._request(Call(method="POST", path=path, json={"name": name}))
+
+    async def end(self, name: str) -> None:
+        """End a deployment; one that has ended stays as it is.
+
+        Raises:
+            PlexRLError: it does not end.
+        """
+        path = deployment_path(f"{self._job}/{name}")
+        await self._request(Call(method="DELETE", path=path))
 
     async def set_parallelism(self, name: str, layout: Parallelism) -> None:
         """Divide a deployment's GPUs in another way.

@@ -37,6 +37,7 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.config import RolloutConfig
+from plexrl.rollout.service.instances.balancing import InstanceCount
 from plexrl.rollout.service.instances.driver import InstanceDriver
 from plexrl.rollout.service.instances.membership import Member, check_members
 from plexrl.rollout.service.instances.planning import plan_parallelism
@@ -46,6 +47,7 @@ from plexrl.rollout.service.journal.store import STEPS_KEPT, Part, RolloutStore
 from plexrl.rollout.service.journal.writer import JournalWriter
 from plexrl.rollout.service.length_learning import learn_lengths
 from plexrl.rollout.service.order import RolloutOrder
+from plexrl.rollout.streaming.stage_clock import StageClock
 from plexrl.rollout.trajectories.record import (
     InstanceId,
     SampleGroupId,
@@ -115,17 +117,29 @@ class LiveRollout:
         self._changed = asyncio.Event()
         """Set, and replaced, at each change."""
         self._drivers = {each: InstanceDriver(each, self) for each in self.instances.work}
-        by_name = {driver.deployment: driver for driver in self._drivers.values()}
+        self._lost_s = config.instance_lost_s
         self.members = [
-            Member(each, self, by_name.get(each), config.instance_lost_s, self._notify)
-            for each in order.instances
+            self.make_member(each) for each in (*self.progress.names(order), *self.progress.ending)
         ]
+        self.stages = StageClock()
+        """When generation and training are busy."""
+        self.count = InstanceCount(self)
+        """Runs the members, and decides how many there are."""
+
+    def make_member(self, name: str) -> Member:
+        """The deployment of this name, with its instance if that has joined."""
+        found = [each for each in self._drivers.values() if each.deployment == name]
+        driver = found[0] if found else None
+        return Member(name, self, driver, self._lost_s, self._notify)
 
     @property
     def is_joined(self) -> bool:
-        """Whether an instance has joined, and each other one has too or is known to be lost."""
-        found = [each.instance for each in self.members if each.absence is None]
-        return bool(found) and None not in found
+        """Whether an instance has joined, and each other one of the order has too or is known to be
+        lost; nobody waits for those that were added later."""
+        present = [each for each in self.members if each.absence is None]
+        joined = [each for each in present if each.instance is not None]
+        expected = [each for each in present if each.name in self.order.instances]
+        return bool(joined) and all(each.instance is not None for each in expected)
 
     async def run(self) -> None:
         """Run until the job has ended, or the rollout fails."""
@@ -146,8 +160,7 @@ class LiveRollout:
 
     async def _drive(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for member in self.members:
-                tasks.create_task(member.run())
+            tasks.create_task(self.count.run())
             tasks.create_task(self._check_health())
             tasks.create_task(plan_parallelism(self))
             tasks.create_task(learn_lengths(self))
@@ -214,6 +227,10 @@ class LiveRollout:
         taken = self._state.take(
             event, self.store, parts=parts, prompt=prompt, step=step, order=order
         )
+        busy = bool(self.core.trajectories.waiting) or any(
+            each.held for each in self.instances.work.values()
+        )
+        self.stages.note(asyncio.get_running_loop().time(), generates=busy)
         if taken is not None:
             entry, orders = taken
             self.writer.add(entry, lambda: self._release(orders))
@@ -405,6 +422,9 @@ class LiveRollout:
         self.check_batch(version, trainer_step)
         if version == self.progress.requested:
             return
+        times = self.stages.begin_step(asyncio.get_running_loop().time())
+        if times is not None:
+            self.count.step_ended(times)
         if version not in self.steps:
             self.steps[version] = trainer_step
             self.steps.pop(version - STEPS_KEPT, None)

@@ -7,6 +7,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
+from plexrl.rollout.streaming.elastic import Bounds
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import InstanceId
 from plexrl.wire.operations import SamplingParams
@@ -21,6 +22,8 @@ POLICY = (
     "plans_parallelism",
     "length_aware",
     "scale_down",
+    "instances_min",
+    "instances_max",
 )
 """Fields that may change while the rollout exists."""
 
@@ -58,6 +61,11 @@ class RolloutOrder:
     length_aware: bool = False
     """Prompts whose samples are expected to be long are generated on instances of their own
     (StreamRL §5). Not in rounds, whose samples race."""
+    instances_min: int = 0
+    """Least number of instances, if their number follows the times of generation and training
+    (StreamRL §4.2); not with rounds."""
+    instances_max: int = 0
+    """Greatest number of them; 0: their number does not change."""
     dynamic_sampling: bool = False
     """A prompt whose rewards are all equal is dropped, and another one is trained."""
     group_ids: int = 0
@@ -106,8 +114,23 @@ class RolloutOrder:
                 "length_aware is set and eta_prompts or eta_responses is more than 1: rounds defer "
                 "what is long, so set only one of them"
             )
+        if self.instances_max or self.instances_min:
+            Bounds(least=self.instances_min, most=self.instances_max)
+            are_rounds = max(self.eta_prompts, self.eta_responses) > 1
+            if are_rounds or self.scale_down or self.plans_parallelism:
+                raise InvalidRequestError(
+                    "instances_max is set and eta_prompts, eta_responses, scale_down or "
+                    "plans_parallelism, too: these keep the instances, so set only one of them"
+                )
         # Its checks are those of the other numbers.
         self.settings()
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Those of the number of instances; None: it does not change."""
+        if not self.instances_max:
+            return None
+        return Bounds(least=self.instances_min, most=self.instances_max)
 
     @property
     def failed_prompts_limit(self) -> int:

@@ -297,7 +297,10 @@ class RolloutService:
             complete = rollout.core.manager.buffers.buffer(version).occupied
             return seen is not None and len(complete) * rollout.order.samples > len(seen)
 
+        clock = asyncio.get_running_loop().time
+        rollout.stages.note(clock(), trains=ready())
         await rollout.wait_for(ready, float(params["wait_s"]))
+        rollout.stages.note(clock(), trains=ready())
         if not ready():
             return {"body": None}
         complete = rollout.complete_samples(version)
@@ -343,6 +346,12 @@ def status(rollout: LiveRollout) -> Plain:
         "plans_parallelism": order.plans_parallelism,
         "scale_down": order.scale_down,
         "scale_downs": progress.scale_downs,
+        "instances_min": order.instances_min,
+        "instances_max": order.instances_max,
+        "instances_wanted": len(progress.names(order)),
+        "instances_added": progress.added,
+        "instances_removed": progress.removed,
+        "instances_reason": progress.change_reason,
         "length_aware": order.length_aware,
         "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
         "round": prompts.kind,
@@ -415,9 +424,9 @@ def _instance(rollout: LiveRollout, member: Member) -> Plain:
         }
     assert member.instance is not None
     shown = rollout.loads.get(member.instance)
-    is_freed = member.instance in rollout.core.freed.held.freed
+    state = "freed" if member.instance in rollout.core.freed.held.freed else "joined"
     return {
-        "state": "freed" if is_freed else "joined",
+        "state": "draining" if member.name in rollout.progress.ending else state,
         "reason": "",
         "version": work.version,
         "trajectories": len(work.held),

@@ -90,6 +90,11 @@ class StageBalance:
         nothing of those that follow."""
         self._times.clear()
 
+    def refused(self) -> None:
+        """An addition could not be had: the next one needs more steps."""
+        self._last = Change.REMOVE
+        self._times.clear()
+
     def decide(
         self,
         times: StepTimes,

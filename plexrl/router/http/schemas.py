@@ -300,6 +300,12 @@ class RolloutRequest(_Strict):
     length_aware: bool = Field(
         False, description="long samples are generated on instances of their own"
     )
+    instances_min: Count = Field(0, description="least number of instances, with `instances_max`")
+    instances_max: Count = Field(
+        0,
+        description="instances are added and removed, up to so many, so that generation takes as "
+        "long as training; 0: their number does not change",
+    )
     dynamic_sampling: bool = Field(
         False, description="prompts whose rewards are all equal are dropped"
     )

@@ -12,6 +12,7 @@ from plexrl.rollout.coordinator.messages import (
     Command,
     Event,
     InstanceLost,
+    InstancesChosen,
     Interrupt,
     PolicyChanged,
     Pull,
@@ -57,8 +58,11 @@ def check_log(log: list[tuple[Event, list[Command]]]) -> int:
     free: set[InstanceId] = set()
     times, is_down = 0, False
     for event, commands in log:
+        gone = list(event.drained) if isinstance(event, InstancesChosen) else []
         if isinstance(event, InstanceLost):
-            free = free - {event.instance} if event.instance in free else set()
+            gone.append(event.instance)
+        for each in gone:
+            free = free - {each} if each in free else set()
         for command in commands:
             match command:
                 case Train():

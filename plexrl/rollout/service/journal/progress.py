@@ -14,6 +14,7 @@ from plexrl.rollout.coordinator.messages import (
     GroupAdded,
     GroupFiltered,
     InstanceJoined,
+    InstancesChosen,
     PolicyChanged,
     ReportDroppedGroup,
     ReportQueuedGroup,
@@ -21,7 +22,7 @@ from plexrl.rollout.coordinator.messages import (
     Rewarded,
     Train,
 )
-from plexrl.rollout.service.order import deployment_of
+from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import (
     SampleGroupId,
     TrajectoryId,
@@ -106,6 +107,15 @@ class Progress:
     """The kind of the present round."""
     scale_downs: int = 0
     """Rounds in which instances were freed."""
+    deployments: list[str] = field(default_factory=list)
+    """Those that are to generate, once their number has changed; empty: those of the order."""
+    ending: list[str] = field(default_factory=list)
+    """Those that are to be ended."""
+    added: int = 0
+    """Instances that were added, also those that the cluster refused."""
+    removed: int = 0
+    change_reason: str = ""
+    """Of the latest change of the number."""
 
     def note(
         self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
@@ -129,6 +139,8 @@ class Progress:
             case InstanceJoined():
                 name = deployment_of(event.instance)
                 self.joins[name] = self.joins.get(name, 0) + 1
+            case InstancesChosen():
+                self._chosen(event)
             case PolicyChanged():
                 # Its controller has asked for it again: the causes of failures are mended.
                 self.failed_groups = self.groups_without_reward = 0
@@ -147,6 +159,16 @@ class Progress:
                 self.aborted_groups += 1
                 self.aborted.add(self._end(command.group))
         self.round = core.rounds.kind
+
+    def names(self, order: RolloutOrder) -> tuple[str, ...]:
+        """The deployments that are to generate."""
+        return tuple(self.deployments) or order.instances
+
+    def _chosen(self, event: InstancesChosen) -> None:
+        self.deployments, self.ending = list(event.deployments), list(event.ending)
+        self.added += event.change > 0
+        self.removed += event.change < 0
+        self.change_reason = event.reason or self.change_reason
 
     def _trained(self, train: Train) -> None:
         self.batch, self.requested = train, train.version
