@@ -1,9 +1,9 @@
 """Instances that are added and removed while a rollout runs, on a scripted cluster."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +21,9 @@ from tests.rollout.test_service_membership import (
     running,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 ELASTIC = replace(ORDER, instances_min=1, instances_max=3)
 GENERATION_BOUND = StepTimes(generation_s=50.0, training_s=1.0)
 TRAINING_BOUND = StepTimes(generation_s=1.0, training_s=50.0)
@@ -37,6 +40,8 @@ class ElasticCluster(ScriptedCluster):
         self.is_open = asyncio.Event()
         """Until then, nothing is created or ended."""
         self.is_open.set()
+        self.told: Callable[[], None] = lambda: None
+        """Called when something was created or ended."""
 
     async def ensure_copy(self, like: str, name: str) -> None:
         assert like == "rollout-0"
@@ -45,24 +50,21 @@ class ElasticCluster(ScriptedCluster):
             raise self.refusal
         if name not in self.made:
             self.made.append(name)
+        self.told()
 
     async def end(self, name: str) -> None:
         await self.is_open.wait()
         if name not in self.was_ended:
             self.was_ended.append(name)
+        self.told()
 
 
 async def begun(rollout: LiveRollout) -> None:
     """All instances have joined, and the first batch is generated."""
+    assert isinstance(rollout.calls, ElasticCluster)
+    rollout.calls.told = rollout._notify
     await reached(rollout, lambda: len(rollout.instances.work) == 2)
     await make_first_batch(rollout)
-
-
-async def seen(what: Callable[[], bool]) -> None:
-    """As `reached`, for what the cluster was told: no event follows from it."""
-    async with asyncio.timeout(30):
-        while not what():
-            await asyncio.sleep(0.01)
 
 
 def steps(rollout: LiveRollout, times: StepTimes, count: int = STEPS + 1) -> None:
@@ -119,7 +121,7 @@ def test_a_removed_instance_returns_what_it_has_before_its_deployment_ends(
             steps(rollout, TRAINING_BOUND)
             cluster.stalled = {"rollout-1"}
             cluster.resumed.set()
-            await seen(lambda: cluster.was_ended == ["rollout-1"])
+            await reached(rollout, lambda: cluster.was_ended == ["rollout-1"])
             assert set(stopped) <= {"rollout-1"}
             await reached(rollout, lambda: not rollout.progress.ending)
             assert [each.name for each in rollout.members] == ["rollout-0"]
@@ -180,7 +182,7 @@ def test_an_addition_that_the_cluster_refuses_is_given_up(tmp_path: Path) -> Non
             # It is tried again later, under a name of its own.
             cluster.refusal = None
             steps(rollout, GENERATION_BOUND, 2 * STEPS)
-            await seen(lambda: cluster.made == ["rollout-3"])
+            await reached(rollout, lambda: cluster.made == ["rollout-3"])
 
     asyncio.run(check())
 
@@ -213,7 +215,7 @@ def test_one_that_waits_for_gpus_holds_nothing_up_and_is_given_up_when_it_is_not
         async with running(tmp_path, cluster, ELASTIC) as rollout:
             await begun(rollout)
             steps(rollout, GENERATION_BOUND)
-            await seen(lambda: cluster.made == ["rollout-2"])
+            await reached(rollout, lambda: cluster.made == ["rollout-2"])
             assert rollout.is_joined, "a controller that comes back would wait for it"
             cluster.trainer_step = 8
             rollout.request_batch(1, 8)

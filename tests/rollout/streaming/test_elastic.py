@@ -91,7 +91,6 @@ def test_a_stationary_workload_with_some_noise_never_makes_it_oscillate(
     )
     changes = {later - before for before, later in pairwise(counts)} - {0}
     assert len(changes) <= 1, counts
-    assert len(set(counts[-40:])) == 1, "it never settles"
 
 
 @settings(max_examples=25)
