@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Memcpy, Rounds, Seconds, Work, in_turns, iperf3
 from benchmarks.state.rig import Daemon, Figures, Rank, Rows, daemon, row, tensors
-from plexrl.statemanager.client.client import PullReport
+from plexrl.statemanager.client.reports import PullReport
 from plexrl.statemanager.layout.keys import StateSlice
 
 TENSORS, ROWS, COLUMNS = sized((128, 1024, 1024), quick=(4, 64, 64))

@@ -16,7 +16,8 @@ import numpy as np
 from benchmarks.state.baselines import MIB
 from plexrl.process.tuning import tuned
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.client import LoadReport, MoveReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out

@@ -171,6 +171,9 @@ def test_training_goes_on_while_an_instances_host_and_the_service_are_killed() -
         )
         training.go_on(3)
         end = training.end()
+        found = end["instances"]["rollout-0"]
+        assert found["pulls"] > 0
+        assert found["transfer_s"] > 0, "no version was fetched ahead of its pull"
         sys.stdout.write(f"{len(training.batches())} batches, staleness {end['staleness_seen']}\n")
         check(training.batches(), end)
         cluster.end()

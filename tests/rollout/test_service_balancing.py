@@ -10,7 +10,7 @@ import pytest
 from plexrl.errors import CapacityError, InvalidRequestError, UnavailableError
 from plexrl.rollout.service.instances import balancing
 from plexrl.rollout.service.live_rollout import LiveRollout
-from plexrl.rollout.service.server import status
+from plexrl.rollout.service.status import status
 from plexrl.rollout.streaming.elastic import STEPS, StepTimes
 from tests.rollout.test_service_membership import (
     ORDER,

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from plexrl.client.calls.transport import AsyncTransport
-from plexrl.client.data.results import Sample, WeightsSpan
+from plexrl.client.data.results import Sample, SyncReport, WeightsSpan
 from plexrl.errors import (
     ConflictError,
     ExecutionError,
@@ -79,7 +79,7 @@ class ScriptedCluster(ClusterCalls):
 
     async def pull(
         self, deployment: str, source: str, operation: str, *, published: bool = False
-    ) -> int:
+    ) -> SyncReport:
         assert source == "actor"
         # The first weights of an instance need not have been published.
         assert published is (".0" not in operation.rpartition("/")[2])
@@ -94,7 +94,8 @@ class ScriptedCluster(ClusterCalls):
         if self.failing_pulls.get(deployment, 0):
             self.failing_pulls[deployment] -= 1
             raise ExecutionError("the disk is on fire")
-        return self.trainer_step
+        report = {"trainer_step": self.trainer_step, "pause_s": 0.25, "transfer_s": 2.0}
+        return cast("SyncReport", report)
 
     async def pushed(self, operation: str) -> None:
         assert "/v" in operation

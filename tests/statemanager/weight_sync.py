@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.client import PullReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.reports import PullReport
 from plexrl.statemanager.layout.keys import DTYPE_BYTES, StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.network import Network
 from tests.statemanager.conftest import DEADLINE_S, NETWORK, Daemon

@@ -178,7 +178,12 @@ class SyncReport(TypedDict):
     """Bytes that the node fetched for a replica of the version, before: with `published`, if its
     ranks together pull more bytes than the version has. 0 if it had the replica or needs none."""
     seconds: float
-    """Duration on the slowest rank."""
+    """Duration of the pull on the slowest rank."""
+    pause_s: float
+    """Seconds in which no token could be drawn, on the slowest rank."""
+    transfer_s: float
+    """Seconds in which the node fetched the version that was read, before the pause if generations
+    ran, with `published`. 0: what came over a network came in the pause."""
     tier: str
     """`host` or `nvme`: the tier of the published version."""
     weights_seq: int

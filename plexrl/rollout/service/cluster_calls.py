@@ -21,7 +21,7 @@ from plexrl.client.calls import requests
 from plexrl.client.calls.requests import Submission
 from plexrl.client.calls.transport import AsyncTransport, Call, deployment_path
 from plexrl.client.data import results
-from plexrl.client.data.results import Decoder, Sample
+from plexrl.client.data.results import Decoder, Sample, SyncReport
 from plexrl.client.futures.futures import POLL_S, poll_call
 from plexrl.client.futures.generations import RETRIABLE, ended_sample, stream_call
 from plexrl.errors import (
@@ -45,6 +45,8 @@ from plexrl.wire.tensors import decode_body
 LOG = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
+ARRIVAL_S = 0.05
+"""Interval at which it is asked whether a version has arrived."""
 RETRY_S = 0.2
 """Pause before rows are read again after a lost connection."""
 Plain = dict[str, Any]
@@ -167,20 +169,42 @@ class ClusterCalls:
 
     async def pull(
         self, deployment: str, source: str, operation: str, *, published: bool = False
-    ) -> int:
-        """Set a deployment's weights to those of `source`; returns the trainer's step in them.
-        `published`: the newest ones that it has published, without waiting for the trainer.
+    ) -> SyncReport:
+        """Set a deployment's weights to those of `source`. `published`: the newest ones that it has
+        published, without waiting for the trainer.
 
         Raises:
             PlexRLError: the sync failed.
         """
+        decoder = await self.begin_pull(deployment, source, operation, published=published)
+        found: SyncReport = await self._result(decoder, operation)
+        return found
+
+    async def begin_pull(
+        self, deployment: str, source: str, operation: str, *, published: bool = False
+    ) -> Decoder:
+        """Begin a `pull`; returns how its result is read. Raises as that."""
         params = SyncWeightsParams(source=f"{self._job}/{source}", published=published)
         name = f"{self._job}/{deployment}"
         submission = requests.submission(
             name, OperationKind.SYNC_WEIGHTS, params, results.decode_plain
         )
         await self._submit(submission, operation)
-        return int((await self._result(submission.decoder, operation))["trainer_step"])
+        return submission.decoder
+
+    async def arrived(self, deployment: str, operation: str) -> None:
+        """Return once the version that a pull needs is on the deployment's nodes, or it has ended.
+
+        Raises:
+            PlexRLError: the pull failed.
+        """
+        while True:
+            engines = await self.engines(deployment)
+            if engines and all(each.get("arrived") == operation for each in engines):
+                return
+            response = await self._request(poll_call(operation, ARRIVAL_S))
+            if response.status_code != HTTPStatus.ACCEPTED:
+                return
 
     async def push(self, source: str, operation: str) -> None:
         """Have a trainer publish its weights; returns once the operation is accepted.

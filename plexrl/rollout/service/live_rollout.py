@@ -10,8 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from plexrl.client.data.results import SyncReport
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
@@ -75,6 +77,16 @@ FIT_STEPS_MAX = 64
 Plain = dict[str, Any]
 
 
+@dataclass(slots=True)
+class PullTimes:
+    """What the pulls of an instance took."""
+
+    count: int = 0
+    pause_s: float = 0.0
+    """As in `SyncReport`, of all together, like `transfer_s`."""
+    transfer_s: float = 0.0
+
+
 class LiveRollout:
     """One rollout. `run` drives it; the other methods answer its controller."""
 
@@ -103,6 +115,8 @@ class LiveRollout:
         self.progress = state.progress
         self.loads: dict[InstanceId, InstanceSnapshot] = {}
         """The latest snapshot of each instance."""
+        self.pulls: dict[str, PullTimes] = {}
+        """By deployment, as far as this process has seen."""
         self.preemptions = 0
         """Of all instances, as far as this process has seen."""
         self.lone_step_s: float | None = None
@@ -268,6 +282,13 @@ class LiveRollout:
         """Whether the instance has ended; the coordinator knows it then."""
         member = self._member(instance)
         return member is None or await member.is_gone()
+
+    def pulled(self, deployment: str, report: SyncReport) -> None:
+        """The weights of an instance were set."""
+        times = self.pulls.setdefault(deployment, PullTimes())
+        times.count += 1
+        times.pause_s += report["pause_s"]
+        times.transfer_s += report["transfer_s"]
 
     async def pull_failed(self, instance: InstanceId, operation: str, error: PlexRLError) -> None:
         """The weights of an instance could not be set."""

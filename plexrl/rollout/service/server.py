@@ -21,14 +21,12 @@ from plexrl.errors import (
     QuotaExceededError,
     UnavailableError,
 )
-from plexrl.rollout.batching.rounds import RoundKind
 from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
-from plexrl.rollout.service.instances.membership import Member
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.staleness.buffers import BufferState
+from plexrl.rollout.service.status import status
 from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials, Role
@@ -327,115 +325,6 @@ class RolloutService:
 
         ids = [each.trajectory for each in page]
         return {"body": await _samples(rollout, ids, [each.segments for each in page], fields)}
-
-
-def status(rollout: LiveRollout) -> Plain:
-    """What controllers and operators see of a rollout; see docs/sdk.md."""
-    core, progress, order = rollout.core, rollout.progress, rollout.order
-    buffers, settings, prompts = core.manager.buffers, core.settings.staleness, core.rounds
-    started = settings.group_size if prompts.kind is RoundKind.LONG else settings.samples
-    failure = rollout.failure
-    latest = progress.batch
-    return {
-        "job": order.job,
-        "name": order.name,
-        "source": order.source,
-        "staleness": order.staleness,
-        "eta_prompts": order.eta_prompts,
-        "eta_responses": order.eta_responses,
-        "plans_parallelism": order.plans_parallelism,
-        "scale_down": order.scale_down,
-        "scale_downs": progress.scale_downs,
-        "instances_min": order.instances_min,
-        "instances_max": order.instances_max,
-        "instances_wanted": len(progress.names(order)),
-        "instances_added": progress.added,
-        "instances_removed": progress.removed,
-        "instances_reason": progress.change_reason,
-        "length_aware": order.length_aware,
-        "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
-        "round": prompts.kind,
-        "queued_prompts": len(prompts.queue),
-        "prompts": order.prompts,
-        "samples": order.samples,
-        "state": "failed" if failure else "running" if rollout.is_joined else "joining",
-        "failure": None if failure is None else failure.to_wire(),
-        "joined": rollout.is_joined,
-        "groups_wanted": core.groups_wanted,
-        "next_group": progress.next_group,
-        "next_batch": buffers.next_version,
-        "latest_batch": None
-        if latest is None
-        else {"version": latest.version, "trainer_step": rollout.steps.get(latest.version)},
-        "newest_version": core.newest_version,
-        "waiting": core.trajectories.waiting,
-        "unrewarded": len(progress.unrewarded),
-        "dropped": progress.dropped_groups,
-        "dropped_reason": progress.dropped_reason,
-        "instances": {each.name: _instance(rollout, each) for each in rollout.members},
-        "buffers": [
-            {
-                "version": version,
-                "state": buffers.state(version).value,
-                "reserved": len(each.reserved),
-                "occupied": len(each.occupied),
-                "size": buffers.size,
-            }
-            for version, each in buffers.entries()
-        ],
-        "batches_ready": sum(
-            buffers.state(version) is BufferState.READY for version, _ in buffers.entries()
-        ),
-        "in_flight": len(core.trajectories.groups) * started,
-        "in_flight_max": settings.groups_max * settings.samples,
-        "batches": [
-            {
-                **msgspec.to_builtins(each, str_keys=True),
-                "trainer_step": rollout.steps.get(each.version),
-            }
-            for each in progress.batches
-        ],
-        "staleness_seen": {str(age): n for age, n in sorted(progress.staleness.items())},
-        "totals": {
-            "generated": msgspec.to_builtins(progress.generated),
-            "trained": msgspec.to_builtins(progress.trained),
-            "dropped": msgspec.to_builtins(progress.dropped),
-            "unfinished": progress.unfinished,
-            "aborted": msgspec.to_builtins(progress.aborted),
-            "aborted_prompts": progress.aborted_groups,
-            "failed_generations": progress.failed_generations,
-        },
-        "tokens_generated": progress.generated.tokens,
-        "tokens_per_s": rollout.tokens_per_s(),
-        "journal": {"bytes": rollout.store.bytes, "events": rollout.store.tail_events},
-    }
-
-
-def _instance(rollout: LiveRollout, member: Member) -> Plain:
-    work = None if member.instance is None else rollout.instances.work.get(member.instance)
-    if work is None:
-        is_lost = member.absence is not None
-        reason = member.absence.reason if member.absence is not None else ""
-        return {
-            "state": "lost" if is_lost else "joining",
-            "reason": reason,
-            **dict.fromkeys(("trajectories", "running", "waiting", "completed"), 0),
-            **dict.fromkeys(("version", "kv_tokens", "kv_budget"), None),
-        }
-    assert member.instance is not None
-    shown = rollout.loads.get(member.instance)
-    state = "freed" if member.instance in rollout.core.freed.held.freed else "joined"
-    return {
-        "state": "draining" if member.name in rollout.progress.ending else state,
-        "reason": "",
-        "version": work.version,
-        "trajectories": len(work.held),
-        "running": 0 if shown is None else len(shown.running),
-        "waiting": 0 if shown is None else len(shown.waiting),
-        "kv_tokens": 0 if shown is None else int(shown.kv_cache),
-        "kv_budget": int(work.kv_budget),
-        "completed": work.completed,
-    }
 
 
 async def _durable_status(rollout: LiveRollout) -> Plain:

@@ -91,6 +91,8 @@ def _gathered_sync(results: Sequence[Mapping[str, Any]], moved: int) -> Plain:
         "fraction": moved / wanted if wanted else 1.0,
         "way": "delta" if "delta" in ways else "full",
         "sources": sources,
+        "pause_s": max(float(result.get("pause_s", 0.0)) for result in results),
+        "transfer_s": max(float(result.get("transfer_s", 0.0)) for result in results),
         "bytes_replicated": sum(int(result.get("bytes_replicated", 0)) for result in results),
     }
     if "digest" in results[0]:

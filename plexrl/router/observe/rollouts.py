@@ -95,6 +95,15 @@ class RolloutCollector(Collector):
             "state",
             Counter(each["state"] for each in instances),
         )
+        for name, help_text in (
+            ("pause_s", "Seconds without tokens for new weights."),
+            ("transfer_s", "Seconds of fetching new weights beside generations."),
+        ):
+            found = GaugeMetricFamily(
+                f"plexrl_rollout_pull_{name.replace('_s', '_seconds')}", help_text
+            )
+            found.add_metric([], sum(each[name] for each in instances))
+            yield found
         seen: Counter[str] = Counter()
         for view in self._views:
             seen.update(view["staleness_seen"])

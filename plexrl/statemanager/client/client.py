@@ -9,7 +9,7 @@ knows that the version is complete.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from plexrl.errors import (
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.rank_link import RankLink
+from plexrl.statemanager.client.reports import LoadReport, MoveReport, PullReport
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
@@ -37,6 +38,7 @@ from plexrl.statemanager.protocol.messages import (
     Publish,
     Register,
     Release,
+    ReplicaArrived,
     Replicate,
     Request,
     Save,
@@ -45,51 +47,10 @@ from plexrl.statemanager.protocol.messages import (
 )
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
-from plexrl.statemanager.transfer.pull import KnownLayouts, Puller, PullMode
+from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveReport:
-    """Result of a move."""
-
-    bytes_moved: int
-    """0 for an unchanged version that was stored before."""
-    seconds: float
-    tier: str
-    """Tier that holds the bytes: `host` or `nvme`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport(MoveReport):
-    """Result of a load."""
-
-    parts: frozenset[StatePart] = frozenset()
-    meta: dict[str, Any] = field(default_factory=dict)
-    bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """For a load from another layout: address → bytes from there; the node's own address is empty.
-    Empty for a load from the same layout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullReport(MoveReport):
-    """Result of a pull."""
-
-    bytes_wanted: int
-    """Size of the target's slices; `bytes_moved` differs if a source was lost or a delta was
-    used."""
-    bytes_by_source: dict[str, int]
-    attempts: int
-    mode: PullMode = PullMode.FULL
-    bytes_replicated: int = 0
-    """Bytes that this node's StateManager fetched for this pull and those of other ranks."""
-
-    @property
-    def fraction(self) -> float:
-        """`bytes_moved / bytes_wanted`."""
-        return self.bytes_moved / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 class StateManagerClient:
@@ -341,9 +302,9 @@ class StateManagerClient:
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
         sources = [nearest(address) for address in sources]
         remote = tuple(filter(is_remote, sources))
-        replicated = None
+        replicated, transfer_s = None, 0.0
         if replicate and remote:
-            replicated = self._replicated(source, seq, remote, self._wants[1].nbytes)
+            replicated, transfer_s = self._replicated(source, seq, remote, self._wants[1].nbytes)
         try:
             if replicated is not None:
                 try:
@@ -351,7 +312,7 @@ class StateManagerClient:
                 except (StateLostError, CorruptStateError) as error:
                     # It was dropped for want of space, or is damaged; the sources may be well.
                     LOG.info("pulling from the sources, not from the replica: %s", error)
-                    replicated = None
+                    replicated, transfer_s = None, 0.0
             if replicated is None:
                 result = self._puller.pull(sources, source, seq, self._wants[1], target, delta)
         finally:
@@ -365,20 +326,41 @@ class StateManagerClient:
             attempts=result.attempts,
             mode=result.mode,
             bytes_replicated=replicated or 0,
+            transfer_s=transfer_s,
         )
+
+    def has_arrived(
+        self, *, sources: Sequence[str], source: str, seq: int, wants: Sequence[StateSlice]
+    ) -> bool:
+        """Whether a pull with these arguments and `replicate` has nothing to wait for: this node
+        has a replica, or gets none. Otherwise it is fetched; returns at once."""
+        remote = tuple(filter(is_remote, map(nearest, sources)))
+        if not remote:
+            return True
+        if self._wants is None or self._wants[0] is not wants:
+            self._wants = wants, Layout.of(wants)
+        request = ReplicaArrived(
+            source=source, seq=seq, addresses=remote, nbytes=self._wants[1].nbytes
+        )
+        try:
+            return bool(self._call(request)["arrived"])
+        except PlexRLError as error:
+            LOG.info("version %d of %s is not fetched ahead: %s", seq, source, error)
+            return True
 
     def _replicated(
         self, source: str, seq: int, addresses: tuple[str, ...], nbytes: int
-    ) -> int | None:
-        """Bytes that this node fetched for a replica of the version; None: it has none."""
+    ) -> tuple[int | None, float]:
+        """Bytes that this node fetched now for a replica of the version, and the seconds of its
+        fetch. None: it has no replica."""
         request = Replicate(source=source, seq=seq, addresses=addresses, nbytes=nbytes)
         try:
             answer = self._call(request)
         except PlexRLError as error:
             # Whatever keeps the node from a replica, the sources may serve this rank.
             LOG.info("no replica of version %d of %s: %s", seq, source, error)
-            return None
-        return int(answer["bytes_moved"]) if answer["held"] else None
+            return None, 0.0
+        return int(answer["bytes_moved"]) if answer["held"] else None, float(answer["seconds"])
 
     def forget_pulled(self) -> None:
         """Record that the arena's weights were written, so that the next pull is a full one."""

@@ -156,6 +156,17 @@ class Replicate(Request, frozen=True, kw_only=True):
     """Bytes of it that the caller pulls."""
 
 
+class ReplicaArrived(Request, frozen=True, kw_only=True):
+    """Fetch a replica of a published version beside what goes on here; answered at once with
+    `arrived`: whether there is nothing to wait for, because it is here, or there will be none."""
+
+    source: str
+    seq: int
+    addresses: tuple[str, ...]
+    """As in `Replicate`, like `nbytes`."""
+    nbytes: int
+
+
 class OpenState(Request, frozen=True, kw_only=True):
     """Open a state version's shards; the connection holds them until it closes."""
 

@@ -20,8 +20,9 @@ from functools import partial
 import msgspec
 
 from plexrl.errors import StateLostError, UnavailableError
-from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.connection import connect, exchange, retry_connect
+from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.address import is_remote, nearest
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Answer, Fetch, OpenState, StoredShard

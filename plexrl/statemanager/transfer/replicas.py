@@ -1,8 +1,9 @@
 """Replicas of published versions on the nodes of their readers (StaleFlow App. A.1).
 
 If the ranks of a node together pull more bytes of a version than it has, the node fetches the
-version once, and its ranks read the replica from shared memory. Otherwise they pull from the
-sources directly.
+version once, and its ranks read the replica from shared memory. A replica that is fetched while the
+ranks do something else may cost `BESIDE_COST_MAX` times their bytes: what they wait for is then
+only the copy from shared memory. Otherwise they pull from the sources directly.
 
 Invariants:
 
@@ -14,6 +15,7 @@ Invariants:
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -33,12 +35,25 @@ LOG = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
 """Timeout of a source's answer."""
+BESIDE_COST_MAX = 2.5
+"""Bytes of a replica that is fetched beside generations, as a multiple of what the ranks pull: it
+has the trainer's dtype, and an engine with half of its precision pulls half of its bytes."""
 HINTS_MAX = 64
 """Queued prefetches; further ones are discarded."""
 
 _PUBLISHED = VersionKind.PUBLISHED
 _Hint = tuple[str, int, tuple[str, ...], int]
 """Arguments of `prefetch`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """What it took to have a replica."""
+
+    nbytes: int
+    """Bytes that were fetched for the caller; 0: it was here."""
+    seconds: float
+    """Duration of the fetch, whoever has caused it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +73,14 @@ class Replicas:
         self._network = network
         self._key = key
         self._versions_max = versions_max
-        self._whole: dict[str, tuple[int, tuple[str, ...]]] = {}
-        """Source → seq of its newest replica that is complete, and the names of its parts."""
+        self._whole: dict[str, tuple[int, tuple[str, ...], float]] = {}
+        """Source → seq of its newest replica that is complete, the names of its parts, and the
+        seconds of its fetch."""
+        self._coming: set[tuple[str, int]] = set()
+        """Source and seq of what is fetched in the background, or queued."""
+        self._missed: dict[str, tuple[int, int]] = {}
+        """Source → seq of the latest version that was not fetched in the background, and the bytes
+        that the ranks pulled of it then."""
         self._closing = threading.Event()
         self._hints: queue.Queue[_Hint | None] = queue.Queue(HINTS_MAX)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -67,10 +88,28 @@ class Replicas:
 
     def prefetch(self, source: str, seq: int, addresses: Sequence[str], pulled_bytes: int) -> None:
         """Fetch a replica in the background, as `fetch` does; failures are logged."""
+        self._coming.add((source, seq))
         try:
             self._hints.put_nowait((source, seq, tuple(addresses), pulled_bytes))
         except queue.Full:
+            self._coming.discard((source, seq))
+            self._missed[source] = (seq, pulled_bytes)
             LOG.warning("version %d of %s is not prefetched: too many others are", seq, source)
+
+    def has_arrived(
+        self, source: str, seq: int, addresses: Sequence[str], pulled_bytes: int
+    ) -> bool:
+        """Whether there is nothing to wait for: the replica is here, or there will be none. Begins
+        to fetch it in the background, with the arguments of `prefetch`, unless it is fetched."""
+        if self._is_whole(source, seq):
+            return True
+        if (source, seq) in self._coming:
+            return False
+        missed_seq, bytes_then = self._missed.get(source, (0, 0))
+        if missed_seq == seq and pulled_bytes <= bytes_then:
+            return True
+        self.prefetch(source, seq, addresses, pulled_bytes)
+        return (source, seq) not in self._coming
 
     def close(self) -> None:
         """End the background fetch; what has arrived of a version is kept."""
@@ -82,17 +121,21 @@ class Replicas:
     def _run(self) -> None:
         while (hint := self._hints.get()) is not None and not self._closing.is_set():
             source, seq, addresses, pulled_bytes = hint
+            found = None
             try:
-                self.fetch(AGENT, source, seq, addresses, pulled_bytes)
+                found = self.fetch(AGENT, source, seq, addresses, pulled_bytes)
             except (PlexRLError, OSError, msgspec.MsgspecError) as error:
                 # Whatever is wrong with one source, the next hints are followed.
                 LOG.info("version %d of %s was not prefetched: %s", seq, source, error)
+            if found is None:
+                self._missed[source] = (seq, pulled_bytes)
+            self._coming.discard((source, seq))
 
     def fetch(
         self, claims: Claims, source: str, seq: int, addresses: Sequence[str], pulled_bytes: int
-    ) -> int | None:
-        """Have a replica of version `seq` of the deployment `source`; returns the bytes fetched
-        now. None: this node's ranks, which pull `pulled_bytes` of it, have no need of one.
+    ) -> Replica | None:
+        """Have a replica of version `seq` of the deployment `source`. None: this node's ranks,
+        which pull `pulled_bytes` of it, have no need of one.
 
         `claims` are those of the reader. `addresses` are the remote ones of all its sources.
 
@@ -104,7 +147,8 @@ class Replicas:
             OperationCancelledError: the deployment was released meanwhile.
         """
         if self._is_whole(source, seq):
-            return 0
+            return Replica(nbytes=0, seconds=self._whole[source][2])
+        started = time.perf_counter()
         ticket = self._key.mint(claims)
         offered = [
             shard for address in addresses for shard in self._offered(address, ticket, source, seq)
@@ -115,18 +159,21 @@ class Replicas:
                 "published: publish the weights again"
             )
         shards = _distinct(offered)
-        if pulled_bytes <= sum(shard.manifest.nbytes for shard in shards):
+        nbytes = sum(shard.manifest.nbytes for shard in shards)
+        is_beside = (source, seq) in self._coming
+        if nbytes > BESIDE_COST_MAX * pulled_bytes or (not is_beside and nbytes >= pulled_bytes):
             return None
         moved = self._fetch_all(shards, ticket)
         names = tuple(shard.manifest.name for shard in shards)
-        self._whole[source] = (seq, names)
+        seconds = time.perf_counter() - started
+        self._whole[source] = (seq, names, seconds)
         self._store.mark_expendable(names)
         for shard in shards:
             self._drop_surplus(shard.manifest)
-        return moved
+        return Replica(nbytes=moved, seconds=seconds)
 
     def _is_whole(self, source: str, seq: int) -> bool:
-        known_seq, names = self._whole.get(source, (0, ()))
+        known_seq, names, _ = self._whole.get(source, (0, (), 0.0))
         if known_seq != seq or not names:
             return False
         held = {found.manifest.name for found in self._store.find(lambda m: m.name in names)}

@@ -17,7 +17,8 @@ from typing import Any
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.statemanager.checkpoint.requests import CheckpointStatus
-from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import AGENT, Claims

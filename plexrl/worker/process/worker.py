@@ -50,7 +50,8 @@ class Worker:
         self._listeners: dict[RunName, list[Connection]] = {}
         self._generations: dict[str, tuple[RunName, float]] = {}
         """Running generations, by operation: their run and start time."""
-        self._deferred: deque[Request] = deque()
+        self._deferred: deque[tuple[Request, RunCommand]] = deque()
+        """Requests that wait, in the order of arrival, and their commands."""
         self._streams = TokenStreams()
         self._controls = ControlRequests(backend, mover, self._streams)
 
@@ -62,9 +63,9 @@ class Worker:
     def run_once(self, *, block: bool) -> None:
         """Handle the queued requests, then draw one token for every running generation."""
         generating = self._generator is not None and self._generator.has_work
-        if not generating and self._deferred:
+        if self._deferred and (not generating or self._runs_beside(self._deferred[0][1])):
             waiting, self._deferred = self._deferred, deque()
-            for request in waiting:
+            for request, _ in waiting:
                 self._handle(request)
             return
         try:
@@ -91,13 +92,20 @@ class Worker:
             self._reply_or_listen(command.name, request.connection)
             return
         busy = self._generator is not None and self._generator.has_work
-        if (busy and not _runs_during_generation(command)) or self._deferred:
+        if (busy and not self._runs_beside(command)) or self._deferred:
             # Deferred requests keep their order: no later request overtakes them.
-            self._deferred.append(request)
+            self._deferred.append((request, command))
             return
         self._listeners[command.name] = [request.connection]
         self._will_begin(command)
         self._begin(command, header.get("rank_params", {}), request.payload)
+
+    def _runs_beside(self, command: RunCommand) -> bool:
+        """Whether a run may start now, between two tokens of running generations. What a sync needs
+        from other nodes is fetched before, beside the generations."""
+        if command.kind == OperationKind.SYNC_WEIGHTS:
+            return self._mover.arrival.is_there(command) and bool(command.params().in_flight)
+        return command.kind == OperationKind.GENERATE
 
     def _will_begin(self, command: RunCommand) -> None:
         """Hook before each run, for a worker whose peer ranks begin the same run."""
@@ -256,13 +264,6 @@ def _logged(command: RunCommand) -> Iterator[None]:
         yield
     finally:
         LOG.info("end %s %s token %d seq %d", *run)
-
-
-def _runs_during_generation(command: RunCommand) -> bool:
-    """Whether a run may start between two tokens of running generations, not only after them."""
-    if command.kind == OperationKind.SYNC_WEIGHTS:
-        return bool(command.params().in_flight)
-    return command.kind == OperationKind.GENERATE
 
 
 def _with_stream_order(result: BackendResult, log: Log | None) -> BackendResult:

@@ -99,7 +99,10 @@ class ControlRequests:
         elif kind == "set_tp":
             engine.set_tp(header["tp"], header["kv"])
         answer = asdict(engine.stats())
-        return {**answer, **engine.load()} if kind == "engine_load" else answer
+        if kind != "engine_load":
+            return answer
+        arrived = self._mover.arrival.arrived
+        return {**answer, **engine.load(), "arrived": None if arrived is None else arrived[0]}
 
     def _engine(self) -> RolloutBackend:
         if self._generator is None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ConflictError
-from plexrl.statemanager.client.client import LoadReport, MoveReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.save_checkpoint import save_checkpoint
-from plexrl.worker.state.weight_sync import SplitVersionError, sync_weights
+from plexrl.worker.state.weight_sync import Arrival, SplitVersionError, sync_weights
 
 if TYPE_CHECKING:
     from plexrl.statemanager.layout.keys import StateSlice
@@ -48,6 +49,7 @@ class StateMover:
         self.is_resident = False
         # Never reset: such a process ends soon.
         self._is_split = False
+        self.arrival = Arrival(backend, client)
 
     def move(self, command: RunCommand) -> Plain:
         """Carry out a command whose kind is one of `MOVES`; returns measurements.

@@ -1,5 +1,6 @@
 """Replaces a rollout's weights with a version that its trainer published."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,13 @@ from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.transport.choice import transport_of
 from plexrl.wire.operations import SyncWeightsParams
 from plexrl.worker.process.backend import Backend, RolloutBackend
-from plexrl.worker.process.command import RunCommand
+from plexrl.worker.process.command import RunCommand, RunName
 from plexrl.worker.state.arena_tensors import whole
 
 Plain = dict[str, Any]
 
+ASK_S = 0.02
+"""Interval at which the StateManager is asked whether a version has arrived."""
 _PULLED, _REFUSED, _TORN = "pulled", "refused", "torn"
 """What each rank tells the others after a sync during generation. Torn: a mix of two versions."""
 
@@ -34,6 +37,7 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
     params: SyncWeightsParams = command.params()
     assert command.source is not None, "the scheduler names the source of a sync"
     slices = backend.pulled_slices()
+    started = time.perf_counter()
     with _generations_paused(backend, client, params):
         report = client.pull(
             sources=command.sources,
@@ -41,9 +45,10 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
             seq=command.source_seq,
             wants=slices,
             delta=policy_of(params),
-            replicate=params.published,
+            replicate=_takes_replica(params),
         )
         backend.after_pull(seq=command.seq, trainer_step=command.trainer_step)
+    pause_s = time.perf_counter() - started
     sources: dict[str, int] = {}
     for address, nbytes in report.bytes_by_source.items():
         # Users see transports; addresses are internal to the cluster.
@@ -56,6 +61,8 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
         "way": report.mode.value,
         "sources": sources,
         "seconds": report.seconds,
+        "pause_s": pause_s,
+        "transfer_s": report.transfer_s,
         "tier": report.tier,
         "bytes_replicated": report.bytes_replicated,
         "weights_seq": command.source_seq,
@@ -65,6 +72,40 @@ def sync_weights(backend: Backend, client: StateManagerClient, command: RunComma
         memory = whole(backend.arena).cpu().numpy()
         result["digest"] = digest_of_slices(slices, memory)
     return result
+
+
+class Arrival:
+    """Fetches the version that a sync will pull to this node, while generations go on."""
+
+    def __init__(self, backend: Backend, client: StateManagerClient) -> None:
+        self._backend = backend
+        self._client = client
+        self._fetching: RunName | None = None
+        self._ask_at = 0.0
+        """Time of the next question, on the monotonic clock."""
+        self.arrived: RunName | None = None
+        """The latest sync whose version had arrived."""
+
+    def is_there(self, command: RunCommand) -> bool:
+        """Whether the pull of a sync has nothing to wait for. The fetch begins at the first call;
+        returns at once."""
+        if self.arrived == command.name:
+            return True
+        now = time.monotonic()
+        if self._fetching == command.name and now < self._ask_at:
+            return False
+        self._fetching, self._ask_at = command.name, now + ASK_S
+        params: SyncWeightsParams = command.params()
+        assert command.source is not None, "the scheduler names the source of a sync"
+        if _takes_replica(params) and not self._client.has_arrived(
+            sources=command.sources,
+            source=command.source,
+            seq=command.source_seq,
+            wants=self._backend.pulled_slices(),
+        ):
+            return False
+        self.arrived = command.name
+        return True
 
 
 @contextmanager
@@ -100,6 +141,12 @@ def _split_message(cause: str) -> str:
         f"not all ranks of the engine received the weights ({cause}): the engine's workers are "
         "restarted from their last complete state; sync the weights again"
     )
+
+
+def _takes_replica(params: SyncWeightsParams) -> bool:
+    """Whether a pull may be from a replica: who wants the difference only gets it from the
+    source."""
+    return params.published and params.delta is not True
 
 
 def policy_of(params: SyncWeightsParams) -> DeltaPolicy | None:

@@ -24,7 +24,10 @@ def view(job: str, state: str, tokens_per_s: float, seen: dict[str, int]) -> Pla
         "in_flight": 6,
         "tokens_per_s": tokens_per_s,
         "staleness_seen": seen,
-        "instances": {"rollout-0": {"state": "joined"}, "rollout-1": {"state": "lost"}},
+        "instances": {
+            "rollout-0": {"state": "joined", "pause_s": 0.5, "transfer_s": 4.0},
+            "rollout-1": {"state": "lost", "pause_s": 0.25, "transfer_s": 0.0},
+        },
     }
 
 
@@ -74,6 +77,8 @@ def test_many_requests_share_one_question_and_metrics_have_sums_without_names(
         "plexrl_rollout_trajectories 18.0",
         "plexrl_rollout_tokens_per_second 12.5",
         'plexrl_rollout_instances{state="lost"} 3.0',
+        "plexrl_rollout_pull_pause_seconds 2.25",
+        "plexrl_rollout_pull_transfer_seconds 12.0",
         'plexrl_rollout_trained_trajectories{staleness="1"} 5.0',
     ):
         assert line in text.splitlines()

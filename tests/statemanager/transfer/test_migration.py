@@ -23,8 +23,9 @@ from plexrl.errors import (
     StateTierFullError,
     UnavailableError,
 )
-from plexrl.statemanager.client.client import MoveReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.connection import connect, exchange
+from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.channel import Channel, close_all
 from plexrl.statemanager.protocol.messages import Adopt, OpenState, StoredShard
 from plexrl.statemanager.protocol.tickets import Role

@@ -8,7 +8,8 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, PermissionDeniedError, StateLostError
 from plexrl.statemanager.client.arena import Arena
-from plexrl.statemanager.client.client import LoadReport, StateManagerClient
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.client.reports import LoadReport
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.transport.tcp.client import TcpConnection

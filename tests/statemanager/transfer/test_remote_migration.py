@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import CorruptStateError, PermissionDeniedError, StateLostError, UnavailableError
-from plexrl.statemanager.client.client import MoveReport
+from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.protocol.messages import Fetch
 from plexrl.statemanager.protocol.tickets import Role
 from plexrl.statemanager.transfer.copy.data_plane import BLOCK_BYTES

@@ -3,14 +3,15 @@
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from plexrl.errors import PermissionDeniedError
-from plexrl.statemanager.client.client import PullReport
 from plexrl.statemanager.client.connection import connect, exchange
-from plexrl.statemanager.protocol.messages import Replicate
+from plexrl.statemanager.client.reports import PullReport
+from plexrl.statemanager.protocol.messages import ReplicaArrived, Replicate
 from tests.statemanager.conftest import DEADLINE_S, Daemon, StartDaemon, wait_until
 from tests.statemanager.weight_sync import SERVING_TCP, Rank, fsdp, tensor_parallel
 
@@ -119,6 +120,53 @@ def test_a_replica_is_prefetched_as_soon_as_the_version_is_published(
         assert set(report.bytes_by_source) == {nodes[-1].config.listen}
 
 
+def has_arrived(rank: Rank, nodes: list[Daemon], version: int) -> bool:
+    sources = [node.tcp for node in nodes[:-1]]
+    return rank.client.has_arrived(sources=sources, source=ACTOR, seq=version, wants=rank.slices)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_one_instance_waits_only_for_the_copy_of_what_was_fetched_beside(
+    nodes: list[Daemon], trainers: list[Rank], dtype: str
+) -> None:
+    """Also if it wants half of the bytes."""
+    rank = Rank(nodes[-1], "job/rollout", 0, tensor_parallel(0, 1), dtype=dtype, world_size=1)
+    for version in (1, 2):
+        for trainer in trainers:
+            trainer.publish(version)
+        wait_until(partial(has_arrived, rank, nodes, version))
+        report = pull(rank, nodes, version)
+        assert set(report.bytes_by_source) == {nodes[-1].config.listen}
+        assert report.bytes_replicated == 0
+        assert report.transfer_s > 0
+        assert dtype != "F32" or rank.holds(version)
+    rank.close()
+
+
+def test_what_costs_much_more_than_a_pull_is_not_fetched_beside(
+    nodes: list[Daemon], trainers: list[Rank]
+) -> None:
+    """A quarter of the bytes is wanted."""
+    rank = Rank(nodes[-1], "job/rollout", 0, tensor_parallel(0, 2), dtype="BF16", world_size=2)
+    for trainer in trainers:
+        trainer.publish(1)
+    wait_until(lambda: has_arrived(rank, nodes, 1))
+    report = pull(rank, nodes, 1)
+    assert set(report.bytes_by_source) == {nodes[0].tcp}
+    assert report.transfer_s == 0
+    assert not published(nodes[-1])
+    rank.close()
+
+
+def test_a_version_that_cannot_be_fetched_is_not_waited_for(
+    nodes: list[Daemon], trainers: list[Rank], rollouts: list[Rank]
+) -> None:
+    for trainer in trainers:
+        trainer.publish(1)
+    wait_until(lambda: has_arrived(rollouts[0], nodes, 7))
+    assert pull(rollouts[0], nodes, 1).bytes_moved
+
+
 def test_instances_that_want_less_than_the_version_pull_directly(
     nodes: list[Daemon], trainers: list[Rank]
 ) -> None:
@@ -169,11 +217,14 @@ def test_a_source_that_is_away_during_the_fetch_is_awaited(
         pulled.result(DEADLINE_S)
 
 
-def test_a_worker_of_another_job_gets_no_replica(nodes: list[Daemon], trainers: list[Rank]) -> None:
+@pytest.mark.parametrize("kind", [Replicate, ReplicaArrived])
+def test_a_worker_of_another_job_gets_no_replica(
+    nodes: list[Daemon], trainers: list[Rank], kind: type[Replicate] | type[ReplicaArrived]
+) -> None:
     for trainer in trainers:
         trainer.publish(1)
     ticket = nodes[-1].worker_ticket("other/rollout", 0, 1)
-    request = Replicate(source=ACTOR, seq=1, addresses=(nodes[0].tcp,), nbytes=1 << 30)
+    request = kind(source=ACTOR, seq=1, addresses=(nodes[0].tcp,), nbytes=1 << 30)
     with (
         connect(nodes[-1].config.listen, DEADLINE_S, ticket) as channel,
         pytest.raises(PermissionDeniedError),

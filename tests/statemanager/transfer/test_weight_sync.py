@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from plexrl.errors import StateLostError
-from plexrl.statemanager.client.client import PullReport
+from plexrl.statemanager.client.reports import PullReport
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout

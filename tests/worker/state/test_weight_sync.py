@@ -50,6 +50,7 @@ PULLED = SimpleNamespace(
     fraction=1.0,
     mode=PullMode.FULL,
     seconds=0.1,
+    transfer_s=0.0,
     tier="host",
 )
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from plexrl.client.data.results import Sample
+from plexrl.client.data.results import Sample, SyncReport
 from plexrl.errors import ExecutionError, NotFoundError, PlexRLError, RolloutFailedError
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import (
@@ -32,7 +32,7 @@ from plexrl.rollout.coordinator.messages import (
 )
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
-from plexrl.rollout.service.instances.work import InstanceCommand, Instances
+from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
 from plexrl.rollout.service.journal.store import ABORTED, Part, RolloutStore
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState
@@ -65,6 +65,10 @@ class Surroundings(Protocol):
 
     async def is_lost(self, instance: InstanceId) -> bool:
         """Whether the instance has ended; the coordinator knows it then."""
+        ...
+
+    def pulled(self, deployment: str, report: SyncReport) -> None:
+        """The weights of an instance were set."""
         ...
 
     async def pull_failed(self, instance: InstanceId, operation: str, error: PlexRLError) -> None:
@@ -126,6 +130,8 @@ class InstanceDriver:
         """Preemptions that each replica has counted."""
         for command in work.unanswered:
             self._queue.put_nowait(command)
+        self._following: InstanceCommand | None = None
+        """The next command, if it was looked at already."""
 
     def add(self, command: InstanceCommand) -> None:
         """Append a command."""
@@ -141,11 +147,13 @@ class InstanceDriver:
             for number in self._left:
                 self._begin(tasks, number, is_repeated=True)
             while True:
-                match command := await self._queue.get():
+                command, self._following = self._following or await self._queue.get(), None
+                match command:
                     case Route():
                         self._begun += 1
                         self._begin(tasks, self._begun, is_repeated=False)
                     case Interrupt() | Abort():
+                        await self._fetch_before_pull()
                         await self._stop(command)
                     case Pull():
                         await self._pull(command)
@@ -287,22 +295,45 @@ class InstanceDriver:
         while generation.running.intersection(trajectories):
             await generation.changed.wait()
 
+    async def _fetch_before_pull(self) -> None:
+        """If a pull follows: begin it, and wait until what it needs from other nodes is here. Until
+        then the generations that the pull waits for go on (StreamRL §4.1)."""
+        with suppress(asyncio.QueueEmpty):
+            self._following = self._queue.get_nowait()
+        work = self._rollout.instances.work.get(self.instance)
+        if not isinstance(self._following, Pull) or work is None:
+            return
+        calls, order = self._rollout.calls, self._rollout.order
+        operation = self._pull_operation(work)
+        try:
+            # What was to be drawn with the former weights comes first.
+            await asyncio.gather(*(each.submitted.wait() for each in {*self._at.values()}))
+            await calls.pushed(self._rollout.store.operation(order, f"v{self._following.version}"))
+            await calls.begin_pull(self.deployment, order.source, operation, published=True)
+            await calls.arrived(self.deployment, operation)
+        except PlexRLError as error:
+            LOG.info("%s is not fetched ahead: %s", operation, error)
+
+    def _pull_operation(self, work: InstanceWork) -> str:
+        name = f"p{self.instance}.{work.pulls + 1}"
+        return self._rollout.store.operation(self._rollout.order, name)
+
     async def _pull(self, command: Pull) -> None:
         rollout = self._rollout
         order = rollout.order
         work = rollout.instances.work.get(self.instance)
         if work is None:
             return  # it is lost, and this task is about to end
-        operation = rollout.store.operation(order, f"p{self.instance}.{work.pulls + 1}")
+        operation = self._pull_operation(work)
         try:
             await rollout.calls.pushed(rollout.store.operation(order, f"v{command.version}"))
-            step = await rollout.calls.pull(
+            report = await rollout.calls.pull(
                 self.deployment, order.source, operation, published=True
             )
         except PlexRLError as error:
             await rollout.pull_failed(self.instance, operation, error)
             return
-        version = await rollout.version_of(step)
+        version = await rollout.version_of(int(report["trainer_step"]))
         if version < command.version:
             raise RolloutFailedError(
                 f"instance {self.instance} got the weights of version {version}, and version "
@@ -310,6 +341,7 @@ class InstanceDriver:
                 "rollout of another name",
                 rollout=order.name,
             )
+        rollout.pulled(self.deployment, report)
         rollout.handle(Pulled(instance=self.instance, version=version))
 
     def _requests(self, generation: _Generation) -> list[RowRequest]:

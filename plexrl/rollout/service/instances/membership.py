@@ -136,7 +136,8 @@ class Member:
             operation += f".{self._attempts}"
         try:
             gpus = int((await rollout.calls.deployment(self.name))["workers"])
-            step = await rollout.calls.pull(self.name, order.source, operation)
+            report = await rollout.calls.pull(self.name, order.source, operation)
+            step = int(report["trainer_step"])
         except PlexRLError as error:
             self._attempts += 1
             has_failed = self._attempts >= ATTEMPTS_MAX or isinstance(error, NotFoundError)

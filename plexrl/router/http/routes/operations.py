@@ -267,7 +267,8 @@ async def _submit(
                 "payload_digest": "" if payload is None else upload.digest,
                 "tokens": checked.tokens,
                 "source": None if sync is None else sync.source,
-                "in_flight": sync is not None and sync.in_flight,
+                # A published version is fetched beside the generations before the sync.
+                "in_flight": sync is not None and (sync.in_flight or sync.published),
                 "published": sync is not None and sync.published,
             },
         )

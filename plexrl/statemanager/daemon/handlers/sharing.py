@@ -31,6 +31,7 @@ from plexrl.statemanager.protocol.messages import (
     OpenState,
     Prefetch,
     PublishedShard,
+    ReplicaArrived,
     Replicate,
     StoredShard,
     regions_of,
@@ -124,11 +125,21 @@ def _fetch(caller: Caller, request: Fetch, _: Sequence[int]) -> Reply:
 def _replicate(caller: Caller, request: Replicate, _: Sequence[int]) -> Reply:
     claims, services = caller.claims, caller.services
     claims.check_may_pull(request.source)
-    if not all(map(is_remote, request.addresses)):
-        raise InvalidRequestError("a replica is fetched from the remote addresses of other nodes")
+    _check_remote(request.addresses)
     pulled = services.registry.note_pull(caller.registered(), request.source, request.nbytes)
-    moved = services.replicas.fetch(claims, request.source, request.seq, request.addresses, pulled)
-    return Reply({"held": moved is not None, "bytes_moved": moved or 0})
+    found = services.replicas.fetch(claims, request.source, request.seq, request.addresses, pulled)
+    if found is None:
+        return Reply({"held": False, "bytes_moved": 0, "seconds": 0.0})
+    return Reply({"held": True, "bytes_moved": found.nbytes, "seconds": found.seconds})
+
+
+def _replica_arrived(caller: Caller, request: ReplicaArrived, _: Sequence[int]) -> Reply:
+    services = caller.services
+    caller.claims.check_may_pull(request.source)
+    _check_remote(request.addresses)
+    pulled = services.registry.note_pull(caller.registered(), request.source, request.nbytes)
+    place = (request.source, request.seq, request.addresses, pulled)
+    return Reply({"arrived": services.replicas.has_arrived(*place)})
 
 
 def _confirm(_: Caller, __: Confirm, ___: Sequence[int]) -> Reply:
@@ -149,6 +160,7 @@ def _prefetch(caller: Caller, request: Prefetch, _: Sequence[int]) -> Reply:
 ENTRIES = (
     handles(OpenPublished, _open_published, TICKETS, is_move=True),
     handles(Replicate, _replicate, WORKERS, is_move=True),
+    handles(ReplicaArrived, _replica_arrived, WORKERS),
     handles(OpenState, _open_state, AGENTS, is_move=True),
     handles(PinVersions, _pin, AGENTS),
     handles(Confirm, _confirm, TICKETS),
@@ -156,6 +168,11 @@ ENTRIES = (
     handles(Fetch, _fetch, AGENTS, is_move=True),
     handles(Prefetch, _prefetch, AGENTS),
 )
+
+
+def _check_remote(addresses: Sequence[str]) -> None:
+    if not all(map(is_remote, addresses)):
+        raise InvalidRequestError("a replica is fetched from the remote addresses of other nodes")
 
 
 def _check_adoptable(manifest: Manifest) -> None:
