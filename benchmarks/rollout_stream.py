@@ -1,11 +1,17 @@
-"""What a rollout gives to another job by freeing half of its instances before a round ends.
+"""Training on parts of a batch while the rest is generated, and instances freed meanwhile.
 
     python -m benchmarks.rollout_stream [--quick] [--json]
 
-On one embedded cluster with three GPUs, job A trains with two rollout instances that lend their
-GPUs, and job B makes training steps on the GPU of one of them all the time. Job A trains equal
-prompts in two ways, in turns: by whole batches, and in parts with instances that are freed (Flexes
-Alg. 1).
+Parts: one job on a cluster of its own trains equal prompts by whole batches, in parts of a quarter
+of the prompts, and in parts of a quarter of the tokens; the latter and whole batches also with the
+next batch generated meanwhile (a staleness of 1). Rewards wait 0.3 to 1 s for something outside of
+this machine, as a judge or a test server. The ways take turns; the step times are medians without
+the first step of each run. A gain is the step time with whole batches, relative.
+
+Freed instances: on one embedded cluster with three GPUs, job A trains with two rollout instances
+that lend their GPUs, and job B makes training steps on the GPU of one of them all the time. Job A
+trains equal prompts in two ways, in turns: by whole batches, and in parts with instances that are
+freed (Flexes Alg. 1).
 
 `freed_share` is the part of the instances' time in which they were freed, while job A ran;
 `other_gain` the steps that job B made in a second beside the second way, relative to the first;
@@ -15,18 +21,20 @@ GPUs: what job B computes more is taken from job A.
 An untrained model ends each sample with a probability of about 1/300 per token, up to 480 tokens.
 """
 
+import random
 import statistics
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
 import plexrl
 from benchmarks.report import report
 from benchmarks.sizes import sized
+from plexrl import rewards
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.cluster.embedded.start import start_embedded
 
@@ -37,6 +45,10 @@ RUNS = sized(3, quick=1)
 PROMPTS, SAMPLES, INSTANCES = 16, 4, 2
 MODEL = plexrl.tiny_qwen2("".join(map(chr, range(0x4E00, 0x4E00 + 300))), hidden=32, layers=1)
 SAMPLING = plexrl.SamplingParams(max_tokens=480, seed=7)
+PART_TOKENS = PROMPTS * SAMPLES * SAMPLING.max_tokens // 8
+"""About a quarter of a batch, whose samples have half of the most tokens in the mean."""
+WAIT_S = (0.3, 1.0)
+"""Least and most seconds for which a reward waits."""
 PAUSE_S = 0.3
 """Between two steps of job B."""
 LOOK_S = 0.1
@@ -156,7 +168,98 @@ def measure(cluster: plexrl.Cluster, found: Found, *, streams: bool) -> None:
         other.stop()
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a job takes its batches."""
+
+    name: str
+    title: str
+    staleness: int
+    sizes: dict[str, int] | None
+    """Arguments of `parts`; None: whole batches."""
+
+
+WAYS = (
+    Way("whole", "whole batches", 0, None),
+    Way("prompts", "parts by prompts", 0, {"prompts_min": PROMPTS // 4}),
+    Way("tokens", "parts by tokens", 0, {"tokens_min": PART_TOKENS}),
+    Way("whole_ahead", "whole batches, one step ahead", 1, None),
+    Way("tokens_ahead", "parts by tokens, one step ahead", 1, {"tokens_min": PART_TOKENS}),
+)
+
+
+def slow_reward(prompt: list[int], sample: plexrl.Sample) -> float:
+    low, high = WAIT_S
+    time.sleep(low + (high - low) * random.Random(str(sample.tokens)).random())
+    return reward(prompt, sample)
+
+
+def step_times(cluster: plexrl.Cluster, way: Way) -> tuple[list[float], float]:
+    """Seconds of each step after the first one, and parts in a step."""
+    graded = rewards.Graded(slow_reward, on_failure="raise", at_once=2 * PROMPTS * SAMPLES)
+    ended: list[float] = []
+    with cluster.create_job("parts") as job:
+        actor = job.train_deployment("actor", MODEL)
+        rollout = job.rollout(
+            "rollout",
+            MODEL,
+            actor,
+            instances=INSTANCES,
+            policy=plexrl.BoundedStaleness(way.staleness),
+            prompts=PROMPTS,
+            samples=SAMPLES,
+            sampling=SAMPLING,
+        )
+        rows, parts, count = prompts(), 0, 0
+        taken = (
+            rollout.batches(rows, graded, steps=STEPS + 1)
+            if way.sizes is None
+            else rollout.parts(rows, graded, steps=STEPS + 1, **way.sizes)
+        )
+        for part in taken:
+            parts += 1
+            count += add_gradients(actor, part)
+            if part.is_last:
+                actor.optim_step(learning_rate=1e-4, divide_by=count).result()
+                ended.append(time.perf_counter())
+                count = 0
+    return [after - before for before, after in pairwise(ended)], parts / (STEPS + 1)
+
+
+def measure_parts(rows: list[tuple[str, ...]], figures: dict[str, float]) -> None:
+    """All ways in turns."""
+    found: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    counts: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    running = start_embedded(gpus_per_node=1 + INSTANCES)
+    try:
+        with plexrl.connect(running.url, running.api_key) as cluster:
+            for _ in range(RUNS):
+                for way in WAYS:
+                    times, count = step_times(cluster, way)
+                    found[way.name] += times
+                    counts[way.name].append(count)
+    finally:
+        running.close()
+    whole_s = statistics.median(found["whole"])
+    for way in WAYS:
+        step_s = statistics.median(found[way.name])
+        count = statistics.mean(counts[way.name])
+        figures |= {f"{way.name}_step_s": step_s, f"{way.name}_gain": whole_s / step_s}
+        times_of = (f"{step_s:.2f}", f"{whole_s / step_s:.2f}", f"{count:.1f}")
+        rows.append((way.title, *times_of, "-", "-"))
+
+
 def main() -> None:
+    """Both parts."""
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    measure_parts(rows, figures)
+    measure_freed(rows, figures)
+    columns = ("job", "s/step", "gain", "parts in a step", "steps/s of B", "freed")
+    report("Parts of a batch, and freed instances", columns, rows, figures)
+
+
+def measure_freed(rows: list[tuple[str, ...]], figures: dict[str, float]) -> None:
     """Both ways in turns."""
     whole, streamed = Found(), Found()
     running = start_embedded(gpus_per_node=1 + INSTANCES)
@@ -168,22 +271,22 @@ def main() -> None:
     finally:
         running.close()
     mean = statistics.mean
-    rows = [
+    rows += [
         (
             name,
             f"{mean(each.step_s):.2f}",
+            f"{mean(whole.step_s) / mean(each.step_s):.2f}",
+            "-",
             f"{mean(each.other_rate):.2f}",
             f"{mean(each.freed):.2f}",
         )
-        for name, each in (("whole batches", whole), ("parts, instances freed", streamed))
+        for name, each in (("A: whole batches", whole), ("A: parts, instances freed", streamed))
     ]
-    figures = {
+    figures |= {
         "freed_share": mean(streamed.freed),
         "other_gain": mean(streamed.other_rate) / mean(whole.other_rate),
         "step_gain": mean(whole.step_s) / mean(streamed.step_s),
     }
-    columns = ("job A", "s/step of A", "steps/s of B", "freed")
-    report("Freed instances of a rollout serve another job", columns, rows, figures)
 
 
 if __name__ == "__main__":
