@@ -35,7 +35,10 @@ RESULTS = HERE / "results"
 USAGE = re.compile(r"^ *python (.*?)( ?\[--quick\].*)$", re.MULTILINE)
 NOT_RUN = {
     "simulating/drain.py": "takes hours; run it by name",
-    "simulating/fidelity.py": "a part of benchmarks/simulator.py",
+    **dict.fromkeys(
+        (f"simulating/{name}.py" for name in ("fidelity", "cluster", "pareto")),
+        "a part of benchmarks/simulator.py",
+    ),
 }
 """Benchmarks that `make bench` leaves out, and why."""
 GUESS_S = 60.0

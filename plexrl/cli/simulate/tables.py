@@ -273,7 +273,7 @@ def _isolated(scenario: Scenario) -> Scenario:
     return replace(scenario, policy=BASELINE)
 
 
-_SETTINGS = ("seed", "jitter", "staleness", "switch")
+_SETTINGS = ("seed", "jitter", "staleness", "load", "switch")
 
 
 def setting(scenario: Scenario, name: str) -> str:
@@ -282,6 +282,7 @@ def setting(scenario: Scenario, name: str) -> str:
         "seed": scenario.seed,
         "jitter": scenario.behaviour.jitter,
         "staleness": scenario.behaviour.staleness,
+        "load": scenario.load_max,
         "switch": scenario.switch_s,
     }[name]
     if value is None:

@@ -76,7 +76,8 @@ class TraceRun:
         """`settings`: scheduler settings that replace the policy's."""
         self.scenario = scenario
         policy = sim_policy(scenario.policy)
-        config = virtual_config(**{**RETENTION, **policy.settings, **(settings or {})})
+        load = {} if scenario.load_max is None else {"load_max": scenario.load_max}
+        config = virtual_config(**{**RETENTION, **policy.settings, **load, **(settings or {})})
         self.shell = VirtualShell(config, self._handlers())
         self._collector = Collector(scenario, on_job)
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None

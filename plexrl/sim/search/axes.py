@@ -12,6 +12,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.sim.workload.policies import POLICY_NAMES, SIM_POLICIES, check_policy
 from plexrl.sim.workload.scenario import (
     JITTER_MAX,
+    LOAD_MAX,
     NODES_MAX,
     STALENESS_MAX,
     SWITCH_S_MAX,
@@ -160,6 +161,11 @@ _SETTERS: dict[str, tuple[Callable[[str], Any], Callable[[Scenario, Any], Scenar
         _within(int, 0, STALENESS_MAX),
         _behaviour("staleness"),
         f": use 0 to {STALENESS_MAX} steps",
+    ),
+    "load": (
+        _within(float, 1e-3, LOAD_MAX),
+        lambda scenario, value: replace(scenario, load_max=value),
+        f": use a number above 0 and up to {LOAD_MAX:g}",
     ),
     "switch-s": (
         _within(float, 0, SWITCH_S_MAX),

@@ -2,8 +2,9 @@
 (`plexrl.scheduler.placement.policies`, `plexrl.scheduler.dispatch.ordering`). Pure.
 
 The four policies of PlexRL §6.3 use the default ordering rule. The comparison policies model other
-systems. A system that defines only an ordering is placed by `pack`. `fcfs` and `sjf` differ from
-`spread+backfill` in the ordering alone, so they switch groups ahead of time too.
+systems. A system that defines only an ordering is placed by `pack`. All switch groups ahead of
+time, as `pack` does, although those of other systems do not: so orderings and placements are
+compared, and not who anticipates.
 
 `isolated` stops backfilling past a job that has waited for `starvation_bound_s`, so free GPUs stay
 idle ahead of a large job. `isolated+backfill` never stops, and is the fair baseline of a cluster
@@ -48,17 +49,25 @@ SIM_POLICIES: dict[str, SimPolicy] = {
         ),
         SimPolicy(
             name="rollmux",
-            settings={"policy": "co-execution", "ordering": "round-robin"},
+            settings={
+                "policy": "co-execution",
+                "ordering": "round-robin",
+                "anticipation": True,
+            },
             source="RollMux, arXiv 2512.11306: co-execution groups, states in host memory",
         ),
         SimPolicy(
             name="fifo-lock",
-            settings={"policy": "pack", "ordering": "fifo-bursts"},
+            settings={"policy": "pack", "ordering": "fifo-bursts", "anticipation": True},
             source="llm-d RL time-slicing: a first-in-first-out lock for each group",
         ),
         SimPolicy(
             name="least-recently-served",
-            settings={"policy": "pack", "ordering": "least-recently-served"},
+            settings={
+                "policy": "pack",
+                "ordering": "least-recently-served",
+                "anticipation": True,
+            },
             source="OpenRL, pull request 143",
         ),
         SimPolicy(
@@ -81,7 +90,11 @@ SIM_POLICIES: dict[str, SimPolicy] = {
         ),
         SimPolicy(
             name="hrrs-literal",
-            settings={"policy": "spread+backfill", "ordering": "hrrs-operations"},
+            settings={
+                "policy": "spread+backfill",
+                "ordering": "hrrs-operations",
+                "anticipation": True,
+            },
             source="PlexRL §4.4 read literally: every operation competes",
         ),
     )

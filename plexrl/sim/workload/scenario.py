@@ -24,6 +24,8 @@ STALENESS_MAX = 64
 RESPONSES_MAX = 1_000_000
 """Most responses of a rollout; the distribution of the longest is exact up to here."""
 GPUS_PER_NODE_MAX = 1024
+LOAD_MAX = 100.0
+"""Largest bound of a group's load; a hundred jobs that always train are a mistake."""
 SWITCH_S_MAX = 86_400.0
 """Longest context switch."""
 AMOUNT_MAX = 1e12
@@ -195,6 +197,8 @@ class Scenario:
     places_rollouts: bool = False
     """Rollouts run on GPUs of the cluster too, in groups of their own that the scheduler places
     together with those of the training. Otherwise they are outside of it, and never short."""
+    load_max: float | None = None
+    """Largest sum of the duties of a group's members; absent: the scheduler's default."""
     launch_s: float = 30.0
     """Start time of a job's workers: imports, process groups, building the model."""
     switch_s: float | None = None
@@ -214,6 +218,10 @@ class Scenario:
     def __post_init__(self) -> None:
         self._check_prices()
         given = {"launch_s": self.launch_s, "control_s": self.control_s}
+        if self.load_max is not None and not 0.0 < self.load_max <= LOAD_MAX:
+            raise InvalidRequestError(
+                f"the load of a group is above 0 and at most {LOAD_MAX:g}, not {self.load_max:g}"
+            )
         if self.switch_s is not None:
             given["switch_s"] = self.switch_s
             if self.switch_s > SWITCH_S_MAX:

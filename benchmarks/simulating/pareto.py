@@ -1,0 +1,124 @@
+"""What a policy's drain time costs its jobs: each policy with several bounds on a group's load.
+
+    python -m benchmarks.simulating.pareto [--quick] [--json] [--plot FILE]
+
+The jobs and the cluster are those of `benchmarks/simulating/cluster.py`, synchronous: rollouts run
+on GPUs of the cluster, too. A larger bound lets more jobs share a group: the cluster drains sooner,
+and cycles take longer. A policy is better where it drains sooner at no more slowdown.
+
+*behind*: by how much longer than this point the best point of `spread+backfill` takes that has no
+more mean slowdown (of the p95 in the second column); negative if it is sooner. `front_behind_mean`
+and `front_behind_p95` are the largest of them: 0 if `spread+backfill` is nowhere behind. Means over
+the seeds. `--plot` draws the fronts (matplotlib).
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from benchmarks.report import Part, report
+from benchmarks.simulating.cluster import ALONE, SHARED, by_policy, ratios, whole
+from benchmarks.sizes import sized
+from plexrl.sim.results.result import SimResult
+
+LOADS = sized((0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3), quick=(0.6, 1.1))
+POLICIES = sized(
+    (SHARED, "pack", "spread", "rollmux", "fifo-lock", "least-recently-served", "sjf"),
+    quick=(SHARED, "pack"),
+)
+SEEDS = sized((1, 2), quick=(1,))
+COLUMNS = ("policy, load", "drain", "slowdown mean", "p95", "behind, by mean", "by p95")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One policy with one bound, relative to `isolated+backfill`."""
+
+    policy: str
+    load: float
+    drain: float
+    mean: float
+    """Mean slowdown of cycles."""
+    p95: float
+
+    def behind(self, others: Sequence["Point"], by: str) -> float | None:
+        """By which part the best of `others` with no more slowdown drains later; None: there is
+        none."""
+        allowed = [each.drain for each in others if getattr(each, by) <= getattr(self, by)]
+        return min(allowed) / self.drain - 1.0 if allowed else None
+
+
+def points(runs: Mapping[str, Sequence[SimResult]]) -> list[Point]:
+    """By policy and bound."""
+    return [
+        Point(
+            policy=policy,
+            load=load,
+            drain=fmean(ratios(found, runs[ALONE])),
+            mean=fmean(each.cycle_slowdown.mean for each in found),
+            p95=fmean(each.cycle_slowdown.p95 for each in found),
+        )
+        for policy in POLICIES
+        for load in LOADS
+        for found in [runs[f"{policy} {load}"]]
+    ]
+
+
+def measure(*, full: bool) -> Part:
+    """All policies with all bounds."""
+    del full
+    scenarios = {
+        f"{policy} {load}": [replace(whole(policy, seed, 0), load_max=load) for seed in SEEDS]
+        for policy in POLICIES
+        for load in LOADS
+    }
+    scenarios[ALONE] = [whole(ALONE, seed, 0) for seed in SEEDS]
+    found = points(by_policy(scenarios))
+    ours = [each for each in found if each.policy == SHARED]
+    part = Part(title=f"Drain against slowdown, {len(SEEDS)} seeds", columns=COLUMNS)
+    behind: dict[str, list[float]] = {"mean": [], "p95": []}
+    for each in found:
+        cells = []
+        for by, largest in behind.items():
+            value = None if each.policy == SHARED else each.behind(ours, by)
+            cells.append("" if value is None else f"{value:+.1%}")
+            largest.append(value or 0.0)
+        name = f"{each.policy}, {each.load:g}"
+        figures = (f"{each.drain:.1%}", f"{each.mean:.1%}", f"{each.p95:.1%}")
+        part.rows.append((name, *figures, *cells))
+    part.figures.update((f"front_behind_{by}", max(0.0, *each)) for by, each in behind.items())
+    if "--plot" in sys.argv:
+        _draw(found, sys.argv[sys.argv.index("--plot") + 1])
+    return part
+
+
+def _draw(found: Sequence[Point], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    for axes, by in zip(figure.subplots(1, 2), ("mean", "p95"), strict=True):
+        for policy in POLICIES:
+            own = [each for each in found if each.policy == policy]
+            axes.plot(
+                [100 * getattr(each, by) for each in own],
+                [100 * each.drain for each in own],
+                marker="o",
+                markersize=3,
+                linewidth=2.0 if policy == SHARED else 1.0,
+                label=policy,
+            )
+        axes.set(xlabel=f"{by} slowdown of cycles, %", ylabel=f"drain, % of {ALONE}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Print the table."""
+    part = measure(full=False)
+    report(part.title, part.columns, part.rows, part.figures)
+
+
+if __name__ == "__main__":
+    main()
