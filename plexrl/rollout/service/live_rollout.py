@@ -241,9 +241,8 @@ class LiveRollout:
         taken = self._state.take(
             event, self.store, parts=parts, prompt=prompt, step=step, order=order
         )
-        busy = bool(self.core.trajectories.waiting) or any(
-            each.held for each in self.instances.work.values()
-        )
+        # What waits for newer weights keeps nobody busy.
+        busy = any(each.held or each.unanswered for each in self.instances.work.values())
         self.stages.note(asyncio.get_running_loop().time(), generates=busy)
         if taken is not None:
             entry, orders = taken
