@@ -63,6 +63,13 @@ def show(found: Sequence[View], output: Output) -> None:
             queued = view["queued_prompts"]
             waiting = "1 prompt waits" if queued == 1 else f"{queued} prompts wait"
             print_line(f"{where}: {view['round']} round; {waiting} for a long one")
+        if view["instances_reason"]:
+            wanted, bounds = (
+                view["instances_wanted"],
+                (view["instances_min"], view["instances_max"]),
+            )
+            within = "" if not bounds[1] else f" of {bounds[0]} to {bounds[1]}"
+            print_line(f"{where}: {wanted} instances{within}; {view['instances_reason']}")
         if view["dropped"]:
             groups = "1 prompt was" if view["dropped"] == 1 else f"{view['dropped']} prompts were"
             print_line(f"{where}: {groups} dropped, the last because: {view['dropped_reason']}")

@@ -104,6 +104,17 @@ class RolloutCollector(Collector):
             )
             found.add_metric([], sum(each[name] for each in instances))
             yield found
+        yield _by_label(
+            "plexrl_rollout_instance_changes",
+            "Instances that the present rollouts have added and removed.",
+            "change",
+            Counter(
+                {
+                    change: sum(each[f"instances_{change}"] for each in self._views)
+                    for change in ("added", "removed")
+                }
+            ),
+        )
         seen: Counter[str] = Counter()
         for view in self._views:
             seen.update(view["staleness_seen"])

@@ -26,6 +26,10 @@ VIEW: dict[str, Any] = {
     "in_flight_max": 6144,
     "staleness_seen": {"0": 1, "2": 3, "10": 0},
     "tokens_per_s": 12345.6,
+    "instances_min": 1,
+    "instances_max": 4,
+    "instances_wanted": 2,
+    "instances_reason": "rollout-1: generation takes 9 s",
     "dropped": 2,
     "dropped_reason": "no\x1b[2Jreward",
     "failure": {"code": "rollout_failed", "message": "no instance is left"},
@@ -49,6 +53,8 @@ def test_a_narrow_terminal_has_the_figures_the_load_and_what_failed(
     assert "math-grpo-caf8d00a/rollout failed: no instance is left" in text
     assert "2 prompts were dropped" in text
     assert "math-grpo-caf8d00a/rollout: short round; 3 prompts wait for a long one" in text
+    change = "2 instances of 1 to 4; rollout-1: generation takes 9 s"
+    assert change in " ".join(text.split()), "the change of the number is not shown"
     assert "\x1b" not in text
     assert "math-grpo-caf8d00a/rollout-1 is lost: out of service for 60 s" in text
 

@@ -24,6 +24,8 @@ def view(job: str, state: str, tokens_per_s: float, seen: dict[str, int]) -> Pla
         "in_flight": 6,
         "tokens_per_s": tokens_per_s,
         "staleness_seen": seen,
+        "instances_added": 2,
+        "instances_removed": 1,
         "instances": {
             "rollout-0": {"state": "joined", "pause_s": 0.5, "transfer_s": 4.0},
             "rollout-1": {"state": "lost", "pause_s": 0.25, "transfer_s": 0.0},
@@ -77,6 +79,8 @@ def test_many_requests_share_one_question_and_metrics_have_sums_without_names(
         "plexrl_rollout_trajectories 18.0",
         "plexrl_rollout_tokens_per_second 12.5",
         'plexrl_rollout_instances{state="lost"} 3.0',
+        'plexrl_rollout_instance_changes{change="added"} 6.0',
+        'plexrl_rollout_instance_changes{change="removed"} 3.0',
         "plexrl_rollout_pull_pause_seconds 2.25",
         "plexrl_rollout_pull_transfer_seconds 12.0",
         'plexrl_rollout_trained_trajectories{staleness="1"} 5.0',
