@@ -3,7 +3,6 @@ with `kill -9` of the service in the middle of both."""
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 
 import pytest
 
@@ -42,14 +41,13 @@ def trained(
         sampling=SAMPLING,
     )
     done, asked_at = 0, time.monotonic()
-    with closing(rollout.batches(prompts(), reward, steps=steps)) as batches:
-        for batch in batches:
-            is_last = meanwhile(rollout, actor, time.monotonic() - asked_at)
-            train(actor, batch.prompts, batch.samples, batch.rewards)
-            done += 1
-            if is_last:
-                break
-            asked_at = time.monotonic()
+    for batch in rollout.batches(prompts(), reward, steps=steps):
+        is_last = meanwhile(rollout, actor, time.monotonic() - asked_at)
+        train(actor, batch.prompts, batch.samples, batch.rewards)
+        done += 1
+        if is_last:
+            break
+        asked_at = time.monotonic()
     return done, checkpoint_weights(actor), rollout.status()
 
 
