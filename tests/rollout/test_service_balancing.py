@@ -246,7 +246,7 @@ def test_a_rollout_of_a_fixed_number_changes_nothing(tmp_path: Path) -> None:
 
 def test_rounds_have_a_fixed_number() -> None:
     for changes in ({"eta_prompts": 1.25}, {"scale_down": True}, {"plans_parallelism": True}):
-        with pytest.raises(InvalidRequestError, match="instances_max is set"):
+        with pytest.raises(InvalidRequestError, match="and elastic"):
             replace(ELASTIC, **changes)
     with pytest.raises(InvalidRequestError, match="give at least 1"):
         replace(ORDER, instances_max=3)

@@ -1,5 +1,9 @@
-"""Policies of `Job.rollout`: which weights may draw what is trained."""
+"""Policies of `Job.rollout`: which weights may draw what is trained.
 
+A policy is a set of modes. `EXCLUSIONS` is the one list of those that exclude each other.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -97,8 +101,50 @@ RolloutPolicy = BoundedStaleness | TailBatching
 SYNCHRONOUS = BoundedStaleness(0)
 
 
+MODES: dict[str, Callable[[Mapping[str, float]], bool]] = {
+    "staleness": lambda fields: fields["staleness"] > 0,
+    "eta": lambda fields: max(fields["eta_prompts"], fields["eta_responses"]) > 1,
+    "scale_down": lambda fields: bool(fields["scale_down"]),
+    "plans_parallelism": lambda fields: bool(fields["plans_parallelism"]),
+    "length_aware": lambda fields: bool(fields["length_aware"]),
+    "elastic": lambda fields: bool(fields["instances_min"] or fields["instances_max"]),
+}
+"""Whether the fields of a rollout's order have each mode on."""
+EXCLUSIONS: dict[tuple[str, str], str] = {
+    ("staleness", "eta"): "rounds are short and long only if nothing is generated ahead",
+    ("staleness", "scale_down"): "instances are freed at the end of a round, and without rounds "
+    "what is generated ahead keeps them busy",
+    ("staleness", "plans_parallelism"): "the ranks are divided between rounds, and there are none",
+    ("eta", "length_aware"): "rounds defer what is long, so nothing is left to place apart",
+    ("eta", "elastic"): "the number follows the time of a whole generation, and a short round ends "
+    "before it",
+    ("scale_down", "elastic"): "both decide how many instances a round has",
+    ("plans_parallelism", "elastic"): "both change the instances between rounds",
+}
+"""Why two modes exclude each other. All other pairs combine."""
+
+
+def check_modes(fields: Mapping[str, float]) -> None:
+    """Check that the modes of a rollout's order combine; `fields` are those of `policy_fields`.
+
+    Raises:
+        InvalidRequestError: two of them exclude each other.
+    """
+    for (one, other), reason in EXCLUSIONS.items():
+        if MODES[one](fields) and MODES[other](fields):
+            raise InvalidRequestError(
+                f"the policy has both {one} and {other}: {reason}; set only one of them"
+            )
+
+
 def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
-    """The fields of a rollout's order that a policy sets."""
+    """The fields of a rollout's order that a policy sets. Raises as `check_modes`."""
+    fields = _fields(policy)
+    check_modes(fields)
+    return fields
+
+
+def _fields(policy: RolloutPolicy) -> dict[str, float]:
     match policy:
         case BoundedStaleness():
             return {

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from plexrl.client.data.rollout_policy import check_modes
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
@@ -30,7 +31,8 @@ POLICY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOrder:
-    """An asynchronous rollout of a job. Names are those of deployments of that job."""
+    """An asynchronous rollout of a job. Names are those of deployments of that job. Which parts of
+    its policy combine says `rollout_policy.EXCLUSIONS`."""
 
     job: str
     name: str
@@ -49,21 +51,20 @@ class RolloutOrder:
     first_batch: int = 0
     """Number of the first batch: of those that the model was trained on before."""
     eta_prompts: float = 1.0
-    """Prompts that a short round starts, as a multiple of `prompts` (Flexes §3). More than 1 needs
-    a `staleness` of 0."""
+    """Prompts that a short round starts, as a multiple of `prompts` (Flexes §3)."""
     eta_responses: float = 1.0
-    """Samples of a prompt that a short round starts, as a multiple of `samples`; as above."""
+    """Samples of a prompt that a short round starts, as a multiple of `samples`."""
     plans_parallelism: bool = False
-    """The instances' GPUs are divided anew between rounds (Flexes §4.2); as above."""
+    """The instances' GPUs are divided anew between rounds (Flexes §4.2)."""
     scale_down: bool = False
     """Half of the instances are freed before a round is complete, if the rest of it fits on the
-    others (Flexes Alg. 1). Needs a `staleness` of 0."""
+    others (Flexes Alg. 1)."""
     length_aware: bool = False
     """Prompts whose samples are expected to be long are generated on instances of their own
-    (StreamRL §5). Not in rounds, whose samples race."""
+    (StreamRL §5)."""
     instances_min: int = 0
     """Least number of instances, if their number follows the times of generation and training
-    (StreamRL §4.2); not with rounds."""
+    (StreamRL §4.2)."""
     instances_max: int = 0
     """Greatest number of them; 0: their number does not change."""
     dynamic_sampling: bool = False
@@ -99,29 +100,9 @@ class RolloutOrder:
             value = getattr(self, name)
             if not 1 <= value <= ETA_MAX:
                 raise InvalidRequestError(f"{name} is {value}: set it from 1 to {ETA_MAX:g}")
-            if value > 1 and self.staleness:
-                raise InvalidRequestError(
-                    f"{name} is {value} and staleness {self.staleness}: rounds are short and long "
-                    "only without staleness; set one of them to its least value"
-                )
-        if self.plans_parallelism and self.staleness:
-            raise InvalidRequestError(
-                f"plans_parallelism is set and staleness is {self.staleness}: there are rounds "
-                "only without staleness; set it to 0"
-            )
-        if self.length_aware and max(self.eta_prompts, self.eta_responses) > 1:
-            raise InvalidRequestError(
-                "length_aware is set and eta_prompts or eta_responses is more than 1: rounds defer "
-                "what is long, so set only one of them"
-            )
         if self.instances_max or self.instances_min:
             Bounds(least=self.instances_min, most=self.instances_max)
-            are_rounds = max(self.eta_prompts, self.eta_responses) > 1
-            if are_rounds or self.scale_down or self.plans_parallelism:
-                raise InvalidRequestError(
-                    "instances_max is set and eta_prompts, eta_responses, scale_down or "
-                    "plans_parallelism, too: these keep the instances, so set only one of them"
-                )
+        check_modes({name: getattr(self, name) for name in POLICY})
         # Its checks are those of the other numbers.
         self.settings()
 

@@ -201,7 +201,7 @@ def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
     rollout = rollout_of(job, actor, plexrl.TailBatching(scale_down=True))
     order = {**rollout._order, "name": "other", "staleness": 1, "eta_prompts": 1}
     order["eta_responses"] = 1
-    with pytest.raises(InvalidRequestError, match="there are no rounds"):
+    with pytest.raises(InvalidRequestError, match="staleness and scale_down"):
         BoundedRollout(rollout._transport, job.job, order, actor)
 
 

@@ -238,7 +238,7 @@ def test_an_order_does_not_combine_it_with_tail_batching(eta: dict[str, float]) 
     )
     assert order.settings().routing == "length-aware"
     assert replace(order, length_aware=False).settings().routing == "throughput"
-    with pytest.raises(InvalidRequestError, match="length_aware is set and eta_prompts"):
+    with pytest.raises(InvalidRequestError, match="eta and length_aware"):
         replace(order, **eta)  # type: ignore[arg-type]
 
 
