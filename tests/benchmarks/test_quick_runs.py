@@ -25,7 +25,8 @@ LONG = {
     ),
     *("roundtrip.py", "scale.py"),
     *("simulating/fidelity.py", "simulating/rollout_sensitivity.py", "state/published_pulls.py"),
-    *("statemanager.py", "switch.py", "update_pause.py", "weight_sync_hosts.py"),
+    *("statemanager.py", "switch.py", "tp_switch.py", "update_pause.py"),
+    "weight_sync_hosts.py",
 }
 """They start hosts, clusters, daemons or hundreds of connections, or simulate for long."""
 

@@ -1,10 +1,12 @@
 """What the groups of an engine return to the rank that leads it, between two tokens.
 
 The first rank of each group notes the tokens and the ended rows of its group. After a step it sends
-them to the first rank of all, with its counts; most messages are a few numbers.
+them to the first rank of all, with its counts; most messages are a few numbers. The groups do not
+wait for each other: the leader may be a few steps ahead of what it has received.
 """
 
 import pickle
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,10 @@ import torch.distributed as dist
 
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups
 from plexrl.worker.rollout.generation import Generation, Segment
+
+STEPS_AHEAD = 4
+"""Steps by which a group may be behind the first one; streamed tokens and ended rows are late by as
+many. Without it, each step would take as long as that of the slowest group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,34 +109,48 @@ class Report:
     """Absent if it was empty."""
 
 
-def send_to_leader(
-    groups: SwitchGroups, size: int, counts: Sequence[int], value: Any
-) -> list[Report]:
-    """Send `counts` and `value` from the first rank of each group of `size` to the engine's first
-    rank, which returns those of all groups. Every rank calls this; `counts` has the same length on
-    all."""
-    if groups.rank % size:
-        return []
-    if groups.rank:
-        payload = pickle.dumps(value) if value else b""
-        dist.send(_numbers([*counts, len(payload)]), groups.members[0], group=groups.control)
-        if payload:
-            content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            dist.send(content, groups.members[0], group=groups.control)
-        return []
-    found = [Report(group=0, counts=list(counts), value=value)]
-    for group in range(1, groups.count(size)):
-        sender = groups.members[group * size]
-        numbers = _numbers([0] * (len(counts) + 1))
-        dist.recv(numbers, sender, group=groups.control)
-        *theirs, length = numbers.tolist()
-        content = torch.empty(length, dtype=torch.uint8)
-        if length:
-            dist.recv(content, sender, group=groups.control)
-        value = pickle.loads(content.numpy().tobytes()) if length else None
-        found.append(Report(group=group, counts=theirs, value=value))
-    return found
+class ReportLink:
+    """Sends from the first rank of each group to the engine's first rank, in order."""
 
+    def __init__(self, groups: SwitchGroups, counts: int) -> None:
+        """Every report has so many `counts`."""
+        self._groups = groups
+        self._counts = counts
+        self.expected = 0
+        """On the leader: reports of each other group that it has not received."""
+        self._sent: deque[list[tuple[Any, torch.Tensor]]] = deque()
+        """The messages of reports that may not have left yet, with their memory."""
 
-def _numbers(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    def post(self, size: int, counts: Sequence[int], value: Any) -> None:
+        """Send a report from a group of `size`; returns at once. All ranks call this in each of
+        their steps."""
+        if self._groups.rank == 0:
+            self.expected += 1
+        elif self._groups.rank % size == 0:
+            payload = pickle.dumps(value) if value else b""
+            parts = [torch.tensor([*counts, len(payload)], dtype=torch.int64)]
+            if payload:
+                parts.append(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            leader, group = self._groups.members[0], self._groups.control
+            self._sent.append([(dist.isend(part, leader, group=group), part) for part in parts])
+            while len(self._sent) > STEPS_AHEAD + 1:
+                # The leader has received it, or is about to.
+                for work, _ in self._sent.popleft():
+                    work.wait()
+
+    def receive(self, size: int) -> list[Report]:
+        """The next report of each other group of `size`; on the leader."""
+        self.expected -= 1
+        found = []
+        for group in range(1, self._groups.count(size)):
+            sender = self._groups.members[group * size]
+            numbers = torch.empty(self._counts + 1, dtype=torch.int64)
+            dist.recv(numbers, sender, group=self._groups.control)
+            *counts, length = numbers.tolist()
+            value = None
+            if length:
+                content = torch.empty(length, dtype=torch.uint8)
+                dist.recv(content, sender, group=self._groups.control)
+                value = pickle.loads(content.numpy().tobytes())
+            found.append(Report(group=group, counts=counts, value=value))
+        return found

@@ -36,7 +36,9 @@ class RankGroup:
     """Ranks in the group."""
     splits: int = 1
     """Parts into which the group divides what each rank keeps. Ranks that also work in smaller
-    groups keep the shares of the smallest, and compute with one part of it in a larger group."""
+    groups keep the share of the smallest, and compute with one part of it in a larger group."""
+    order: tuple[int, ...] = ()
+    """The part of the whole model with which each rank computes. Empty: in the order of ranks."""
     process_group: Any = None
     """For the collectives of a pass. None: all processes."""
     calls_group: Any = None
@@ -53,12 +55,16 @@ class RankGroup:
     @property
     def share(self) -> int:
         """The share that this rank keeps. It does not depend on the size of the group."""
-        return self.rank % self.shares
+        return self._index // self.splits
 
     @property
     def part(self) -> int:
         """The part of its share with which this rank computes."""
-        return self.rank // self.shares
+        return self._index % self.splits
+
+    @property
+    def _index(self) -> int:
+        return self.order[self.rank] if self.order else self.rank
 
     def part_of(self, kept: torch.Tensor, axis: int = 0) -> torch.Tensor:
         """A view of this rank's part of the share `kept` of a weight that `axis` divides."""
@@ -118,9 +124,13 @@ class RankGroup:
         dist.all_gather(parts, padded.contiguous(), group=self.process_group)
         if self.splits == 1:
             return torch.cat(parts, dim=1)[:, :vocabulary]
-        # The parts of a share are on every `shares`-th rank.
-        shares = [torch.cat(parts[first :: self.shares], dim=1) for first in range(self.shares)]
-        return torch.cat([each[:, :share] for each in shares], dim=1)[:, :vocabulary]
+        parts = [parts[self.order.index(index)] for index in range(self.size)]
+        # Only whole shares are next to each other in the vocabulary: their last parts have padding.
+        shares = [
+            torch.cat(parts[first : first + self.splits], dim=1)[:, :share]
+            for first in range(0, self.size, self.splits)
+        ]
+        return torch.cat(shares, dim=1)[:, :vocabulary]
 
 
 class EngineCalls:

@@ -2,7 +2,7 @@
 (PAT Alg. 1, merge_and_redistribute). Pure: every rank computes the same from the same values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from plexrl.worker.rollout.generation import CarriedSample
@@ -98,16 +98,18 @@ def redistribute(
     """
     everyone = [(sample, source) for source, samples in enumerate(carried) for sample in samples]
     longest_first = sorted(everyone, key=lambda each: (-each[0].known, each[0].order))
+    old = len(carried)
     below = STAYS_BELOW * sum(sample.known for sample, _ in everyone) / groups
     tokens, counts = [0] * groups, [0] * groups
     members: list[list[tuple[CarriedSample, int]]] = [[] for _ in range(groups)]
     for sample, source in longest_first:
         open_groups = [each for each in range(groups) if counts[each] < slots] or range(groups)
-        chosen = min(open_groups, key=lambda each: (tokens[each], each))
-        home = source * groups // len(carried)
-        # A group that splits has no home: its parts have equal shares of the sample's heads.
-        if groups < len(carried) and home in open_groups and tokens[home] + sample.known < below:
-            chosen = home
+        # Its old group is a part of one new group, or consists of several.
+        first, last = source * groups // old, (source + 1) * groups // old
+        homes = [each for each in open_groups if first <= each < max(last, first + 1)]
+        chosen = _lightest(homes or open_groups, tokens)
+        if tokens[chosen] + sample.known >= below:
+            chosen = _lightest(open_groups, tokens)
         tokens[chosen] += sample.known
         counts[chosen] += 1
         members[chosen].append((sample, source))
@@ -115,6 +117,10 @@ def redistribute(
         _fill(sorted(each, key=lambda one: one[0].order), slots, blocks, block_tokens, migrate)
         for each in members
     ]
+
+
+def _lightest(groups: Iterable[int], tokens: Sequence[int]) -> int:
+    return min(groups, key=lambda each: (tokens[each], each))
 
 
 def _fill(

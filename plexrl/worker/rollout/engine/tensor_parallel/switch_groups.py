@@ -1,14 +1,15 @@
 """The groups of ranks of an engine whose tensor-parallel size changes, and which heads ranks have.
 
-The ranks of each size are consecutive, and the groups of a smaller size lie in those of a larger
-one. Every rank keeps one share of the smallest size for good. In a larger group it computes with a
-part of that share, so a switch moves no weights (PAT §4.3 gathers and slices them).
+The ranks of each group are consecutive, and the groups of a smaller size lie in those of a larger
+one. Every rank keeps its share for the smallest groups. In larger groups it computes with a part of
+what it had in smaller ones, so a switch moves no weights (PAT §4.3 gathers and slices them), and
+part of the KV cache stays, too.
 
-With 4 ranks and sizes 2 and 4, the halves kept are 0 1 0 1. In the group of 4 the ranks compute
-with the quarters 0 2 1 3.
+With 4 ranks and groups of 1, 2 or 4, the ranks keep the whole model, and compute with the halves
+0 1 0 1, or with the quarters 0 2 1 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,18 +74,37 @@ class SwitchGroups:
         return self.by_size[size]
 
     def heads(self, rank: int, size: int, kv_heads: int) -> range:
-        """The key-value heads, of `kv_heads`, whose cache rank `rank` keeps in groups of `size`."""
-        group = member(rank, size, self.smallest)
+        """The key-value heads, of `kv_heads`, whose cache rank `rank` has in groups of `size`."""
         own = kv_heads // size
-        first = (group.share * group.splits + group.part) * own
+        first = self.by_size[size].order[rank % size] * own
         return range(first, first + own)
 
 
-def member(rank: int, size: int, smallest: int, process_group: Any = None) -> RankGroup:
-    """Rank `rank` of an engine as a member of its group of `size`; it keeps a share of
-    `smallest`."""
+def part_order(size: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """The part with which each rank of a group of `size` computes, one of `size`. It lies in the
+    rank's parts for the smaller of `sizes`."""
+    found = []
+    for rank in range(size):
+        index, smaller = 0, 1
+        for larger in sorted(each for each in sizes if each <= size):
+            count = larger // smaller
+            index = index * count + rank // smaller % count
+            smaller = larger
+        found.append(index)
+    return tuple(found)
+
+
+def member(
+    rank: int, size: int, sizes: Sequence[int], process_group: Any = None, **fields: Any
+) -> RankGroup:
+    """Rank `rank` of an engine as a member of its group of `size`, one of `sizes`."""
     return RankGroup(
-        rank=rank % size, size=size, splits=size // smallest, process_group=process_group
+        rank=rank % size,
+        size=size,
+        splits=size // min(sizes),
+        order=part_order(size, sizes),
+        process_group=process_group,
+        **fields,
     )
 
 
@@ -93,7 +113,7 @@ def switch_groups(layout: Parallelism, sizes: Sequence[int], rank: int) -> Switc
 
     Every process of the layout must call this, after the default process group exists.
     """
-    smallest, made = min(sizes), 0
+    made = 0
     found: SwitchGroups | None = None
     for members in layout.groups("tp"):
         world = len(members)
@@ -110,18 +130,11 @@ def switch_groups(layout: Parallelism, sizes: Sequence[int], rank: int) -> Switc
         if rank not in members:
             continue
         own = members.index(rank)
-        everyone = RankGroup(
-            rank=own,
-            size=world,
-            splits=world // smallest,
-            process_group=whole,
-            calls_group=calls,
-            leader=members[0],
-        )
+        everyone = member(own, world, sizes, whole, calls_group=calls, leader=members[0])
         by_size = {
             size: everyone
             if size == world
-            else member(own, size, smallest, groups.get((size, own // size)))
+            else member(own, size, sizes, groups.get((size, own // size)))
             for size in sizes
         }
         found = SwitchGroups(everyone=everyone, by_size=by_size, members=members, control=control)

@@ -16,7 +16,7 @@ Invariants at every token boundary:
 
 import time
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,14 @@ from plexrl.errors import InvalidRequestError
 from plexrl.model.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.tensor_parallel.group_results import (
+    STEPS_AHEAD,
     DrawnTokens,
     EndedRow,
     Outbox,
     Preempted,
+    Report,
+    ReportLink,
     Result,
-    send_to_leader,
 )
 from plexrl.worker.rollout.engine.tensor_parallel.kv_exchange import KvExchange, Switch
 from plexrl.worker.rollout.engine.tensor_parallel.ranks import EngineCalls, LeadingEngine
@@ -111,6 +113,8 @@ class SwitchingEngine(RolloutEngine):
             budget = memory - memory // made.kv.blocks * size // larger
         self._tp = groups.smallest
         self._outbox = Outbox()
+        # The last count is of blocks.
+        self._link = ReportLink(groups, len(TOTALS) + len(HELD) + 1)
         self._parts: dict[str, Generation] = {}
         """On the first rank of a group: the group's rows of each generation."""
         self._loads = [0] * groups.count(self._tp)
@@ -137,7 +141,7 @@ class SwitchingEngine(RolloutEngine):
     @property
     def has_work(self) -> bool:
         """As `RolloutEngine`; also while other groups have results that the leader lacks."""
-        return self._owed or super().has_work
+        return self._owed or (self._paused and self._link.expected > 0) or super().has_work
 
     def step(self) -> list[Generation]:
         """As `RolloutEngine`, on the leader; on the other ranks it returns nothing of use."""
@@ -148,7 +152,9 @@ class SwitchingEngine(RolloutEngine):
     def _pass(self) -> None:
         self._steps += 1
         self._inner.step()
-        self._collect()
+        # With no rows of its own, the first group has nothing to do but wait.
+        waits = self._owed or self._paused or not self._inner.stats().running
+        self._collect(0 if waits else STEPS_AHEAD)
 
     def abort(self, name: str, rows: Collection[int] | None = None) -> None:
         self._owed = self._owed or name in self._generations
@@ -232,8 +238,13 @@ class SwitchingEngine(RolloutEngine):
 
     def lengths(self) -> list[RowLength]:
         """As `RolloutEngine`, on the leader; all ranks call it at once."""
-        reports = send_to_leader(self._groups, self._tp, [], self._inner.lengths())
-        return [row for report in reports for row in report.value or ()]
+        rows = self._inner.lengths()
+        self._collect()
+        self._link.post(self._tp, [0] * len(self._counts()), rows)
+        if self._groups.rank:
+            return rows
+        others = self._link.receive(self._tp)
+        return rows + [row for report in others for row in report.value or ()]
 
     def check_invariants(self) -> None:
         """Assert the invariants of the engine of this rank's group."""
@@ -250,7 +261,10 @@ class SwitchingEngine(RolloutEngine):
             generation.placement = self._place(generation)
         placement = generation.placement
         if placement.tp != self._tp:
-            # A new generation stage: no row is unfinished.
+            # A new generation stage: no row is unfinished, but reports may be under way.
+            while self._link.expected:
+                for report in self._link.receive(self._tp):
+                    self._take(report)
             self._inner.carry_out()
             self._continue_in(placement.tp, [[]] * self._groups.count(self._tp), migrate=False)
         own = self._groups.index(self._tp)
@@ -328,33 +342,42 @@ class SwitchingEngine(RolloutEngine):
         ]
         self._inner.carry_in(parts, samples)
 
-    def _collect(self) -> None:
-        """Bring the groups' results to the leader."""
-        self._owed = False
-        parts = list(self._parts.values())
-        counts = asdict(self._inner.stats()) if self._groups.of(self._tp).rank == 0 else {}
-        names = (*TOTALS, *HELD)
-        results = self._outbox.take(parts)
-        # The maximum since the last report, which is one step of all groups.
-        blocks = max((part.blocks_max for part in parts), default=0)
-        for part in parts:
+    def _collect(self, behind: int = 0) -> None:
+        """Send the group's results; on the leader, take those of all groups. Other groups may be
+        `behind` by so many steps."""
+        counts = self._counts()
+        results = self._outbox.take(self._parts.values())
+        for part in list(self._parts.values()):
             part.blocks_max = 0
             if part.unfinished == 0:
                 del self._parts[part.name]
-        reports = send_to_leader(
-            self._groups,
-            self._tp,
-            [*(counts.get(name, 0) for name in names), blocks],
-            results,
+        self._link.post(self._tp, counts, results)
+        if self._groups.rank == 0:
+            self._take(Report(group=0, counts=counts, value=results))
+            while self._link.expected > behind:
+                for report in self._link.receive(self._tp):
+                    self._take(report)
+            self._owed = self._owed and self._link.expected > 0
+
+    def _counts(self) -> list[int]:
+        found = self._inner.stats()
+        # The maximum since the last report, which is one step of all groups.
+        blocks = max((part.blocks_max for part in self._parts.values()), default=0)
+        return [*(getattr(found, name) for name in (*TOTALS, *HELD)), blocks]
+
+    def _take(self, report: Report) -> None:
+        """On the leader: use what a group sent."""
+        *counts, blocks = report.counts
+        named = dict(zip((*TOTALS, *HELD), counts, strict=True))
+        self._reports[self._tp, report.group] = {**named, "blocks": blocks}
+        held = sum(
+            self._reports.get((self._tp, group), {"blocks": 0})["blocks"]
+            for group in range(self._groups.count(self._tp))
         )
-        held = sum(report.counts[-1] for report in reports)
-        for generation in self._generations.values() if reports else ():
+        for generation in self._generations.values():
             generation.blocks_max = max(generation.blocks_max, held)
-        for report in reports:
-            key = self._tp, report.group
-            self._reports[key] = dict(zip(names, report.counts, strict=False))
-            for result in report.value or ():
-                self._apply(result, report.group)
+        for result in report.value or ():
+            self._apply(result, report.group)
 
     def _apply(self, result: Result, group: int) -> None:
         generation = self._generations[result.generation]

@@ -26,6 +26,7 @@ from plexrl.worker.rollout.engine.tensor_parallel.switching import (
     SwitchingLeader,
 )
 from plexrl.worker.rollout.shards import box_of
+from tests.worker.rollout.engine.tensor_parallel.exchange_ranks import exchange
 from tests.worker.rollout.engine.test_histories import VOCABULARY, History
 
 WORLD = 4
@@ -216,6 +217,8 @@ def run(rank: int, store: str, folder: str) -> None:
     models = {version: build_model(model_spec(seed)) for version, seed in enumerate(VERSIONS)}
     for sizes in SIZES:
         here = Rank(switch_groups(Parallelism(tp=WORLD), sizes, rank), models)
+        if 1 in sizes:
+            exchange(here.groups, Path(folder))
         if rank:
             here.follow()
             continue

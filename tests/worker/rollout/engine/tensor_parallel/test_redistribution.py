@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.worker.rollout.engine.tensor_parallel.ranks import RankGroup
 from plexrl.worker.rollout.engine.tensor_parallel.redistribution import place_rows, redistribute
 from plexrl.worker.rollout.engine.tensor_parallel.switch_groups import SwitchGroups, member
 from plexrl.worker.rollout.generation import CarriedSample
@@ -16,13 +15,12 @@ BLOCK_TOKENS = 4
 
 
 def groups_of(rank: int, world: int, sizes: tuple[int, ...]) -> SwitchGroups:
-    everyone = RankGroup(rank=rank, size=world, splits=world // min(sizes))
-    by_size = {size: member(rank, size, min(sizes)) for size in sizes}
-    return SwitchGroups(everyone=everyone, by_size=by_size, members=tuple(range(world)))
+    by_size = {size: member(rank, size, sizes) for size in sizes}
+    return SwitchGroups(everyone=by_size[world], by_size=by_size, members=tuple(range(world)))
 
 
 @given(st.sampled_from([(1, 2, 4, 8), (2, 4), (1, 3, 6), (2, 8), (4, 8)]))
-def test_each_group_has_all_heads_once_and_ranks_keep_their_share(sizes: tuple[int, ...]) -> None:
+def test_a_group_has_all_heads_once_and_a_rank_never_gets_others(sizes: tuple[int, ...]) -> None:
     world = max(sizes)
     for size in sizes:
         heads: dict[int, list[int]] = {}
@@ -30,8 +28,9 @@ def test_each_group_has_all_heads_once_and_ranks_keep_their_share(sizes: tuple[i
             groups = groups_of(rank, world, sizes)
             own = groups.heads(rank, size, 24)
             heads.setdefault(groups.index(size), []).extend(own)
-            kept = groups.heads(rank, min(sizes), 24)
-            assert kept.start <= own.start < own.stop <= kept.stop
+            for smaller in (each for each in sizes if each <= size):
+                before = groups.heads(rank, smaller, 24)
+                assert before.start <= own.start < own.stop <= before.stop
             assert groups.of(size).share == groups.everyone.share
         assert [sorted(each) for each in heads.values()] == [list(range(24))] * (world // size)
 

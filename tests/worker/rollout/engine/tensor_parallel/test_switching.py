@@ -14,8 +14,8 @@ from tests.worker.rollout.engine.tensor_parallel import switching_ranks as ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Any]:
-    """What the ranks left, by the sizes of their groups."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What the ranks left, by the sizes of their groups; and by rank, about exchanges."""
     folder = tmp_path_factory.mktemp("ranks")
     mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         ranks.run,
@@ -23,7 +23,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Any
         nprocs=ranks.WORLD,
         start_method="forkserver",
     )
-    return {
+    made: dict[Any, Any] = {
+        rank: torch.load(folder / f"exchange{rank}.pt", weights_only=False)
+        for rank in range(ranks.WORLD)
+    }
+    return made | {
         sizes: torch.load(folder / f"{len(sizes)}.pt", weights_only=False) for sizes in ranks.SIZES
     }
 
@@ -83,3 +87,16 @@ def test_every_token_is_what_its_weights_draw_whatever_happened(
     assert min(switches) > 0
     assert sum(moved) > 0
     assert sum(preemptions) > 0
+
+
+def test_every_rank_gets_the_heads_of_its_new_group(found: Any) -> None:
+    """The ranks compare every computed token of random caches."""
+    assert min(found[rank][0] for rank in range(ranks.WORLD)) > 1000
+
+
+def test_an_exchange_needs_memory_for_one_layer(found: Any) -> None:
+    for rank in range(ranks.WORLD):
+        memory = found[rank][1]
+        assert memory["all"] == 16 * memory["layer"] > 40e6
+        # Buffers of sockets, and pages of allocators.
+        assert memory["peak"] < 1.1 * memory["layer"] + 3e6
