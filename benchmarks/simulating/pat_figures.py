@@ -119,10 +119,24 @@ def _longest(workload: Workload, step: int) -> int:
 
 
 def measured(run: Runner, case: Case, model: Model) -> dict[str, list[Times]]:
-    """By kind of engine: each static size, `pat` and `oracle`; by seed."""
+    """By kind of engine: each static size, `pat` and `oracle`; by seed. The latter two begin with
+    the sizes that are best for the first seed."""
     sizes = model.sizes(case.limit + PROMPT_TOKENS)
     kinds = {f"tp{tp}": (STATIC, tp) for tp in sizes}
-    kinds |= {"pat": (ADAPTIVE, sizes[-1]), "oracle": (ORACLE, sizes[-1])}
+    for kind, system in (("pat", ADAPTIVE), ("oracle", ORACLE)):
+        settings = [setting(case, SEEDS[0], tp, model) for tp in sizes]
+        tried = [run.history(where, system) for where in settings]
+        seconds = [
+            times(where, future.result()).generation_s
+            for where, future in zip(settings, tried, strict=True)
+        ]
+        kinds[kind] = (system, sizes[seconds.index(min(seconds))])
+    return _by_seed(run, case, model, kinds)
+
+
+def _by_seed(
+    run: Runner, case: Case, model: Model, kinds: dict[str, tuple[System, int]]
+) -> dict[str, list[Times]]:
     asked = [
         (kind, setting(case, seed, tp, model), system)
         for kind, (system, tp) in kinds.items()

@@ -14,10 +14,11 @@ from plexrl.sim.rollout.engine.models import (
     QWEN25_72B,
     Model,
 )
+from plexrl.sim.rollout.results.bound import throughput_bound
 from plexrl.sim.rollout.results.outcome import Outcome
 from plexrl.sim.rollout.runs.split import Runner, best_splits
 from plexrl.sim.rollout.setting import FIXED_STALENESS, Setting, System, SystemName
-from plexrl.sim.rollout.workload import R1, R1_LONG, Workload
+from plexrl.sim.rollout.workload import DEEPSCALER, R1, R1_LONG, Workload
 
 Row = tuple[str, ...]
 Question = tuple[Setting, System]
@@ -169,10 +170,18 @@ def gain_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
                 figures[f"breakdown_{name}"] = fmean(values)
                 paper = f"{TABLE_3[name]:.2f}"
             rows.append(_row(where, name, text(values), paper, found[each], sizes[each]))
+        bound = _bound(case, limit) / fmean(each.throughput for each in base)
+        figures[f"bound_{case.name}_{limit}"] = bound
+        rows.append((where, "no schedule gains more", f"{bound:.2f}", *[""] * 5))
     for name, values in gains.items():
         figures[f"{name}_min"] = min(values)
         figures[f"{name}_max"] = max(values)
     return rows
+
+
+def _bound(case: Case, limit: int) -> float:
+    """Tokens per second that no schedule with GPUs of its own for each stage exceeds."""
+    return max(throughput_bound(setting(case, limit, SEEDS[0], tp)) for tp in case.sizes)
 
 
 RANKS = {"ranker": RECALL, "plexrl": 0.71, "oracle": 1.0, "random": 0.2}
@@ -236,6 +245,8 @@ def _changed(case: Case, where: Setting) -> dict[str, Setting]:
         "nothing": where,
         "all lengths of R1": replace(where, workload=replace(workload, lengths=R1)),
         "half of the GPUs": replace(where, gpus=where.gpus // 2),
+        "lengths of DeepScaleR": replace(where, workload=replace(workload, lengths=DEEPSCALER)),
+        "60 s between the stages": replace(where, costs=replace(where.costs, pull_s=60.0)),
         "training at 20 % of the peak": replace(where, costs=slow.costs(size)),
         "training at 7.7 % of the peak": replace(where, costs=slowest.costs(size)),
         "half the time by layer": replace(where, costs=light.costs(size), model=light),

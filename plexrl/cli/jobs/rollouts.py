@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from plexrl.cli.terminal.context import Access, Cells, Output, print_line
+from plexrl.cli.terminal.context import Access, Cells, Output, print_line, write_text
 from plexrl.cli.terminal.job_ids import find_job
 from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.errors import InvalidRequestError
 
 View = dict[str, Any]
 
@@ -18,12 +19,23 @@ def rollouts(
         str | None,
         typer.Argument(help="Only this job's: its id, a prefix of it, or its name."),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Print the profile of the job's rollout NAME, for plan-rollout."
+        ),
+    ] = None,
     *,
     access: Access,
     output: Output,
 ) -> None:
     """Asynchronous rollouts: how far generation is ahead of training, and the load of instances."""
     with access.open() as cluster:
+        if profile is not None:
+            if job is None:
+                raise InvalidRequestError("--profile is of one job's rollout: name the job, too")
+            write_text(find_job(cluster, job).rollout_profile(profile).to_json() + "\n")
+            return
         found = cluster.rollouts(None if job is None else find_job(cluster, job).job)
     show(found, output)
 

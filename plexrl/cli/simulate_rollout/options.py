@@ -172,7 +172,7 @@ def settings(
     rewards = {"at-once": AT_ONCE, "mixed": MIXED}
     if responses.rewards not in rewards:
         raise InvalidRequestError(f"--rewards {responses.rewards!r}: use {' or '.join(rewards)}")
-    model, costs = _engine(cluster)
+    model, costs = engine(cluster)
     found = [
         Setting(
             gpus=cluster.gpus,
@@ -193,14 +193,15 @@ def settings(
             warmup_steps=running.warmup_steps,
             cycle_s=running.cycle_s,
         )
-        for limit in _numbers("--limit", responses.limit)
+        for limit in numbers("--limit", responses.limit)
     ]
     # A trace that cannot be read is found before anything runs.
     Prompts(found[0].workload)
     return found
 
 
-def _engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
+def engine(cluster: ClusterOptions) -> "tuple[Model | None, EngineCosts]":
+    """The model, if there is one, and latencies. Raises InvalidRequestError: they do not exist."""
     from plexrl.sim.rollout.engine.costs import QWEN3_30B_A3B, read_costs
     from plexrl.sim.rollout.engine.gpus import GPUS
     from plexrl.sim.rollout.engine.models import MODELS, PPO_OPERATIONS
@@ -233,7 +234,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
     """
     from plexrl.sim.rollout.setting import BOUNDED, FIXED_STALENESS, SPLIT, SystemName
 
-    bounds = _numbers("--staleness", options.staleness)
+    bounds = numbers("--staleness", options.staleness)
     found = []
     for text in options.system.split(","):
         try:
@@ -289,7 +290,8 @@ def _variants(name: "SystemName", *, ablation: bool) -> "list[System]":
     return [plain]
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option, each once. Raises InvalidRequestError: it has others."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError as error:

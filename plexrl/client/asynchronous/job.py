@@ -72,6 +72,7 @@ class AsyncJob:
     status = in_thread(Job.status)
     deployment_status = in_thread(Job.deployment_status)
     operations = in_thread(Job.operations)
+    rollout_profile = in_thread(Job.rollout_profile)
     checkpoints = in_thread(Job.checkpoints)
     delete_checkpoint = in_thread(Job.delete_checkpoint)
     download_checkpoint = in_thread(Job.download_checkpoint)

@@ -7,8 +7,10 @@ from typing import Any
 from urllib.parse import quote
 
 from plexrl.client.calls.download import download
+from plexrl.client.calls.rollout_profile import made_profile
 from plexrl.client.calls.transport import Transport
 from plexrl.client.data.metric_rows import read_rows
+from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
 
 LOG = logging.getLogger(__name__)
@@ -84,6 +86,21 @@ class JobReader:
         `Cluster.operations`."""
         query = {"job": self.job, "after": after, "limit": limit}
         return list(self._transport.ask("GET", "/v1/operations", query=query)["operations"])
+
+    def rollout_profile(self, rollout: str) -> RolloutProfile:
+        """The profile of the asynchronous rollout of that name, for `plexrl plan-rollout`: its
+        latest response lengths, and what decoding, training and new weights take.
+
+        Raises:
+            ConflictError: the rollout has not trained two steps.
+        """
+        measured = self._transport.ask("GET", f"{self._path}/rollouts/{quote(rollout)}/profile")
+        names = [measured["source"], *measured["instances"]]
+        deployments = {each: self.deployment_status(each) for each in names}
+        operations: list[Plain] = []
+        while page := self.operations(after=operations[-1]["index"] if operations else 0):
+            operations += page
+        return made_profile(measured, deployments, operations)
 
     def status(self) -> Plain:
         """The job as the scheduler sees it: `state`, `reason`, its deployments and times."""

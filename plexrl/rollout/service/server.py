@@ -25,6 +25,7 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
+from plexrl.rollout.service.measured import measured
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.rollout.service.status import status
 from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of
@@ -68,6 +69,7 @@ class RolloutService:
             "batch": self._batch,
             "status": self._status,
             "list": self._list,
+            "profile": self._profile,
         }
 
     async def open(self) -> list[Server]:
@@ -235,6 +237,9 @@ class RolloutService:
         job = params.get("job")
         found = [each for each in self._rollouts.values() if job in (None, each.order.job)]
         return {"rollouts": [await _durable_status(each) for each in found]}
+
+    async def _profile(self, _: Peer, params: Plain) -> Plain:
+        return measured(self._find(params))
 
     async def _exchange(self, _: Peer, params: Plain) -> Plain:
         rollout, body = self._find(params), params["body"]

@@ -44,6 +44,9 @@ class Workload:
 
     lengths: str = R1_LONG
     """`r1`, `r1-long`, `deepscaler` or a trace of response lengths."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the responses to each of some prompts, in place of `lengths`: those of a profile.
+    A simulated prompt is one of these; with one response each, all are one distribution."""
     scale: float = 1.25
     """Factor on lengths. R1 was served with a limit of 32 000 tokens, of which 40 000 is 1.25."""
     limit: int = 40_000
@@ -74,7 +77,7 @@ class Prompts:
         InvalidRequestError: the trace of lengths cannot be read or has none.
         """
         self.workload = workload
-        self._source = _source(workload.lengths)
+        self._source = _profiled(workload.groups) if workload.groups else _source(workload.lengths)
         self._prompts = stream(workload.seed, "rollout prompts")
         self._responses = stream(workload.seed, "rollout responses")
         self._extra = stream(workload.seed, "rollout extra responses")
@@ -145,6 +148,13 @@ def _source(lengths: str) -> _Source:
         return _Source(groups=groups)
     model = fit_lengths(rows)
     return _Source(quantiles=_tabulated(model.fit.distribution), correlation=model.correlation)
+
+
+def _profiled(groups: tuple[tuple[int, ...], ...]) -> _Source:
+    several = tuple(tuple(map(float, group)) for group in groups if len(group) > 1)
+    if len(several) > 1:
+        return _Source(groups=several)
+    return _Source(quantiles=tuple(sorted(float(each) for group in groups for each in group)))
 
 
 def _deepscaler() -> Weibull:

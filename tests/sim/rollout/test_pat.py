@@ -25,7 +25,7 @@ SYNC = System(name=SystemName.SYNC)
 def setting(model: Model = ON_A40, *, tp: int = 2, gpus: int = 8, limit: int = 8192) -> Setting:
     return Setting(
         gpus=gpus,
-        batch_groups=64,
+        batch_groups=32,
         steps=2,
         warmup_steps=0,
         workload=Workload(lengths=DEEPSCALER, scale=1.0, limit=limit, group_size=1),
@@ -71,11 +71,11 @@ def test_lengths_have_the_published_tail_and_mean() -> None:
 
 @pytest.mark.parametrize("system", [PAT, ORACLE], ids=lambda each: each.label)
 def test_a_switch_that_costs_too_much_never_happens(system: System) -> None:
-    model = switching(1e9)
-    adaptive = figures(setting(model), system)
-    static = [figures(setting(model, tp=tp), SYNC) for tp in (1, 2, 4, 8)]
-    assert any(adaptive.run_s == pytest.approx(each.run_s) for each in static)
-    assert adaptive.run_s >= min(each.run_s for each in static) - 1e-6
+    for tp in (1, 2, 4, 8):
+        asked = setting(switching(1e9), tp=tp)
+        adaptive, static = figures(asked, system), figures(asked, SYNC)
+        assert adaptive.run_s == pytest.approx(static.run_s)
+        assert adaptive.rollout_s == pytest.approx(static.rollout_s)
 
 
 def test_a_free_switch_is_never_slower_than_the_best_static_size() -> None:
@@ -94,7 +94,7 @@ def test_every_response_is_trained_once_with_all_of_its_tokens(gpus: int, fixed_
     assert len(recorder.trained_numbers) == asked.steps * asked.batch_trajectories
     assert all(set(step.staleness) == {0} for step in recorder.steps)
     prompts = Prompts(asked.workload)
-    lengths = [prompts.group(at)[0].response_tokens for at in range(128)]
+    lengths = [prompts.group(at)[0].response_tokens for at in range(64)]
     assert sum(step.response_tokens for step in recorder.steps) == sum(lengths)
     assert recorder.rollout_gpus == gpus
 
@@ -102,7 +102,6 @@ def test_every_response_is_trained_once_with_all_of_its_tokens(gpus: int, fixed_
 def test_a_batch_that_drains_moves_its_kv_caches_to_larger_groups() -> None:
     recorder = simulate_rollout(setting(), PAT, with_history=True)
     assert sum(len(each.segments) for each in recorder.lanes) > recorder.admissions
-    assert recorder.instances < 8
 
 
 def test_equal_seeds_give_equal_runs() -> None:

@@ -32,6 +32,7 @@ from plexrl.rollout.trajectories.record import (
 )
 
 BATCHES_KEPT = 32
+RESPONSES_KEPT = 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +102,9 @@ class Progress:
     """Trained samples by the version of their batch less V_traj."""
     batches: list[TrainedBatch] = field(default_factory=list)
     """The latest ones."""
+    lengths_by_prompt: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Tokens of each of the latest trained prompts, and of its responses; `RESPONSES_KEPT` or a few
+    more responses."""
     joins: dict[str, int] = field(default_factory=dict)
     """How often each deployment has joined."""
     round: RoundKind | None = None
@@ -189,8 +193,18 @@ class Progress:
             )
         )
         del self.batches[:-BATCHES_KEPT]
+        self._keep_lengths(train)
         for group in {each.group for each in train.batch}:
             self._end(group)
+
+    def _keep_lengths(self, train: Train) -> None:
+        groups: dict[SampleGroupId, tuple[int, list[int]]] = {}
+        for each in train.batch:
+            lengths = groups.setdefault(each.group, (each.prompt_tokens, []))[1]
+            lengths.append(sum(part.tokens for part in each.segments))
+        kept = [*self.lengths_by_prompt, *groups.values()]
+        samples = max(1, len(train.batch) // max(1, len(groups)))
+        self.lengths_by_prompt = kept[-max(len(groups), RESPONSES_KEPT // samples) :]
 
     def _dropped(self, event: Event, command: ReportDroppedGroup) -> None:
         self.dropped_groups += 1

@@ -37,6 +37,14 @@ async def get(request: Request, services: Services, job: str, name: str) -> Plai
     return await _ask(request, services, job, "status", 0.0, name=name)
 
 
+@ROUTES.get("/{name}/profile", summary="What a rollout generates, and what decode steps take")
+async def profile(request: Request, services: Services, job: str, name: str) -> Plain:
+    """`lengths`: tokens of each of the latest trained prompts, and of its responses. `decode`: the
+    fitted coefficients of a decode step, by token in the KV cache. `job.rollout_profile` of the SDK
+    adds the times of training and of new weights."""
+    return await _ask(request, services, job, "profile", 0.0, name=name)
+
+
 @ROUTES.post("/{name}/exchange", summary="Give prompts and rewards, take generated samples")
 async def exchange(
     request: Request,

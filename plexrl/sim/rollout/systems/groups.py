@@ -27,11 +27,6 @@ class Groups:
         self.started += count
         return taken
 
-    def peek(self, count: int) -> list[Trajectory]:
-        """What `take` would return next, as trajectories of their own."""
-        prompts = range(self.started, self.started + count)
-        return [each for prompt in prompts for each in self._prompts.group(prompt)]
-
     def finished(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
         """Groups of which these were the last trajectories."""
         whole = []

@@ -3,15 +3,13 @@
 Whether and to which size a node switches is decided by the code of a live rollout
 (`plexrl.rollout.adaptive_tp`), each time responses end. It assumes that each unfinished response
 goes on to the limit, as the paper does, or knows where it ends (`System.lengths_known`). A batch
-begins with the size that would generate it first without a switch; to return to that size costs a
-switch without KV cache.
+begins with the size of the setting; to return to that size costs a switch without KV cache.
 """
 
 from collections.abc import Sequence
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
-from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow, deal, remaining_s
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.setting import System
 from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
@@ -29,7 +27,6 @@ class AdaptiveTp(Synchronous):
         model = world.setting.model
         if model is None:
             raise InvariantError("adaptive tensor parallelism has no model")
-        self._model = model
         self._predictor = LatencyPredictor(decode_profile(world.setting, model))
         self._lengths_known = system.lengths_known
         per_node = min(model.gpu.per_node, world.setting.gpus)
@@ -48,33 +45,16 @@ class AdaptiveTp(Synchronous):
 
     def trained(self) -> None:
         """See `Policy`. The engines return to the size of a whole batch."""
-        world = self._world
-        sizes = {each.costs.gpus for each in world.instances}
-        size = self._first_size(self._groups.peek(world.setting.batch_groups))
-        world.restart_instances(self._model.costs(size))
-        switch_s = self._predictor.profile.switch_s if sizes != {size} else 0.0
+        world, costs = self._world, self._world.setting.costs
+        has_switched = any(each.costs != costs for each in world.instances)
+        world.restart_instances(costs)
+        switch_s = self._predictor.profile.switch_s if has_switched else 0.0
         world.at(world.now + switch_s, super().trained)
-
-    def start(self) -> None:
-        """See `Policy`."""
-        world = self._world
-        size = self._first_size(self._groups.peek(world.setting.batch_groups))
-        world.restart_instances(self._model.costs(size))
-        super().start()
 
     def _left(self, trajectory: Trajectory) -> int:
         limit = self._world.setting.workload.limit
         last = trajectory.response_tokens if self._lengths_known else limit
         return last - trajectory.done_tokens
-
-    def _first_size(self, batch: Sequence[Trajectory]) -> int:
-        """The size that generates the batch first without a switch; of equals the smallest."""
-        rows = [UnfinishedRow(each.length, self._left(each)) for each in batch]
-        gpus = self._world.setting.gpus
-        return min(
-            self._predictor.sizes,
-            key=lambda tp: (remaining_s(self._predictor, tp, deal(rows, gpus // tp)), tp),
-        )
 
     def _begin_batch(
         self, world: World, policy: Policy, trajectories: Sequence[Trajectory]

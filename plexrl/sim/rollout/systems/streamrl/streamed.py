@@ -77,6 +77,9 @@ class Streamed:
         world = self._world
         batch = self._groups.take(world.setting.batch_groups)
         shares = self._skewness.shares(batch, len(world.instances), world.instances[0].costs)
+        if self._staleness and self._groups.started // world.setting.batch_groups % 2:
+            # Long samples of neighbouring batches run at the same time, on other instances.
+            shares.reverse()
         for instance, share in zip(world.instances, shares, strict=True):
             if share:
                 self._shares[instance.number].append(share)

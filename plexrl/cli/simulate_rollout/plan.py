@@ -1,0 +1,142 @@
+"""`plexrl plan-rollout`: which way to run a job would pay."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plexrl.cli.terminal.context import Json, print_line, print_table, write_json
+from plexrl.errors import InvalidRequestError, UnavailableError
+
+if TYPE_CHECKING:
+    from plexrl.sim.rollout.engine.models import Model
+    from plexrl.sim.rollout.plan.modes import Mode
+    from plexrl.sim.rollout.plan.planning import Job, Planned
+
+MEASURED_MIN = 8
+"""Least decode steps to which the rollout service fits its cost model."""
+
+
+def plan_rollout(
+    profile: Annotated[
+        Path, typer.Argument(help="A profile: plexrl rollouts JOB --profile NAME > profile.json.")
+    ],
+    gpus: Annotated[
+        int | None, typer.Option(min=2, help="GPUs of the job; default: as many as it has.")
+    ] = None,
+    staleness: Annotated[
+        str, typer.Option(help="Staleness bounds that are tried, with commas between.")
+    ] = "1,2,3",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Latencies of this model (simulate-rollout --model), not the measured."),
+    ] = None,
+    gpu_type: Annotated[
+        str | None, typer.Option(help="GPUs of --model: h800 (default), h100 or a40.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the drawn lengths.")] = 3,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: one per core.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which rollout mode would pay for a job: simulates them all from its profile."""
+    try:
+        from plexrl.cli.simulate_rollout.options import ClusterOptions, engine, numbers
+        from plexrl.client.data.rollout_profile import rollout_profile_from_json
+        from plexrl.sim.rollout.plan.modes import modes
+        from plexrl.sim.rollout.plan.planning import Job
+    except ImportError as error:
+        raise UnavailableError(
+            f"plexrl plan-rollout needs {error.name}, which cannot be loaded ({error}): "
+            "pip install 'plexrl[simulator]'"
+        ) from error
+    try:
+        found = rollout_profile_from_json(profile.read_bytes())
+    except OSError as error:
+        raise InvalidRequestError(f"{profile} cannot be read: {error}") from error
+    chosen: Model | None = None
+    if model is not None:
+        size = found.instance_gpus
+        cluster = ClusterOptions(model=model, gpu_type=gpu_type, tensor_parallel=size)
+        chosen = engine(cluster)[0]
+    elif gpu_type is not None:
+        raise InvalidRequestError("--gpu-type is of --model: give a model")
+    job = Job(profile=found, gpus=gpus or 0, model=chosen)
+    asked = modes(numbers("--staleness", staleness), has_model=chosen is not None)
+    rows = _run(job, asked, list(range(seeds)), workers, quiet=as_json)
+    if as_json:
+        write_json({"profile": str(profile), "seeds": seeds, "modes": [e.values() for e in rows]})
+    else:
+        show(job, rows)
+
+
+def _run(
+    job: "Job", modes: "Sequence[Mode]", seeds: Sequence[int], workers: int | None, *, quiet: bool
+) -> "list[Planned]":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from plexrl.sim.rollout.plan.planning import planned
+    from plexrl.sim.rollout.results.outcome import Outcome
+    from plexrl.sim.rollout.runs.split import runner
+
+    # Impossible settings are found before anything runs.
+    job.setting(seeds[0], job.sizes()[0])
+    display = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed} runs"),
+        TextColumn("{task.fields[status]}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
+    with display, runner(workers) as run:
+        task = display.add_task("simulating", total=None, status="")
+
+        def ran(outcome: Outcome) -> None:
+            display.update(task, advance=1, status=outcome.system.label)
+
+        return planned(run, job, modes, seeds, ran)
+
+
+def show(job: "Job", rows: "Sequence[Planned]") -> None:
+    """Print the table, and how to choose what pays."""
+    from plexrl.sim.rollout.plan.planning import recommended
+
+    profile = job.profile
+    responses = [tokens for each in profile.lengths for tokens in each.response_tokens]
+    print_line(
+        f"{profile.prompts} prompts of {profile.samples} samples, {len(responses):,} measured: "
+        f"{sum(responses) / len(responses):,.0f} tokens on average, at most {max(responses):,}"
+    )
+    if profile.measured_steps < MEASURED_MIN and job.model is None:
+        print_line(
+            f"Only {profile.measured_steps} decode steps were measured: the latencies are those of "
+            "a 30B model on H20"
+        )
+    table = [
+        (
+            each.mode.name,
+            f"{each.rollout_gpus}, shared"
+            if each.shares_gpus
+            else f"{each.rollout_gpus} + {each.train_gpus}",
+            f"{each.tensor_parallel}",
+            each.mode.trained,
+            f"{each.gain:.2f} ±{each.spread:.2f}",
+        )
+        for each in rows
+    ]
+    print_table("", ("mode", "GPUs", "TP", "trained samples", "gain"), table)
+    chosen = recommended(rows)
+    if not chosen:
+        print_line("No mode would gain more than 2 %: keep the synchronous loop.")
+    for each in chosen:
+        kind = "on-policy" if each.mode.is_on_policy else each.mode.trained
+        print_line(f"Best, {kind}: {each.mode.name}, {each.gain:.2f} times the synchronous loop:")
+        for line in each.mode.python:
+            print_line(f"    {line}")
