@@ -25,9 +25,8 @@ from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
-from plexrl.rollout.service.measured import measured
 from plexrl.rollout.service.order import RolloutOrder
-from plexrl.rollout.service.status import status
+from plexrl.rollout.service.status import measured, status
 from plexrl.rollout.trajectories.record import Segment, TrajectoryId, group_of
 from plexrl.wire.links.address import parse_address
 from plexrl.wire.links.credentials import Credentials, Role
