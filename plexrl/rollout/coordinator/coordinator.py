@@ -194,11 +194,6 @@ class RolloutCoordinator:
                 raise InvalidRequestError(f"{type(event).__name__} is no event of the coordinator")
 
     @property
-    def cost_model(self) -> CostModel:
-        """The model that is fitted to the decode steps so far."""
-        return self._fit.model
-
-    @property
     def measured_steps(self) -> int:
         """Number of decode steps to which it is fitted."""
         return len(self._fit.state())
