@@ -3,6 +3,7 @@ with `kill -9` of the service in the middle of both."""
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.cluster.rollouts.test_asynchronous_rollouts import (
 from tests.cluster.tools import checkpoint_weights, process_of, some_batch, wait_until
 
 STEPS_MAX = 40
+LONG = replace(SAMPLING, max_tokens=200, ignore_eos=True)
 
 
 def trained(
@@ -38,7 +40,7 @@ def trained(
         policy=policy,
         prompts=PROMPTS,
         samples=SAMPLES,
-        sampling=SAMPLING,
+        sampling=LONG,
     )
     done, asked_at = 0, time.monotonic()
     for batch in rollout.batches(prompts(), reward, steps=steps):
@@ -73,7 +75,7 @@ class Unbalanced:
         if status["instances_removed"]:
             return True
         if [each["state"] for each in status["instances"].values()] == ["joined"] * 2:
-            until = time.monotonic() + max(0.5, 4 * generation_s)
+            until = time.monotonic() + max(0.3, 2.5 * generation_s)
             while time.monotonic() < until:
                 actor.forward(some_batch(0)).result(60)
         return False
