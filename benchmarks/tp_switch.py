@@ -6,12 +6,12 @@ Four processes are one engine with groups of 1, 2 or 4. For each change of size:
 
 - *migration* is `set_tp` with `kv="migrate"`, from the request until the next token can be drawn,
 - *bare* is the bound: the same bytes of the KV cache between the same processes, by one
-  `all_to_all_single` of buffers that exist, the best of several,
+  `all_to_all_single` of buffers that exist, after each migration,
 - *recomputation* is `set_tp` with `kv="recompute"` and the prefill, until each row has a cache.
 
 Then the overhead of one engine: the same rows, drawn by the engine in its smallest groups, and by
-four plain engines of one rank each that know nothing of each other. Rounds of the two alternate.
-Last the tokens per second of each size by the number of rows, which never changes meanwhile.
+four plain engines of one rank each that know nothing of each other. Last the tokens per second of
+each size by the number of rows. Rounds of what is compared alternate; each figure is the best one.
 """
 
 import tempfile
@@ -46,6 +46,8 @@ DECODED = sized(64, quick=8)
 """Tokens drawn for each row where engines are compared."""
 BATCHES = sized((4, 16, 64), quick=(4,))
 ROUNDS = sized(3, quick=1)
+EXCHANGES = sized(8, quick=1)
+"""Rounds of migrations. In the first ones, memory of the cache is written for the first time."""
 CHANGES = ((1, 2), (2, 4), (4, 2), (2, 1), (1, 4), (4, 1))
 VOCABULARY = "".join(chr(code) for code in range(33, 126))
 
@@ -110,14 +112,11 @@ class Rank:
         inward = [row[rank] for row in nbytes]
         send = torch.ones(sum(outward), dtype=torch.uint8)
         receive = torch.ones(sum(inward), dtype=torch.uint8)
-        took = []
-        for _ in range(ROUNDS):
-            dist.barrier()
-            began = time.perf_counter()
-            dist.all_to_all_single(receive, send, inward, outward)
-            dist.barrier()
-            took.append(time.perf_counter() - began)
-        return min(took)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_to_all_single(receive, send, inward, outward)
+        dist.barrier()
+        return time.perf_counter() - began
 
     def apart(self, rows: int) -> float:
         """Seconds until the plain engines of all ranks have drawn their parts of `rows`."""
@@ -243,7 +242,7 @@ def measured(leader: Leader) -> tuple[list[Change], dict[int, tuple[float, float
     """The changes; seconds in one engine and apart by rows; tokens/s by size and rows."""
     changes = [Change(before, after, 0) for before, after in CHANGES]
     drawn = leader.begin()
-    for _ in range(ROUNDS):
+    for _ in range(EXCHANGES):
         for each in changes:
             seconds, _ = leader.change(drawn, each.after, "migrate")
             each.migration = min(each.migration, seconds)
@@ -252,13 +251,11 @@ def measured(leader: Leader) -> tuple[list[Change], dict[int, tuple[float, float
     for each in changes:
         each.recomputation = leader.change(drawn, each.after, "recompute")[1]
     leader.engine.interrupt("g")
-    compared = {
-        rows: (
-            min(leader.together(rows, 1) for _ in range(ROUNDS)),
-            min(leader.apart(rows) for _ in range(ROUNDS)),
-        )
-        for rows in BATCHES
-    }
+    compared = {}
+    for rows in BATCHES:
+        rounds = [(leader.together(rows, 1), leader.apart(rows)) for _ in range(ROUNDS)]
+        together, apart = zip(*rounds, strict=True)
+        compared[rows] = min(together), min(apart)
     speeds = {
         (size, rows): rows * DECODED / min(leader.together(rows, size) for _ in range(ROUNDS))
         for size in SIZES

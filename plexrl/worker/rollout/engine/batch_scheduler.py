@@ -146,7 +146,7 @@ class BatchScheduler:
                     waiting, blocks=tuple(blocks), computed=computed, stale=stale, forked=forked
                 )
             )
-        self._pool.forget()
+        self._pool.clear()
         return sorted(found, key=lambda sample: sample.order)
 
     def carry_in(

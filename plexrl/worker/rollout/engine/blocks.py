@@ -116,6 +116,12 @@ class BlockPool:
         self._names.clear()
         self._by_name.clear()
 
+    def clear(self) -> None:
+        """Drop all names; no block is held. The next blocks that are allocated are consecutive."""
+        assert not self.counts.any(), "a block is held"
+        self.forget()
+        self._free.sort(reverse=True)
+
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
         """Assert the invariants above, given the blocks of each holder."""
         held = Counter(block for blocks in holders for block in blocks)

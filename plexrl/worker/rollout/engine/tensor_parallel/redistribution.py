@@ -131,26 +131,30 @@ def _fill(
     migrate: bool,
 ) -> NewGroup:
     made = NewGroup()
-    numbers: dict[tuple[int, int], int] = {}
+    valid: dict[tuple[int, int], int] = {}
     running = 0
     for sample, source in members:
-        keys = [(source, block) for block in sample.blocks]
-        added = sum(key not in numbers for key in keys)
-        keeps = migrate and bool(keys) and running < slots and len(numbers) + added <= blocks
+        # A holder of a shared block has computed all of it that any holder has.
+        added = {
+            (source, block): min(block_tokens, sample.computed - index * block_tokens)
+            for index, block in enumerate(sample.blocks)
+            if (source, block) not in valid
+        }
+        keeps = migrate and bool(sample.blocks) and running < slots
+        keeps = keeps and len(valid) + len(added) <= blocks
         made.placed.append(Placed(sample=sample, source=source, keeps_kv=keeps))
-        if not keeps:
-            made.tables.append(None)
-            continue
-        running += 1
-        moves = made.moves.setdefault(source, BlockMoves())
-        for index, key in enumerate(keys):
-            # A holder of a shared block has computed all of it that any holder has.
-            if key in numbers:
-                continue
-            numbers[key] = len(numbers)
-            valid = min(block_tokens, sample.computed - index * block_tokens)
-            if valid > 0:
-                moves.add(key[1], numbers[key], valid)
-        made.tables.append([numbers[key] for key in keys])
+        if keeps:
+            running += 1
+            valid |= added
+    # The full blocks of each old group come one after the other, so that they are copied as one.
+    ordered = sorted(valid, key=lambda key: (key[0], valid[key] < block_tokens))
+    numbers = {key: number for number, key in enumerate(ordered)}
+    for source, block in ordered:
+        if valid[source, block] > 0:
+            moves = made.moves.setdefault(source, BlockMoves())
+            moves.add(block, numbers[source, block], valid[source, block])
+    for each in made.placed:
+        table = [numbers[each.source, block] for block in each.sample.blocks if each.keeps_kv]
+        made.tables.append(table or None)
     made.allocated = len(numbers)
     return made

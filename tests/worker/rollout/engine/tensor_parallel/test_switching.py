@@ -94,9 +94,9 @@ def test_every_rank_gets_the_heads_of_its_new_group(found: Any) -> None:
     assert min(found[rank][0] for rank in range(ranks.WORLD)) > 1000
 
 
-def test_an_exchange_needs_memory_for_one_layer(found: Any) -> None:
+def test_an_exchange_needs_memory_for_two_layers(found: Any) -> None:
     for rank in range(ranks.WORLD):
         memory = found[rank][1]
         assert memory["all"] == 16 * memory["layer"] > 40e6
         # Buffers of sockets, and pages of allocators.
-        assert memory["peak"] < 1.1 * memory["layer"] + 3e6
+        assert memory["peak"] < 2.2 * memory["layer"] + 3e6
