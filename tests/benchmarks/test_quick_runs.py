@@ -21,6 +21,7 @@ LONG = {
         "rollout_ranker.py",
         "rollout_staleflow.py",
         "rollout_stream.py",
+        "rollout_streamrl_pat.py",
         "rollout_tail.py",
     ),
     *("roundtrip.py", "scale.py"),

@@ -51,7 +51,9 @@ def test_every_line_of_python_makes_a_policy() -> None:
     from plexrl.sim.rollout.plan.modes import modes
 
     for each in modes([1, 2, 3], has_model=True):
-        code = each.python[0].removeprefix("policy=").split(", lends_gpus")[0]
+        code = each.python[0].removeprefix("policy=")
+        for other in (", lends_gpus", ", tp_sizes"):
+            code = code.partition(other)[0]
         policy = eval(code, {"plexrl": plexrl})
         assert getattr(policy, "staleness", 0) == each.system.staleness
 

@@ -80,7 +80,7 @@ STREAM_AHEAD = Mode(
 PAT = Mode(
     name="pat",
     system=System(name=SystemName.PAT),
-    python=("policy=plexrl.BoundedStaleness(0)",),
+    python=("policy=plexrl.BoundedStaleness(0), tp_sizes=(1, 2, 4, 8)",),
     trained="on-policy",
 )
 
