@@ -47,6 +47,8 @@ from plexrl.client.display.progress import Progress
 from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
 from plexrl.client.futures.futures import AsyncFuture, Future
 from plexrl.client.futures.generations import AsyncGenerateFuture, GenerateFuture
+from plexrl.client.profiling.decode_profile import DecodeProfile
+from plexrl.client.profiling.decode_profiler import read_profile
 from plexrl.errors import PlexRLError
 from plexrl.model.lora import LoraSpec
 from plexrl.model.parallelism import Parallelism
@@ -74,6 +76,7 @@ __all__ = [
     "CheckpointFuture",
     "Chunk",
     "Cluster",
+    "DecodeProfile",
     "DemandTrace",
     "Elastic",
     "ForwardResult",
@@ -109,6 +112,7 @@ __all__ = [
     "connect_async",
     "errors",
     "losses",
+    "read_profile",
     "rewards",
     "tiny_qwen2",
 ]

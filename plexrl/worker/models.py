@@ -1,5 +1,6 @@
 """Builds models with `transformers`, from a `ModelSpec`."""
 
+import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
+
+
+def device_name(device: torch.device) -> str:
+    """What computes on `device`: its times are those of no other processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{platform.processor() or platform.machine()}, {threads} threads"
 
 
 def build_model(spec: ModelSpec) -> "nn.Module":

@@ -34,6 +34,8 @@ from plexrl.rollout.coordinator.messages import (
     SnapshotTaken,
     Stopped,
     StoppedTrajectory,
+    SwitchTp,
+    TpSwitched,
     Train,
 )
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
@@ -64,6 +66,8 @@ class Engine:
     before: dict[TrajectoryId, int] = field(default_factory=dict)
     """Length of each trajectory when it arrived."""
     completed: int = 0
+    tp: int = 1
+    """Ranks of its groups."""
 
     def length(self, each: TrajectoryId) -> int:
         return self.before[each] + self.held[each]
@@ -99,6 +103,9 @@ class Engine:
             waiting_tokens=tuple(map(self.length, waiting)),
             completed=self.completed,
             serves=serves,
+            tp=self.tp,
+            # It has four ranks.
+            groups=tuple(index % (4 // self.tp) for index in range(len(running))),
         )
 
 
@@ -155,6 +162,15 @@ class Fleet:
                     self._forget(command.group)
                 case Pull() | Route() | Interrupt() | Abort():
                     self.engines[command.instance].to_run.append(command)
+                case SwitchTp():
+                    self._add_switch(self.engines[command.instance], command)
+
+    def _add_switch(self, engine: Engine, command: SwitchTp) -> None:
+        answered = not any(isinstance(each, SwitchTp) for each in engine.to_run)
+        assert answered, "one switch at a time"
+        assert not any(isinstance(each, TpSwitched) for each in engine.sent)
+        assert command.gain_s > 0
+        engine.to_run.append(command)
 
     def _forget(self, group: SampleGroupId) -> None:
         """Nothing of the group's samples is kept."""
@@ -218,7 +234,13 @@ class Fleet:
                 engine.version = self.core.newest_version
                 engine.completed = 0
                 engine.sent.append(Pulled(instance=engine.name, version=engine.version))
+            case SwitchTp():
+                has_switched = engine.tp != command.tp
+                engine.tp = command.tp
+                switched = TpSwitched(instance=engine.name, has_switched=has_switched)
+                engine.sent.append(switched)
             case Route():
+                engine.tp = engine.tp if engine.held else 1
                 for each in command.trajectories:
                     record = self.core.trajectories.get(each)
                     tokens = self.tokens.get(each, 0)

@@ -17,6 +17,7 @@ from random import Random
 from typing import get_args
 
 from plexrl.errors import InvariantError
+from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.coordinator.messages import (
     GroupFiltered,
@@ -29,6 +30,7 @@ from plexrl.rollout.coordinator.settings import CoordinatorSettings, Routing
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
 from plexrl.rollout.trajectories.record import TrajectoryId
+from tests.rollout.adaptive_tp.oracle import profile
 from tests.rollout.fleet import PROMPT, Engine, Fleet
 from tests.rollout.oracle import earliest
 
@@ -91,10 +93,16 @@ def settings_from(random: Random) -> CoordinatorSettings:
 
 
 def freeing(settings: CoordinatorSettings) -> CoordinatorSettings:
-    """The same with rounds that free instances, if there are rounds."""
+    """The same with rounds that free instances and switch groups, if there are rounds."""
     if settings.staleness.staleness:
         return settings
-    return replace(settings, scale_down=ScaleDownSettings(response_tokens_max=LENGTH_MAX))
+    return replace(
+        settings,
+        scale_down=ScaleDownSettings(response_tokens_max=LENGTH_MAX),
+        adaptive_tp=AdaptiveTpSettings(
+            profile=profile(switch_s=1.0), response_tokens_max=LENGTH_MAX
+        ),
+    )
 
 
 class History:
@@ -258,11 +266,16 @@ class History:
             extra_samples=self.random.randint(0, extra_max),
             group_ids=before.ids_per_group,
         )
-        scale_down = freeing(
-            replace(self.fleet.settings, staleness=bound, scale_down=None)
-        ).scale_down
-        routing = self.random.choice(get_args(Routing))
-        self.fleet.handle(PolicyChanged(bound=bound, routing=routing, scale_down=scale_down))
+        after = freeing(
+            replace(self.fleet.settings, staleness=bound, scale_down=None, adaptive_tp=None)
+        )
+        changed = PolicyChanged(
+            bound=bound,
+            routing=self.random.choice(get_args(Routing)),
+            scale_down=after.scale_down,
+            adaptive_tp=self.random.choice((None, after.adaptive_tp)),
+        )
+        self.fleet.handle(changed)
 
     def restart(self) -> None:
         self.fleet.restart()

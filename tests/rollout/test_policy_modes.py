@@ -11,6 +11,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.rollout.service.order import RolloutOrder
 from plexrl.wire.operations import SamplingParams
 from tests.docs.pages import ROOT
+from tests.rollout.adaptive_tp.oracle import profile
 from tests.rollout.fleet import Fleet
 
 ON: dict[str, dict[str, Any]] = {
@@ -19,6 +20,7 @@ ON: dict[str, dict[str, Any]] = {
     "scale_down": {"scale_down": True},
     "plans_parallelism": {"plans_parallelism": True},
     "length_aware": {"length_aware": True},
+    "adaptive_tp": {"adaptive_tp": profile()},
     "elastic": {"instances_min": 1, "instances_max": 2},
 }
 """What turns each mode on."""

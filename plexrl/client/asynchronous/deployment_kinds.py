@@ -155,3 +155,5 @@ class AsyncRolloutDeployment(AsyncDeployment):
     judge = in_thread(RolloutDeployment.judge)
     pause = in_thread(RolloutDeployment.pause)
     resume = in_thread(RolloutDeployment.resume)
+    switch_tp = in_thread(RolloutDeployment.switch_tp)
+    profile_decoding = in_thread(RolloutDeployment.profile_decoding)

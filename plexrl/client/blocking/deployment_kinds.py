@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from plexrl.client.blocking.deployment import Deployment
@@ -26,6 +27,8 @@ from plexrl.client.data.results import (
 from plexrl.client.futures.checkpoints import CheckpointFuture
 from plexrl.client.futures.futures import Future
 from plexrl.client.futures.generations import GenerateFuture
+from plexrl.client.profiling.decode_profile import DecodeProfile
+from plexrl.client.profiling.decode_profiler import DecodeProfiler
 from plexrl.model.parallelism import Parallelism
 from plexrl.rewards.graders.judge import Judge
 from plexrl.wire.operations import (
@@ -38,6 +41,8 @@ from plexrl.wire.operations import (
 )
 
 if TYPE_CHECKING:
+    import os
+
     from plexrl.client.data.batch import Batch
 
 Plain = dict[str, Any]
@@ -393,3 +398,37 @@ class RolloutDeployment(Deployment):
         return list(
             self._transport.ask("POST", f"{deployment_path(self.deployment)}/resume")["engines"]
         )
+
+    def switch_tp(self, tp: int, *, kv: Literal["migrate", "recompute"] = "migrate") -> list[Plain]:
+        """Continue all generations in tensor-parallel groups of `tp` ranks, one of `tp_sizes`.
+        Returns the states of the engines.
+
+        The KV cache of unfinished samples moves to the ranks of their new groups, or is computed
+        again there with `kv="recompute"`. Their tokens do not depend on it. The next generation
+        after all samples have ended begins in the smallest groups.
+
+        Raises:
+            LayoutError: the deployment has no groups of that size.
+            ConflictError: there are no workers now, or their weights are not on the device.
+        """
+        path = f"{deployment_path(self.deployment)}/tp"
+        body = {"tp": tp, "kv": kv}
+        return list(self._transport.ask("POST", path, body=body)["engines"])
+
+    def profile_decoding(
+        self, path: "str | os.PathLike[str]", *, minutes: float = 10.0
+    ) -> DecodeProfile:
+        """Measure decode steps, prefill and switches for each of `tp_sizes`, which
+        `adaptive_tp` of a policy needs, and write them to the file `path` after each measurement.
+
+        It takes at most about so many `minutes`. A further call with the same file goes on where
+        the last one ended; it measures nothing that the file has. The deployment must have nothing
+        else to generate meanwhile. The weights do not matter.
+
+        Raises:
+            InvalidRequestError: the deployment has no `tp_sizes`, or the file has a profile of
+                another model, dtype, processor or other sizes.
+            ConflictError: there are no workers now.
+            StorageError: the file cannot be written.
+        """
+        return DecodeProfiler(self, self._transport, Path(path)).run(minutes)

@@ -5,8 +5,11 @@ A policy is a set of modes. `EXCLUSIONS` is the one list of those that exclude e
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
+import msgspec
+
+from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
 
 
@@ -48,7 +51,10 @@ class BoundedStaleness:
     length_aware: bool = False
     """Samples that are expected to be long are generated in small batches on instances of their own
     (StreamRL §5). The cluster learns from each batch which prompts have long responses."""
-
+    adaptive_tp: DecodeProfile | None = None
+    """The tensor-parallel groups of the instances grow while the last samples of a batch are
+    generated, when that saves time by this profile of `RolloutDeployment.profile_decoding` (PAT).
+    It needs instances with `tp_sizes`, and a staleness of 0."""
     elastic: Elastic | None = None
     """Instances are added and removed while the job runs; absent: their number does not change."""
 
@@ -88,6 +94,8 @@ class TailBatching:
     """The GPUs of each instance are divided anew between rounds (Flexes §4.2): a larger `tp` after
     a short round with more preemptions than the one before, a smaller one after four without any.
     It needs instances with several ranks (`parallelism`)."""
+    adaptive_tp: DecodeProfile | None = None
+    """As in `BoundedStaleness`; not with `plans_parallelism`."""
 
     def __post_init__(self) -> None:
         for name in ("eta", "eta_prompts", "eta_responses"):
@@ -101,12 +109,13 @@ RolloutPolicy = BoundedStaleness | TailBatching
 SYNCHRONOUS = BoundedStaleness(0)
 
 
-MODES: dict[str, Callable[[Mapping[str, float]], bool]] = {
+MODES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "staleness": lambda fields: fields["staleness"] > 0,
     "eta": lambda fields: max(fields["eta_prompts"], fields["eta_responses"]) > 1,
     "scale_down": lambda fields: bool(fields["scale_down"]),
     "plans_parallelism": lambda fields: bool(fields["plans_parallelism"]),
     "length_aware": lambda fields: bool(fields["length_aware"]),
+    "adaptive_tp": lambda fields: fields["adaptive_tp"] is not None,
     "elastic": lambda fields: bool(fields["instances_min"] or fields["instances_max"]),
 }
 """Whether the fields of a rollout's order have each mode on."""
@@ -115,6 +124,9 @@ EXCLUSIONS: dict[tuple[str, str], str] = {
     ("staleness", "scale_down"): "instances are freed at the end of a round, and without rounds "
     "what is generated ahead keeps them busy",
     ("staleness", "plans_parallelism"): "the ranks are divided between rounds, and there are none",
+    ("staleness", "adaptive_tp"): "groups of ranks grow while the last samples of a batch end, and "
+    "others follow them if some are generated ahead",
+    ("plans_parallelism", "adaptive_tp"): "a profile belongs to one division of the GPUs",
     ("eta", "length_aware"): "rounds defer what is long, so nothing is left to place apart",
     ("eta", "elastic"): "the number follows the time of a whole generation, and a short round ends "
     "before it",
@@ -124,7 +136,7 @@ EXCLUSIONS: dict[tuple[str, str], str] = {
 """Why two modes exclude each other. All other pairs combine."""
 
 
-def check_modes(fields: Mapping[str, float]) -> None:
+def check_modes(fields: Mapping[str, Any]) -> None:
     """Check that the modes of a rollout's order combine; `fields` are those of `policy_fields`.
 
     Raises:
@@ -137,14 +149,14 @@ def check_modes(fields: Mapping[str, float]) -> None:
             )
 
 
-def policy_fields(policy: RolloutPolicy) -> dict[str, float]:
+def policy_fields(policy: RolloutPolicy) -> dict[str, object]:
     """The fields of a rollout's order that a policy sets. Raises as `check_modes`."""
     fields = _fields(policy)
     check_modes(fields)
     return fields
 
 
-def _fields(policy: RolloutPolicy) -> dict[str, float]:
+def _fields(policy: RolloutPolicy) -> dict[str, object]:
     match policy:
         case BoundedStaleness():
             return {
@@ -156,6 +168,7 @@ def _fields(policy: RolloutPolicy) -> dict[str, float]:
                 "length_aware": policy.length_aware,
                 "instances_min": 0 if policy.elastic is None else policy.elastic.min,
                 "instances_max": 0 if policy.elastic is None else policy.elastic.max,
+                "adaptive_tp": _plain(policy.adaptive_tp),
             }
         case TailBatching():
             prompts, responses = policy.eta_prompts, policy.eta_responses
@@ -168,6 +181,11 @@ def _fields(policy: RolloutPolicy) -> dict[str, float]:
                 "length_aware": False,
                 "instances_min": 0,
                 "instances_max": 0,
+                "adaptive_tp": _plain(policy.adaptive_tp),
             }
         case _:
             assert_never(policy)
+
+
+def _plain(profile: DecodeProfile | None) -> Any:
+    return None if profile is None else msgspec.to_builtins(profile)

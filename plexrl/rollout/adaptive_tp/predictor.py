@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint
+from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint
 from plexrl.errors import InvalidRequestError
 
 KvHandling = Literal["migrate", "recompute"]
@@ -139,9 +139,11 @@ class LatencyPredictor:
         heads if groups join, a part of the rows if they divide. Only the rest moves; the paper
         moves all of it.
         """
-        sent = tokens * self.profile.subject.kv_token_bytes / tp
+        if self.profile.kv_bytes_per_s is None:
+            return 0.0
+        held = tokens * self.profile.subject.kv_token_bytes / tp
         moves = 1 - min(tp, new) / max(tp, new)
-        return sent * moves / self.profile.kv_bytes_per_s
+        return held * moves / self.profile.kv_bytes_per_s
 
     def switch_cost(self, move_s: float, prefill_s: float) -> SwitchCost:
         """min(T_move, T_recomp), and what each switch takes besides. A rank keeps its weights, of

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plexrl.errors import ConflictError, InvalidRequestError, InvariantError
+from plexrl.rollout.adaptive_tp.engines import AdaptiveTp
 from plexrl.rollout.batching.rounds import Rounds
 from plexrl.rollout.coordinator.assignment.assignments import Assignments
 from plexrl.rollout.coordinator.cost_fit import CostFit
@@ -45,6 +46,8 @@ from plexrl.rollout.coordinator.messages import (
     SnapshotTaken,
     StepsMeasured,
     Stopped,
+    SwitchTp,
+    TpSwitched,
     Train,
     TrainedTrajectory,
 )
@@ -73,6 +76,7 @@ class RolloutCoordinator:
         self.trajectories = TrajectoryServer(samples=settings.staleness.ids_per_group)
         self.rounds = Rounds(settings.staleness)
         self.freed = FreedInstances(settings.scale_down)
+        self.adaptive_tp = AdaptiveTp(settings.adaptive_tp)
         self.assignments = Assignments(self.trajectories)
         self.newest_version = settings.staleness.first_version
         """Version that the parameter server serves."""
@@ -160,6 +164,10 @@ class RolloutCoordinator:
                     self._check_version(event.version)
                     self.assignments.expected.pulled(event.instance, event.version)
                 return []
+            case TpSwitched():
+                if event.instance in self.assignments.instances:
+                    self.assignments.expected.switched(event.instance)
+                return []
             case GenerationFailed():
                 return self._on_failed(event)
             case GroupAdded():
@@ -215,8 +223,10 @@ class RolloutCoordinator:
             staleness=event.bound,
             routing=event.routing,
             scale_down=event.scale_down,
+            adaptive_tp=event.adaptive_tp,
         )
         self.freed.change(event.scale_down)
+        self.adaptive_tp = AdaptiveTp(event.adaptive_tp)
         if is_same:
             return []
         self.rounds.put_back(self.trajectories, self.manager.buffers)
@@ -251,6 +261,19 @@ class RolloutCoordinator:
             self.assignments.expected.pull_issued(instance, self.newest_version)
             commands.append(Pull(instance=instance, version=self.newest_version))
         self._route(decision.routes)
+        return commands or self._switch_groups(event)
+
+    def _switch_groups(self, event: SnapshotTaken) -> list[Command]:
+        """Of instances that get no other command."""
+        commands: list[Command] = []
+        found = self.adaptive_tp.switches(
+            self.trajectories, self.rounds, event.instances, self.assignments.instances
+        )
+        for instance, switch in found.items():
+            self.assignments.expected.switch_issued(instance)
+            commands.append(
+                SwitchTp(instance=instance, tp=switch.tp, kv=switch.kv, gain_s=switch.gain_s)
+            )
         return commands
 
     def _route(self, routes: list[tuple[TrajectoryId, InstanceId, int]]) -> None:

@@ -2,12 +2,15 @@
 
 The events of one instance arrive in the order in which things happened there, and an instance runs
 its commands in the order of issue. Instances run concurrently. Each `Interrupt` and each `Abort` is
-answered by one `Stopped`, each `Pull` by one `Pulled`. The end of a trajectory is an event of its
-own (`Generated`, `GenerationFailed`), which comes before a `Stopped` that does not list it.
+answered by one `Stopped`, each `Pull` by one `Pulled`, each `SwitchTp` by one `TpSwitched`. The end
+of a trajectory is an event of its own (`Generated`, `GenerationFailed`), which comes before a
+`Stopped` that does not list it.
 """
 
 from dataclasses import dataclass
 
+from plexrl.rollout.adaptive_tp.predictor import KvHandling
+from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.coordinator.settings import Routing
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.staleness.manager import StalenessSettings
@@ -85,7 +88,8 @@ class PolicyChanged(Event):
     bound: StalenessSettings
     routing: Routing = "throughput"
     scale_down: ScaleDownSettings | None = None
-    """As in `CoordinatorSettings`, like `routing`."""
+    adaptive_tp: AdaptiveTpSettings | None = None
+    """As in `CoordinatorSettings`, like `routing` and `scale_down`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +191,15 @@ class StepsMeasured(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TpSwitched(Event):
+    """An instance has carried out a `SwitchTp`, or could not."""
+
+    instance: InstanceId
+    has_switched: bool
+    """False: its groups are as they were, or it was restarted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """Something that the caller has to carry out."""
 
@@ -221,6 +234,17 @@ class Abort(Command):
 
     instance: InstanceId
     trajectories: tuple[TrajectoryId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchTp(Command):
+    """The instance's engine goes on in tensor-parallel groups of another size."""
+
+    instance: InstanceId
+    tp: int
+    kv: KvHandling
+    gain_s: float
+    """Predicted seconds that this saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

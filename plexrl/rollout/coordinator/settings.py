@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plexrl.errors import InvalidRequestError
+from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.coordinator.cost_model import CostModel
 from plexrl.rollout.staleness.manager import StalenessSettings
 from plexrl.rollout.streaming.scale_down import ScaleDownSettings
@@ -48,6 +49,8 @@ class CoordinatorSettings:
     (DAPO's dynamic sampling)."""
     scale_down: ScaleDownSettings | None = None
     """Half of the instances are freed before a round is complete (Flexes Alg. 1); None: never."""
+    adaptive_tp: AdaptiveTpSettings | None = None
+    """The tensor-parallel groups of the engines change while rows end (PAT §4); None: never."""
     measured_steps_max: int = 512
     """Latest measured steps to which the cost model is fitted."""
 
@@ -61,6 +64,12 @@ class CoordinatorSettings:
             raise InvalidRequestError(
                 f"instances are freed at the end of a round, and with a staleness of "
                 f"{self.staleness.staleness} there are no rounds: set one of them to none"
+            )
+        if self.adaptive_tp is not None and self.staleness.staleness:
+            raise InvalidRequestError(
+                f"tensor-parallel groups change while the last samples of a batch end, and with a "
+                f"staleness of {self.staleness.staleness} others follow them: set staleness to 0, "
+                "or leave adaptive_tp out"
             )
         for name, allowed in (
             ("routing", ("throughput", "length-aware", "count")),

@@ -30,6 +30,10 @@ class InstanceSnapshot:
     serves: bool = True
     """False: its engine does not answer now. It gets no work and no pull, and returns nothing: its
     load is not known."""
+    tp: int = 0
+    """Ranks of each tensor-parallel group of its engine; 0: it is not known."""
+    groups: tuple[int, ...] = ()
+    """Index of the group of each running trajectory; empty: all are in the first one."""
 
     def __post_init__(self) -> None:
         for name, ids, lengths in (
@@ -41,6 +45,11 @@ class InstanceSnapshot:
                     f"the snapshot of instance {self.instance} has {len(ids)} {name} trajectories "
                     f"and {len(lengths)} lengths: give one length for each"
                 )
+        if len(self.groups) not in (0, len(self.running)):
+            raise InvalidRequestError(
+                f"the snapshot of instance {self.instance} has {len(self.running)} running "
+                f"trajectories and {len(self.groups)} groups: give one group for each, or none"
+            )
 
 
 @dataclass(slots=True, kw_only=True)

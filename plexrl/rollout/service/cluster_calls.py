@@ -279,6 +279,15 @@ class ClusterCalls:
         path = f"{deployment_path(f'{self._job}/{name}')}/parallelism"
         await self._request(Call(method="PUT", path=path, json=asdict(layout)))
 
+    async def switch_tp(self, name: str, tp: int, kv: str) -> None:
+        """Change the size of a deployment's tensor-parallel groups.
+
+        Raises:
+            PlexRLError: its engines cannot do it now.
+        """
+        path = f"{deployment_path(f'{self._job}/{name}')}/tp"
+        await self._request(Call(method="POST", path=path, json={"tp": tp, "kv": kv}))
+
     async def acknowledge(self, operation: str) -> None:
         """Let the deployment that a failed operation has halted take others."""
         path = f"/v1/operations/{quote(operation, safe='')}/acknowledge"

@@ -384,7 +384,10 @@ class LiveRollout:
         the rollout cannot have it."""
         settings = order.settings()
         changed = PolicyChanged(
-            bound=settings.staleness, routing=settings.routing, scale_down=settings.scale_down
+            bound=settings.staleness,
+            routing=settings.routing,
+            scale_down=settings.scale_down,
+            adaptive_tp=settings.adaptive_tp,
         )
         self.handle(changed, order=order)
         self.store.keeps_examples = order.length_aware

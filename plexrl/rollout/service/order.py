@@ -4,7 +4,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from plexrl.client.data.rollout_policy import check_modes
+from plexrl.client.profiling.decode_profile import DecodeProfile
 from plexrl.errors import InvalidRequestError
+from plexrl.rollout.adaptive_tp.settings import AdaptiveTpSettings
 from plexrl.rollout.coordinator.cost_model import QWEN3_30B_A3B_ON_H20
 from plexrl.rollout.coordinator.settings import CoordinatorSettings
 from plexrl.rollout.staleness.manager import StalenessSettings
@@ -25,6 +27,7 @@ POLICY = (
     "scale_down",
     "instances_min",
     "instances_max",
+    "adaptive_tp",
 )
 """Fields that may change while the rollout exists."""
 
@@ -59,6 +62,9 @@ class RolloutOrder:
     scale_down: bool = False
     """Half of the instances are freed before a round is complete, if the rest of it fits on the
     others (Flexes Alg. 1)."""
+    adaptive_tp: DecodeProfile | None = None
+    """The tensor-parallel groups of the instances' engines change while the last samples of a batch
+    end (PAT §4), by this profile of the engines."""
     length_aware: bool = False
     """Prompts whose samples are expected to be long are generated on instances of their own
     (StreamRL §5)."""
@@ -135,6 +141,11 @@ class RolloutOrder:
             scale_down=ScaleDownSettings(response_tokens_max=self.sampling.max_tokens)
             if self.scale_down
             else None,
+            adaptive_tp=None
+            if self.adaptive_tp is None
+            else AdaptiveTpSettings(
+                profile=self.adaptive_tp, response_tokens_max=self.sampling.max_tokens
+            ),
             dynamic_sampling=self.dynamic_sampling,
         )
 

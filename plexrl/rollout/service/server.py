@@ -23,6 +23,7 @@ from plexrl.errors import (
 )
 from plexrl.rollout.service.cluster_calls import ClusterCalls, OperatorAccess
 from plexrl.rollout.service.config import FOLDER, SUFFIX, RolloutConfig
+from plexrl.rollout.service.instances.switching import check_profile
 from plexrl.rollout.service.journal.store import RolloutStore
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.order import RolloutOrder
@@ -184,6 +185,7 @@ class RolloutService:
         found = self._rollouts.get((order.job, order.name))
         if found is None:
             self._check_room(order)
+            await self._check_profile(order)
             path = self._folder / quote(order.job, safe="") / f"{order.name}{SUFFIX}"
             store = RolloutStore(path)
             store.begin(order)
@@ -194,6 +196,8 @@ class RolloutService:
                 f"job {order.job!r} has a rollout {order.name!r} with other settings: use another "
                 "name, or the same settings; only the policy may change"
             )
+        if changed != found.order:
+            await self._check_profile(changed)
         if has_failed := found.failure is not None:
             assert self._tasks is not None
             # The link may end and cancel this handler, but not the restart.
@@ -201,6 +205,10 @@ class RolloutService:
         if has_failed or changed != found.order:
             found.change_policy(changed)
         return found
+
+    async def _check_profile(self, order: RolloutOrder) -> None:
+        calls = ClusterCalls(self._transport, order.job)
+        await check_profile(order.adaptive_tp, calls, order.instances)
 
     def _check_room(self, order: RolloutOrder) -> None:
         count = sum(job == order.job for job, _ in (*self._rollouts, *self._unreadable))

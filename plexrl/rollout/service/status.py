@@ -35,6 +35,8 @@ def status(rollout: LiveRollout) -> Plain:
         "instances_added": progress.added,
         "instances_removed": progress.removed,
         "instances_reason": progress.change_reason,
+        "adaptive_tp": order.adaptive_tp is not None,
+        "tp_switches": progress.tp_switches,
         "length_aware": order.length_aware,
         "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
         "round": prompts.kind,
@@ -130,7 +132,7 @@ def _load(rollout: LiveRollout, member: Member) -> Plain:
             "state": "lost" if is_lost else "joining",
             "reason": reason,
             **dict.fromkeys(("trajectories", "running", "waiting", "completed"), 0),
-            **dict.fromkeys(("version", "kv_tokens", "kv_budget"), None),
+            **dict.fromkeys(("version", "kv_tokens", "kv_budget", "tp"), None),
         }
     assert member.instance is not None
     shown = rollout.loads.get(member.instance)
@@ -144,5 +146,6 @@ def _load(rollout: LiveRollout, member: Member) -> Plain:
         "waiting": 0 if shown is None else len(shown.waiting),
         "kv_tokens": 0 if shown is None else int(shown.kv_cache),
         "kv_budget": int(work.kv_budget),
+        "tp": None if shown is None or not shown.tp else shown.tp,
         "completed": work.completed,
     }

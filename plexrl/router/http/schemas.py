@@ -170,6 +170,15 @@ class PauseRequest(_Strict):
     )
 
 
+class TpRequest(_Strict):
+    """A size of the tensor-parallel groups of a rollout's engines."""
+
+    tp: int = Field(strict=True, ge=1, le=WORKERS_MAX, description="one of `tp_sizes`")
+    kv: Literal["migrate", "recompute"] = Field(
+        "migrate", description="how unfinished samples get their KV cache in the new groups"
+    )
+
+
 class StopRowsRequest(_Strict):
     """Rows of a generation to stop."""
 
@@ -296,6 +305,11 @@ class RolloutRequest(_Strict):
     )
     scale_down: bool = Field(
         False, description="half of the instances are freed before a round is complete"
+    )
+    adaptive_tp: dict[str, Any] | None = Field(
+        None,
+        description="profile of the engines, by which their tensor-parallel groups change while "
+        "the last samples of a batch end",
     )
     length_aware: bool = Field(
         False, description="long samples are generated on instances of their own"

@@ -34,6 +34,9 @@ class EngineStats:
     tokens_drawn: int
     tokens_computed: int
     """Tokens run through the model."""
+    prefill_s: float = 0.0
+    """Duration of the passes in which prompts, or tokens whose cache was dropped, were computed. Of
+    an engine with several groups, in the first one of the present size."""
     tokens_recomputed: int
     """Computed tokens whose cache had been dropped: the cost of preemptions and weight updates."""
     prefix_tokens_reused: int
@@ -73,6 +76,8 @@ class RowLength(NamedTuple):
     """Prompt and drawn tokens."""
     runs: bool
     """It holds a slot."""
+    group: int = 0
+    """Index of the tensor-parallel group that draws it."""
 
 
 class MeasuredSteps(NamedTuple):
@@ -89,6 +94,8 @@ class MeasuredSteps(NamedTuple):
     seconds: float
     tp: int = 1
     """Ranks of the tensor-parallel group."""
+    other_s: float = 0.0
+    """Further seconds of a step: until the results of all groups are together."""
 
 
 class StepMeter:
@@ -102,26 +109,39 @@ class StepMeter:
         self._number = 0
         self._tp = 1
         self._running = self._count = 0
-        self._kv_tokens = self._seconds = 0.0
+        self._kv_tokens = self._seconds = self._other_s = 0.0
 
     def begin(self, tp: int) -> None:
         """The next steps are those of groups of `tp` ranks; no mean is over two sizes."""
         self._tp, self._running = tp, 0
 
-    def add(self, running: int, kv_tokens: int, seconds: float) -> None:
-        """A step of `running` rows with `kv_tokens` tokens in their KV caches."""
+    def add(self, running: int, kv_tokens: int, seconds: float, other_s: float = 0.0) -> None:
+        """A step of `running` rows with `kv_tokens` tokens in their KV caches. `other_s` is as in
+        `MeasuredSteps`."""
         if running != self._running:
             # Too few steps for a mean are dropped.
             self._running, self._count = running, 0
-            self._kv_tokens = self._seconds = 0.0
+            self._kv_tokens = self._seconds = self._other_s = 0.0
         self._count += 1
         self._kv_tokens += kv_tokens
         self._seconds += seconds
+        self._other_s += other_s
         if self._count == self.MEAN_OF:
             self._number += 1
             means = self._kv_tokens / self._count, self._seconds / self._count
-            self.latest.append(MeasuredSteps(self._number, running, *means, self._tp))
-            self._count, self._kv_tokens, self._seconds = 0, 0.0, 0.0
+            other_s = self._other_s / self._count
+            self.latest.append(MeasuredSteps(self._number, running, *means, self._tp, other_s))
+            self._count, self._kv_tokens, self._seconds, self._other_s = 0, 0.0, 0.0, 0.0
+
+
+class LastStep(StepMeter):
+    """The last decode step, for whoever measures more of it."""
+
+    step: tuple[int, int, float] | None = None
+
+    def add(self, running: int, kv_tokens: int, seconds: float, other_s: float = 0.0) -> None:
+        """As `StepMeter`."""
+        self.step = running, kv_tokens, seconds + other_s
 
 
 class RolloutEngine(ABC):

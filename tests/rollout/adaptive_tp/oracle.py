@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
+from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint, ProfileSubject
 from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
 from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow, deal
 
@@ -78,6 +78,7 @@ def cost_s(
         if found:
             rms = (sum(each * each for each in found) / len(found)) ** 0.5
             prefill_s.append(predictor.prefill_s(new, len(found), rms))
+    assert profile.kv_bytes_per_s is not None
     return profile.switch_s + min(sent / profile.kv_bytes_per_s, max(prefill_s))
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl.client.data.decode_profile import DecodeProfile, ProfilePoint, profile_from_json
+from plexrl.client.profiling.decode_profile import DecodeProfile, ProfilePoint, profile_from_json
 from plexrl.errors import InvalidRequestError
 from plexrl.rollout.adaptive_tp.predictor import Curve, LatencyPredictor
 from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow, deal, remaining_s

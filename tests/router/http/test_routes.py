@@ -41,6 +41,7 @@ POST /v1/jobs/{job}/deployments/{name}/operations/{kind}
 POST /v1/jobs/{job}/deployments/{name}/pause
 POST /v1/jobs/{job}/deployments/{name}/recover
 POST /v1/jobs/{job}/deployments/{name}/resume
+POST /v1/jobs/{job}/deployments/{name}/tp
 POST /v1/jobs/{job}/finish
 POST /v1/jobs/{job}/heartbeat
 POST /v1/jobs/{job}/metrics

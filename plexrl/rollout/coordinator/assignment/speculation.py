@@ -30,6 +30,8 @@ class ExpectedInstance:
     pulls: int = 0
     """Pulls issued so far."""
     pulls_unanswered: int = 0
+    is_switching: bool = False
+    """A `SwitchTp` is not answered. It changes nothing else of what a snapshot must show."""
     coming: list[TrajectoryId] = field(default_factory=list)
     """Routed there and not sent yet, in the order of routing; `trajectories` counts them."""
     stops: list[dict[TrajectoryId, int]] = field(default_factory=list)
@@ -80,6 +82,19 @@ class SpeculativeState:
             )
         expected.pulls_unanswered -= 1
         expected.version = version
+
+    def switch_issued(self, instance: InstanceId) -> None:
+        """A `SwitchTp` was issued; there is none before it that is not answered."""
+        self.instances[instance].is_switching = True
+
+    def switched(self, instance: InstanceId) -> None:
+        """A `SwitchTp` is answered. Raises InvalidRequestError: there is none."""
+        expected = self.instances[instance]
+        if not expected.is_switching:
+            raise InvalidRequestError(
+                f"instance {instance} has no unanswered SwitchTp: send one `TpSwitched` each"
+            )
+        expected.is_switching = False
 
     def added(self, instance: InstanceId, count: int = 1) -> None:
         """Trajectories are routed there; -1: one of them will not come, or has failed there."""

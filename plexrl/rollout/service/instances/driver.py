@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ from plexrl.rollout.coordinator.messages import (
     StepMeasured,
     Stopped,
     StoppedTrajectory,
+    SwitchTp,
+    TpSwitched,
 )
 from plexrl.rollout.coordinator.snapshot import InstanceSnapshot
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
@@ -38,6 +41,8 @@ from plexrl.rollout.service.order import RolloutOrder, deployment_of
 from plexrl.rollout.trajectories.record import InstanceId, Segment, TrajectoryId, TrajectoryState
 
 LOG = logging.getLogger(__name__)
+SWITCH_TIMEOUT_S = 30.0
+"""An engine that restarts meanwhile begins in its smallest groups anyway."""
 Plain = dict[str, Any]
 
 
@@ -157,6 +162,8 @@ class InstanceDriver:
                         await self._stop(command)
                     case Pull():
                         await self._pull(command)
+                    case SwitchTp():
+                        await self._switch_tp(command)
 
     def _begin(self, tasks: asyncio.TaskGroup, number: int, *, is_repeated: bool) -> None:
         order, work = self._rollout.order, self._rollout.instances.work.get(self.instance)
@@ -344,6 +351,17 @@ class InstanceDriver:
         rollout.pulled(self.deployment, report)
         rollout.handle(Pulled(instance=self.instance, version=version))
 
+    async def _switch_tp(self, command: SwitchTp) -> None:
+        """A switch only saves time: an engine that cannot make it now goes on as it is."""
+        has_switched = True
+        try:
+            async with asyncio.timeout(SWITCH_TIMEOUT_S):
+                await self._rollout.calls.switch_tp(self.deployment, command.tp, command.kv)
+        except (TimeoutError, PlexRLError) as error:
+            LOG.warning("%s stays in its groups: %s", self.instance, error)
+            has_switched = False
+        self._rollout.handle(TpSwitched(instance=self.instance, has_switched=has_switched))
+
     def _requests(self, generation: _Generation) -> list[RowRequest]:
         """What to generate, by row. A row that has ended, or whose tokens are not kept, draws one
         token in its place, which nobody reads: so a row keeps its number."""
@@ -391,12 +409,15 @@ class InstanceDriver:
         work = self._rollout.instances.work[self.instance]
         generations = {each.operation: each for each in self._at.values()}
         running, waiting = dict[TrajectoryId, int](), dict[TrajectoryId, int]()
+        groups: dict[TrajectoryId, int] = {}
         for engine in engines:
-            for operation, row, tokens, runs in engine["rows"]:
+            places = engine.get("groups") or repeat(0)
+            for (operation, row, tokens, runs), group in zip(engine["rows"], places, strict=False):
                 if (generation := generations.get(operation)) is not None:
                     trajectory = generation.trajectories[row]
                     if trajectory in work.held:
                         (running if runs else waiting)[trajectory] = tokens
+                        groups[trajectory] = group
         for each in [t for t in work.held if t not in running and t not in waiting]:
             record = self._rollout.core.trajectories.get(each)
             (running if engines else waiting)[each] = 0 if record is None else record.length
@@ -411,6 +432,8 @@ class InstanceDriver:
             completed=work.completed,
             # One that was offloaded and holds nothing is loaded again only if it gets work.
             serves=bool(engines) or not work.held,
+            tp=engines[0].get("tp", 0) if len(engines) == 1 else 0,
+            groups=tuple(groups.get(each, 0) for each in running),
         )
         return snapshot, self._measured(engines)
 
@@ -430,8 +453,10 @@ class InstanceDriver:
             steps = engine["steps"]
             if steps and steps[-1][0] < seen:
                 seen = 0  # the engine was restarted
-            for number, running, kv_tokens, seconds, _ in steps:
-                if number > seen:
+            # Samples are routed to engines that have their smallest groups.
+            smallest = (engine.get("tp_sizes") or [None])[0]
+            for number, running, kv_tokens, seconds, tp, _ in steps:
+                if number > seen and smallest in (None, tp):
                     found.append(StepMeasured(kv_cache=kv_tokens, running=running, seconds=seconds))
             if steps:
                 self._steps_seen[replica] = steps[-1][0]

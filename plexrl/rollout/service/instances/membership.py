@@ -23,6 +23,7 @@ from plexrl.model.parallelism import Parallelism
 from plexrl.rollout.coordinator.messages import InstanceJoined, InstanceLost
 from plexrl.rollout.service.cluster_calls import ClusterCalls
 from plexrl.rollout.service.instances.driver import InstanceDriver
+from plexrl.rollout.service.instances.switching import check_engines
 from plexrl.rollout.service.instances.work import Instances
 from plexrl.rollout.service.journal.progress import Progress
 from plexrl.rollout.service.journal.store import RolloutStore
@@ -135,7 +136,7 @@ class Member:
             # A failed operation stays failed.
             operation += f".{self._attempts}"
         try:
-            gpus = int((await rollout.calls.deployment(self.name))["workers"])
+            view = await rollout.calls.deployment(self.name)
             report = await rollout.calls.pull(self.name, order.source, operation)
             step = int(report["trainer_step"])
         except PlexRLError as error:
@@ -151,10 +152,12 @@ class Member:
             # It has just loaded weights, and answers soon.
             await asyncio.sleep(JOIN_S)
             engines = await rollout.calls.engines(self.name)
+        check_engines(order.adaptive_tp, self.name, view, engines)
         # Last, so that the first instance to join decides which weights are the first version.
         version = await rollout.version_of(step)
         budget = float(sum(each["blocks"] * each["block_tokens"] for each in engines))
         self.instance, self.absence = instance, None
+        gpus = int(view["workers"])
         joined = InstanceJoined(instance=instance, version=version, kv_budget=budget, gpus=gpus)
         return rollout.joined(joined, step)
 

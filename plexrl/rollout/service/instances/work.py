@@ -17,10 +17,12 @@ from plexrl.rollout.coordinator.messages import (
     Pulled,
     Route,
     Stopped,
+    SwitchTp,
+    TpSwitched,
 )
 from plexrl.rollout.trajectories.record import InstanceId, TrajectoryId
 
-InstanceCommand = Route | Interrupt | Abort | Pull
+InstanceCommand = Route | Interrupt | Abort | Pull | SwitchTp
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class InstanceWork:
     kv_budget: float
     """Tokens."""
     unanswered: deque[InstanceCommand] = field(default_factory=deque)
-    """Commands from the first stop or pull on that is not answered."""
+    """Commands from the first one on that is not answered; a `Route` needs no answer."""
     held: dict[TrajectoryId, int] = field(default_factory=dict)
     """Trajectories routed there that have not ended, with the number of their `Route`."""
     routes: dict[int, tuple[TrajectoryId, ...]] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class InstanceWork:
         self._settle()
 
     def answered(self) -> None:
-        """The oldest stop or pull is answered."""
+        """The oldest command is answered."""
         self.unanswered.popleft()
         self._settle()
 
@@ -104,14 +106,14 @@ class Instances:
             )
         elif isinstance(event, InstanceLost):
             self.work.pop(event.instance, None)
-        elif isinstance(event, Generated | GenerationFailed | Stopped | Pulled):
+        elif isinstance(event, Generated | GenerationFailed | Stopped | Pulled | TpSwitched):
             work = self.work.get(event.instance)
             if work is not None:  # otherwise it is lost
                 _note_answer(work, event)
 
 
 def _note_answer(
-    work: InstanceWork, event: Generated | GenerationFailed | Stopped | Pulled
+    work: InstanceWork, event: Generated | GenerationFailed | Stopped | Pulled | TpSwitched
 ) -> None:
     match event:
         case Generated():
@@ -126,4 +128,6 @@ def _note_answer(
         case Pulled():
             work.version, work.completed = event.version, 0
             work.pulls += 1
+            work.answered()
+        case TpSwitched():
             work.answered()

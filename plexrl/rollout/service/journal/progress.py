@@ -20,6 +20,7 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     ReportScaleDown,
     Rewarded,
+    TpSwitched,
     Train,
 )
 from plexrl.rollout.service.order import RolloutOrder, deployment_of
@@ -120,6 +121,8 @@ class Progress:
     removed: int = 0
     change_reason: str = ""
     """Of the latest change of the number."""
+    tp_switches: int = 0
+    """Switches of the engines' tensor-parallel groups that were carried out."""
 
     def note(
         self, seq: int, event: Event, commands: Iterable[Command], core: RolloutCoordinator
@@ -148,6 +151,8 @@ class Progress:
             case PolicyChanged():
                 # Its controller has asked for it again: the causes of failures are mended.
                 self.failed_groups = self.groups_without_reward = 0
+            case TpSwitched():
+                self.tp_switches += event.has_switched
             case BatchRequested():
                 self.requested = core.manager.buffers.next_version
             case _:

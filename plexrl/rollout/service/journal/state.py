@@ -19,6 +19,7 @@ from plexrl.rollout.coordinator.messages import (
     ReportQueuedGroup,
     Route,
     SnapshotTaken,
+    SwitchTp,
     Train,
 )
 from plexrl.rollout.service.instances.work import InstanceCommand, Instances, InstanceWork
@@ -32,7 +33,9 @@ from plexrl.rollout.trajectories.record import (
 )
 from plexrl.wire.tensors import Array
 
-COMMANDS: dict[str, type[Any]] = {each.__name__: each for each in (Route, Interrupt, Abort, Pull)}
+COMMANDS: dict[str, type[Any]] = {
+    each.__name__: each for each in (Route, Interrupt, Abort, Pull, SwitchTp)
+}
 _HINTS = get_type_hints(InstanceWork)
 Plain = dict[str, Any]
 

@@ -1,11 +1,14 @@
-"""Routes that pause and resume the generations of a rollout deployment, and tell its load.
+"""Routes that pause and resume the generations of a rollout deployment, change the size of its
+tensor-parallel groups, and tell its load.
 
 The router sends these requests straight to the engines; the scheduler does not admit them.
 """
 
 from fastapi import APIRouter, Request
 
-from plexrl.router.http.schemas import PauseRequest
+from plexrl.errors import LayoutError
+from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.router.http.schemas import PauseRequest, TpRequest
 from plexrl.router.http.services import Plain, Services
 
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"])
@@ -50,3 +53,29 @@ async def resume(request: Request, services: Services, job: str, name: str) -> P
     caller = await services.caller(request)
     view = await services.deployment(caller, f"{job}/{name}")
     return {"engines": await services.engines.command(view, "resume")}
+
+
+@ROUTES.post(
+    "/{job}/deployments/{name}/tp",
+    summary="Change the size of a rollout's tensor-parallel groups while it generates",
+)
+async def switch_tp(
+    request: Request, services: Services, job: str, name: str, body: TpRequest
+) -> Plain:
+    """Unfinished samples go on in the new groups, with the same tokens. The next generation after
+    all have ended begins in the smallest groups."""
+    caller = await services.caller(request)
+    view = await services.deployment(caller, f"{job}/{name}")
+    sizes = deployment_spec_from_json(view["spec_json"]).tp_sizes
+    if body.tp not in sizes:
+        raise LayoutError(
+            f"{view['deployment']!r} has no tensor-parallel groups of {body.tp} ranks: "
+            + (
+                f"choose one of its tp_sizes, {', '.join(map(str, sizes))}"
+                if sizes
+                else "create it with tp_sizes, whose sizes it can switch between"
+            ),
+            field="tp",
+        )
+    engines = await services.engines.command(view, "set_tp", tp=body.tp, kv=body.kv)
+    return {"engines": engines}

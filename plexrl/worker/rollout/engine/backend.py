@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from plexrl.statemanager.checkpoint.places.choice import Location
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import PROMPT_SAMPLING, OperationKind
-from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.models import build_model, device_name, named_parameters
 from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, EmitRow, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
@@ -69,6 +69,8 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         if self._adapters is not None:
             self._adapters.move_in(self.arena, self._weights)
         self._engine = self._start(model)
+        self._described = self._describe()
+        self._vocab_size = self._spec.model.dimensions.vocabulary
         self._leading: EngineT | LeadingEngine = self._engine
         if self.calls is not None:
             self._leading = self._lead(self._engine, self.calls)
@@ -182,12 +184,27 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
 
     def load(self) -> dict[str, Any]:
         first = {name: each.first_row for name, each in self._begun.items()}
+        lengths = self._leading.lengths()
         return {
             "rows": [
-                (name, first[name] + row, tokens, runs)
-                for name, row, tokens, runs in self._leading.lengths()
+                (name, first[name] + row, tokens, runs) for name, row, tokens, runs, _ in lengths
             ],
+            "groups": [each.group for each in lengths],
             "steps": list(self.engine.meter.latest),
+            "tp_sizes": self._spec.tp_sizes,
+            "subject": self._described,
+            "vocab_size": self._vocab_size,
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        """What the times of this engine depend on, beside the sizes of its groups."""
+        model, stats = self._spec.model, self.stats()
+        sizes = " ".join(f"{name}={size}" for name, size in asdict(model.dimensions).items())
+        return {
+            "model": f"{model.model_type} {sizes}",
+            "dtype": self._spec.dtype,
+            "device": device_name(next(iter(self._weights.values())).device),
+            "kv_token_bytes": stats.block_bytes * self._spec.layout.tp // stats.block_tokens,
         }
 
     def step(self) -> list[tuple[str, BackendResult]]:

@@ -128,6 +128,7 @@ class Engine(RolloutEngine):
         self._with_stops: set[str] = set()
         self._steady: _Steady | None = None
         self._tokens_computed = 0
+        self._prefill_s = 0.0
 
     @property
     def slots(self) -> int:
@@ -253,6 +254,7 @@ class Engine(RolloutEngine):
             steps=self._steps,
             tokens_drawn=self._tokens_drawn,
             tokens_computed=self._tokens_computed,
+            prefill_s=self._prefill_s,
             tokens_recomputed=scheduler.tokens_recomputed,
             prefix_tokens_reused=scheduler.prefix_tokens_reused,
             preemptions=scheduler.preemptions,
@@ -310,6 +312,7 @@ class Engine(RolloutEngine):
         if batch.wanted is not None:
             slots = slots[rows.computed[slots] == rows.known[slots]]
             if not len(slots):
+                self._prefill_s += time.perf_counter() - began
                 return
         logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
         if (rows.leader >= 0).any():
@@ -319,6 +322,8 @@ class Engine(RolloutEngine):
         token_N = self._draw(logprobs_NV, slots)
         if batch.wanted is None:
             self.meter.add(len(slots), kv_tokens, time.perf_counter() - began)
+        else:
+            self._prefill_s += time.perf_counter() - began
         if batch.wanted is None and rows.changes == changes:
             self._steady = _Steady(work=work, batch=batch, token_N=token_N, changes=changes)
 

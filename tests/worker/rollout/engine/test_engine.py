@@ -108,7 +108,7 @@ def test_stopped_rows_end_and_the_others_go_on_as_if_alone() -> None:
     engine.abort("g", {0, 7})
     for _ in range(4):
         engine.step()
-    assert [(row, tokens) for _, row, tokens, runs in engine.lengths() if runs] == [
+    assert [(row, tokens) for _, row, tokens, runs, _ in engine.lengths() if runs] == [
         *((1, 8), (2, 5), (3, 5)),
         *((4, 10), (5, 10)),
     ]

@@ -47,6 +47,7 @@ from plexrl.worker.rollout.generation import CarriedSample, Generation, RowPlace
 from plexrl.worker.rollout.rollout_engine import (
     STEP_TOKENS_MAX,
     EngineStats,
+    LastStep,
     RolloutEngine,
     RowLength,
     end_tokens,
@@ -92,6 +93,7 @@ class SwitchingEngine(RolloutEngine):
         """
         super().__init__(end_tokens(model.config), sequence_tokens_max)
         self._groups = groups
+        self._last = LastStep()
         self._engines: dict[int, Engine] = {}
         budget = kv_bytes_max
         for size, group in sorted(groups.by_size.items()):
@@ -105,7 +107,7 @@ class SwitchingEngine(RolloutEngine):
                 ranks=None if size == 1 else group,
                 probed=probed,
             )
-            made.meter = self.meter
+            made.meter = self._last
             # Twice the ranks have half the heads, and so twice the blocks in the same memory. One
             # block is for padding.
             memory = made.kv.nbytes
@@ -150,11 +152,15 @@ class SwitchingEngine(RolloutEngine):
         return ended
 
     def _pass(self) -> None:
+        began, self._last.step = time.perf_counter(), None
         self._steps += 1
         self._inner.step()
         # With no rows of its own, the first group has nothing to do but wait.
         waits = self._owed or self._paused or not self._inner.stats().running
         self._collect(0 if waits else STEPS_AHEAD)
+        if self._last.step is not None:
+            running, kv_tokens, seconds = self._last.step
+            self.meter.add(running, kv_tokens, seconds, time.perf_counter() - began - seconds)
 
     def abort(self, name: str, rows: Collection[int] | None = None) -> None:
         self._owed = self._owed or name in self._generations
@@ -244,7 +250,9 @@ class SwitchingEngine(RolloutEngine):
         if self._groups.rank:
             return rows
         others = self._link.receive(self._tp)
-        return rows + [row for report in others for row in report.value or ()]
+        return rows + [
+            row._replace(group=report.group) for report in others for row in report.value or ()
+        ]
 
     def check_invariants(self) -> None:
         """Assert the invariants of the engine of this rank's group."""

@@ -67,11 +67,14 @@ class DecodeProfile:
     """
 
     subject: ProfileSubject
+    """What was profiled."""
     points: tuple[ProfilePoint, ...] = ()
+    """In the order in which they were measured."""
     switch_s: float = 0.0
     """Seconds of a switch in which no KV cache moves."""
-    kv_bytes_per_s: float = math.inf
-    """One-way bandwidth of each rank in a switch that moves KV cache."""
+    kv_bytes_per_s: float | None = None
+    """One-way bandwidth of each rank in a switch that moves KV cache. Absent: moving it took no
+    longer than moving none."""
 
     def __post_init__(self) -> None:
         for each in self.points:
@@ -85,18 +88,16 @@ class DecodeProfile:
                 raise InvalidRequestError(
                     f"the profile has the point {each}: all its numbers must be finite and above 0"
                 )
-        if not (0 <= self.switch_s < math.inf and self.kv_bytes_per_s > 0):
+        bandwidth = 1.0 if self.kv_bytes_per_s is None else self.kv_bytes_per_s
+        if not (0 <= self.switch_s < math.inf and 0 < bandwidth < math.inf):
             raise InvalidRequestError(
-                f"the profile has a switch of {self.switch_s} s and {self.kv_bytes_per_s} bytes/s: "
-                "they must be above 0, and the first one finite"
+                f"the profile has a switch of {self.switch_s} s and {bandwidth} bytes/s: they must "
+                "be finite and above 0"
             )
 
     def to_json(self) -> str:
-        """Text for `profile_from_json`."""
-        plain = msgspec.to_builtins(self)
-        if self.kv_bytes_per_s == math.inf:
-            del plain["kv_bytes_per_s"]
-        return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
+        """The text of its file."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
 
 def profile_from_json(text: str | bytes) -> DecodeProfile:

@@ -1,0 +1,1 @@
+"""The profile of a rollout engine: what is measured, and how."""

@@ -1,0 +1,58 @@
+"""Whether the engines of a rollout's instances can switch their groups by a profile (PAT §4)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from plexrl.client.profiling.decode_profile import DecodeProfile, ProfileSubject
+from plexrl.errors import InvalidRequestError
+from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.rollout.service.cluster_calls import ClusterCalls
+
+Plain = dict[str, Any]
+
+
+async def check_profile(
+    profile: DecodeProfile | None, calls: ClusterCalls, deployments: Iterable[str]
+) -> None:
+    """Check that a policy's profile is one of these deployments' engines.
+
+    What an engine is gets known when it replies; until then only the deployment is checked.
+
+    Raises:
+        InvalidRequestError: an engine's groups do not change, or the profile is of others.
+        PlexRLError: a deployment is not known.
+    """
+    for name in deployments if profile is not None else ():
+        view = await calls.deployment(name)
+        check_engines(profile, name, view, await calls.engines(name))
+
+
+def check_engines(
+    profile: DecodeProfile | None, name: str, view: Plain, engines: Sequence[Plain]
+) -> None:
+    """Check one deployment, of which `view` is the status and `engines` the load, if it replied.
+    Raises as `check_profile`."""
+    if profile is None:
+        return
+    spec = deployment_spec_from_json(view["spec_json"])
+    if not spec.tp_sizes:
+        raise InvalidRequestError(
+            f"adaptive_tp is set, and the tensor-parallel groups of instance {name!r} (backend "
+            f"{spec.backend}) do not change: create it with tp_sizes and backend torch, or leave "
+            "adaptive_tp out",
+            parameter="adaptive_tp",
+        )
+    if spec.layout.dp > 1:
+        raise InvalidRequestError(
+            f"adaptive_tp is set, and instance {name!r} has {spec.layout.dp} engines (dp): each "
+            "one would drain at a time of its own; use as many instances with dp=1",
+            parameter="adaptive_tp",
+        )
+    if spec.tp_sizes != profile.subject.tp_sizes:
+        raise InvalidRequestError(
+            f"the profile is of tp_sizes {list(profile.subject.tp_sizes)}, and those of instance "
+            f"{name!r} are {list(spec.tp_sizes)}: profile such a deployment",
+            parameter="adaptive_tp",
+        )
+    for engine in engines:
+        profile.subject.check_serves(ProfileSubject(**engine["subject"], tp_sizes=spec.tp_sizes))
