@@ -94,6 +94,9 @@ class KvExchange:
         for message in self._receives:
             inward[message.peer] = self._nbytes(message.heads, message.count(self._block_tokens))
         rank, device = self._switch.groups.rank, self._layers[0].device
+        if dist.get_backend(self._switch.groups.everyone.process_group) == "gloo":
+            # gloo exchanges host memory only.
+            device = torch.device("cpu")
         kept, outward[rank], inward[rank] = outward[rank], 0, 0
         return _Buffer(
             outward=outward,
@@ -163,18 +166,20 @@ class _Index:
         self._places = torch.from_numpy(places).to(device)
 
     def read(self, source: torch.Tensor, part: torch.Tensor) -> None:
-        """Copy the places along axis 1 of `source` to `part`."""
-        if self._span is None:
+        """Copy the places along axis 1 of `source` to `part`, which may be on another device."""
+        if self._span is not None:
+            part.copy_(source[:, self._span])
+        elif part.device == source.device:
             torch.index_select(source, 1, self._places, out=part)
         else:
-            part.copy_(source[:, self._span])
+            part.copy_(source.index_select(1, self._places))
 
     def write(self, target: torch.Tensor, part: torch.Tensor) -> None:
         """Copy `part` to the places along axis 1 of `target`."""
-        if self._span is None:
-            target.index_copy_(1, self._places, part)
-        else:
+        if self._span is not None:
             target[:, self._span].copy_(part)
+        else:
+            target.index_copy_(1, self._places, part.to(target.device))
 
 
 @dataclass(slots=True, kw_only=True)
