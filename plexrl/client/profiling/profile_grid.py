@@ -53,20 +53,21 @@ class EngineSize:
 def grid(size: EngineSize) -> list[GridPoint]:
     """The loads, in the order of measuring: at first those that are far apart, so that a profile
     that ends early covers all of the range."""
-    rows = _doubling(1, size.samples_max, 2)
     contexts = [
         *_doubling(SHORTEST, min(DENSE_BELOW, size.sequence_tokens_max), 2),
         *_doubling(4 * DENSE_BELOW, size.sequence_tokens_max, 4),
     ]
-    found: list[tuple[int, int, int, GridPoint]] = []
-    for row_level, count in zip(_levels(len(rows)), rows, strict=True):
-        for level, tokens in zip(_levels(len(contexts)), contexts, strict=True):
-            draws = STEPS + -(-count * tokens // PASS_TOKENS)
-            for tp in size.tp_sizes:
+    found: list[tuple[tuple[int, ...], GridPoint]] = []
+    for tp in size.tp_sizes:
+        rows = _doubling(1, size.samples_max * tp // size.tp_sizes[-1], 2)
+        for row_level, count in zip(_levels(len(rows)), rows, strict=True):
+            for level, tokens in zip(_levels(len(contexts)), contexts, strict=True):
+                draws = STEPS + -(-count * tokens // PASS_TOKENS)
                 point = GridPoint(tp=tp, rows=count, prompt_tokens=tokens, draws=draws)
                 if size.fits(point):
-                    found.append((max(row_level, level), row_level + level, len(found), point))
-    return [point for *_, point in sorted(found, key=lambda each: each[:3])]
+                    depth = max(row_level, level), row_level + level, row_level
+                    found.append(((*depth, tokens, count, tp), point))
+    return [point for _, point in sorted(found, key=lambda each: each[0])]
 
 
 def _doubling(first: int, last: int, factor: int) -> list[int]:
