@@ -24,6 +24,7 @@ from plexrl.cli.jobs.operations import operations, trace
 from plexrl.cli.jobs.rollouts import rollouts
 from plexrl.cli.simulate.command import simulate
 from plexrl.cli.simulate.compare import compare
+from plexrl.cli.simulate_rollout.allocate import allocate_rollout
 from plexrl.cli.simulate_rollout.command import simulate_rollout
 from plexrl.cli.simulate_rollout.plan import plan_rollout
 from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
@@ -65,6 +66,7 @@ app.command(cls=PanelCommand)(simulate)
 app.command(COMPARE)(compare)
 app.command("simulate-rollout", cls=PanelCommand)(simulate_rollout)
 app.command("plan-rollout")(plan_rollout)
+app.command("allocate-rollout", cls=PanelCommand)(allocate_rollout)
 app.command()(fidelity)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(node_app, name="node")

@@ -78,7 +78,7 @@ class ClusterOptions:
         ),
     ] = None
     gpu_type: Annotated[
-        str | None, typer.Option(help="GPUs of --model: h800 (default), h100 or a40.")
+        str | None, typer.Option(help="GPUs of --model: h800 (default), h100, h20 or a40.")
     ] = None
     critic: Annotated[
         bool,

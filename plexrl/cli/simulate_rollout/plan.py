@@ -34,7 +34,7 @@ def plan_rollout(
         typer.Option(help="Latencies of this model (simulate-rollout --model), not the measured."),
     ] = None,
     gpu_type: Annotated[
-        str | None, typer.Option(help="GPUs of --model: h800 (default), h100 or a40.")
+        str | None, typer.Option(help="GPUs of --model: h800 (default), h100, h20 or a40.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the drawn lengths.")] = 3,
     workers: Annotated[

@@ -50,6 +50,8 @@ class Gpu:
     switching: Switching = field(default_factory=Switching)
 
 
+H20 = Gpu(name="H20", flops=148e12, bandwidth=4.0e12, memory=96e9, link=450e9)
+"""StreamRL Tab. 1, with half of its NVLink bandwidth in each direction."""
 H800 = Gpu(name="H800", flops=989e12, bandwidth=3.35e12, memory=80e9, link=200e9)
 A40 = Gpu(
     name="A40",
@@ -75,4 +77,4 @@ H100 = Gpu(
 LLaMA3.1-8B with at most 24 576 and Qwen3-14B with at most 16 384 tokens. Of a switch on an H100 the
 paper has no times: what its links decide is here as many times faster than on an A40 as NVLink is
 than PCIe."""
-GPUS = {each.name.lower(): each for each in (H800, H100, A40)}
+GPUS = {each.name.lower(): each for each in (H800, H100, H20, A40)}
