@@ -138,5 +138,5 @@ def _show(found: "Sequence[Choice]") -> None:
         )
         for each in found
     ]
-    head = ("", "instances", "trainers", "GPUs", "gen. s", "train. s", "price", "samples/cost")
+    head = ("", "instances", "trainers", "GPUs", "gen. s", "train. s", "price", "by cost")
     print_table("", head, rows)
