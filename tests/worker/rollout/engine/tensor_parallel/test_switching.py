@@ -99,4 +99,4 @@ def test_an_exchange_needs_memory_for_two_layers(found: Any) -> None:
         memory = found[rank][1]
         assert memory["all"] == 16 * memory["layer"] > 40e6
         # Buffers of sockets, and pages of allocators.
-        assert memory["peak"] < 2.2 * memory["layer"] + 3e6
+        assert memory["peak"] < 2 * memory["layer"] + 8e6
