@@ -20,6 +20,7 @@ from plexrl.errors import (
     UnavailableError,
     UnknownDeploymentError,
 )
+from plexrl.rollout.coordinator.messages import SwitchTp
 from plexrl.rollout.service.cluster_calls import ClusterCalls, RowRequest
 from plexrl.rollout.service.config import RolloutConfig
 from plexrl.rollout.service.instances.driver import InstanceDriver
@@ -57,6 +58,9 @@ class ScriptedCluster(ClusterCalls):
         super().__init__(AsyncTransport(CONFIG.routers, "key", 1.0, None), ORDER.job)
         self.trainer_step = 7
         """Of the weights that are pulled from now on."""
+        self.switches: list[tuple[str, int, str]] = []
+        self.failing_switches = 0
+        """Of the next ones."""
         self.failing_pulls: dict[str, int] = {}
         """Pulls that are still to fail, by deployment."""
         self.pulls: list[str] = []
@@ -116,6 +120,12 @@ class ScriptedCluster(ClusterCalls):
             for row in range(len(numbers))
         ]
         return [{"blocks": 100, "block_tokens": 16, "rows": rows, "steps": [], "preemptions": 0}]
+
+    async def switch_tp(self, name: str, tp: int, kv: str) -> None:
+        self.switches.append((name, tp, kv))
+        if self.failing_switches:
+            self.failing_switches -= 1
+            raise ConflictError("the engine's weights are not on the device")
 
     async def job_state(self) -> str:
         if self.job_states:
@@ -254,6 +264,62 @@ def test_what_an_engine_is_about_to_begin_runs_and_waits_while_it_is_offloaded(
             assert (load.running, set(load.waiting)) == ((), set(held))
 
     asyncio.run(check())
+
+
+def test_rows_are_routed_by_steps_of_the_smallest_groups_and_shown_with_their_group(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.stalled = {"rollout-0", "rollout-1"}
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            give_prompts(rollout)
+            held = rollout.instances.work[ORDER_1].held
+            await reached(rollout, lambda: bool(held))
+            driver = rollout._drivers[ORDER_1]
+            await reached(rollout, lambda: bool(driver.operations()))
+            (operation,) = driver.operations()
+            (engine,) = await cluster.engines("rollout-1")
+            engine["rows"] = [[operation, row, 2, True] for row in range(len(held))]
+            steps = [[1, 3, 30.0, 0.1, 1, 0.0], [2, 3, 33.0, 0.2, 2, 0.0]]
+            groups = [1] * len(held)
+            engine |= {"tp": 2, "tp_sizes": [1, 2], "steps": steps, "groups": groups}
+            load, measured = driver.load([engine])
+            assert (load.tp, load.groups) == (2, (1,) * len(load.running))
+            assert [each.seconds for each in measured] == [0.1]
+            # All steps of an engine count whose groups do not change.
+            other, _ = driver.load([engine | {"tp_sizes": [], "steps": []}])
+            assert other.running == load.running
+            later = [[number + 2, *step] for number, *step in steps]
+            _, measured = driver.load([engine | {"tp_sizes": [], "steps": later}])
+            assert [each.seconds for each in measured] == [0.1, 0.2]
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_cannot_switch_goes_on_as_it_is(tmp_path: Path) -> None:
+    async def check() -> None:
+        cluster = ScriptedCluster()
+        cluster.stalled = {"rollout-0", "rollout-1"}
+        cluster.failing_switches = 1
+        async with running(tmp_path, cluster) as rollout:
+            await reached(rollout, lambda: len(rollout.instances.work) == 2)
+            for wanted in (0, 1):
+                rollout.core.assignments.expected.switch_issued(ORDER_1)
+                command = SwitchTp(instance=ORDER_1, tp=2, kv="migrate", gain_s=1.0)
+                rollout.instances.work[ORDER_1].add(command)
+                rollout._drivers[ORDER_1].add(command)
+                await reached(rollout, lambda: not is_switching(rollout))
+                assert rollout.progress.tp_switches == wanted
+                assert not rollout.instances.work[ORDER_1].unanswered
+            assert cluster.switches == [("rollout-1", 2, "migrate")] * 2
+
+    asyncio.run(check())
+
+
+def is_switching(rollout: LiveRollout) -> bool:
+    return rollout.core.assignments.instances[ORDER_1].is_switching
 
 
 def test_an_instance_out_of_service_is_lost_and_joins_again(tmp_path: Path) -> None:
