@@ -172,8 +172,9 @@ def decide(
 def load(rollout: plexrl.RolloutDeployment) -> dict[str, Any]:
     """The load of the only engine."""
     path = f"{deployment_path(rollout.deployment)}/engines"
-    found: dict[str, Any] = rollout._transport.ask("GET", path)["engines"][0]
-    return found
+    while not (found := rollout._transport.ask("GET", path)["engines"]):
+        time.sleep(POLL_S)  # it is in the middle of a long pass
+    return dict(found[0])
 
 
 if __name__ == "__main__":

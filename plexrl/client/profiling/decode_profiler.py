@@ -37,6 +37,8 @@ Plain = dict[str, Any]
 POLL_S = 0.02
 ROWS_TIMEOUT_S = 60.0
 """A submitted generation has arrived in the engines within this time."""
+REPLY_TIMEOUT_S = 60.0
+"""An engine replies between two passes, which take less than this."""
 SWITCHES = 3
 """Switches of which the median counts."""
 
@@ -190,12 +192,18 @@ class DecodeProfiler:
     def _engines(self) -> list[Plain]:
         """The load of the engines."""
         path = f"{deployment_path(self._rollout.deployment)}/engines"
-        found: list[Plain] = self._transport.ask("GET", path)["engines"]
-        if not found:
-            raise ConflictError(
-                f"the engines of {self._rollout.deployment!r} do not reply: see `plexrl explain`"
-            )
-        return found
+        end = time.monotonic() + REPLY_TIMEOUT_S
+        while True:
+            # An engine in the middle of a long pass is left out.
+            found: list[Plain] = self._transport.ask("GET", path)["engines"]
+            if found:
+                return found
+            if time.monotonic() > end:
+                raise ConflictError(
+                    f"the engines of {self._rollout.deployment!r} do not reply: see "
+                    "`plexrl explain`"
+                )
+            time.sleep(POLL_S)
 
     def _write(self, profile: DecodeProfile) -> None:
         part = self._path.with_name(f".{self._path.name}.part")
