@@ -60,6 +60,8 @@ CASES = sized(
 )
 SEEDS = sized((0, 1, 2), quick=(0, 1))
 STEPS = sized(4, quick=2)
+RARE_STEPS = sized(6, quick=2)
+"""Steps with the highest limit, which only every other batch reaches."""
 BATCH = sized(128, quick=32)
 STATIC = System(name=SystemName.SYNC)
 ADAPTIVE = System(name=SystemName.PAT)
@@ -89,7 +91,7 @@ def setting(case: Case, seed: int, tp: int, model: Model) -> Setting:
         ),
         costs=model.costs(tp),
         model=model,
-        steps=STEPS,
+        steps=RARE_STEPS if case.limit > 16_384 else STEPS,
         warmup_steps=0,
     )
 
