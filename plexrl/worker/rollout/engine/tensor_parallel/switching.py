@@ -114,6 +114,7 @@ class SwitchingEngine(RolloutEngine):
             larger = min((other for other in groups.by_size if other > size), default=size)
             budget = memory - memory // made.kv.blocks * size // larger
         self._tp = groups.smallest
+        self.meter.begin(self._tp)
         self._outbox = Outbox()
         # The last count is of blocks.
         self._link = ReportLink(groups, len(TOTALS) + len(HELD) + 1)
