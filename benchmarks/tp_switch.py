@@ -40,12 +40,14 @@ from plexrl.worker.rollout.engine.tensor_parallel.switching import SwitchingEngi
 WORLD, SIZES = 4, (1, 2, 4)
 ROWS = sized(16, quick=4)
 """Rows at a switch."""
-CONTEXT = sized(1000, quick=40)
+CONTEXT = sized(500, quick=40)
 """Prompt tokens of each."""
-DECODED = sized(64, quick=8)
+DECODED = sized(48, quick=8)
 """Tokens drawn for each row where engines are compared."""
-BATCHES = sized((4, 16, 64), quick=(4,))
-ROUNDS = sized(3, quick=1)
+DRAWN_MAX = 800
+"""No row ends while sizes change: a few tokens are drawn between two changes."""
+BATCHES = sized((8, 32), quick=(4,))
+ROUNDS = sized(2, quick=1)
 EXCHANGES = sized(8, quick=1)
 """Rounds of migrations. In the first ones, memory of the cache is written for the first time."""
 CHANGES = ((1, 2), (2, 4), (4, 2), (2, 1), (1, 4), (4, 1))
@@ -66,7 +68,7 @@ SPEC = DeploymentSpec(
     workers=WORLD,
     parallelism=Parallelism(tp=WORLD),
     tp_sizes=SIZES,
-    max_sequence_tokens=CONTEXT + DECODED + 64,
+    max_sequence_tokens=CONTEXT + DRAWN_MAX,
     max_concurrent_samples=max(*BATCHES, ROWS),
 )
 
@@ -150,7 +152,7 @@ class Leader:
     def begin(self) -> Drawn:
         """Begin the generation during which the size changes."""
         drawn = Drawn(ROWS)
-        made = generation("g", range(ROWS), CONTEXT, DECODED)
+        made = generation("g", range(ROWS), CONTEXT, DRAWN_MAX)
         made.emit = drawn.add
         self.engine.submit(made)
         self.next_tokens(drawn)
@@ -160,6 +162,7 @@ class Leader:
         """Step until each row has its next token."""
         drawn.wanted = set(range(drawn.rows))
         while drawn.wanted:
+            assert self.engine.has_work, "no row has ended"
             self.engine.step()
 
     def change(self, drawn: Drawn, tp: int, kv: str) -> tuple[float, float]:
