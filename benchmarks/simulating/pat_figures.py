@@ -11,7 +11,7 @@ from plexrl.sim.rollout.engine.gpus import A40, H100, Gpu
 from plexrl.sim.rollout.engine.models import LLAMA31_8B, QWEN3_14B, Model
 from plexrl.sim.rollout.results.recorder import Recorder
 from plexrl.sim.rollout.runs.split import Runner
-from plexrl.sim.rollout.setting import Setting, System, SystemName
+from plexrl.sim.rollout.setting import Ends, Setting, System, SystemName
 from plexrl.sim.rollout.workload import DEEPSCALER, Prompts, Workload
 
 Row = tuple[str, ...]
@@ -65,7 +65,8 @@ RARE_STEPS = sized(6, quick=2)
 BATCH = sized(128, quick=32)
 STATIC = System(name=SystemName.SYNC)
 ADAPTIVE = System(name=SystemName.PAT)
-ORACLE = System(name=SystemName.PAT, lengths_known=True)
+LIMIT = System(name=SystemName.PAT, ends=Ends.LIMIT)
+ORACLE = System(name=SystemName.PAT, ends=Ends.KNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +123,15 @@ def _longest(workload: Workload, step: int) -> int:
 def measured(
     run: Runner, case: Case, model: Model, seeds: Sequence[int] = SEEDS
 ) -> dict[str, list[Times]]:
-    """By kind of engine: each static size, `pat` and `oracle`; by seed. The latter two begin with
-    the one of the two best static sizes that is better for the first seed."""
+    """By kind of engine: each static size, `pat`, `limit` (which assumes the limit, as the paper)
+    and `oracle`; by seed. The latter three begin with the one of the two best static sizes that is
+    better for the first seed."""
     sizes = model.sizes(case.limit + PROMPT_TOKENS)
     static = {f"tp{tp}": (STATIC, tp) for tp in sizes}
     found = _by_seed(run, case, model, static, seeds)
     near = sorted(sizes, key=lambda tp: found[f"tp{tp}"][0].generation_s)[:2]
     adaptive = {}
-    for kind, system in (("pat", ADAPTIVE), ("oracle", ORACLE)):
+    for kind, system in (("pat", ADAPTIVE), ("limit", LIMIT), ("oracle", ORACLE)):
         tried = {str(tp): (system, tp) for tp in near}
         first = _by_seed(run, case, model, tried, seeds[:1])
         adaptive[kind] = (system, min(near, key=lambda tp: first[str(tp)][0].generation_s))
@@ -172,7 +174,7 @@ def cuts(base: Sequence[Times], found: Sequence[Times]) -> list[float]:
 def pat_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
     """Fig. 10 and 11."""
     rows: list[Row] = []
-    gains, regrets = [], []
+    gains, regrets, limit_regrets = [], [], []
     for case in CASES:
         found = measured(run, case, case.trained)
         best = best_static(found)
@@ -197,6 +199,7 @@ def pat_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
             if kind == "pat":
                 gains.append(fmean(values))
         regrets.append(-fmean(cuts(found["oracle"], found["pat"])))
+        limit_regrets.append(-fmean(cuts(found["oracle"], found["limit"])))
         if case in (HEADLINE, CASES[-1]):
             _add_cuts(found, best, "" if case == HEADLINE else "_14b", figures)
     figures |= {
@@ -204,6 +207,8 @@ def pat_rows(run: Runner, figures: dict[str, float]) -> list[Row]:
         "pat_gain_max": max(gains),
         "pat_regret": fmean(regrets),
         "pat_regret_max": max(regrets),
+        "pat_limit_regret": fmean(limit_regrets),
+        "pat_limit_regret_max": max(limit_regrets),
     }
     return rows
 

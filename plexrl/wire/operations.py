@@ -310,6 +310,9 @@ class SyncWeightsParams:
     """Pull the newest version that a `publish` of the source has made, without waiting for the
     source. Without such a version the source publishes its weights first, as it does for other
     syncs."""
+    ahead: bool = False
+    """Choose the version now and fetch it while the generations before the sync go on; the caller
+    stops them when it has arrived. Otherwise the version is chosen when the sync begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

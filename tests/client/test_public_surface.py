@@ -168,7 +168,7 @@ def test_both_connect_functions_have_the_same_arguments() -> None:
     [
         (plexrl.TrainDeployment.optim_step, AdamParams, set()),
         (plexrl.TrainDeployment.save_checkpoint, CheckpointParams, {"job", "optimizer"}),
-        (plexrl.RolloutDeployment.sync_weights, SyncWeightsParams, set()),
+        (plexrl.RolloutDeployment.sync_weights, SyncWeightsParams, {"ahead"}),
     ],
     ids=ident,
 )

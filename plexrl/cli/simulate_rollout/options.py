@@ -124,12 +124,13 @@ class SystemOptions:
             "at random, 1 if lengths are known; default: that of PlexRL's ranker."
         ),
     ] = 0.71
-    lengths_known: Annotated[
-        bool,
+    ends: Annotated[
+        str,
         typer.Option(
-            "--lengths-known", help="pat knows where responses end: an oracle, for comparison."
+            help="Where pat expects responses to end: projected from earlier ones, at the limit "
+            "as in the paper, or known, an oracle."
         ),
-    ] = False
+    ] = "projected"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +233,12 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
     Raises:
         InvalidRequestError: a name or a bound is invalid.
     """
-    from plexrl.sim.rollout.setting import BOUNDED, FIXED_STALENESS, SPLIT, SystemName
+    from plexrl.sim.rollout.setting import BOUNDED, FIXED_STALENESS, SPLIT, Ends, SystemName
 
     bounds = numbers("--staleness", options.staleness)
+    if options.ends not in tuple(Ends):
+        raise InvalidRequestError(f"--ends {options.ends!r}: use {', '.join(Ends)}")
+    ends = Ends(options.ends)
     found = []
     for text in options.system.split(","):
         try:
@@ -251,7 +255,7 @@ def systems(options: SystemOptions, rollout_gpus: int | None) -> "list[System]":
                 eta_prompts=options.eta,
                 eta_responses=options.eta,
                 recall=options.recall,
-                lengths_known=options.lengths_known and name == SystemName.PAT,
+                ends=ends if name == SystemName.PAT else Ends.PROJECTED,
             )
             for bound in (bounds if name in BOUNDED else [FIXED_STALENESS[name]])
             for each in _variants(name, ablation=options.ablation)

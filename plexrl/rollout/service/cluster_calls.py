@@ -184,7 +184,9 @@ class ClusterCalls:
         self, deployment: str, source: str, operation: str, *, published: bool = False
     ) -> Decoder:
         """Begin a `pull`; returns how its result is read. Raises as that."""
-        params = SyncWeightsParams(source=f"{self._job}/{source}", published=published)
+        params = SyncWeightsParams(
+            source=f"{self._job}/{source}", published=published, ahead=published
+        )
         name = f"{self._job}/{deployment}"
         submission = requests.submission(
             name, OperationKind.SYNC_WEIGHTS, params, results.decode_plain

@@ -102,7 +102,7 @@ def measured(rollout: LiveRollout) -> Plain:
     budgets = [int(each.kv_budget) for each in rollout.instances.work.values()]
     return {
         "source": order.source,
-        "instances": list(order.instances),
+        "instances": list(rollout.progress.names(order)),
         "prompts": order.prompts,
         "samples": order.samples,
         "max_tokens": order.sampling.max_tokens,

@@ -164,6 +164,17 @@ class Parts:
 TAIL_ONLY = Parts(rewards=False, parallelism=False, stream=False)
 
 
+class Ends(StrEnum):
+    """Where `pat` expects unfinished responses to end."""
+
+    PROJECTED = "projected"
+    """At earlier lengths, as a live rollout does (`plexrl.rollout.adaptive_tp.projection`)."""
+    LIMIT = "limit"
+    """At the limit (PAT Alg. 1)."""
+    KNOWN = "known"
+    """Where they end: an oracle."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     """One system and its own settings."""
@@ -183,8 +194,8 @@ class System:
     recall: float = RECALL
     """Of `RANKED` systems: part of the longest fifth of a batch's prompts that the ranks find
     (StreamRL Tab. 4). 0.2: random ranks; 1: all lengths are known."""
-    lengths_known: bool = False
-    """`pat` knows where each response ends: an oracle. Otherwise it assumes the limit."""
+    ends: Ends = Ends.PROJECTED
+    """Of `pat`."""
 
     def __post_init__(self) -> None:
         if not LONG_PART <= self.recall <= 1.0:
@@ -216,8 +227,8 @@ class System:
             parts.append(self.parts.label)
         if self.name in RANKED and self.recall != RECALL:
             parts.append(f"recall {self.recall:g}")
-        if self.lengths_known:
-            parts.append("oracle")
+        if self.ends != Ends.PROJECTED:
+            parts.append(self.ends.value)
         return " ".join(parts)
 
 

@@ -127,6 +127,9 @@ class Replicas:
             except (PlexRLError, OSError, msgspec.MsgspecError) as error:
                 # Whatever is wrong with one source, the next hints are followed.
                 LOG.info("version %d of %s was not prefetched: %s", seq, source, error)
+            except Exception:
+                # Syncs wait for this thread, so it must not end.
+                LOG.exception("version %d of %s was not prefetched", seq, source)
             if found is None:
                 self._missed[source] = (seq, pulled_bytes)
             self._coming.discard((source, seq))

@@ -81,6 +81,7 @@ class StateMover:
                 return {**_plain(report), "trainer_step": self._backend.trainer_step}
             case _:
                 try:
+                    self.arrival.began(command)
                     return sync_weights(self._backend, self._client, command)
                 except SplitVersionError:
                     self._is_split = True

@@ -19,6 +19,8 @@ Plain = dict[str, Any]
 
 ASK_S = 0.02
 """Interval at which the StateManager is asked whether a version has arrived."""
+GIVE_UP_S = 120.0
+"""After so long a sync waits for no replica, and pulls from the source."""
 _PULLED, _REFUSED, _TORN = "pulled", "refused", "torn"
 """What each rank tells the others after a sync during generation. Torn: a mix of two versions."""
 
@@ -81,8 +83,8 @@ class Arrival:
         self._backend = backend
         self._client = client
         self._fetching: RunName | None = None
-        self._ask_at = 0.0
-        """Time of the next question, on the monotonic clock."""
+        self._ask_at = self._since = 0.0
+        """Times of the next question and of the first one, on the monotonic clock."""
         self.arrived: RunName | None = None
         """The latest sync whose version had arrived."""
 
@@ -92,20 +94,30 @@ class Arrival:
         if self.arrived == command.name:
             return True
         now = time.monotonic()
-        if self._fetching == command.name and now < self._ask_at:
+        if self._fetching != command.name:
+            self._fetching, self._since = command.name, now
+        elif now < self._ask_at:
             return False
-        self._fetching, self._ask_at = command.name, now + ASK_S
+        self._ask_at = now + ASK_S
         params: SyncWeightsParams = command.params()
         assert command.source is not None, "the scheduler names the source of a sync"
-        if _takes_replica(params) and not self._client.has_arrived(
-            sources=command.sources,
-            source=command.source,
-            seq=command.source_seq,
-            wants=self._backend.pulled_slices(),
+        if (
+            _takes_replica(params)
+            and now < self._since + GIVE_UP_S
+            and not self._client.has_arrived(
+                sources=command.sources,
+                source=command.source,
+                seq=command.source_seq,
+                wants=self._backend.pulled_slices(),
+            )
         ):
             return False
         self.arrived = command.name
         return True
+
+    def began(self, command: RunCommand) -> None:
+        """A sync runs, also one that nothing asked about because the engine was idle."""
+        self.arrived = command.name
 
 
 @contextmanager

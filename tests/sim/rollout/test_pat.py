@@ -12,13 +12,14 @@ from plexrl.sim.rollout.engine.models import LLAMA31_8B, Model
 from plexrl.sim.rollout.engine.trajectory import Trajectory
 from plexrl.sim.rollout.results.outcome import Outcome, outcome
 from plexrl.sim.rollout.runs.run import simulate_rollout
-from plexrl.sim.rollout.setting import Setting, System, SystemName
+from plexrl.sim.rollout.setting import Ends, Setting, System, SystemName
 from plexrl.sim.rollout.systems.pat.profile import decode_profile
 from plexrl.sim.rollout.workload import DEEPSCALER, DEEPSCALER_TAIL, Prompts, Workload
 
 ON_A40 = replace(LLAMA31_8B, gpu=A40)
 PAT = System(name=SystemName.PAT)
-ORACLE = System(name=SystemName.PAT, lengths_known=True)
+LIMIT = System(name=SystemName.PAT, ends=Ends.LIMIT)
+ORACLE = System(name=SystemName.PAT, ends=Ends.KNOWN)
 SYNC = System(name=SystemName.SYNC)
 
 
@@ -69,7 +70,7 @@ def test_lengths_have_the_published_tail_and_mean() -> None:
     assert sum(lengths) / 20_000 == pytest.approx(3445, rel=0.03)
 
 
-@pytest.mark.parametrize("system", [PAT, ORACLE], ids=lambda each: each.label)
+@pytest.mark.parametrize("system", [PAT, LIMIT, ORACLE], ids=lambda each: each.label)
 def test_a_switch_that_costs_too_much_never_happens(system: System) -> None:
     for tp in (1, 2, 4, 8):
         asked = setting(switching(1e9), tp=tp)

@@ -81,7 +81,7 @@ async def copy(
     request: Request, services: Services, job: str, name: str, body: CopyRequest
 ) -> Plain:
     """It has the same model, layout and settings, and a model's first weights. A request with the
-    name of an existing deployment returns that deployment."""
+    name and the settings of an existing deployment returns that one."""
     caller = await services.caller(request)
     check_name("deployment", body.name)
     view = await services.deployment(caller, f"{job}/{name}")

@@ -267,8 +267,7 @@ async def _submit(
                 "payload_digest": "" if payload is None else upload.digest,
                 "tokens": checked.tokens,
                 "source": None if sync is None else sync.source,
-                # A published version is fetched beside the generations before the sync.
-                "in_flight": sync is not None and (sync.in_flight or sync.published),
+                "in_flight": sync is not None and (sync.in_flight or sync.ahead),
                 "published": sync is not None and sync.published,
             },
         )

@@ -1,17 +1,20 @@
 """Synchronous rollout whose tensor-parallel size changes while a batch drains (PAT).
 
 Whether and to which size a node switches is decided by the code of a live rollout
-(`plexrl.rollout.adaptive_tp`), each time responses end. It assumes that each unfinished response
-goes on to the limit, as the paper does, or knows where it ends (`System.lengths_known`). A batch
-begins with the size of the setting; to return to that size costs a switch without KV cache.
+(`plexrl.rollout.adaptive_tp`), each time responses end. `System.ends` says where it expects them to
+end. A batch begins with the size of the setting; to return to that size costs a switch without KV
+cache.
 """
 
 from collections.abc import Sequence
 
 from plexrl.errors import InvariantError
 from plexrl.rollout.adaptive_tp.predictor import LatencyPredictor
+from plexrl.rollout.adaptive_tp.projection import DecodingRow, bound, project
+from plexrl.rollout.adaptive_tp.remaining import UnfinishedRow
+from plexrl.rollout.trajectories.lengths import RECENT_MAX
 from plexrl.sim.rollout.engine.trajectory import Trajectory
-from plexrl.sim.rollout.setting import System
+from plexrl.sim.rollout.setting import Ends, System
 from plexrl.sim.rollout.systems.baselines.synchronous import Synchronous
 from plexrl.sim.rollout.systems.dispatch import dispatch
 from plexrl.sim.rollout.systems.pat.node import Node
@@ -28,16 +31,20 @@ class AdaptiveTp(Synchronous):
         if model is None:
             raise InvariantError("adaptive tensor parallelism has no model")
         self._predictor = LatencyPredictor(decode_profile(world.setting, model))
-        self._lengths_known = system.lengths_known
+        self._ends = system.ends
+        self._recent: list[int] = []
+        """Tokens of the latest complete responses, the latest one last."""
         per_node = min(model.gpu.per_node, world.setting.gpus)
         self._nodes = [
-            Node(world, self, model, self._predictor, self._left)
+            Node(world, self, model, self._predictor, self._unfinished)
             for _ in range(world.setting.gpus // per_node)
         ]
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
         """See `Policy`."""
         super().finished(trajectories)
+        self._recent += [each.response_tokens for each in trajectories]
+        del self._recent[:-RECENT_MAX]
         ended = {each.segments[-1].instance for each in trajectories}
         for node in self._nodes:
             if ended & {each.number for each in node.instances}:
@@ -51,10 +58,21 @@ class AdaptiveTp(Synchronous):
         switch_s = self._predictor.profile.switch_s if has_switched else 0.0
         world.at(world.now + switch_s, super().trained)
 
-    def _left(self, trajectory: Trajectory) -> int:
+    def _unfinished(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[UnfinishedRow]]:
+        """The rows of groups with what they are expected to draw still."""
+        if self._ends == Ends.KNOWN:
+            return [
+                [
+                    UnfinishedRow(each.length, each.response_tokens - each.done_tokens)
+                    for each in some
+                ]
+                for some in groups
+            ]
         limit = self._world.setting.workload.limit
-        last = trajectory.response_tokens if self._lengths_known else limit
-        return last - trajectory.done_tokens
+        rows = [
+            [DecodingRow(each.length, each.done_tokens, limit) for each in some] for some in groups
+        ]
+        return project(rows, self._recent) if self._ends == Ends.PROJECTED else bound(rows)
 
     def _begin_batch(
         self, world: World, policy: Policy, trajectories: Sequence[Trajectory]

@@ -25,14 +25,14 @@ class Node:
         policy: Policy,
         model: Model,
         predictor: LatencyPredictor,
-        left: Callable[[Trajectory], int],
+        unfinished: Callable[[Sequence[Sequence[Trajectory]]], list[list[UnfinishedRow]]],
     ) -> None:
-        """`left`: tokens that a response may still draw."""
+        """`unfinished`: groups of trajectories with what they are expected to draw still."""
         self._world = world
         self._policy = policy
         self._model = model
         self._predictor = predictor
-        self._left = left
+        self._unfinished = unfinished
         self._controller = SwitchController(predictor)
         self._numbers = count(world.setting.gpus)
         self.instances: list[Instance] = []
@@ -44,15 +44,12 @@ class Node:
         for each in self.instances:
             each.advance(world.now)
             world.touch(each, self._policy)
-        groups = [self._rows([*each.running(), *each.waiting]) for each in self.instances]
+        groups = self._unfinished([[*each.running(), *each.waiting] for each in self.instances])
         if not any(groups):
             return
         switch = self._controller.decide(self.instances[0].costs.gpus, groups)
         if switch is not None:
             self._begin(switch)
-
-    def _rows(self, trajectories: Sequence[Trajectory]) -> list[UnfinishedRow]:
-        return [UnfinishedRow(each.length, self._left(each)) for each in trajectories]
 
     def _begin(self, switch: Switch) -> None:
         """Stop all groups. They go on when the last one has stopped and the switch is done."""
@@ -86,7 +83,9 @@ class Node:
         self, new: list[Instance], running: Sequence[Trajectory], waiting: Sequence[Trajectory]
     ) -> None:
         world, self.instances = self._world, new
-        ordered = sorted(running, key=lambda each: (-self._left(each), -each.length, each.number))
+        (rows,) = self._unfinished([running])
+        left = {each.number: row.left for each, row in zip(running, rows, strict=True)}
+        ordered = sorted(running, key=lambda e: (-left[e.number], -e.length, e.number))
         for at, instance in enumerate(new):
             instance.resume(ordered[at :: len(new)], world.now)
             instance.route(waiting[at :: len(new)], world.now)
