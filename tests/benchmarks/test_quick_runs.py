@@ -26,7 +26,13 @@ LONG = {
         "rollout_tail.py",
     ),
     *("roundtrip.py", "scale.py"),
-    *("simulating/fidelity.py", "simulating/rollout_sensitivity.py", "state/published_pulls.py"),
+    *(
+        "simulating/cluster.py",
+        "simulating/pareto.py",
+        "simulating/fidelity.py",
+        "simulating/rollout_sensitivity.py",
+        "state/published_pulls.py",
+    ),
     *("statemanager.py", "switch.py", "tp_switch.py", "update_pause.py"),
     "weight_sync_hosts.py",
 }
