@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plexrl.errors import CapacityError, InvalidRequestError, UnavailableError
+from plexrl.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    OverloadedError,
+    PlexRLError,
+    StorageError,
+    UnavailableError,
+)
 from plexrl.rollout.service.instances import balancing
 from plexrl.rollout.service.live_rollout import LiveRollout
 from plexrl.rollout.service.status import status
@@ -187,14 +195,15 @@ def test_an_addition_that_the_cluster_refuses_is_given_up(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("failure", [UnavailableError, OverloadedError, StorageError])
 def test_a_call_that_fails_for_now_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[PlexRLError]
 ) -> None:
     monkeypatch.setattr(balancing, "RETRY_S", 0.01)
 
     async def check() -> None:
         cluster = ElasticCluster()
-        cluster.refusal = UnavailableError("the scheduler restarts")
+        cluster.refusal = failure("the scheduler has no time now")
         async with running(tmp_path, cluster, ELASTIC) as rollout:
             await begun(rollout)
             steps(rollout, GENERATION_BOUND)
@@ -202,6 +211,28 @@ def test_a_call_that_fails_for_now_is_repeated(
             assert rollout.progress.names(ELASTIC)[-1] == "rollout-2"
             cluster.refusal = None
             await reached(rollout, lambda: "rollout-2" in rollout.instances.work)
+
+    asyncio.run(check())
+
+
+def test_a_deployment_of_the_user_with_the_name_of_an_addition_stays(tmp_path: Path) -> None:
+    """Also if the addition is taken back while it is asked for."""
+
+    async def check() -> None:
+        cluster = ElasticCluster()
+        cluster.refusal = ConflictError("the deployment exists with other settings")
+        async with running(tmp_path, cluster, ELASTIC) as rollout:
+            await begun(rollout)
+            cluster.is_open.clear()
+            steps(rollout, GENERATION_BOUND)
+            await asyncio.sleep(0.01)
+            steps(rollout, StepTimes(generation_s=50.0, training_s=50.0), 3 * STEPS)
+            assert rollout.progress.ending == ["rollout-2"]
+            cluster.is_open.set()
+            await reached(rollout, lambda: not rollout.progress.ending)
+            assert not cluster.made
+            assert not cluster.was_ended
+            assert rollout.progress.names(ELASTIC) == ELASTIC.instances
 
     asyncio.run(check())
 

@@ -28,7 +28,6 @@ from plexrl.errors import (
     ConnectionLostError,
     NotFoundError,
     PlexRLError,
-    UnknownDeploymentError,
     UnknownOperationError,
     from_wire,
 )
@@ -251,17 +250,13 @@ class ClusterCalls:
         return dict((await self._transport.request(call)).json())
 
     async def ensure_copy(self, like: str, name: str) -> None:
-        """Create a deployment with the settings of another one, unless there is one of that name.
+        """Create a deployment with the settings of another one, unless it exists.
 
         Raises:
-            PlexRLError: the cluster refuses it.
+            PlexRLError: the cluster refuses it, or the name is that of another deployment.
         """
-        path = deployment_path(f"{self._job}/{name}")
-        try:
-            await self._request(Call(method="GET", path=path))
-        except UnknownDeploymentError:
-            path = f"{deployment_path(f'{self._job}/{like}')}/copies"
-            await self._request(Call(method="POST", path=path, json={"name": name}))
+        path = f"{deployment_path(f'{self._job}/{like}')}/copies"
+        await self._request(Call(method="POST", path=path, json={"name": name}))
 
     async def end(self, name: str) -> None:
         """End a deployment; one that has ended stays as it is.

@@ -14,7 +14,18 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from plexrl.errors import JobEndedError, PlexRLError, UnavailableError, UnknownDeploymentError
+from plexrl.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    JobEndedError,
+    ModelDoesNotFitError,
+    NotFoundError,
+    PermissionDeniedError,
+    PlexRLError,
+    QuotaExceededError,
+    UnknownDeploymentError,
+)
 from plexrl.rollout.coordinator.coordinator import RolloutCoordinator
 from plexrl.rollout.coordinator.messages import InstanceLost, InstancesChosen
 from plexrl.rollout.service.cluster_calls import ClusterCalls
@@ -37,6 +48,11 @@ LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Pause before a call is repeated that failed for a reason that may pass."""
+REFUSALS = (
+    *(CapacityError, ConflictError, InvalidRequestError, ModelDoesNotFitError),
+    *(NotFoundError, PermissionDeniedError, QuotaExceededError),
+)
+"""A deployment is not created, and no repetition would change that."""
 
 
 class Balanced(Protocol):
@@ -80,18 +96,24 @@ class InstanceCount:
         """Instances that took part when the present step began."""
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._creating: dict[str, asyncio.Future[None]] = {}
+        """The latest request that creates each added deployment."""
 
     async def run(self) -> None:
         """Run all members until cancelled. Raises as `Member.run`."""
         progress, members = self._rollout.progress, list(self._rollout.members)
-        async with asyncio.TaskGroup() as self._tasks:
-            for member in members:
-                is_ending = member.name in progress.ending
-                if not is_ending or member.instance is not None:
-                    self._start(member)
-                if is_ending:
-                    self._tasks.create_task(self._end(member))
-            await asyncio.Event().wait()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for member in members:
+                    is_ending = member.name in progress.ending
+                    if not is_ending or member.instance is not None:
+                        self._start(member)
+                    if is_ending:
+                        self._tasks.create_task(self._end(member))
+                await asyncio.Event().wait()
+        finally:
+            for creating in self._creating.values():
+                creating.cancel()
 
     def step_ended(self, times: StepTimes) -> None:
         """A step of the trainer took these times."""
@@ -199,12 +221,15 @@ class InstanceCount:
         rollout = self._rollout
         await rollout.settled()
         while True:
+            like = rollout.order.instances[0]
+            creating = asyncio.ensure_future(rollout.calls.ensure_copy(like, member.name))
+            self._creating[member.name] = creating
             try:
-                await rollout.calls.ensure_copy(rollout.order.instances[0], member.name)
-            except UnavailableError as error:
-                LOG.warning("%s is not created: %s; trying again", member.name, error)
-                await asyncio.sleep(RETRY_S)
-            except PlexRLError as error:
+                # A request under way is not cancelled: it could take effect after that to end it.
+                await asyncio.shield(creating)
+            except REFUSALS as error:
+                if member.name in rollout.progress.ending:
+                    return False
                 rollout.members.remove(member)
                 names = rollout.progress.names(rollout.order)
                 rest = tuple(each for each in names if each != member.name)
@@ -212,8 +237,11 @@ class InstanceCount:
                 self._choose(rest, rollout.progress.ending, change=0, reason=reason)
                 self._balance.refused()
                 return False
+            except PlexRLError as error:
+                LOG.warning("%s is not created: %s; trying again", member.name, error)
+                await asyncio.sleep(RETRY_S)
             else:
-                return True
+                return member.name not in rollout.progress.ending
 
     async def _end(self, member: Member) -> None:
         """End its deployment, once its instance has returned what it had."""
@@ -222,10 +250,15 @@ class InstanceCount:
         if (task := self._running.pop(member.name, None)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        created: list[BaseException | None] = []
+        if (creating := self._creating.pop(member.name, None)) is not None:
+            created += await asyncio.gather(creating, return_exceptions=True)
         if member.instance is not None:
             rollout.lost(InstanceLost(instance=member.instance))
         await rollout.settled()
-        await self._end_deployment(member.name)
+        # After a conflict the name is that of another deployment.
+        if not any(isinstance(each, ConflictError) for each in created):
+            await self._end_deployment(member.name)
         rollout.members.remove(member)
         ending = [each for each in rollout.progress.ending if each != member.name]
         self._choose(rollout.progress.names(rollout.order), ending, change=0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plexrl.errors import (
+    InvalidRequestError,
     NotFoundError,
     PlexRLError,
     RolloutFailedError,
@@ -152,9 +153,16 @@ class Member:
             # It has just loaded weights, and answers soon.
             await asyncio.sleep(JOIN_S)
             engines = await rollout.calls.engines(self.name)
-        check_engines(order.adaptive_tp, self.name, view, engines)
+        try:
+            check_engines(order.adaptive_tp, self.name, view, engines)
+        except InvalidRequestError as error:
+            self._absent(f"the profile is not of its engines: {error.message}", has_failed=True)
+            await asyncio.sleep(RETRY_S)
+            return None
         # Last, so that the first instance to join decides which weights are the first version.
         version = await rollout.version_of(step)
+        if self.name in rollout.progress.ending:
+            return None
         budget = float(sum(each["blocks"] * each["block_tokens"] for each in engines))
         self.instance, self.absence = instance, None
         gpus = int(view["workers"])
