@@ -156,6 +156,9 @@ class Member:
         try:
             check_engines(order.adaptive_tp, self.name, view, engines)
         except InvalidRequestError as error:
+            if not rollout.progress.joins:
+                # The rollout has not begun, and its policy is refused.
+                raise
             self._absent(f"the profile is not of its engines: {error.message}", has_failed=True)
             await asyncio.sleep(RETRY_S)
             return None
