@@ -1,6 +1,5 @@
 """`plexrl plan-rollout`: which way to run a job would pay."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,25 +75,14 @@ def plan_rollout(
 def _run(
     job: "Job", modes: "Sequence[Mode]", seeds: Sequence[int], workers: int | None, *, quiet: bool
 ) -> "list[Planned]":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from plexrl.cli.simulate_rollout.progress import run_display
     from plexrl.sim.rollout.plan.planning import planned
     from plexrl.sim.rollout.results.outcome import Outcome
     from plexrl.sim.rollout.runs.split import runner
 
     # Impossible settings are found before anything runs.
     job.setting(seeds[0], job.sizes()[0])
-    display = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        TextColumn("{task.completed} runs"),
-        TextColumn("{task.fields[status]}", markup=False),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=quiet or not sys.stderr.isatty(),
-    )
+    display = run_display(quiet)
     with display, runner(workers) as run:
         task = display.add_task("simulating", total=None, status="")
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from plexrl.sim.rollout.report.histories import History
 from plexrl.sim.rollout.results.outcome import Outcome
@@ -14,6 +15,9 @@ from plexrl.sim.rollout.setting import (
     SystemName,
     check_system,
 )
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def run_all(
@@ -29,22 +33,10 @@ def run_all(
     Raises:
         InvalidRequestError: a split of the GPUs is impossible.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     questions = [(setting, system) for setting in settings for system in systems]
     for setting, system in questions:
         check_system(setting, system)
-    display = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        TextColumn("{task.completed} runs"),
-        TextColumn("{task.fields[status]}", markup=False),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=quiet or not sys.stderr.isatty(),
-    )
+    display = run_display(quiet)
     with display, runner(workers) as run:
         task = display.add_task("simulating", total=None, status="")
 
@@ -62,6 +54,23 @@ def run_all(
                 display.update(task, advance=1, status=f"{outcome.system.label}, history")
                 histories.append((setting, outcome, future.result()))
     return found, histories
+
+
+def run_display(quiet: bool) -> "Progress":
+    """A line on the terminal with the number of runs; a task has the field `status`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed} runs"),
+        TextColumn("{task.fields[status]}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
 
 
 def _shown(

@@ -1,10 +1,31 @@
-"""The events with which a simulated job arrives at the scheduler. Pure."""
+"""A simulated job that arrives, and the events by which the scheduler learns of it. Pure."""
 
 from plexrl.ids import TenantId
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.job_run import JobRun
+from plexrl.sim.engine.job_run import JobRun, Rollouts
 from plexrl.sim.engine.shell import FOREVER_S
+from plexrl.sim.state.device_state import device_state_bytes
+from plexrl.sim.workload.cycles import CycleFactory
+from plexrl.sim.workload.scenario import NodeType, Scenario
+from plexrl.traces import TraceJob
+
+
+def new_run(
+    job: TraceJob, name: str, kind: NodeType, scenario: Scenario, cycles: CycleFactory
+) -> JobRun:
+    """A job that has not begun, with the state of one on nodes of this kind."""
+    behaviour = scenario.behaviour
+    run = JobRun(
+        job,
+        name,
+        cycles(job, behaviour, scenario.seed, detail=scenario.detail),
+        staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
+        state_bytes=device_state_bytes(job, kind),
+    )
+    if scenario.places_rollouts and job.rollout_gpus:
+        run.rollouts = Rollouts(run)
+    return run
 
 
 def submission(run: JobRun, tenant: TenantId) -> ev.JobSubmitted:

@@ -17,7 +17,7 @@ from plexrl.errors import (
 from plexrl.ids import NodeId, OperationId, TenantId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.arrival import deployments, submission
+from plexrl.sim.engine.arrival import deployments, new_run, submission
 from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.faults.fault_injector import FaultInjector
@@ -32,7 +32,6 @@ from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.metrics.group_members import GroupMembers
 from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
-from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.state.statemanagers import NodeStates, Refusal
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory
@@ -251,17 +250,9 @@ class TraceRun:
         scenario, shell = self.scenario, self.shell
         behaviour = scenario.behaviour
         kind = self._types.get(job.node_type, scenario.pools[0].node_type)
-        state_bytes = device_state_bytes(job, kind)
-        run = JobRun(
-            job,
-            f"j{self.jobs_seen}",
-            self._cycle_factory(job, behaviour, scenario.seed, detail=scenario.detail),
-            staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
-            state_bytes=state_bytes,
-        )
+        run = new_run(job, f"j{self.jobs_seen}", kind, scenario, self._cycle_factory)
         self._runs[run.deployment] = run
-        if scenario.places_rollouts and job.rollout_gpus:
-            run.rollouts = Rollouts(run)
+        if run.rollouts is not None:
             self._rollouts[run.rollouts.deployment] = run.rollouts
         self._collector.job_submitted(job, shell.now)
         self._faults.job_submitted(run.deployment, job.job_id)

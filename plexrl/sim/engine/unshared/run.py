@@ -7,13 +7,13 @@ they are placed, for as long as its drawn cycles take alone.
 from collections.abc import Callable, Iterator
 
 from plexrl.errors import InvalidRequestError
-from plexrl.sim.engine.job_run import JobRun, Rollouts, alone_clock
+from plexrl.sim.engine.arrival import new_run
+from plexrl.sim.engine.job_run import JobRun, alone_clock
 from plexrl.sim.engine.shell import virtual_config
 from plexrl.sim.engine.unshared.backfilling import RigidJob, Rule, conservative, easy
 from plexrl.sim.metrics.collector import COMPLETED, Collector
 from plexrl.sim.metrics.job_rows import JobRow
 from plexrl.sim.results.result import SimResult, Speed
-from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleFactory
 from plexrl.sim.workload.policies import UNSHARED
@@ -94,17 +94,8 @@ class UnsharedRun:
 
     def _run(self, job: TraceJob) -> JobRun:
         scenario, kind = self._scenario, self._scenario.pools[0].node_type
-        behaviour = scenario.behaviour
-        run = JobRun(
-            job,
-            job.job_id,
-            self._cycle_factory(job, behaviour, scenario.seed, detail=scenario.detail),
-            staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
-            state_bytes=device_state_bytes(job, kind),
-        )
+        run = new_run(job, job.job_id, kind, scenario, self._cycle_factory)
         run.node_type, run.speed = kind.name, kind.speed
-        if scenario.places_rollouts and job.rollout_gpus:
-            run.rollouts = Rollouts(run)
         run.alone = alone_clock(run, scenario, self._costs, self._config)
         return run
 
