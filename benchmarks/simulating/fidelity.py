@@ -1,188 +1,180 @@
-"""Compares cycle times on a live embedded cluster with those of the simulator.
+"""Predicts runs of a live embedded cluster from recordings of other runs, and compares.
 
     python -m benchmarks.simulating.fidelity [--quick] [--json] [--full]
 
-Jobs of different size share one training group: real controllers, processes, models and switches.
-Only rollouts are simulated, by controllers that sleep (lognormal, sigma 0.2, as are the sizes of
-the batches). A cycle goes from the end of a publish to the end of the next.
+Four jobs of different size share one training group: real controllers, processes, models, switches
+and scheduler. Only rollouts are controllers that sleep (lognormal, sigma 0.2, as are the sizes of
+the batches). `SOURCES` are recorded, and give each job's profile. `PREDICTED` are runs of other
+mixes with other seeds. Of these the forecast knows the list of jobs (names, submissions, numbers
+of cycles) and nothing else; it is what `plexrl fidelity RUN --from SOURCE` prints. The runs
+alternate, so that a machine which grows busier changes both.
 
-Inputs of the simulator: from each job alone on the group (`ALONE_CYCLES` cycles), the control-plane
-overhead of each kind of operation; from the shared run, each cycle's own rollout and gaps, the
-workers' compute times, and the mean durations of moves. It receives no waits, orders or durations
-of shared cycles. *replay*: median cycles, and `|predicted / measured - 1|` cycle by cycle as
-median, mean and 95th percentile. *law*: median cycles predicted with drawn cycles from the row that
-`plexrl traces record` makes of the run. *alone*: the baseline, which predicts no waiting.
-`fidelity_median_error` is the median of replay's errors over the cycles of all runs.
+Compared is each job's mean cycle after `WARM_UP_CYCLES`; a cycle goes from the end of a publish to
+the end of the next. *nobody waits* and *FIFO* are simpler forecasts from the same profiles. A skill
+is `1 - mean error / mean error of the simpler forecast`. `fidelity_median_error` and
+`fidelity_p95_error` are over the jobs of all predicted runs.
 
-The duration of rollouts is chosen so that the group has load `LOAD`, so a slow or busy machine has
-the same contention. The table has the machine's load average of each run.
+Before the first run each job's training is timed, and its rollouts get the length with which it
+needs the group for its `duty`; so a slow machine has the same contention. The profile does not use
+these times. Operations compute on one core, and only one job has the group at a time, so jobs slow
+each other mostly by waiting; processes of others on the machine slow single operations and are
+part of the error. The table has the machine's load average of each run.
 """
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 
 from benchmarks.report import Part, report
-from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
+from benchmarks.simulating.live_jobs import LiveJob, run_live
 from benchmarks.sizes import sized
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
-from plexrl.sim.fidelity.fidelity import (
-    Comparison,
-    Errors,
-    JobError,
-    compare_drawn,
-    compare_recorded,
-    errors_of,
-)
-from plexrl.sim.fidelity.recording import Overheads, overheads, recorded_run
-from plexrl.traces.convert.recorder import record
+from plexrl.sim.fidelity.fidelity import WARM_UP_CYCLES
+from plexrl.sim.fidelity.forecast import ForecastError, Skill, skill_of
+from plexrl.sim.fidelity.run_forecast import forecast_run, profiles_in
+from plexrl.traces.convert.history import History, history_of
 
-JOBS = (
-    LiveJob(name="a", rows=9, hidden=192),
-    LiveJob(name="b", rows=9, hidden=256),
-    LiveJob(name="c", rows=7, hidden=320),
-    LiveJob(name="d", rows=6, hidden=384),
-)
-RUNS = sized((("hrrs", (2, 4)), ("fifo-bursts", (3,))), quick=(("hrrs", (1,)),))
-"""Numbers of jobs by ordering."""
-POLICIES = {"hrrs": "pack", "fifo-bursts": "fifo-lock"}
-"""The simulator's policy of each ordering, with placement by `pack`."""
-LOAD = 0.75
-ALONE_CYCLES = sized(12, quick=4)
-CYCLES, FULL_CYCLES = sized(40, quick=4), 100
-"""Smallest number of cycles of each job in a shared run."""
-SEEDS = sized((1, 2, 3, 4, 5), quick=(1,))
-"""Seeds of the drawn cycles."""
+JOBS = {
+    "a": (LiveJob(name="a", rows=8, hidden=128), 0.12),
+    "b": (LiveJob(name="b", rows=10, hidden=192), 0.18),
+    "c": (LiveJob(name="c", rows=10, hidden=256), 0.22),
+    "d": (LiveJob(name="d", rows=12, hidden=384), 0.33),
+}
+"""The jobs, and the part of a cycle for which each needs the group."""
+SOURCES = ("ab", "cd")
+PREDICTED = ("abcd", "bcd")
+POLICY = "pack"
+TIMED_CYCLES = sized(6, quick=3)
+SOURCE_S, PREDICTED_S, FULL_FACTOR = sized(30.0, quick=2.0), sized(50.0, quick=2.0), 4.0
+"""Seconds of a run, and how much longer runs are with `--full`."""
+CYCLES_MIN = 2 * WARM_UP_CYCLES
+SLOWDOWN = 1.2
+"""Assumed slowdown of a shared cycle: the jobs of a run get cycles for about the same time."""
+SEEDS = sized(tuple(range(1, 11)), quick=(1,))
+"""Seeds of the simulated runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One shared run."""
+    """One predicted run."""
 
-    ordering: str
-    replay: Comparison
-    law: tuple[JobError, ...]
+    mix: str
+    jobs: tuple[ForecastError, ...]
     machine_load: float
     """Load average of the machine over the last minute of the run."""
 
 
-def run_alone(embedded: EmbeddedCluster, job: LiveJob) -> tuple[Overheads, float]:
-    """Control-plane overhead of the job's operations, and seconds of a cycle on the group."""
-    alone = run_live(embedded, [job], label="alone", cycles=ALONE_CYCLES, seed=0)
-    actor = [row for row in alone.operations if row["deployment"].endswith("/actor")]
-    beyond = overheads(actor)
-    (found,) = recorded_run(alone.jobs, alone.operations, {job.name: beyond})
-    return beyond, median(sum(cycle.segments_s) for cycle in found.cycles)
+def recorded(
+    embedded: EmbeddedCluster, mix: str, jobs: Mapping[str, LiveJob], *, seconds: float, seed: int
+) -> History:
+    """The history of one run of about `seconds`."""
+    plans = []
+    for name in mix:
+        job, duty = jobs[name], JOBS[name][1]
+        period_s = job.rollout_s / (1.0 - duty)
+        cycles = max(CYCLES_MIN, round(seconds / SLOWDOWN / period_s))
+        plans.append(replace(job, cycles=cycles))
+    run = run_live(embedded, plans, label=f"{mix}-{seed}", seed=seed)
+    return history_of(run.jobs, run.operations, run.ended_at)
 
 
-def run_shared(
-    embedded: EmbeddedCluster,
-    ordering: str,
-    jobs: Sequence[LiveJob],
-    alone: Mapping[str, tuple[Overheads, float]],
-    cycles: int,
-) -> Found:
-    """Run the jobs together and predict the run."""
-    sharers = [
-        replace(job, rollout_s=alone[job.name][1] * (len(jobs) / LOAD - 1.0)) for job in jobs
+def timed(embedded: EmbeddedCluster) -> dict[str, LiveJob]:
+    """The jobs, with rollouts of the length that gives each its duty."""
+    plans = [replace(job, cycles=TIMED_CYCLES) for job, _ in JOBS.values()]
+    run = run_live(embedded, plans, label="timed", seed=0)
+    profiles, _ = profiles_in([history_of(run.jobs, run.operations, run.ended_at)], warm_up=1)
+    busy_s = {
+        name: fmean(sum(cycle.segments_s) for cycle in profile.cycles)
+        for name, profile in profiles.items()
+    }
+    return {
+        name: replace(job, rollout_s=busy_s[name] * (1.0 / duty - 1.0))
+        for name, (job, duty) in JOBS.items()
+    }
+
+
+def run_all(*, full: bool) -> list[Found]:
+    """Record all runs, and predict each of `PREDICTED` from `SOURCES`."""
+    factor = FULL_FACTOR if full else 1.0
+    sources: list[History] = []
+    targets: list[tuple[str, History, float]] = []
+    embedded = start_embedded(gpus_per_node=1 + len(JOBS), policy=POLICY, ordering="hrrs")
+    try:
+        jobs = timed(embedded)
+        for seed, (source, target) in enumerate(zip(SOURCES, PREDICTED, strict=True), 1):
+            seconds = factor * SOURCE_S
+            sources.append(recorded(embedded, source, jobs, seconds=seconds, seed=seed))
+            seconds = factor * PREDICTED_S
+            run = recorded(embedded, target, jobs, seconds=seconds, seed=100 + seed)
+            targets.append((target, run, os.getloadavg()[0]))
+    finally:
+        embedded.close()
+    return [
+        Found(
+            mix=mix,
+            jobs=forecast_run(run, sources, POLICY, seeds=SEEDS, warm_up=WARM_UP_CYCLES).jobs,
+            machine_load=machine_load,
+        )
+        for mix, run, machine_load in targets
     ]
-    run = run_live(embedded, sharers, label=f"of-{len(jobs)}", cycles=cycles, seed=1)
-    machine_load = os.getloadavg()[0]
-    beyond = {job.name: alone[job.name][0] for job in jobs}
-    return found_in(run, ordering, beyond, machine_load)
-
-
-def found_in(
-    run: LiveRun, ordering: str, beyond: dict[str, Overheads], machine_load: float
-) -> Found:
-    """Both predictions of a recorded run."""
-    policy = POLICIES[ordering]
-    recorded = recorded_run(run.jobs, run.operations, beyond)
-    names = {view["job"]: view["name"] for view in run.jobs}
-    rows = record(run.jobs, run.operations, run.ended_at)
-    return Found(
-        ordering=ordering,
-        replay=compare_recorded(recorded, policy),
-        law=compare_drawn(rows, recorded, policy, SEEDS, names=names),
-        machine_load=machine_load,
-    )
 
 
 def measure(*, full: bool) -> Part:
     """All runs; `full`: longer ones."""
-    cycles = FULL_CYCLES if full else CYCLES
-    found: list[Found] = []
-    for ordering, counts in RUNS:
-        embedded = start_embedded(gpus_per_node=1 + max(counts), policy="pack", ordering=ordering)
-        try:
-            alone = {job.name: run_alone(embedded, job) for job in JOBS[-max(counts) :]}
-            found += [
-                run_shared(embedded, ordering, JOBS[-count:], alone, cycles) for count in counts
-            ]
-        finally:
-            embedded.close()
-    compared = [cycle for each in found for cycle in each.replay.cycles]
-    by_law = [abs(job.error) for each in found for job in each.law]
-    errors = errors_of([cycle.error for cycle in compared])
-    unwaited = errors_of([cycle.alone_error for cycle in compared])
+    found = run_all(full=full)
+    compared = [job for each in found for job in each.jobs]
+    skill = skill_of(compared)
     figures = {
-        "fidelity_median_error": errors.median,
-        "fidelity_mean_error": errors.mean,
-        "fidelity_p95_error": errors.p95,
-        "fidelity_alone_median_error": unwaited.median,
-        "fidelity_law_median_error": median(by_law),
-        "fidelity_law_worst_error": max(by_law),
-        "fidelity_cycles": len(compared),
+        "fidelity_median_error": skill.forecast.median,
+        "fidelity_p95_error": skill.forecast.p95,
+        "fidelity_skill": skill.skill,
+        "fidelity_skill_fifo": skill.skill_over_fifo,
+        "fidelity_alone_median_error": skill.alone.median,
+        "fidelity_fifo_median_error": skill.fifo.median,
+        "fidelity_jobs": len(compared),
         "fidelity_machine_load": fmean(each.machine_load for each in found),
     }
+    rows = [row for each in found for row in _rows(each)]
     return Part(
-        title="Cycles of the live embedded cluster, and as simulated",
-        columns=("run", "cycles", "measured", "replay", "of cycles, %", "law", "alone", "load"),
-        rows=[row for each in found for row in _rows(each)],
+        title=f"Cycles of a live cluster, predicted from runs of {' and '.join(SOURCES)}",
+        columns=("run", "cycles", "measured", "forecast", "p95", "FIFO", "nobody waits", "load"),
+        rows=[*rows, _errors(skill)],
         figures=figures,
     )
 
 
 def _rows(found: Found) -> list[tuple[str, ...]]:
     """One row for the run and one for each job."""
-    laws = {job.job: job for job in found.law}
     rows: list[tuple[str, ...]] = [
-        (
-            f"{found.ordering}, {len(found.replay.jobs)} jobs",
-            str(len(found.replay.cycles)),
-            "",
-            "",
-            _percents(found.replay.errors),
-            "",
-            f"{100 * found.replay.alone_errors.median:.1f} %",
-            f"{found.machine_load:.1f}",
-        )
+        (", ".join(found.mix), *[""] * 6, f"{found.machine_load:.1f}"),
     ]
-    for job in found.replay.jobs:
-        own = [cycle.error for cycle in found.replay.cycles if cycle.job == job.job]
+    for each in found.jobs:
+        predicted, measured_s = each.forecast, each.measured_mean_s
         rows.append(
             (
-                f"  {job.job}",
-                str(job.cycles),
-                f"{job.measured_s:.2f} s",
-                _said(job.predicted_s, job.measured_s),
-                _percents(errors_of(own)),
-                _said(laws[job.job].predicted_s, job.measured_s),
-                _said(job.alone_s, job.measured_s),
+                f"  {predicted.job}",
+                str(each.cycles),
+                f"{measured_s:.3f} s",
+                _said(predicted.mean_s, measured_s),
+                _said(predicted.p95_s, each.measured_p95_s),
+                _said(predicted.fifo_s, measured_s),
+                _said(predicted.alone_s, measured_s),
                 "",
             )
         )
     return rows
 
 
+def _errors(skill: Skill) -> tuple[str, ...]:
+    found = (skill.forecast, skill.fifo, skill.alone)
+    forecast, fifo, alone = (f"{each.median:.1%} / {each.p95:.1%}" for each in found)
+    return ("error, median / p95", "", "", forecast, "", fifo, alone, "")
+
+
 def _said(predicted_s: float, measured_s: float) -> str:
-    return f"{predicted_s:.2f} {100 * (predicted_s / measured_s - 1.0):+.0f}%"
-
-
-def _percents(errors: Errors) -> str:
-    return f"{100 * errors.median:.1f}/{100 * errors.mean:.1f}/{100 * errors.p95:.0f}"
+    return f"{predicted_s:.2f} {100 * (predicted_s / measured_s - 1.0):+.1f}%"
 
 
 def main() -> None:

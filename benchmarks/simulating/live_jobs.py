@@ -40,6 +40,8 @@ class LiveJob:
     """Mean of the lognormal rollout duration."""
     sigma: float = 0.2
     """Sigma of the logarithms of a rollout's seconds and of a batch's rows."""
+    cycles: int = 8
+    """Cycles that the controller runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,9 @@ class LiveRun:
 
 
 def run_live(
-    embedded: EmbeddedCluster, plans: Sequence[LiveJob], *, label: str, cycles: int, seed: int
+    embedded: EmbeddedCluster, plans: Sequence[LiveJob], *, label: str, seed: int
 ) -> LiveRun:
-    """Run the jobs together until each has completed its cycles; none stops earlier.
+    """Begin the jobs together, and run each for its cycles.
 
     `label` is part of the job names, because the cluster reuses the profile of a job of the same
     name.
@@ -74,10 +76,10 @@ def run_live(
         ]
         for actor in actors:
             actor.barrier().result(ANSWER_S)
-        together = _Together(len(plans), cycles)
+        begin = threading.Barrier(len(plans))
         with ThreadPoolExecutor(len(plans)) as pool:
             controllers = [
-                pool.submit(_control, plan, actor, rollout, together, Random(f"{seed}:{plan.name}"))
+                pool.submit(_control, plan, actor, rollout, begin, Random(f"{seed}:{plan.name}"))
                 for plan, actor, rollout in zip(plans, actors, rollouts, strict=True)
             ]
             for controller in controllers:
@@ -102,55 +104,23 @@ def operation_log(job: plexrl.Job) -> list[Plain]:
     return rows
 
 
-class _Together:
-    """Starts controllers together and ends them when all have completed their cycles."""
-
-    def __init__(self, controllers: int, cycles: int) -> None:
-        self._begin = threading.Barrier(controllers)
-        self._lock = threading.Lock()
-        self._behind = controllers
-        self._cycles = cycles
-
-    def begin(self) -> None:
-        """Wait for the others."""
-        self._begin.wait()
-
-    def goes_on(self, done: int) -> bool:
-        """Whether a controller with `done` cycles runs another."""
-        with self._lock:
-            self._behind -= done == self._cycles
-            return self._behind > 0
-
-    def give_up(self) -> None:
-        """End the other controllers after a failure."""
-        with self._lock:
-            self._behind = 0
-        self._begin.abort()
-
-
 def _control(
     plan: LiveJob,
     actor: plexrl.TrainDeployment,
     rollout: plexrl.RolloutDeployment,
-    together: _Together,
+    begin: threading.Barrier,
     random: Random,
 ) -> None:
     loss = plexrl.losses.grpo()
-    done = 0
-    try:
-        together.begin()
-        while together.goes_on(done):
-            rows = max(1, round(plan.rows * random.lognormvariate(0.0, plan.sigma)))
-            batch = _batch(rows, random)
-            time.sleep(plan.rollout_s * random.lognormvariate(-(plan.sigma**2) / 2, plan.sigma))
-            actor.forward(batch).result(ANSWER_S)
-            actor.forward_backward(batch, loss)
-            actor.optim_step(learning_rate=1e-4).result(ANSWER_S)
-            rollout.sync_weights(actor).result(ANSWER_S)
-            done += 1
-    except BaseException:
-        together.give_up()
-        raise
+    begin.wait(ANSWER_S)
+    for _ in range(plan.cycles):
+        rows = max(1, round(plan.rows * random.lognormvariate(0.0, plan.sigma)))
+        batch = _batch(rows, random)
+        time.sleep(plan.rollout_s * random.lognormvariate(-(plan.sigma**2) / 2, plan.sigma))
+        actor.forward(batch).result(ANSWER_S)
+        actor.forward_backward(batch, loss)
+        actor.optim_step(learning_rate=1e-4).result(ANSWER_S)
+        rollout.sync_weights(actor).result(ANSWER_S)
 
 
 def _batch(rows: int, random: Random) -> plexrl.Batch:

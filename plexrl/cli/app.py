@@ -31,6 +31,7 @@ from plexrl.cli.terminal.context import warn, warn_lines, write_json, write_text
 from plexrl.cli.terminal.help import CommandGroup, PanelCommand
 from plexrl.cli.traces.command import traces_app
 from plexrl.cli.traces.fidelity import fidelity
+from plexrl.cli.traces.forecast import forecast
 from plexrl.errors import ConfigError, PlexRLError, TraceError
 
 COMPARE = "simulate compare"
@@ -68,6 +69,7 @@ app.command("simulate-rollout", cls=PanelCommand)(simulate_rollout)
 app.command("plan-rollout")(plan_rollout)
 app.command("allocate-rollout", cls=PanelCommand)(allocate_rollout)
 app.command()(fidelity)
+app.command()(forecast)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(node_app, name="node")
 app.add_typer(config_app, name="config")

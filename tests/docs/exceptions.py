@@ -10,6 +10,7 @@ PARSED = {
     "pip ": "changes the environment that it runs in",
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/sharing/test_fidelity.py run it",
+    "plexrl forecast": "needs recordings, as `plexrl fidelity`; tests/sim/fidelity runs it",
     "plexrl plan-rollout ": "needs a profile; tests/cluster/rollouts/test_rollout_profile.py",
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",

@@ -1,1 +1,1 @@
-"""`plexrl traces` and `plexrl fidelity`."""
+"""`plexrl traces`, `plexrl fidelity` and `plexrl forecast`."""

@@ -1,5 +1,6 @@
 """`plexrl fidelity`: compares simulated cycles with a live cluster's history."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,10 @@ def fidelity(
         Path | None,
         typer.Option(help="A recording of the same jobs, by name, without sharing."),
     ] = None,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Predict from this recording of the jobs' other runs instead."),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="Simulated policy; it should match the cluster's.")
     ] = "pack",
@@ -25,11 +30,17 @@ def fidelity(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the drawn predictions.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Replay a live cluster's history, and compare predicted with measured cycle times."""
+    """Compare measured cycle times with the simulator's: of a replay of the recording, or, with
+    --from, of a prediction from other recordings of its jobs."""
     from plexrl.sim.fidelity.history import fidelity_of
     from plexrl.sim.fidelity.values import fidelity_values
     from plexrl.traces.convert.history import read_history
 
+    if sources:
+        if alone is not None:
+            raise typer.BadParameter("--alone is for a replay; a prediction takes --from")
+        _predicted(recording, sources, policy, warm_up, range(1, seeds + 1), as_json)
+        return
     found = fidelity_of(
         read_history(recording),
         policy,
@@ -66,6 +77,54 @@ def _print(group: dict[str, Any]) -> None:
         f"percentile {100 * errors['p95']:.1f} %; if no job waited: "
         f"{100 * unwaited['median']:.1f} % and {100 * unwaited['p95']:.1f} %."
     )
+
+
+def _predicted(
+    recording: Path,
+    sources: Sequence[Path],
+    policy: str,
+    warm_up: int,
+    seeds: Sequence[int],
+    as_json: bool,
+) -> None:
+    from plexrl.sim.fidelity.run_forecast import forecast_run
+    from plexrl.sim.fidelity.values import run_forecast_values
+    from plexrl.traces.convert.history import read_history
+
+    found = forecast_run(
+        read_history(recording),
+        [read_history(each) for each in sources],
+        policy,
+        seeds=seeds,
+        warm_up=warm_up,
+    )
+    values = run_forecast_values(found, policy)
+    if as_json:
+        write_json(values)
+        return
+    cells: Cells = {
+        "job": "job",
+        "cycles": "cycles",
+        "measured mean / p95": lambda job: (
+            f"{job['measured_mean_s']:.2f} / {job['measured_p95_s']:.2f} s"
+        ),
+        "predicted mean / p95": lambda job: f"{job['mean_s']:.2f} / {job['p95_s']:.2f} s",
+        "error": lambda job: f"{100 * job['error']:+.1f} %",
+        "FIFO": lambda job: _with_error(job["fifo_s"], job["measured_mean_s"]),
+        "nobody waits": lambda job: _with_error(job["alone_s"], job["measured_mean_s"]),
+    }
+    print_records("Mean cycles, predicted from other runs", cells, values["jobs"])
+    error, fifo, unwaited = (
+        f"{100 * values[name]['mean']:.1f} %" for name in ("error", "fifo_error", "alone_error")
+    )
+    print_line(
+        f"Error over {len(values['jobs'])} jobs: median {100 * values['error']['median']:.1f} %, "
+        f"95th percentile {100 * values['error']['p95']:.1f} %, mean {error}; FIFO: mean {fifo}; "
+        f"nobody waits: mean {unwaited}. Skill over nobody waits {values['skill']:.2f}, over FIFO "
+        f"{values['skill_over_fifo']:.2f}."
+    )
+    for each in values["left_out"]:
+        warn(f"left out: {each['job']}: {each['reason']}")
 
 
 def _seconds(quantiles: dict[str, float]) -> str:

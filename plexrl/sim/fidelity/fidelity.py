@@ -19,6 +19,7 @@ from statistics import fmean, median
 from plexrl.errors import InvalidRequestError
 from plexrl.scheduler.dispatch.switch_cost import HOST
 from plexrl.sim.engine.simulate import simulate
+from plexrl.sim.fidelity.errors import Errors, errors_of
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory, DrawnCycle
@@ -71,15 +72,6 @@ class JobError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """Relative errors over some cycles."""
-
-    median: float
-    mean: float
-    p95: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Predicted and measured cycles of one run."""
 
@@ -95,16 +87,6 @@ class Comparison:
     def alone_errors(self) -> Errors:
         """Errors of predicting no waiting."""
         return errors_of([cycle.alone_error for cycle in self.cycles])
-
-
-def errors_of(found: Sequence[float]) -> Errors:
-    """Median, mean and 95th percentile."""
-    return Errors(median=median(found), mean=fmean(found), p95=p95_of(found))
-
-
-def p95_of(values: Sequence[float]) -> float:
-    """The 95th percentile (nearest rank)."""
-    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
 
 
 def compare(
@@ -179,7 +161,7 @@ def compare_drawn(
     predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
     for seed in seeds:
         trace = [replace(row, submit_s=0.0, duration_s=None) for row in rows]
-        took = _simulated(trace, jobs, policy, seed=seed)
+        took = simulated_cycles(trace, jobs, policy, seed=seed)
         for name, each in took.items():
             predicted[name].append(median(each))
     periods = {row.job_id: row.period_s or 0.0 for row in rows}
@@ -217,7 +199,7 @@ def predict_recorded(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list
         )
         for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
     ]
-    return _simulated(trace, jobs, policy, cycle_factory=cycles_of)
+    return simulated_cycles(trace, jobs, policy, cycle_factory=cycles_of)
 
 
 class RecordedCycles:
@@ -291,31 +273,22 @@ class RecordedMoves(MoveCosts):
         return self._offload.seconds(state_bytes / gpus)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A source of jobs in memory."""
-
-    rows: tuple[TraceJob, ...]
-
-    def jobs(self) -> Iterator[TraceJob]:
-        return iter(self.rows)
-
-
-def _simulated(
+def simulated_cycles(
     trace: Sequence[TraceJob],
     jobs: Sequence[RecordedJob],
     policy: str,
     *,
     seed: int = 0,
     cycle_factory: CycleFactory = CycleDistribution,
+    groups: int = 1,
 ) -> dict[str, list[float]]:
-    """Cycle durations by job on one shared group of the recorded size, without declared demand."""
+    """Cycle durations by job on shared groups of the recorded size, without declared demand."""
     gpus = {job.gpus for job in jobs}
     if len(gpus) != 1:
         raise InvalidRequestError(
             f"the jobs have {sorted(gpus)} GPUs: only jobs that shared one group can be predicted"
         )
-    pools = (Pool(nodes=1, node_type=NodeType(name="recorded", gpus=gpus.pop())),)
+    pools = (Pool(nodes=groups, node_type=NodeType(name="recorded", gpus=gpus.pop())),)
     took: dict[str, list[float]] = {job.job_id: [] for job in trace}
     scenario = Scenario(
         source=_Rows(tuple(trace)),
@@ -337,6 +310,16 @@ def _simulated(
         scenario, cycle_factory=cycle_factory, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle
     )
     return took
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A source of jobs in memory."""
+
+    rows: tuple[TraceJob, ...]
+
+    def jobs(self) -> Iterator[TraceJob]:
+        return iter(self.rows)
 
 
 def _function(kinds: Sequence[str]) -> str:

@@ -53,6 +53,18 @@ class HistoryFidelity:
     left_out: tuple[LeftOut, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundJob:
+    """A job of a history whose cycles are known."""
+
+    name: str
+    """Unique in the history."""
+    group: str
+    job: RecordedJob
+    view: Plain
+    """Its row of `/v1/jobs`."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Sharers:
     """Jobs of one group."""
@@ -82,24 +94,13 @@ def fidelity_of(
         InvalidRequestError: no job can be predicted, or the policy is unknown.
     """
     rows = _by_deployment(history)
-    beyond = {} if alone is None else _overheads(alone)
+    found, left_out = recorded_jobs(history, alone=alone, warm_up=warm_up)
     groups: dict[tuple[str, int], _Sharers] = {}
-    left_out: list[LeftOut] = []
-    for view in _plain(history)["jobs"]:
-        name = _name(view, history)
-        own = [row for each in _training(view) for row in rows.get(each["deployment"], ())]
-        found = _predictable({**view, "name": name}, own, beyond.get(view["name"]), warm_up)
-        if isinstance(found, str):
-            left_out.append(LeftOut(job=name, reason=found))
-            continue
-        group, job = found
-        sharers = groups.setdefault((group, job.gpus), _Sharers())
-        sharers.jobs.append(job)
-        sharers.views.append(view)
-        sharers.names[view["job"]] = name
-    if not groups:
-        reasons = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
-        raise InvalidRequestError(f"none of the recording's jobs can be predicted: {reasons}")
+    for each in found:
+        sharers = groups.setdefault((each.group, each.job.gpus), _Sharers())
+        sharers.jobs.append(each.job)
+        sharers.views.append(each.view)
+        sharers.names[each.view["job"]] = each.name
     return HistoryFidelity(
         groups=tuple(
             GroupFidelity(
@@ -109,8 +110,35 @@ def fidelity_of(
             )
             for (group, _), sharers in sorted(groups.items())
         ),
-        left_out=tuple(left_out),
+        left_out=left_out,
     )
+
+
+def recorded_jobs(
+    history: History, *, warm_up: int, alone: History | None = None
+) -> tuple[tuple[FoundJob, ...], tuple[LeftOut, ...]]:
+    """The jobs of a history with more than `warm_up` whole cycles on one group, and the others with
+    the reason. `alone`: as for `fidelity_of`.
+
+    Raises:
+        InvalidRequestError: no job has.
+    """
+    rows = _by_deployment(history)
+    beyond = {} if alone is None else _overheads(alone)
+    jobs: list[FoundJob] = []
+    left_out: list[LeftOut] = []
+    for view in _plain(history)["jobs"]:
+        name = _name(view, history)
+        own = [row for each in _training(view) for row in rows.get(each["deployment"], ())]
+        found = _predictable({**view, "name": name}, own, beyond.get(view["name"]), warm_up)
+        if isinstance(found, str):
+            left_out.append(LeftOut(job=name, reason=found))
+        else:
+            jobs.append(FoundJob(name=name, group=found[0], job=found[1], view=view))
+    if not jobs:
+        reasons = "; ".join(f"{each.job}: {each.reason}" for each in left_out) or "it has none"
+        raise InvalidRequestError(f"none of the recording's jobs can be predicted: {reasons}")
+    return tuple(jobs), tuple(left_out)
 
 
 def _predictable(

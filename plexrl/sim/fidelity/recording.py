@@ -30,6 +30,8 @@ class RecordedCycle:
     """From the end of the cycle before to the submission of the first operation."""
     segments_s: tuple[float, ...]
     """Duration of each operation without waiting."""
+    held_s: tuple[float, ...]
+    """From each operation's start to its completion."""
     gaps_s: tuple[float, ...]
     """From an operation's completion to the submission of the next; 0 if it was queued already."""
     tokens: int
@@ -147,6 +149,7 @@ def _cycle(group: Sequence[Row], began_at: float, beyond: Overheads) -> Recorded
         took_s=group[-1]["finished_at"] - began_at,
         rollout_s=max(0.0, group[0]["submitted_at"] - began_at),
         segments_s=tuple(float(row["compute_s"]) + beyond[row["kind"]] for row in group),
+        held_s=tuple(row["finished_at"] - row["started_at"] for row in group),
         gaps_s=tuple(
             max(0.0, row["submitted_at"] - former["finished_at"]) for former, row in pairwise(group)
         ),

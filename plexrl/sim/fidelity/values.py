@@ -5,8 +5,10 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from plexrl.sim.fidelity.fidelity import errors_of, p95_of
+from plexrl.sim.fidelity.errors import errors_of, p95_of
+from plexrl.sim.fidelity.forecast import JobForecast, skill_of
 from plexrl.sim.fidelity.history import GroupFidelity, HistoryFidelity
+from plexrl.sim.fidelity.run_forecast import RunForecast
 
 Plain = dict[str, Any]
 
@@ -27,6 +29,35 @@ def fidelity_values(found: HistoryFidelity, policy: str) -> Plain:
         ],
         "left_out": [asdict(each) for each in found.left_out],
     }
+
+
+def run_forecast_values(found: RunForecast, policy: str) -> Plain:
+    """Measured and predicted mean cycles of every job, and the errors and the skill."""
+    skill = skill_of(found.jobs)
+    return {
+        "policy": policy,
+        "jobs": [
+            {
+                **forecast_values(each.forecast),
+                "cycles": each.cycles,
+                "measured_mean_s": each.measured_mean_s,
+                "measured_p95_s": each.measured_p95_s,
+                "error": each.error_of(each.forecast.mean_s),
+            }
+            for each in found.jobs
+        ],
+        "error": asdict(skill.forecast),
+        "fifo_error": asdict(skill.fifo),
+        "alone_error": asdict(skill.alone),
+        "skill": skill.skill,
+        "skill_over_fifo": skill.skill_over_fifo,
+        "left_out": [asdict(each) for each in found.left_out],
+    }
+
+
+def forecast_values(found: JobForecast) -> Plain:
+    """The predicted cycles of one job."""
+    return asdict(found)
 
 
 def _job(group: GroupFidelity, job: str) -> Plain:

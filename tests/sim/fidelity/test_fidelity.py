@@ -13,12 +13,12 @@ from plexrl.errors import InvalidRequestError
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.trace_run import TraceRun
+from plexrl.sim.fidelity.errors import errors_of
 from plexrl.sim.fidelity.fidelity import (
     RecordedCycles,
     compare,
     compare_drawn,
     compare_recorded,
-    errors_of,
     fit_linear,
     predict_recorded,
 )
@@ -235,6 +235,7 @@ def recorded_jobs(draw: st.DrawFn) -> RecordedJob:
         took_s=st.floats(0.1, 50.0),
         rollout_s=SECONDS,
         segments_s=st.tuples(*[SECONDS for _ in range(count)]),
+        held_s=st.tuples(*[SECONDS for _ in range(count)]),
         gaps_s=gaps,
         tokens=st.integers(0, 1000),
     )

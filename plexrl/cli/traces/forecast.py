@@ -1,0 +1,65 @@
+"""`plexrl forecast`: predicts the cycles of jobs that would share, from recordings of them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plexrl.cli.terminal.context import Cells, Json, print_records, write_json
+
+
+def forecast(
+    recordings: Annotated[
+        list[Path], typer.Argument(help="Recordings by `plexrl traces record NAME.json`.")
+    ],
+    jobs: Annotated[
+        list[str], typer.Option("--job", help="A recorded job to run, or several: NAME=COUNT.")
+    ],
+    policy: Annotated[str, typer.Option(help="Policy of the planned cluster.")] = "pack",
+    groups: Annotated[
+        int, typer.Option(min=1, help="Node groups that the jobs can be placed on.")
+    ] = 1,
+    cycles: Annotated[int, typer.Option(min=1, help="Cycles of the job with the longest.")] = 100,
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="First cycles of each job that are not counted.")
+    ] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulated runs.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Predict the cycle times of a mix of jobs from recordings of their runs in other mixes."""
+    from plexrl.sim.fidelity.run_forecast import forecast_mix
+    from plexrl.sim.fidelity.values import forecast_values
+    from plexrl.traces.convert.history import read_history
+
+    found = forecast_mix(
+        _copies(jobs),
+        [read_history(each) for each in recordings],
+        policy,
+        cycles=cycles,
+        seeds=range(1, seeds + 1),
+        warm_up=warm_up,
+        groups=groups,
+    )
+    values = {"policy": policy, "jobs": [forecast_values(each) for each in found]}
+    if as_json:
+        write_json(values)
+        return
+    cells: Cells = {
+        "job": "job",
+        "cycle mean / p95": lambda job: f"{job['mean_s']:.2f} / {job['p95_s']:.2f} s",
+        "alone": lambda job: f"{job['alone_s']:.2f} s",
+        "slowdown": lambda job: f"{100 * (job['mean_s'] / job['alone_s'] - 1.0):+.1f} %",
+        "with FIFO": lambda job: f"{job['fifo_s']:.2f} s",
+    }
+    print_records(f"Predicted cycles under {policy}", cells, values["jobs"])
+
+
+def _copies(jobs: list[str]) -> dict[str, int]:
+    """Numbers of copies by name. A name that is given twice counts twice."""
+    copies: dict[str, int] = {}
+    for text in jobs:
+        name, equals, count = text.partition("=")
+        if not name or (equals and not (count.isdecimal() and int(count) > 0)):
+            raise typer.BadParameter(f"{text!r}: write it as NAME or NAME=COUNT, as actor-7b=2")
+        copies[name] = copies.get(name, 0) + (int(count) if equals else 1)
+    return copies
