@@ -66,6 +66,8 @@ class TraceJob:
     staleness: int = 0
     """Steps that rollouts may run ahead of training; 0: synchronous."""
     priority: int = 0
+    slo: float | None = None
+    """Greatest waiting / (waiting + running) that it accepts; None: the cluster's bound."""
     wait_s: float | None = None
     """Wait in the source's queue, from submission to start."""
     outcome: str = ""
@@ -277,6 +279,7 @@ JOBS: Table[TraceJob] = Table(
         Column(name="segments", type="segments"),
         Column(name="staleness", type="integer", high=1000),
         Column(name="priority", type="integer", low=-1000, high=1000),
+        Column(name="slo", type="number", nullable=True, high=0.99),
         Column(name="wait_s", type="number", nullable=True),
         Column(name="outcome", type="text", choices=OUTCOMES),
     ),

@@ -133,7 +133,8 @@ class History:
         job = f"j{self.jobs % 9}"
         has_rollout = chance.random() < 0.35
         with suppress(PlexRLError):
-            cluster.job(job, gang=2 if has_rollout else 0, priority=0, tenant=chance.choice("tu"))
+            slo = chance.choice((None, None, None, 0.0, 0.02, 0.6))
+            cluster.job(job, tenant=chance.choice("tu"), gang=2 * has_rollout, slo=slo)
             workers = min(
                 chance.choice((1, 2, 2, 2, 4)),
                 sum(node["gpus"] for node in cluster.core.list_nodes()) - has_rollout,
@@ -392,11 +393,9 @@ class History:
     def _limit(self, tenant: str, limit: int | None) -> None:
         with suppress(PlexRLError):
             self.cluster.send(ev.TenantCreated(tenant=tenant, key_digest=tenant))
-        self.cluster.send(
-            ev.TenantConfigured(
-                tenant=tenant, weight=1.0, jobs_max=limit, gpus_max=None, gpu_seconds_max=None
-            )
-        )
+        slo = None if limit is None else 0.1
+        bounds = {"jobs_max": limit, "gpus_max": None, "gpu_seconds_max": None, "slo": slo}
+        self.cluster.send(ev.TenantConfigured(tenant=tenant, weight=1.0, **bounds))
 
     # The end
 

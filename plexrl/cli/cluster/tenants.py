@@ -99,6 +99,13 @@ class Settings:
     priority_max: Annotated[
         int | None, typer.Option(help="Highest priority of its jobs, -100 to 100.")
     ] = None
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of its time that a job of it may wait, if it names none: 0 to below 1, or "
+            "none for the cluster's."
+        ),
+    ] = None
 
 
 @tenants_app.command("set")
@@ -127,6 +134,7 @@ def _show(output: Output, tenants: list[dict[str, Any]], found: Any) -> None:
         "weight": lambda each: f"{each['weight']:g}",
         "share": lambda each: f"{each['share']:.2f}",
         "priority at most": lambda each: "any" if each["is_operator"] else each["priority_max"],
+        "SLO": lambda each: "cluster's" if each["slo"] is None else f"{each['slo']:.0%}",
         "jobs": lambda each: _of(each["jobs_running"], each["jobs_max"]),
         "GPUs": lambda each: _of(each["gpus_held"], each["gpus_max"]),
         "GPU-hours": lambda each: _of(each["gpu_seconds"], each["gpu_seconds_max"], _hours),
@@ -150,7 +158,7 @@ def _setting(key: str, value: Any) -> Any:
     if value == "none":
         return None
     try:
-        return float(value) if key == "gpu_seconds_max" else int(value)
+        return float(value) if key in ("gpu_seconds_max", "slo") else int(value)
     except ValueError as error:
         raise typer.BadParameter(
             f"{option_name(key)} is {value!r}: give a number or none"

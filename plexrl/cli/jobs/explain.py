@@ -37,7 +37,7 @@ def explain(
     print_line(f"{view['name']} of {view['tenant']} is {view['state']}: {view['summary']}.")
     print_holders(view["holders"])
     _operations(view["operations"])
-    _deployments(view["deployments"])
+    _deployments(view["deployments"], view["slo"])
     for deployment in view["deployments"]:
         _attempts(deployment)
         _near(deployment)
@@ -120,7 +120,7 @@ def _eta(operation: Plain) -> str:
     return f"{verb} in {seconds(operation['eta_s'])}"
 
 
-def _deployments(deployments: list[Plain]) -> None:
+def _deployments(deployments: list[Plain], slo: float) -> None:
     if not deployments:
         return
     rows = [{**(each["placement"] or {}), **each} for each in deployments]
@@ -133,10 +133,16 @@ def _deployments(deployments: list[Plain]) -> None:
         "mode": lambda each: each.get("way"),
         "shift": lambda each: seconds(each.get("shift_s")),
         "overlap": lambda each: seconds(each.get("overlap_s")),
+        "waits": lambda each: _part(each["waiting_part"]),
+        "SLO": lambda _: _part(slo),
         "moves": "moves",
         "why": "moved_because",
     }
     print_records("Deployments", cells, rows)
+
+
+def _part(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _attempts(deployment: Plain) -> None:

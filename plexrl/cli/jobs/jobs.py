@@ -57,6 +57,7 @@ def jobs(
         "tenant": "tenant",
         "state": "state",
         "attached": lambda each: "yes" if each["attached"] else "no",
+        "waits": _waits,
         "deployments": residencies,
     }
     output.table(cells, found)
@@ -78,6 +79,13 @@ def residencies(job: dict[str, Any]) -> str:
     )
 
 
+def _waits(job: dict[str, Any]) -> str:
+    """The part of its time that the job waited for others, and the greatest that it accepts."""
+    parts = [each["waiting_part"] for each in job["deployments"]]
+    worst = max((part for part in parts if part is not None), default=None)
+    return f"{'-' if worst is None else f'{worst:.0%}'} of {job['slo']:.0%}"
+
+
 def _states(given: list[str] | None) -> frozenset[str]:
     """The requested states; empty: no filter."""
     wanted = frozenset(each.upper() for each in given or ())
@@ -92,10 +100,16 @@ def _show_one(found: dict[str, Any], output: Output) -> None:
     cells: Cells = {
         "deployment": lambda each: each["deployment"].rpartition("/")[2],
         **{field: field for field in fields},
+        "waits": lambda each: (
+            "-" if each["waiting_part"] is None else f"{each['waiting_part']:.0%}"
+        ),
         "engine": lambda each: "; ".join(map(_engine, each["engines"])),
     }
     if not output.as_json:
-        print_line(f"{found['job']}: {found['name']} of {found['tenant']} is {found['state']}.")
+        print_line(
+            f"{found['job']}: {found['name']} of {found['tenant']} is {found['state']}; it accepts "
+            f"to wait {found['slo']:.0%} of its time."
+        )
     output.table(cells, found["deployments"], found)
     for text in (found["reason"], (found["failure"] or {}).get("message")):
         if text and not output.as_json:

@@ -73,6 +73,7 @@ class Cluster:
         priority: int = 0,
         gang: int = 0,
         expected_s: float = 0.0,
+        slo: float | None = None,
     ) -> Job:
         """Submit a job. This process becomes its controller and sends heartbeats.
 
@@ -90,6 +91,10 @@ class Cluster:
         the job's expected length in seconds; the scheduler uses it to estimate when others get the
         GPUs.
 
+        `slo` is the greatest part waiting / (waiting + running) of its time that the job accepts to
+        wait for others on its GPUs, at least 0 and below 1: it joins no group in which it would
+        wait longer. 0: it shares GPUs with nobody. None: its tenant's, or else the cluster's.
+
         Raises:
             QuotaExceededError: the tenant has used all of its GPU-seconds.
         """
@@ -100,6 +105,7 @@ class Cluster:
             "priority": priority,
             "gang": gang,
             "expected_s": expected_s,
+            "slo": slo,
         }
         self._warn_of_former_jobs()
         call = requests.create_job(name, job_id or self._take_job_id(), options)
@@ -211,6 +217,7 @@ class Cluster:
         live_jobs_max: int | UnsetType | None = UNSET,
         checkpoints_max: int | UnsetType | None = UNSET,
         checkpoint_bytes_max: int | UnsetType | None = UNSET,
+        slo: float | UnsetType | None = UNSET,
     ) -> Plain:
         """Change the settings of the tenant `name` (operator only). Returns the changed tenant.
 
@@ -218,10 +225,10 @@ class Cluster:
         `priority_max` is the highest `priority` of its jobs (default 0). Quotas: `jobs_max` jobs
         that hold GPUs and `live_jobs_max` that have not ended; `gpus_max` GPUs at a time;
         `gpu_seconds_max` GPU-seconds in total; `checkpoints_max` checkpoints of
-        `checkpoint_bytes_max` bytes together.
+        `checkpoint_bytes_max` bytes together. `slo` is that of its later jobs that name none.
 
         An argument that is left out changes nothing. None removes a quota; for `live_jobs_max`,
-        `checkpoints_max` and `checkpoint_bytes_max` it restores the cluster's own bound.
+        `checkpoints_max`, `checkpoint_bytes_max` and `slo` it restores the cluster's own bound.
         """
         named = {
             "weight": weight,
@@ -232,6 +239,7 @@ class Cluster:
             "live_jobs_max": live_jobs_max,
             "checkpoints_max": checkpoints_max,
             "checkpoint_bytes_max": checkpoint_bytes_max,
+            "slo": slo,
         }
         settings = {key: value for key, value in named.items() if value is not UNSET}
         return self._transport.ask("PATCH", _tenant_path(name), body=settings)

@@ -15,6 +15,7 @@ SEGMENTS_MAX = 1000
 
 Count = Annotated[int, Field(strict=True, ge=0, le=COUNT_MAX)]
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=SECONDS_MAX, allow_inf_nan=False)]
+WaitingPart = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 
 
 def _plain(name: str) -> str:
@@ -68,6 +69,9 @@ class TenantSettings(_Strict):
     priority_max: int = Field(
         0, strict=True, ge=-100, le=100, description="highest priority of the tenant's jobs"
     )
+    slo: WaitingPart | None = Field(
+        None, description="`slo` of jobs that name none; null: the cluster's `waiting_part_max`"
+    )
 
 
 class JobRequest(_Strict):
@@ -93,6 +97,11 @@ class JobRequest(_Strict):
         0, description="deployments that get GPUs all at once or not at all; 0: one by one"
     )
     expected_s: Seconds = Field(0.0, description="expected length of the job; 0: unknown")
+    slo: WaitingPart | None = Field(
+        None,
+        description="greatest part waiting / (waiting + running) that the job accepts; 0: it "
+        "shares GPUs with nobody; null: the tenant's",
+    )
 
 
 class FinishRequest(_Strict):

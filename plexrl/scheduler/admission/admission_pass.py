@@ -393,7 +393,8 @@ class AdmissionPass:
             return False
         if is_tried or self._may_try(gang):
             allowed = allowed_modes(cluster, gang, self._blocking, now)
-            keys = tuple(equivalence_key(each, allowed[each.deployment]) for each in gang)
+            job = cluster.state.job(deployment.job)
+            keys = tuple(equivalence_key(each, job, allowed[each.deployment]) for each in gang)
             if keys not in self._failed and self._failed.isdisjoint((key,) for key in keys):
                 if place_all(cluster, gang, allowed, now):
                     self._note_placed(gang)

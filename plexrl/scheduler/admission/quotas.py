@@ -26,6 +26,8 @@ class TenantLimits(TypedDict):
     checkpoint_bytes_max: int | None
     priority_max: int
     """Highest priority class of its jobs."""
+    slo: float | None
+    """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
 
 
 def over_quota(cluster: "Cluster", job: "Job", gpus: int) -> str | None:
@@ -62,4 +64,5 @@ def limits_of(tenant: "Tenant") -> TenantLimits:
         "checkpoints_max": tenant.checkpoints_max,
         "checkpoint_bytes_max": tenant.checkpoint_bytes_max,
         "priority_max": tenant.priority_max,
+        "slo": tenant.slo,
     }

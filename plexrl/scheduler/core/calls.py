@@ -100,6 +100,7 @@ class SubmitJob:
     priority: int = 0
     gang: int = 0
     expected_s: float = 0.0
+    slo: float | None = None
     controller: str = ""
 
 
@@ -117,6 +118,7 @@ class ConfigureTenant:
     checkpoints_max: int | msgspec.UnsetType | None = msgspec.UNSET
     checkpoint_bytes_max: int | msgspec.UnsetType | None = msgspec.UNSET
     priority_max: int | msgspec.UnsetType = msgspec.UNSET
+    slo: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

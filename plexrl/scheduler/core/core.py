@@ -373,7 +373,7 @@ class SchedulerCore:
     def job_view(self, job: JobId, now: float) -> vt.JobView:
         """One job. Raises `UnknownJobError`."""
         del now
-        return job_view(self._state, self._job(job))
+        return job_view(self._state, self.settings, self._job(job))
 
     def explain_job(self, job: JobId, now: float, *, sees_all: bool = False) -> vt.ExplainedJobView:
         """Why a job waits or how it runs; an operator `sees_all`. Raises `UnknownJobError`."""
@@ -382,7 +382,7 @@ class SchedulerCore:
     def list_jobs(self, tenant: TenantId | None, now: float) -> list[vt.JobView]:
         """All jobs of a tenant, or of all tenants, oldest first."""
         del now
-        return list_jobs(self._state, tenant)
+        return list_jobs(self._state, self.settings, tenant)
 
     def jobs_of(self, tenant: TenantId) -> list[JobId]:
         """Ids of all stored jobs of a tenant."""

@@ -33,6 +33,7 @@ _BYTES: Final = (0, BYTES_MAX)
 _COUNT: Final = (0, COUNT_MAX)
 _SECONDS: Final = (0.0, SECONDS_MAX)
 _ABOVE_0: Final = math.nextafter(0.0, 1.0)
+_BELOW_1: Final = math.nextafter(1.0, 0.0)
 
 RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
     ev.NodeJoined: (
@@ -48,12 +49,14 @@ RANGES: Final[dict[type[ev.Event], tuple[_Range, ...]]] = {
         ("live_jobs_max", *_COUNT),
         ("checkpoints_max", *_COUNT),
         ("checkpoint_bytes_max", 0, TOTAL_MAX),
+        ("slo", 0.0, _BELOW_1),
     ),
     ev.JobSubmitted: (
         ("controller_timeout_s", _ABOVE_0, SECONDS_MAX),
         ("reattach_timeout_s", *_SECONDS),
         ("gang", *_COUNT),
         ("expected_s", *_SECONDS),
+        ("slo", 0.0, _BELOW_1),
     ),
     ev.DeploymentCreated: (("workers", 1, GPUS_MAX), ("state_bytes", *_BYTES)),
     ev.OperationSubmitted: (("tokens", 0, TOKENS_MAX), ("payload_bytes", *_BYTES)),
@@ -75,7 +78,8 @@ def check_numbers(event: ev.Event) -> None:
         # Comparisons with NaN are false, so NaN is refused too.
         if value is not None and not least <= value <= most:
             low = "above 0" if least == _ABOVE_0 else f"at least {least:g}"
-            raise InvalidRequestError(f"{name} is {value}: it must be {low} and at most {most:g}")
+            high = "below 1" if most == _BELOW_1 else f"at most {most:g}"
+            raise InvalidRequestError(f"{name} is {value}: it must be {low} and {high}")
     if isinstance(event, ev.NodeJoined):
         first, last = event.ports
         if not 0 <= first <= last <= PORT_MAX or (last and not first):

@@ -68,6 +68,8 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
     check_priority(cluster.state, event.tenant, event.priority)
     check_budget(cluster.state, event.tenant)
     check_live_jobs(cluster, event.tenant)
+    tenant = cluster.state.tenants.get(event.tenant)
+    default_slo = None if tenant is None else tenant.slo
     cluster.state.jobs[event.job] = Job(
         job=event.job,
         tenant=event.tenant,
@@ -79,6 +81,7 @@ def job_submitted(cluster: Cluster, effects: Effects, event: JobSubmitted, now: 
         priority=event.priority,
         gang=event.gang,
         expected_s=event.expected_s,
+        slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
         halts_on_failure=event.halts_on_failure,
     )

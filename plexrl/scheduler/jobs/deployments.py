@@ -45,7 +45,8 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     job = find_live_job(context.state, event.job)
     check_controller(job, event.controller)
     known = context.state.deployments.get(event.deployment)
-    exclusive = event.exclusive or (event.kind == "rollout" and not event.lends)
+    owns_group = event.exclusive or job.slo == 0.0
+    exclusive = owns_group or (event.kind == "rollout" and not event.lends)
     if known is not None:
         spec_json = known.created_spec_json or known.spec_json
         same = (known.job, known.kind, known.workers, known.exclusive, spec_json)

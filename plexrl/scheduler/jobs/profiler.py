@@ -221,6 +221,12 @@ def waiting_part(cycles: Sequence[Cycle]) -> float | None:
     return waited_s / total_s if total_s > 0 else None
 
 
+def measured_waiting_part(deployment: Deployment) -> float | None:
+    """`waiting_part` of its last cycles, also after its end; None: there are none."""
+    cycles = deployment.cycles
+    return waiting_part(cycles.measured) if cycles.measured else cycles.waiting_part
+
+
 def _is_end(deployment: Deployment, cycle: OpenCycle, kind: OperationKind) -> bool:
     if kind == _PUBLISH:
         # The first publish ends a cycle in any case: a sync before the first step.

@@ -124,6 +124,7 @@ def tenant_configured(state: State, event: TenantConfigured) -> None:
     tenant.live_jobs_max = event.live_jobs_max
     tenant.checkpoints_max = event.checkpoints_max
     tenant.checkpoint_bytes_max = event.checkpoint_bytes_max
+    tenant.slo = event.slo
 
 
 def check_budget(state: State, name: TenantId, kind: OperationKind | None = None) -> None:

@@ -28,6 +28,7 @@ from plexrl.scheduler.placement.contention.contention import (
     Resident,
     predict,
 )
+from plexrl.scheduler.placement.contention.service_level import has_tight_bound, keeps_bounds
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.demand.trace import DemandTrace, project
 from plexrl.scheduler.state.deployment.wpg import lose_processes
@@ -206,37 +207,39 @@ def nearest(
 ) -> list[Choice]:
     """At most `count` groups in which the deployment's trace fits, best first.
 
-    Excludes groups in which a member or the newcomer would wait more than the service level allows
-    (PlexRL §7.2). Contention is predicted for the best fitting groups only.
+    Excludes groups in which a member or the newcomer would wait more than its job accepts (PlexRL
+    §7.2). Contention is predicted for the best fitting groups only.
     """
     found: list[Choice] = []
     most = max(count, PREDICTIONS_MAX)
     for choice in fitting(cluster, deployment, now, strict=strict, count=most):
-        expected = predicted_contention(cluster, deployment, choice)
-        if expected is None:
-            found.append(choice)
-        elif expected.worst <= cluster.settings.config.waiting_part_max:
-            found.append(replace(choice, contention=expected.group))
+        group = cluster.state.groups[choice.group]
+        expected = predicted_contention(cluster, deployment, group)
+        if keeps_bounds(cluster, deployment, group, expected):
+            found.append(choice if expected is None else replace(choice, contention=expected.group))
         if len(found) == count:
             break
     return found
 
 
 def predicted_contention(
-    cluster: Cluster, deployment: Deployment, choice: Choice
+    cluster: Cluster, deployment: Deployment, group: Group
 ) -> Contention | None:
-    """The predicted contention of the chosen group with `deployment`; None if the demand of a
-    member is unknown."""
+    """The predicted contention of `group` with `deployment`, which comes first in it; None if the
+    demand of a member is unknown."""
     state, settings = cluster.state, cluster.settings
     if deployment.trace is None:
         return None
-    gpus = state.groups[choice.group].gpus
-    residents = [_resident(state, deployment, deployment.trace, gpus)]
-    for name in state.groups[choice.group].members:
+    residents = [_resident(state, deployment, deployment.trace, group.gpus)]
+    for name in group.members:
         member = state.deployment(name)
-        if member.reservation is None or member.reservation.trace is None:
+        if member.reservation is None:
             return None
-        residents.append(_resident(state, member, member.reservation.trace, gpus))
+        # A policy that does not plan by time leaves the reservation as it was made.
+        trace = member.reservation.trace or member.trace
+        if trace is None:
+            return None
+        residents.append(_resident(state, member, trace, group.gpus))
     key = tuple(residents)
     known = cluster.contentions.get(key)
     if known is None:
@@ -351,12 +354,25 @@ def _by_load(cluster: Cluster, deployment: Deployment, mode: PlacementMode) -> C
             continue
         load, members, serial = table.load[rows], table.members[rows], table.serial[rows]
         sign = -1 if mode == PlacementMode.PACKED else 1
-        at = np.lexsort((serial, sign * load, sign * members))[0]
-        key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
-        group = table.groups[rows[at]]
-        assert group is not None, "a free row has capacity"
-        if best is None or key < best[0]:
-            best = key, Choice(group=group, mode=mode)
+        predictions = PREDICTIONS_MAX
+        for at in np.lexsort((serial, sign * load, sign * members)):
+            key = (sign * float(members[at]), sign * float(load[at]), float(serial[at]))
+            if best is not None and key >= best[0]:
+                break
+            name = table.groups[rows[at]]
+            assert name is not None, "a free row has capacity"
+            group = cluster.state.groups[name]
+            if not has_tight_bound(cluster, deployment, group):
+                best = key, Choice(group=name, mode=mode)
+                break
+            if deployment.trace is None or not predictions:
+                # A demand that is unknown cannot be shown to keep the bound.
+                continue
+            predictions -= 1
+            expected = predicted_contention(cluster, deployment, group)
+            if expected is not None and keeps_bounds(cluster, deployment, group, expected):
+                best = key, Choice(group=name, mode=mode, contention=expected.group)
+                break
     return None if best is None else best[1]
 
 

@@ -25,6 +25,7 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
+from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import (
     Choice,
     find,
@@ -89,27 +90,33 @@ def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> 
 
 
 def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> bool:
-    """After a cycle: close the group if a member waits too much, and move the one that waits most.
-    True: `deployment` will move, and the next step of its group must be decided."""
+    """After a cycle: close the group if a member waits more than its job accepts, and move the one
+    that is furthest past its bound. True: `deployment` will move, and the next step of its group
+    must be decided."""
     if deployment.group is None or not deployment.shares:
         return False
     group = cluster.state.groups[deployment.group]
     if len(group.members) == 1 and not group.is_closed:
         return False
-    bound = cluster.settings.config.waiting_part_max
-    if not group.is_closed and _waiting(deployment) <= bound:
+    state, settings = cluster.state, cluster.settings
+    part, bound = _waiting(deployment), waiting_bound(state, settings, deployment)
+    if not group.is_closed and part <= bound:
         # The other members were checked at the end of their own cycles.
         return False
-    parts = {name: _waiting(cluster.state.deployment(name)) for name in group.members}
-    worst = max(parts.values())
-    if group.is_closed and worst < REOPEN_PART * bound:
+    worst, may_reopen = part - bound, True
+    for name in group.members:
+        member = state.deployment(name)
+        waits, allowed = _waiting(member), waiting_bound(state, settings, member)
+        worst = max(worst, waits - allowed)
+        may_reopen = may_reopen and waits < REOPEN_PART * allowed
+    if group.is_closed and may_reopen:
         group.is_closed = False
         cluster.inventory.refresh(group)
         cluster.waiting.retry_all()
-    elif not group.is_closed and worst > bound and len(group.members) > 1:
+    elif not group.is_closed and worst > 0.0 and len(group.members) > 1:
         group.is_closed = True
         cluster.inventory.refresh(group)
-    if worst <= bound or len(group.members) < 2 or parts[deployment.deployment] < worst:
+    if worst <= 0.0 or len(group.members) < 2 or part - bound < worst:
         return False
     record = deployment.placement
     if record is None or now - record.at < cluster.settings.config.relief_after_s:
@@ -118,8 +125,7 @@ def consider_relief(cluster: Cluster, deployment: Deployment, now: float) -> boo
         return False
     if _destination(cluster, deployment, MoveCause.RELIEF, now) is None:
         return False
-    part = f"{parts[deployment.deployment]:.0%}"
-    reason = f"waited {part} of its time, the bound is {bound:.0%}"
+    reason = f"waited {part:.0%} of its time, the bound is {bound:.0%}"
     _begin(cluster, deployment, MoveCause.RELIEF, reason)
     return True
 

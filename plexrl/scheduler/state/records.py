@@ -279,6 +279,9 @@ class Job:
     """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
     """Length that the user expects; 0: unknown."""
+    slo: float | None = None
+    """Greatest waiting / (waiting + running) that it accepts, its tenant's at its submission if it
+    named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
     controller: str = ""
     """Token of its present controller; empty: none was named."""
     halts_on_failure: bool = False

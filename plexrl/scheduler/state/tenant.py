@@ -37,5 +37,7 @@ class Tenant:
     """Maximum bytes of these checkpoints; None: the routers' limit."""
     priority_max: int = 0
     """Highest priority class of its jobs; an operator's jobs may have any."""
+    slo: float | None = None
+    """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
     gpu_seconds: float = 0.0
     """GPU time used so far."""

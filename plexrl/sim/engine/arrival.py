@@ -37,6 +37,7 @@ def submission(run: JobRun, tenant: TenantId) -> ev.JobSubmitted:
         controller_timeout_s=FOREVER_S,
         reattach_timeout_s=FOREVER_S,
         priority=run.trace.priority,
+        slo=run.trace.slo,
         gang=0 if run.rollouts is None else 2,
     )
 

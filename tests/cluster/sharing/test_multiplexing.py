@@ -1,10 +1,12 @@
-"""Sharing a training group changes when a job's operations run, never what they compute."""
+"""Sharing a training group changes when a job's operations run, never what they compute; a job that
+accepts little waiting does not share."""
 
 import json
+from contextlib import ExitStack
 
 import plexrl
 from plexrl.model.spec import parameter_count
-from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch
+from tests.cluster.tools import VOCABULARY, checkpoint_weights, some_batch, wait_until
 
 STEPS = 6
 
@@ -40,6 +42,38 @@ def test_a_job_that_shares_its_group_computes_the_same_bits_as_alone(
     assert norms[0] == norms_alone
     assert norms[1] != norms_alone
     assert weights_shared == weights_alone
+
+
+def test_a_job_with_a_tight_bound_does_not_share_while_others_do(two_gpus: plexrl.Cluster) -> None:
+    model = plexrl.tiny_qwen2(VOCABULARY, seed=5)
+    slos = {"one": None, "two": None, "tight": 0.05, "late": 0.05}
+    with ExitStack() as scope:
+        jobs = {
+            name: scope.enter_context(two_gpus.create_job(name, slo=slo))
+            for name, slo in slos.items()
+        }
+        actors = {
+            name: job.train_deployment("actor", model, workers=1) for name, job in jobs.items()
+        }
+
+        def group(name: str) -> str | None:
+            (found,) = jobs[name].explain()["deployments"]
+            return None if found["group"] is None else str(found["group"])
+
+        for name in ("one", "two", "tight"):
+            actors[name].forward_backward(some_batch(1), plexrl.losses.grpo())
+            assert actors[name].optim_step(learning_rate=1e-3).result(120)
+        assert group("one") == group("two")
+        assert group("tight") not in (None, group("one"))
+        assert group("late") is None
+        late = actors["late"].barrier()
+        explained = jobs["late"].explain()
+        assert explained["slo"] == 0.05
+        assert [each["rule"] for each in explained["operations"]] == ["slo"]
+        jobs["tight"].finish()
+        wait_until(lambda: group("late") is not None, "nobody gave the late job GPUs")
+        late.result(120)
+        assert group("late") != group("one")
 
 
 def test_gradients_survive_a_switch_between_backward_and_step(two_gpus: plexrl.Cluster) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl.scheduler.core.queries.view_types import PlacedDeploymentView, ProfileView
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import AsynchronousJob, Clock
 
@@ -12,12 +13,19 @@ TRAINER_GPUS = 4
 
 
 def start(
-    clock: Clock, name: str, staleness: int, rollout_s: float, **fields: bool
+    clock: Clock,
+    name: str,
+    staleness: int,
+    rollout_s: float,
+    *,
+    slo: float | None = None,
+    declared: DemandTrace | None = None,
+    **fields: bool,
 ) -> AsynchronousJob:
     """A job whose rollouts generate a batch in `rollout_s` together."""
     cluster = clock.cluster
-    cluster.job(name)
-    cluster.deploy(f"{name}/actor", workers=TRAINER_GPUS)
+    cluster.job(name, slo=slo)
+    cluster.deploy(f"{name}/actor", workers=TRAINER_GPUS, trace=declared)
     clock.takes(
         f"{name}/actor",
         forward_backward=FORWARD_BACKWARD_S,
@@ -124,6 +132,28 @@ def test_a_job_that_trains_all_the_time_is_moved_away_from_its_co_resident() -> 
     assert views["a"]["group"] != views["b"]["group"]
     assert [views["a"]["waiting_part"], views["b"]["waiting_part"]] == pytest.approx([0.0, 0.0])
     assert "of its time, the bound is 30%" in views["a"]["moved_because"]
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (0.05, None), (0.5, 0.04)])
+def test_the_job_furthest_past_its_own_bound_is_moved(
+    bounds: tuple[float | None, float | None],
+) -> None:
+    """Both declare less than they train, so that they share at first, and wait for each other for
+    less than the cluster's bound."""
+    little = DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=1.0),))
+    clock = cluster_of(4)
+    for name, rollout_s, slo in zip("ab", (60.0, 30.0), bounds, strict=True):
+        start(clock, name, 0, rollout_s, slo=slo, declared=little)
+    before = {name: placed(clock.cluster, name)["group"] for name in "ab"}
+    assert before["a"] == before["b"]
+    clock.run_until(clock.cluster.now + 3000.0)
+    moved = {name: placed(clock.cluster, name)["moves"] for name in "ab"}
+    tight = {name for name, slo in zip("ab", bounds, strict=True) if slo is not None and slo < 0.1}
+    assert {name for name, count in moved.items() if count} == tight
+    for name, slo in zip("ab", bounds, strict=True):
+        waits = placed(clock.cluster, name)["waiting_part"]
+        assert waits is not None
+        assert waits <= (0.3 if slo is None else slo)
 
 
 def test_without_another_group_explain_names_who_holds_it() -> None:

@@ -58,6 +58,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "segments": ("update", "update:1", "update:0:70", "a b:0:1", "a:0:5;b:4:1", "a:x:1", "a:0:-1"),
     "staleness": ("-1", "1001", "?"),
     "priority": ("0.5", "5000"),
+    "slo": ("-0.1", "1", "30%"),
     "wait_s": ("-1", "none"),
     "outcome": ("done",),
 }

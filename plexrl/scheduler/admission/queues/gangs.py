@@ -8,7 +8,7 @@ from plexrl.scheduler.admission.scarcity import node_types_compatible
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.records import Deployment
+from plexrl.scheduler.state.records import Deployment, Job
 
 BlockingRequest = tuple[str, int]
 """(node type, workers) of a deployment that blocks the deployments behind it."""
@@ -72,14 +72,15 @@ def allowed_modes(
 
 
 def equivalence_key(
-    deployment: Deployment, allowed: tuple[PlacementMode, ...]
+    deployment: Deployment, job: Job, allowed: tuple[PlacementMode, ...]
 ) -> tuple[object, ...]:
-    """Two deployments with equal keys both fit, or both do not."""
+    """Two deployments (each of its `job`) with equal keys both fit, or both do not."""
     return (
         deployment.workers,
         deployment.node_type,
         deployment.shares,
         deployment.state_bytes,
         deployment.trace,
+        job.slo,
         allowed,
     )

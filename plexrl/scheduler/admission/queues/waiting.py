@@ -60,6 +60,8 @@ class EquivalenceClass(NamedTuple):
     """Expected length, rounded by `expected_step`."""
     demand: tuple[tuple[int, DemandTrace | None], ...]
     """(state bytes, trace) of each deployment, in the order of the sizes."""
+    slo: float | None
+    """How long the job may wait in a group decides which groups it may join."""
 
 
 class QueueKey(NamedTuple):
@@ -204,7 +206,7 @@ class Waiting:
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.name, *needs)
         owner = Owner(job.tenant, job.priority)
-        equivalence = EquivalenceClass(owner, expected_step(job.expected_s), demand)
+        equivalence = EquivalenceClass(owner, expected_step(job.expected_s), demand, job.slo)
         unit = Unit(head, tuple(each.size for each in members), equivalence, tuple(members))
         for member in members:
             self._units[member.name] = unit

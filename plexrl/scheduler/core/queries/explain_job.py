@@ -12,9 +12,10 @@ from plexrl.scheduler.core.queries.view_types import (
     PlacedDeploymentView,
     WaitingOperationView,
 )
-from plexrl.scheduler.jobs.profiler import waiting_part
+from plexrl.scheduler.jobs.profiler import measured_waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
 from plexrl.scheduler.placement.capacity.topology import common_part, natural_order
+from plexrl.scheduler.placement.contention.service_level import bound_of
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.records import Deployment, Job
 
@@ -34,6 +35,7 @@ def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> Ex
         "tenant": job.tenant,
         "name": job.name,
         "state": job.state.value,
+        "slo": bound_of(cluster.settings, job),
         "summary": _summary(cluster, job, deployments, now),
         "deployments": [_deployment(cluster, each, now) for each in deployments],
         "operations": [row for each in deployments for row in _operations(cluster, each, now)],
@@ -70,8 +72,7 @@ def _summary(cluster: Cluster, job: Job, deployments: list[Deployment], now: flo
 
 def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedDeploymentView:
     record = deployment.placement
-    measured = deployment.cycles.measured
-    trace, kept_part = deployment.trace, deployment.cycles.waiting_part
+    trace = deployment.trace
     view: PlacedDeploymentView = {
         "deployment": deployment.deployment,
         "state": deployment.state.value,
@@ -81,7 +82,7 @@ def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedD
         "placement": None if record is None else msgspec.to_builtins(record),
         "moves": deployment.moves.count,
         "moved_because": deployment.moves.last_reason,
-        "waiting_part": waiting_part(measured) if measured else kept_part,
+        "waiting_part": measured_waiting_part(deployment),
         "profile": None,
         "attempts": [],
         "near": [],

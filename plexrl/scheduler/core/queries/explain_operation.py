@@ -24,8 +24,8 @@ class Explanation:
     reason: str
     rule: str
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
-    `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`, `switch`,
-    `router`, `running`, or the name of the ordering rule."""
+    `slo`, `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`,
+    `switch`, `router`, `running`, or the name of the ordering rule."""
     holder: str | None
     """The holder of the group's lock; anonymous if it belongs to another tenant."""
     eta_s: float | None

@@ -12,7 +12,8 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
 from plexrl.scheduler.placement.capacity.index import Shape
 from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
-from plexrl.scheduler.placement.placement import fitting, modes, nearest
+from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
+from plexrl.scheduler.placement.placement import find, fitting, modes, nearest
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, State
 
@@ -44,13 +45,17 @@ def why_no_gpus(
     what = f"{deployment.workers} GPUs"
     if deployment.node_type:
         what += f" of type {deployment.node_type!r}"
-    rows = attempts(cluster, deployment, now, searches=False)
+    # Only a search can tell that the job's own service level is what keeps it out.
+    rows = attempts(cluster, deployment, now, searches=is_tight(cluster, deployment))
     tried = "; ".join(f"{row['way']}: {row['why']}" for row in rows)
     ahead, others = cluster.waiting.counts.standing(deployment.deployment)
     standing = (
         f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
     )
-    return f"{what} are not free yet; {standing}; {tried}", "turn" if ahead else "capacity", eta_s
+    rule = "turn" if ahead else "capacity"
+    if any(row.get("over_slo") for row in rows):
+        rule = "slo"
+    return f"{what} are not free yet; {standing}; {tried}", rule, eta_s
 
 
 def attempts(
@@ -106,7 +111,8 @@ def _attempt(
         return {"way": mode.value, "free_gpus": free, "why": why}
     counts = _census(cluster, deployment)
     refused = [f"{counts[name]} {words}" for name, words in _REFUSALS if counts[name]]
-    open_count = counts["open"]
+    open_count, over_slo = counts["open"], False
+    own = f"{waiting_bound(cluster.state, cluster.settings, deployment):.0%} for this one"
     if open_count and not searches:
         refused.append(f"{open_count} have capacity by load and memory")
     elif (
@@ -121,18 +127,28 @@ def _attempt(
             kind = "free at any shift" if strict else "with little enough overlap"
             refused.append(f"{open_count} have no window of {longest} s {kind}")
         elif not nearest(cluster, deployment, now, strict=strict, count=1):
-            bound = f"{cluster.settings.config.waiting_part_max:.0%}"
+            over_slo = True
             refused.append(
-                f"in the best of the {len(fits)} where it fits, a member would wait for more than "
-                f"{bound} of its time"
+                f"in the best of the {len(fits)} where it fits, a member would wait for a greater "
+                f"part of its time than its job accepts ({own})"
             )
+    elif (
+        open_count
+        and mode in (PlacementMode.PACKED, PlacementMode.EMPTIEST)
+        and find(cluster, deployment, mode, now) is None
+    ):
+        over_slo = True
+        refused.append(
+            f"in the {open_count} with capacity, no prediction shows that every member would wait "
+            f"for no greater part of its time than its job accepts ({own})"
+        )
     elif open_count and mode == PlacementMode.CO_EXECUTED:
         refused.append(
             f"{open_count} have too little time in their round, or too little host memory"
         )
     groups = f"{counts['groups']} groups of {deployment.workers} GPUs"
     why = groups + (": " + ", ".join(refused) if refused else "")
-    return {"way": mode.value, **counts, "why": why}
+    return {"way": mode.value, **counts, "over_slo": over_slo, "why": why}
 
 
 def _census(cluster: Cluster, deployment: Deployment) -> Census:

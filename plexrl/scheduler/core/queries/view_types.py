@@ -127,6 +127,8 @@ class DeploymentView(TypedDict):
     """Estimated seconds to load its state."""
     offload_s: float
     """Estimated seconds to offload its state."""
+    waiting_part: float | None
+    """Measured waiting / (waiting + running); None: not measured."""
     pending: int
     """Number of queued operations."""
     running: list[str]
@@ -149,6 +151,9 @@ class JobView(TypedDict):
     failure: ErrorView | None
     """Its first failure that is not acknowledged."""
     priority: int
+    slo: float
+    """Greatest waiting / (waiting + running) that it accepts: its own, its tenant's at its
+    submission, or the cluster's."""
     gpu_seconds: float
     submitted_at: float
     ended_at: float | None
@@ -236,6 +241,8 @@ class ClusterView(ClusterTotals):
     """Deployments that wait for GPUs."""
     deployments_impossible: int
     """Those of them that can never get the GPUs they ask for."""
+    deployments_over_slo: int
+    """Deployments that waited a greater part of their time than their job accepts."""
     operations_pending: int
     held: list[HeldView]
 
@@ -329,6 +336,8 @@ class SharedGroupAttempt(Census):
     """Why a placement mode puts a deployment into none of the existing groups."""
 
     way: str
+    over_slo: bool
+    """There is a group with room for it, and a member would wait more than its job accepts."""
     why: str
 
 
@@ -449,6 +458,8 @@ class ExplainedJobView(TypedDict):
     tenant: TenantId
     name: str
     state: str
+    slo: float
+    """Greatest waiting / (waiting + running) that it accepts."""
     summary: str
     deployments: list[PlacedDeploymentView]
     operations: list[WaitingOperationView]

@@ -9,6 +9,7 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
 from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.queries.explain_operation import explain
 from plexrl.scheduler.core.queries.view_types import (
@@ -24,10 +25,12 @@ from plexrl.scheduler.core.queries.view_types import (
     UsageView,
 )
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.jobs.profiler import measured_waiting_part
 from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.holding import held_view
+from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
@@ -107,6 +110,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "nvme_bytes": deployment.stored.nvme_bytes,
         "load_s": load_s(state, deployment),
         "offload_s": offload_s(state, deployment),
+        "waiting_part": measured_waiting_part(deployment),
         "pending": len(deployment.queue),
         "running": [command.kind.value for command in deployment.running.values()],
         "spec_json": deployment.spec_json,
@@ -114,7 +118,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
     }
 
 
-def job_view(state: State, job: Job) -> JobView:
+def job_view(state: State, settings: Settings, job: Job) -> JobView:
     """One job with its deployments."""
     return {
         "job": job.job,
@@ -125,6 +129,7 @@ def job_view(state: State, job: Job) -> JobView:
         "reason": job.reason,
         "failure": failure_view(job_failure(state, job)),
         "priority": job.priority,
+        "slo": bound_of(settings, job),
         "gpu_seconds": sum(row.gpu_seconds for row in job.usage.values()),
         "submitted_at": job.submitted_at,
         "ended_at": job.ended_at,
@@ -132,9 +137,13 @@ def job_view(state: State, job: Job) -> JobView:
     }
 
 
-def list_jobs(state: State, tenant: TenantId | None) -> list[JobView]:
+def list_jobs(state: State, settings: Settings, tenant: TenantId | None) -> list[JobView]:
     """All jobs of a tenant, or of all tenants, oldest first."""
-    return [job_view(state, job) for job in state.jobs.values() if tenant in (None, job.tenant)]
+    return [
+        job_view(state, settings, job)
+        for job in state.jobs.values()
+        if tenant in (None, job.tenant)
+    ]
 
 
 def live_workers(state: State) -> dict[DeploymentId, int]:
@@ -284,9 +293,20 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
         + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
         "deployments_waiting": waiting,
         "deployments_impossible": count_impossible(cluster, tenant),
+        "deployments_over_slo": _count_over_slo(cluster, names),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
         "held": held_view(cluster.state, names),
     }
+
+
+def _count_over_slo(cluster: Cluster, names: Iterable[DeploymentId]) -> int:
+    count = 0
+    for name in names:
+        deployment = cluster.state.deployments[name]
+        part = measured_waiting_part(deployment)
+        if part is not None and part > waiting_bound(cluster.state, cluster.settings, deployment):
+            count += 1
+    return count
 
 
 def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:

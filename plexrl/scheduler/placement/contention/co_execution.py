@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.placement.contention.service_level import waiting_bound
 
 if TYPE_CHECKING:
     from plexrl.scheduler.context.settings import Settings
@@ -58,21 +59,24 @@ def added_stretch(
 ) -> float | None:
     """How much the members' total stretch would grow if the deployment joined `group`.
 
-    None if the shares would not fit, or a member would wait more than the service level allows.
+    None if the shares would not fit, or a member would wait more than its job accepts.
     """
     newcomer = round_share(state, deployment, group)
     if newcomer is None:
         return None
     shares = []
+    bounds = [waiting_bound(state, settings, deployment)]
     for name in group.members:
-        share = round_share(state, state.deployment(name), group)
+        member = state.deployment(name)
+        share = round_share(state, member, group)
         if share is None:
             return None
         shares.append(share)
+        bounds.append(waiting_bound(state, settings, member))
     before_s, after_s = round_s(shares), round_s([*shares, newcomer])
     if before_s is None or after_s is None:
         return None
-    shortest_s = min(share.cycle_s for share in (*shares, newcomer))
-    if 1.0 - shortest_s / after_s > settings.config.waiting_part_max:
-        return None
+    for share, bound in zip([newcomer, *shares], bounds, strict=True):
+        if 1.0 - share.cycle_s / after_s > bound:
+            return None
     return total_stretch([*shares, newcomer], after_s) - total_stretch(shares, before_s)

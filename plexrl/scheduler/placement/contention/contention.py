@@ -85,11 +85,6 @@ class Contention:
     group: float
     """Mean over the members."""
 
-    @property
-    def worst(self) -> float:
-        """The largest value of a member."""
-        return max(self.members)
-
 
 def predict(
     residents: Sequence[Resident], config: ContentionConfig | None = None, *, bursts: int = BURSTS

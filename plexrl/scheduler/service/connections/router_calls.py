@@ -133,6 +133,7 @@ class RouterCalls:
                 priority=call.priority,
                 gang=call.gang,
                 expected_s=call.expected_s,
+                slo=call.slo,
                 controller=call.controller,
                 halts_on_failure=True,
             )

@@ -21,7 +21,7 @@ from plexrl.scheduler.state.messages import events as ev
 
 SETTINGS = (
     *("weight", "jobs_max", "gpus_max", "gpu_seconds_max", "priority_max"),
-    *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max"),
+    *("live_jobs_max", "checkpoints_max", "checkpoint_bytes_max", "slo"),
 )
 """The settings of a tenant that an operator can change."""
 

@@ -135,6 +135,8 @@ class TenantConfigured(Event, frozen=True, kw_only=True):
     live_jobs_max: int | None = None
     checkpoints_max: int | None = None
     checkpoint_bytes_max: int | None = None
+    slo: float | None = None
+    """For jobs that name none; None: the cluster's bound."""
 
 
 class NodeDrainChanged(Event, frozen=True, kw_only=True):
@@ -166,6 +168,9 @@ class JobSubmitted(Event, frozen=True, kw_only=True):
     """Number of deployments that get GPUs together or not at all; 0: each gets its own."""
     expected_s: float = 0.0
     """Length that the user expects; 0: unknown."""
+    slo: float | None = None
+    """Greatest waiting / (waiting + running) that it accepts, below 1; 0: it shares with nobody.
+    None: the tenant's."""
     controller: str = ""
     """Token of the controller, chosen by the controller; empty: none."""
     halts_on_failure: bool = False

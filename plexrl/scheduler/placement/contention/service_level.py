@@ -1,0 +1,56 @@
+"""The service level of each job: the greatest part waiting / (waiting + running) that it accepts
+(PlexRL §7.2).
+
+It is the job's `slo`; a job without one has the cluster's bound, `waiting_part_max`. A group is
+refused if by the prediction any member, or the newcomer, would wait more than its own bound. Some
+placement modes predict nothing, because they need no profile. They may put deployments together
+whose jobs have the cluster's bound or a looser one. Where a job has a tighter one, a group whose
+waiting cannot be predicted is refused.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.context.settings import Settings
+    from plexrl.scheduler.placement.contention.contention import Contention
+    from plexrl.scheduler.state.records import Deployment, Group, Job, State
+
+
+def bound_of(settings: "Settings", job: "Job") -> float:
+    """The greatest part of their time that the job's deployments may wait."""
+    return settings.config.waiting_part_max if job.slo is None else job.slo
+
+
+def waiting_bound(state: "State", settings: "Settings", deployment: "Deployment") -> float:
+    """The greatest part of its time that the deployment may wait."""
+    return bound_of(settings, state.job(deployment.job))
+
+
+def is_tight(cluster: "Cluster", deployment: "Deployment") -> bool:
+    """Whether the deployment has a tighter bound than the cluster's."""
+    bound = waiting_bound(cluster.state, cluster.settings, deployment)
+    return bound < cluster.settings.config.waiting_part_max
+
+
+def has_tight_bound(cluster: "Cluster", deployment: "Deployment", group: "Group") -> bool:
+    """Whether the deployment, or a member of the group, has a tighter bound than the cluster's."""
+    members = [cluster.state.deployment(name) for name in group.members]
+    return any(is_tight(cluster, each) for each in (deployment, *members))
+
+
+def keeps_bounds(
+    cluster: "Cluster", deployment: "Deployment", group: "Group", expected: "Contention | None"
+) -> bool:
+    """Whether nobody in `group` would wait more than its bound if `deployment` joined.
+
+    `expected`: the prediction, the newcomer first and then the members; None: it cannot be made.
+    """
+    if expected is None:
+        return not has_tight_bound(cluster, deployment, group)
+    state, settings = cluster.state, cluster.settings
+    residents = [deployment, *[state.deployment(name) for name in group.members]]
+    for each, waiting_part in zip(residents, expected.members, strict=True):
+        if waiting_part > waiting_bound(state, settings, each):
+            return False
+    return True
