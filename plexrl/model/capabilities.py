@@ -40,11 +40,8 @@ class BackendCapabilities:
     """Train: it can recompute activations instead of keeping them."""
     switches_tp: bool = False
     """Rollout: the size of its tensor-parallel groups can change while it generates."""
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Model types that it runs. Those with experts need expert parallelism."""
-        return ARCHITECTURES if "ep" in self.axes else DENSE_ARCHITECTURES
+    architectures: tuple[str, ...] = ARCHITECTURES
+    """Model types that it runs."""
 
 
 BACKENDS: tuple[BackendCapabilities, ...] = (
@@ -96,6 +93,7 @@ BACKENDS: tuple[BackendCapabilities, ...] = (
     BackendCapabilities(
         backend="vllm",
         kind="rollout",
+        architectures=DENSE_ARCHITECTURES,
         axes=("dp",),
         optimizers=(),
         packs=False,

@@ -10,6 +10,12 @@ from plexrl.wire.parameter_checks import short
 SIZE_MAX = 2**31 - 1
 """Largest size of one dimension."""
 
+MOE_ARCHITECTURES = ("qwen3_moe", "mixtral")
+"""Model types of `transformers` with experts (Mixture-of-Experts)."""
+EXPERT_UNIT = 8
+"""Hidden size and width of an expert are multiples of this: rows of grouped matrix products begin
+at multiples of 16 bytes, in bfloat16 too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
@@ -39,29 +45,32 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     """The sizes of the model with this configuration (`PretrainedConfig.to_dict()`).
 
     Raises:
-        InvalidRequestError: a size is missing or invalid.
+        InvalidRequestError: a size is missing or invalid, or only some layers have experts.
     """
     architecture = str(config.get("model_type"))
-    is_moe = architecture == "qwen3_moe"
+    is_moe = architecture in MOE_ARCHITECTURES
     hidden = size_of(config, "hidden_size")
     heads = size_of(config, "num_attention_heads")
-    all_experts = config.get("num_local_experts")
-    return Dimensions(
+    has_own_width = architecture == "qwen3_moe"
+    found = Dimensions(
         layers=size_of(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=size_of(config, "num_key_value_heads", default=heads),
         head_dim=size_of(config, "head_dim", default=hidden // heads),
-        mlp=size_of(config, "moe_intermediate_size" if is_moe else "intermediate_size"),
+        mlp=size_of(config, "moe_intermediate_size" if has_own_width else "intermediate_size"),
         vocabulary=size_of(config, "vocab_size"),
-        experts=size_of(config, "num_experts", default=all_experts) if is_moe else 0,
-        experts_per_token=config.get("num_experts_per_tok", 0) if is_moe else 0,
-        normalizes_top_k=bool(config.get("norm_topk_prob", False)),
+        experts=_experts(config) if is_moe else 0,
+        experts_per_token=size_of(config, "num_experts_per_tok") if is_moe else 0,
+        normalizes_top_k=bool(config.get("norm_topk_prob", architecture == "mixtral")),
         has_qkv_bias=architecture == "qwen2",
         has_qk_norm=architecture.startswith("qwen3"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )
+    if is_moe:
+        _check_experts(config, found)
+    return found
 
 
 def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> int:
@@ -78,3 +87,29 @@ def size_of(config: Mapping[str, Any], name: str, *, default: object = None) -> 
         f"{name} of the model's configuration {given}: it must be a whole number, at least 1",
         parameter=name,
     )
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    # `transformers` gives both families' number of experts the second name when it saves them.
+    name = "num_experts" if config.get("num_experts") else "num_local_experts"
+    return size_of(config, name)
+
+
+def _check_experts(config: Mapping[str, Any], sizes: Dimensions) -> None:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise InvalidRequestError(
+            "the model has layers with experts and layers without (mlp_only_layers, "
+            "decoder_sparse_step): use a model whose layers all have experts"
+        )
+    if sizes.experts_per_token > sizes.experts:
+        raise InvalidRequestError(
+            f"num_experts_per_tok is {sizes.experts_per_token} and the model has {sizes.experts} "
+            "experts in a layer: a token's experts are some of them",
+            parameter="num_experts_per_tok",
+        )
+    for what, size in (("hidden size", sizes.hidden), ("experts' width", sizes.mlp)):
+        if size % EXPERT_UNIT:
+            raise InvalidRequestError(
+                f"the model's {what} is {size}: grouped matrix products of experts need a multiple "
+                f"of {EXPERT_UNIT}"
+            )

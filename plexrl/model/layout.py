@@ -1,7 +1,7 @@
 """Whether a backend can run a model on a layout: tensor ranks, and the `megatron` backend. Pure.
 
 The router checks this before a worker starts. The `megatron` backend runs dense decoders of the
-Llama family, and Mixture-of-Experts with Qwen3's block (`qwen3_moe`).
+Llama family, and those with experts (`qwen3_moe`, `mixtral`).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from plexrl.model.capabilities import (
     check_layout,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
-from plexrl.model.dimensions import Dimensions, dimensions, size_of
+from plexrl.model.dimensions import Dimensions, dimensions
 from plexrl.model.kv_cache import check_cache_budget
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ARCHITECTURES, ModelSpec
@@ -28,11 +28,12 @@ multiple of 64 bytes (`plexrl.statemanager.layout.keys.ARENA_ALIGNMENT`)."""
 
 
 def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
-    """Check that every tensor rank gets whole heads, a part of the MLP and of the vocabulary.
+    """Check that every tensor rank gets whole heads, a part of the MLP and of the vocabulary; in a
+    model with experts, whole experts instead of a part of the MLP.
 
     Raises:
-        LayoutError: `tp` does not divide the query or key-value heads, or a rank would get no part
-            of the MLP or of the vocabulary.
+        LayoutError: `tp` does not divide the query or key-value heads or the experts, or a rank
+            would get no part of the MLP or of the vocabulary.
         InvalidRequestError: the configuration lacks a size.
     """
     if layout.tp == 1:
@@ -47,7 +48,16 @@ def check_tensor_parallel(model: ModelSpec, layout: Parallelism) -> None:
                 "of another axis",
                 field="tp",
             )
-    for name, size in (("intermediate_size", sizes.mlp), ("vocab_size", sizes.vocabulary)):
+    if sizes.experts % layout.tp:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and the model has {sizes.experts} experts in a layer: "
+            "every tensor rank has as many; choose a tp that divides their number",
+            field="tp",
+        )
+    cut = [("vocab_size", sizes.vocabulary)]
+    if not sizes.experts:
+        cut.append(("intermediate_size", sizes.mlp))
+    for name, size in cut:
         # All parts have equal size, except a smaller last one.
         if -(-size // layout.tp) * (layout.tp - 1) >= size:
             raise LayoutError(
@@ -63,11 +73,27 @@ def check_equal_parts(model: ModelSpec, layout: Parallelism) -> None:
     Raises:
         LayoutError: `tp` does not divide the MLP's columns.
     """
-    columns = model.dimensions.mlp
-    if columns % layout.tp:
+    sizes = model.dimensions
+    columns = sizes.mlp
+    if not sizes.experts and columns % layout.tp:
         raise LayoutError(
             f"parallelism.tp is {layout.tp} and the model's intermediate_size is {columns}: the "
             "ranks of a rollout have parts of equal size; choose a tp that divides it",
+            field="tp",
+        )
+
+
+def check_trained_experts(model: ModelSpec, layout: Parallelism) -> None:
+    """Check that a training layout does not cut the matrices of a model with experts. Megatron
+    would need sequence parallelism for that.
+
+    Raises:
+        LayoutError: `tp` is above 1, and the model has experts.
+    """
+    if layout.tp > 1 and model.dimensions.experts:
+        raise LayoutError(
+            f"parallelism.tp is {layout.tp} and the model has experts, which no training backend "
+            "combines: set tp to 1, and use dp (fsdp) or ep (megatron)",
             field="tp",
         )
 
@@ -151,8 +177,6 @@ def megatron_dimensions(config: Mapping[str, Any]) -> Dimensions:
     """
     _check_supported(str(config.get("model_type")), config)
     sizes = dimensions(config)
-    if sizes.experts:
-        size_of(config, "num_experts_per_tok")
     eps = sizes.norm_eps
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
         raise InvalidRequestError(
@@ -176,13 +200,6 @@ def check_cut(sizes: Dimensions, layout: Parallelism) -> None:
                 f"{axis} that divides {size}",
                 field=axis,
             )
-    if layout.tp > 1 and sizes.experts:
-        raise LayoutError(
-            f"parallelism.tp is {layout.tp} and the model has experts: Megatron needs sequence "
-            "parallelism for that, which the megatron backend does not support; set tp to 1 and "
-            "use ep",
-            field="tp",
-        )
     if layout.ep > 1 and (sizes.experts == 0 or sizes.experts % layout.ep):
         raise LayoutError(
             f"parallelism.ep is {layout.ep} and the model has {sizes.experts} experts in a layer: "
@@ -231,8 +248,7 @@ def _check_supported(architecture: str, config: Mapping[str, Any]) -> None:
     refused = {
         "attention_bias": architecture != "qwen2",
         "mlp_bias": True,
-        "mlp_only_layers": True,
-        "sliding_window": config.get("use_sliding_window", architecture == "mistral"),
+        "sliding_window": config.get("use_sliding_window", architecture in ("mistral", "mixtral")),
     }
     for field, matters in refused.items():
         if matters and config.get(field):
@@ -240,8 +256,7 @@ def _check_supported(architecture: str, config: Mapping[str, Any]) -> None:
                 f"the megatron backend does not run a model with {field}={config[field]!r}: "
                 "use backend fsdp"
             )
-    if config.get("hidden_act", "silu") != "silu" or config.get("decoder_sparse_step", 1) != 1:
+    if config.get("hidden_act", "silu") != "silu":
         raise InvalidRequestError(
-            "the megatron backend runs models whose activation is silu and whose layers are all "
-            "alike: use backend fsdp"
+            "the megatron backend runs models whose activation is silu: use backend fsdp"
         )

@@ -41,7 +41,8 @@ class LoraSpec:
 
 
 def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of the linear layers of each decoder layer, by name.
+    """(inputs, outputs) of the linear layers of each decoder layer that can have adapters, by name.
+    Experts have none.
 
     Raises:
         InvalidRequestError: the model's configuration lacks a size.
@@ -49,11 +50,16 @@ def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     sizes = spec.dimensions
     hidden, mlp = sizes.hidden, sizes.mlp
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    return {
+    attention = {
         "q_proj": (hidden, queries),
         "k_proj": (hidden, keys),
         "v_proj": (hidden, keys),
         "o_proj": (queries, hidden),
+    }
+    if sizes.experts:
+        return attention
+    return {
+        **attention,
         "gate_proj": (hidden, mlp),
         "up_proj": (hidden, mlp),
         "down_proj": (mlp, hidden),
@@ -77,7 +83,7 @@ def adapter_parameter_count(spec: ModelSpec, lora: LoraSpec) -> int:
     if unknown or not lora.targets or len(set(lora.targets)) < len(lora.targets):
         raise InvalidRequestError(
             f"lora.targets is {list(lora.targets)}: name each layer that gets an adapter once; the "
-            f"layers are {', '.join(sizes)}"
+            f"layers of this model that can have one are {', '.join(sizes)}"
         )
     layer = sum(sum(sizes[target]) for target in lora.targets)
     return spec.dimensions.layers * layer * lora.rank

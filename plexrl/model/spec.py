@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from plexrl.errors import InvalidRequestError, UnsupportedModelError
-from plexrl.model.dimensions import Dimensions, dimensions
+from plexrl.model.dimensions import MOE_ARCHITECTURES, Dimensions, dimensions
 from plexrl.model.tokenizer import check_vocabulary
 from plexrl.storage.model_folder import model_folder
 from plexrl.wire.parameter_checks import short
@@ -20,8 +20,8 @@ TRAIN_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and the two AdamW moments."""
 
 DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
-ARCHITECTURES = (*DENSE_ARCHITECTURES, "qwen3_moe")
-"""Model types of `transformers` that some backend runs; those that are not dense have experts."""
+ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
+"""Model types of `transformers` that some backend runs."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""
@@ -135,7 +135,7 @@ def tiny_qwen2(
 
 def parameter_count(spec: ModelSpec) -> int:
     """Number of parameters of a decoder of the Llama family (`llama`, `qwen2`, `qwen3`, `mistral`),
-    or of one with experts (`qwen3_moe`). The number is exact.
+    or of one with experts (`qwen3_moe`, `mixtral`). The number is exact.
 
     Raises:
         UnsupportedModelError: another architecture.

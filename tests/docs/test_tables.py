@@ -29,6 +29,15 @@ def test_the_guide_lists_the_axes_of_every_backend() -> None:
     assert shown == {(each.kind, each.backend): list(each.axes) for each in BACKENDS}
 
 
+def test_the_guide_lists_the_models_of_every_backend() -> None:
+    head = "| kind | backend | dense models | models with experts |"
+    shown = {
+        (kind, re.findall(r"`(\w+)`", backend)[0]): re.findall(r"`(\w+)`", dense + experts)
+        for kind, backend, dense, experts in rows("sdk.md", head)
+    }
+    assert shown == {(each.kind, each.backend): list(each.architectures) for each in BACKENDS}
+
+
 def test_the_guide_lists_the_placement_of_every_simulated_policy() -> None:
     head = "| policy | where jobs go | who goes next | source |"
     shown = {name.strip("`"): placement for name, placement, *_ in rows("simulating.md", head)}

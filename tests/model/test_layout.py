@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.model.layout import check_tensor_parallel
+from plexrl.model.layout import check_equal_parts, check_tensor_parallel
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec
 
@@ -46,6 +46,24 @@ def test_a_cut_that_cannot_be_is_refused_with_what_can(
     with pytest.raises(LayoutError, match=message) as refused:
         check_tensor_parallel(model(**changes), Parallelism(tp=tp))
     assert refused.value.details["field"] == "tp"
+
+
+def test_tensor_ranks_get_whole_experts() -> None:
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 8,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 24,
+    }
+    text = json.dumps({**SIZES, **experts})
+    mixtral = ModelSpec(architecture="mixtral", config_json=text)
+    for tp in (1, 2, 4):
+        check_tensor_parallel(mixtral, Parallelism(tp=tp))
+        check_equal_parts(mixtral, Parallelism(tp=tp))
+    with pytest.raises(LayoutError, match="tp is 3 and the model has 4 experts in a layer") as no:
+        check_tensor_parallel(mixtral, Parallelism(tp=3))
+    assert no.value.details["field"] == "tp"
 
 
 def test_a_configuration_without_sizes_is_refused() -> None:

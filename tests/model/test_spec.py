@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model.spec import ModelSpec, parameter_count, tiny_qwen2
+from plexrl.model.spec import ARCHITECTURES, ModelSpec, parameter_count, tiny_qwen2
 
 
 @given(
-    architecture=st.sampled_from(("llama", "qwen2", "qwen3", "mistral", "qwen3_moe")),
+    architecture=st.sampled_from(ARCHITECTURES),
     heads=st.sampled_from((2, 4)),
     layers=st.integers(1, 3),
     head_dim=st.sampled_from((8, 16)),
@@ -36,7 +36,9 @@ def test_the_count_is_exact(
         "tie_word_embeddings": tied,
     }
     if architecture == "qwen3_moe":
-        config |= {"num_experts": 6, "moe_intermediate_size": 24}
+        config |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if architecture == "mixtral":
+        config |= {"num_local_experts": 3, "num_experts_per_tok": 2}
     spec = ModelSpec(architecture=architecture, config_json=msgspec.json.encode(config).decode())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config))
@@ -46,6 +48,31 @@ def test_the_count_is_exact(
 def test_an_unknown_architecture_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="'gpt2' is not supported"):
         parameter_count(ModelSpec(architecture="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [0]}, "use a model whose layers all have experts"),
+        ({"decoder_sparse_step": 2}, "use a model whose layers all have experts"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5 and the model has 4 experts"),
+        ({"moe_intermediate_size": 12}, "experts' width is 12: .* a multiple of 8"),
+        ({"num_experts": None}, "num_local_experts of the model's configuration is missing"),
+    ],
+)
+def test_a_model_with_experts_that_no_backend_runs_is_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    config = {
+        **tiny_qwen2("01").config,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        **changes,
+    }
+    text = msgspec.json.encode(config).decode()
+    with pytest.raises(InvalidRequestError, match=message):
+        parameter_count(ModelSpec(architecture="qwen3_moe", config_json=text))
 
 
 def test_a_missing_size_is_named() -> None:

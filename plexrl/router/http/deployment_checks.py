@@ -20,6 +20,7 @@ from plexrl.model.layout import (
     check_equal_parts,
     check_tensor_parallel,
     check_tp_sizes,
+    check_trained_experts,
     megatron_dimensions,
     megatron_state_bytes,
 )
@@ -93,6 +94,8 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
     check_tensor_parallel(model, layout)
     if body.kind == "rollout":
         check_equal_parts(model, layout)
+    if body.kind == "train":
+        check_trained_experts(model, layout)
     if model.head != "causal" and body.kind != "forward":
         raise InvalidRequestError(
             f"a model with head {model.head!r} only scores rows: create a reward deployment for "

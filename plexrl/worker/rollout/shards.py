@@ -2,7 +2,8 @@
 
 Megatron's split: projections into heads and into the MLP are split by rows, projections back by
 columns, so that a block needs one all-reduce after attention and one after the MLP. The vocabulary
-is split by rows. Every rank has all norms.
+is split by rows. Each rank has whole experts, some of every layer's, because a part of an expert's
+joint gate and up projection would be two boxes. Every rank has all norms and routers.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ from plexrl.worker.state.arena_tensors import ShardBox, whole_box
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
+EXPERTS = "experts"
 VOCABULARY = ("embed_tokens", "lm_head")
 
 
@@ -20,7 +22,8 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> ShardBox
     the tensor, or each is the whole tensor.
 
     Raises:
-        InvalidRequestError: a projection cannot be divided into `ranks` equal parts.
+        InvalidRequestError: a projection, or a layer's experts, cannot be divided into `ranks`
+            equal parts.
     """
     module = name.split(".")[-2] if "." in name else name
     whole = whole_box(shape)
@@ -32,15 +35,16 @@ def box_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> ShardBox
         first = min(rank * part, shape[0])
         extent = min(part, shape[0] - first)
         return replace(whole, offset=(first, *whole.offset[1:]), shape=(extent, *shape[1:]))
-    if module in BY_ROWS:
+    if module in BY_ROWS or module == EXPERTS:
         axis = 0
     elif module in BY_COLUMNS and len(shape) > 1:
         axis = 1
     else:
         return whole
     if shape[axis] % ranks:
+        kind = EXPERTS if module == EXPERTS else "columns" if axis else "rows"
         raise InvalidRequestError(
-            f"{name} has {shape[axis]} {'columns' if axis else 'rows'}, which {ranks} tensor-"
+            f"{name} has {shape[axis]} {kind}, which {ranks} tensor-"
             "parallel ranks cannot divide equally: choose another number of workers"
         )
     part = shape[axis] // ranks

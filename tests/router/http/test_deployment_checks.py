@@ -183,7 +183,7 @@ def test_a_cache_must_hold_at_least_one_sequence() -> None:
         ("forward", "torch", "reward"),
     ],
 )
-@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "gemma3_text", "rnn"])
+@pytest.mark.parametrize("architecture", ["gpt2", "olmoe", "gemma3_text", "rnn"])
 def test_an_unsupported_model_is_refused_with_the_supported_ones(
     kind: str, backend: str, head: str, architecture: str
 ) -> None:
@@ -194,12 +194,29 @@ def test_an_unsupported_model_is_refused_with_the_supported_ones(
     assert "qwen2" in str(refused.value.details["supported"])
 
 
-def test_a_model_with_experts_is_refused_with_the_backend_that_supports_them() -> None:
-    for kind in ("train", "rollout", "forward"):
-        with pytest.raises(
-            UnsupportedModelError, match=r"a backend that runs it: megatron \(train"
-        ):
-            check_deployment(request(kind=kind, model={"architecture": "qwen3_moe"}))
+def test_backends_without_experts_refuse_them_with_the_backends_that_run_them() -> None:
+    body = request(kind="rollout", backend="vllm", model={"architecture": "qwen3_moe"})
+    with pytest.raises(UnsupportedModelError, match=r"megatron \(train\).*torch \(rollout\)"):
+        check_deployment(body)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def test_experts_are_trained_without_tensor_ranks_and_without_adapters() -> None:
+    config = json.dumps({**tiny_qwen2("0123456789").config, **EXPERTS})
+    model = {"architecture": "qwen3_moe", "config_json": config}
+    for backend in ("fsdp", "megatron"):
+        body = request(kind="train", backend=backend, model=model, parallelism={"tp": 2})
+        with pytest.raises(LayoutError, match="tp is 2 and the model has experts") as refused:
+            check_deployment(body)
+        assert refused.value.details["field"] == "tp"
+    with pytest.raises(InvalidRequestError, match=r"can have one are q_proj, .*o_proj$"):
+        check_deployment(request(kind="train", model=model, lora={"rank": 4}))
+    lora = {"rank": 4, "targets": ["q_proj"]}
+    for kind, layout in (("train", {"dp": 2}), ("rollout", {"dp": 2})):
+        check_deployment(request(kind=kind, model=model, lora=lora, parallelism=layout))
+    check_deployment(request(kind="rollout", model=model, parallelism={"tp": 2}))
 
 
 def test_a_directory_whose_configuration_names_no_architecture_is_refused(tmp_path: Path) -> None:
@@ -214,7 +231,7 @@ ODD = st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(s
 
 
 @given(
-    st.sampled_from(["llama", "qwen2", "qwen3_moe", "mistral", "bert"]),
+    st.sampled_from(["llama", "qwen2", "qwen3_moe", "mixtral", "bert"]),
     st.sampled_from(["fsdp", "megatron", "torch", "vllm"]),
     st.dictionaries(
         st.sampled_from([*SIZES, "head_dim", "num_experts", "rms_norm_eps", "num_experts_per_tok"]),

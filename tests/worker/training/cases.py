@@ -40,6 +40,9 @@ QWEN3_MOE = resized(
     norm_topk_prob=True,
 )
 
+MIXTRAL = resized(QWEN2, "mixtral", num_local_experts=3, num_experts_per_tok=2)
+"""As many experts as no two ranks divide equally."""
+
 LLAMA = resized(QWEN2, "llama", tie_word_embeddings=False)
 
 BIASED = resized(QWEN2, "llama", attention_bias=True, mlp_bias=True)
@@ -114,6 +117,18 @@ CASES = (
     Case(backend="megatron", layout=Parallelism(pp=2)),
     Case(backend="megatron", layout=Parallelism(cp=2), model=LLAMA),
     Case(backend="megatron", layout=Parallelism(dp=2, ep=2), model=QWEN3_MOE),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=QWEN3_MOE),
+    Case(backend="fsdp", layout=Parallelism(dp=2), model=MIXTRAL),
+    Case(
+        backend="fsdp",
+        layout=Parallelism(dp=2),
+        model=QWEN3_MOE,
+        options=(("compute_dtype", "bfloat16"), ("activation_checkpointing", True)),
+        is_slow=True,
+        tolerance=0.05,
+    ),
+    Case(backend="deepspeed", layout=Parallelism(dp=2), model=QWEN3_MOE, is_slow=True),
+    Case(backend="megatron", layout=Parallelism(dp=2), model=MIXTRAL, is_slow=True),
     Case(backend="megatron", layout=Parallelism(dp=2), is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2), model=QWEN3, is_slow=True),
     Case(backend="megatron", layout=Parallelism(tp=2, cp=2), is_slow=True),

@@ -30,6 +30,12 @@ COMMON = {
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+EXPERTS = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
     "llama, yarn": ("llama", {**GROUPED, "rope_parameters": YARN}),
@@ -37,6 +43,9 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**GROUPED, "sliding_window": None, "head_dim": 8}),
     "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe, not normalised": ("qwen3_moe", {**GROUPED, **EXPERTS, "hidden_act": "gelu"}),
+    "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 32}),
@@ -94,8 +103,9 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str) -> None
         assert torch.allclose(torch.from_numpy(logprobs), own_logprobs, atol=1e-4)
 
 
-def test_our_pass_and_the_models_own_agree_in_a_half_precision() -> None:
-    model = model_of(*OWN["qwen2"]).to(torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral"])
+def test_our_pass_and_the_models_own_agree_in_a_half_precision(name: str) -> None:
+    model = model_of(*OWN[name]).to(torch.bfloat16)
     made = greedy(model)
     with torch.no_grad():
         for prompt, tokens, logprobs in zip(PROMPTS, made.tokens, made.logprobs, strict=True):

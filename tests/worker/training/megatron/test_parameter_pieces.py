@@ -135,7 +135,6 @@ def test_the_ranks_together_hold_every_element_equally_often(
         (Parallelism(pp=3), {}, "pp"),
         (Parallelism(dp=2, ep=2), {}, "ep"),
         (Parallelism(dp=3, ep=3), {"experts": 4}, "ep"),
-        (Parallelism(tp=2), {"experts": 4}, "tp"),
         (Parallelism(), {"head_dim": 8}, "tp"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from plexrl.worker.rollout.engine.forward.experts import Experts
 from plexrl.worker.rollout.engine.forward.joined_linear import JoinedLinear
 from plexrl.worker.rollout.engine.kv_pool import KvPool
 from plexrl.worker.rollout.engine.step_batch import Group, StepBatch
@@ -19,7 +20,7 @@ from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
 
 class LlamaForward:
-    """Pre-norm blocks of rotary grouped-query attention and a gated MLP."""
+    """Pre-norm blocks of rotary grouped-query attention and a gated MLP, or one with experts."""
 
     def __init__(self, model: Any, positions: int, ranks: RankGroup | None = None) -> None:
         decoder, config = model.get_decoder(), model.config
@@ -76,8 +77,11 @@ class _LlamaLayer:
         )
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.inputs = JoinedLinear(projections, ranks)
-        self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj), ranks)
         self.out = (_own_columns(attention.o_proj, ranks).t(), attention.o_proj.bias)
+        self.experts = Experts(mlp, ranks) if hasattr(mlp, "experts") else None
+        if self.experts is not None:
+            return
+        self.gate_and_up = JoinedLinear((mlp.gate_proj, mlp.up_proj), ranks)
         self.down = (_own_columns(mlp.down_proj, ranks).t(), mlp.down_proj.bias)
         self.activation = F.silu if config.hidden_act == "silu" else mlp.act_fn
 
@@ -111,6 +115,10 @@ class _LlamaLayer:
         self._add(hidden_TX, joined, self.out)
         weight, shape, eps = self.norms[1]
         inputs_TX = torch.rms_norm(hidden_TX, shape, weight, eps)
+        if self.experts is not None:
+            found_TX = self.experts(inputs_TX)
+            hidden_TX.add_(found_TX if self.ranks is None else self.ranks.all_reduce(found_TX))
+            return
         gate, up = self.gate_and_up(inputs_TX).chunk(2, dim=-1)
         self._add(hidden_TX, self.activation(gate).mul_(up), self.down)
 

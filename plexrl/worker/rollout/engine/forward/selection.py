@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
+from plexrl.model.spec import ARCHITECTURES
 from plexrl.worker.rollout.engine.forward.llama import LlamaForward
 from plexrl.worker.rollout.engine.forward.module import ModuleForward
 from plexrl.worker.rollout.engine.kv_pool import KvPool
 from plexrl.worker.rollout.engine.step_batch import StepBatch, Work, build_batch
 from plexrl.worker.rollout.engine.tensor_parallel import RankGroup
 
-LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose frequencies do not depend on the length of the input."""
 PROBE_TOKENS = 7
@@ -51,12 +51,12 @@ def select_forward(model: Any, positions: int, ranks: RankGroup | None = None) -
             "use another rollout backend, or a max_sequence_tokens within the window"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type in LLAMA_LIKE and rope.get("rope_type", "default") in STATIC_ROPE:
+    if config.model_type in ARCHITECTURES and rope.get("rope_type", "default") in STATIC_ROPE:
         return LlamaForward(model, positions, ranks)
     if ranks is not None:
         raise InvalidRequestError(
             f"model type {config.model_type!r} cannot be split over workers: use 1 worker, or one "
-            f"of the model types {', '.join(sorted(LLAMA_LIKE))}"
+            f"of the model types {', '.join(sorted(ARCHITECTURES))}"
         )
     return ModuleForward(model)
 
