@@ -143,7 +143,7 @@ def measure(cluster: plexrl.Cluster, found: Found, *, streams: bool) -> None:
             prompts=PROMPTS,
             samples=SAMPLES,
             sampling=SAMPLING,
-            lends_gpus=True,
+            shares_gpus=True,
         )
         # All GPUs have an owner: it borrows one.
         other, watch = Other(beside.train_deployment("actor", MODEL)), Watch(rollout)

@@ -132,6 +132,7 @@ class History:
         # Names of jobs that are over, and perhaps forgotten, are used again.
         job = f"j{self.jobs % 9}"
         has_rollout = chance.random() < 0.35
+        shares = has_rollout and chance.random() < 0.5
         with suppress(PlexRLError):
             slo = chance.choice((None, None, None, 0.0, 0.02, 0.6))
             cluster.job(job, tenant=chance.choice("tu"), gang=2 * has_rollout, slo=slo)
@@ -150,13 +151,19 @@ class History:
                 kind,
                 workers=workers,
                 trace=WARM if chance.random() < 0.4 else None,
-                exclusive=chance.random() < 0.1,
+                exclusive=not shares and chance.random() < 0.1,
             )
             self.deployments[actor] = kind
             if not has_rollout:
                 return
             try:
-                cluster.deploy(f"{job}/rollout", "rollout", workers=1)
+                cluster.deploy(
+                    f"{job}/rollout",
+                    "rollout",
+                    workers=workers if shares and chance.random() < 0.7 else 1,
+                    shares=shares,
+                    trace=WARM if shares and chance.random() < 0.5 else None,
+                )
             except PlexRLError:
                 # There is no room for all of it: a gang that is never whole waits rightly.
                 self._end(job, "cancelled")
@@ -202,15 +209,16 @@ class History:
     def cycle(self) -> None:
         """Everybody has a whole training cycle to do."""
         for name, kind in sorted(self.deployments.items()):
-            source: str | None = None
+            source = None if kind != "rollout" else name.replace("rollout", "actor")
             steps: tuple[str, ...] = ("forward_backward", "optim_step")
             if kind == "rollout":
-                steps, source = ("sync_weights",), name.replace("rollout", "actor")
+                steps = ("sync_weights", "generate")
             elif kind == "forward":
                 steps = ("forward",)
             for step in steps:
                 self.count += 1
-                self._submit(f"o{self.count}", name, step, source)
+                synced = source if step == "sync_weights" else None
+                self._submit(f"o{self.count}", name, step, synced)
 
     def relayout(self) -> None:
         """A rollout gets another layout."""

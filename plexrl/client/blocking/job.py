@@ -164,10 +164,11 @@ class Job(JobReader):
         parallelism: Parallelism | None = None,
         tp_sizes: Sequence[int] = (),
         node_type: str = "",
-        lends_gpus: bool = False,
+        shares_gpus: bool = False,
+        trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> RolloutDeployment:
-        """Create a model that generates, on GPUs of its own, or return the existing deployment:
-        `name` is unique in the job, and `model` has the weights before the first sync.
+        """Create a model that generates, or return the existing deployment: `name` is unique in the
+        job, and `model` has the weights before the first sync.
 
         It has one GPU, or as many as `parallelism` has ranks: `tp` ranks share each matrix, `dp`
         replicas share the prompts of every `generate`. The samples do not depend on it. The
@@ -190,8 +191,10 @@ class Job(JobReader):
         With `tp_sizes`, such as `(1, 2, 4)` for `tp=4`, the `tp` ranks generate in smaller groups
         that join while it generates (`switch_tp`); each rank has the weights of the smallest group.
 
-        With `lends_gpus`, other deployments may use its GPUs while it has nothing to run; it waits
-        for their turn to end. Its state must fit into host memory then.
+        It has GPUs of its own. With `shares_gpus` it shares them in turns with other deployments,
+        as a `train_deployment` does: with those of other jobs, or with this job's training, which
+        works while the rollout waits. `trace` is its demand then. Each turn moves its weights
+        between host memory and the GPUs, and generations in progress end before it.
 
         Raises:
             UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
@@ -207,7 +210,8 @@ class Job(JobReader):
             "parallelism": parallelism,
             "tp_sizes": tp_sizes,
             "node_type": node_type,
-            "lends_gpus": lends_gpus,
+            "shares_gpus": shares_gpus,
+            "trace": plain_trace(trace),
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
 
@@ -234,7 +238,8 @@ class Job(JobReader):
         parallelism: Parallelism | None = None,
         tp_sizes: Sequence[int] = (),
         node_type: str = "",
-        lends_gpus: bool = False,
+        shares_gpus: bool = False,
+        trace: DemandTrace | Mapping[str, object] | None = None,
     ) -> BoundedRollout:
         """Create `instances` rollout deployments, called `name`-0 and so on, that generate while
         `source` is trained, or return the existing ones. `batches` of the result gives what to
@@ -254,8 +259,8 @@ class Job(JobReader):
         them failed; 0: as many as a batch has, and at least 8.
 
         `backend`, `dtype`, `max_sequence_tokens`, `max_concurrent_samples`, `kv_cache_bytes`,
-        `lora`, `parallelism`, `tp_sizes`, `node_type` and `lends_gpus` are as in
-        `rollout_deployment`, for each instance.
+        `lora`, `parallelism`, `tp_sizes`, `node_type`, `shares_gpus` and `trace`
+        are as in `rollout_deployment`, for each instance. No two of them share a group.
 
         Raises:
             InvalidRequestError: a number is out of range, or `sampling` has no seed.
@@ -278,7 +283,8 @@ class Job(JobReader):
                 parallelism=parallelism,
                 tp_sizes=tp_sizes,
                 node_type=node_type,
-                lends_gpus=lends_gpus,
+                shares_gpus=shares_gpus,
+                trace=trace,
             )
         order = {
             "name": name,

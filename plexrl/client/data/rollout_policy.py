@@ -87,7 +87,7 @@ class TailBatching:
     """The same for the samples of a prompt; absent: `eta`."""
     scale_down: bool = False
     """Once between 20 % and 50 % of a round are generated, half of the instances are freed, if the
-    rest fits into the KV cache of the others (Flexes Alg. 1). If the rollout lends its GPUs, theirs
+    rest fits into the KV cache of the others (Flexes Alg. 1). If the rollout shares its GPUs, theirs
     serve other deployments until the next round."""
 
     plans_parallelism: bool = False

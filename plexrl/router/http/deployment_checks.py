@@ -107,16 +107,16 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             "has all layers on the device: leave it out",
             parameter="layers_on_device",
         )
-    if body.kind != "rollout" and body.lends_gpus:
+    if body.kind != "rollout" and body.shares_gpus:
         raise InvalidRequestError(
-            f"lends_gpus is for rollout deployments; a {body.kind} deployment shares its GPUs in "
+            f"shares_gpus is for rollout deployments; a {body.kind} deployment shares its GPUs in "
             "turns unless it is exclusive: leave it out",
-            parameter="lends_gpus",
+            parameter="shares_gpus",
         )
-    if body.kind == "rollout" and body.trace is not None:
+    if body.kind == "rollout" and body.trace is not None and not body.shares_gpus:
         raise InvalidRequestError(
-            "a rollout deployment has its GPUs to itself and needs no demand trace: leave the "
-            "trace out"
+            "a rollout deployment without shares_gpus has its GPUs to itself and needs no demand "
+            "trace: leave the trace out, or let it share"
         )
 
 

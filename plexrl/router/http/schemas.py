@@ -232,8 +232,8 @@ class DeploymentRequest(_Strict):
         "switches while it generates, ascending to the layout's tp; empty: always tp",
     )
     exclusive: bool = Field(False, description="do not share the GPUs")
-    lends_gpus: bool = Field(
-        False, description="rollout: others may use the GPUs while it has nothing to run"
+    shares_gpus: bool = Field(
+        False, description="rollout: share the GPUs with other deployments, as trainings do"
     )
     backend: str | None = Field(
         None,

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.dispatch.ordering import Ordering, make_ordering
 from plexrl.scheduler.jobs.profiler import ProfilerConfig
-from plexrl.scheduler.placement.policies import PlacementPolicy, make_policy
+from plexrl.scheduler.placement.policies import (
+    PlacementMode,
+    PlacementPolicy,
+    make_policy,
+)
 
 
 @dataclass(slots=True)
@@ -17,6 +21,8 @@ class Settings:
     ordering: Ordering = field(init=False)
     anticipates: bool = field(init=False)
     """Whether an idle group is switched to the member that is expected next."""
+    anybody_shares: bool = field(init=False)
+    """Whether the policy ever puts two deployments on one group."""
     profiler: ProfilerConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -26,6 +32,8 @@ class Settings:
         """Use these settings from now on."""
         self.config = config
         self.policy = make_policy(config.policy)
+        modes = self.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
+        self.anybody_shares = modes != (PlacementMode.DEDICATED,)
         self.ordering = make_ordering(config.ordering)
         wanted = config.anticipation
         self.anticipates = self.ordering.anticipates if wanted is None else wanted

@@ -9,13 +9,14 @@ the lock: the holder is offloaded, and the member's state is loaded under a new 
 from collections.abc import Sequence
 from typing import Final
 
-from plexrl.ids import DeploymentId, OperationId
+from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES
 from plexrl.scheduler.dispatch.ordering import first
+from plexrl.scheduler.dispatch.readiness import next_operation, wants_the_group
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
 from plexrl.scheduler.jobs.lifecycle import launch
@@ -33,10 +34,9 @@ from plexrl.scheduler.state.messages import timers
 from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
-from plexrl.wire.operations import OperationKind, OperationState
+from plexrl.wire.operations import OperationKind
 
 _READY: Final = WpgState.READY
-_FINISHED: Final = OperationState.FINISHED
 _LOAD: Final = OperationKind.LOAD
 _OFFLOAD: Final = OperationKind.OFFLOAD
 _GENERATE: Final = OperationKind.GENERATE
@@ -93,30 +93,6 @@ def advance(context: Context, group: Group, now: float) -> None:
         hint = _look_ahead(state, settings, group, holder, now)
         if hint is not None:
             effects.emit(hint)
-
-
-def next_operation(state: State, deployment: Deployment) -> Operation | None:
-    """The head of the queue, if only the load of its WPG is missing to run it."""
-    if not deployment.queue:
-        return None
-    head = state.operations[deployment.queue[0]]
-    return head if head.after is None or _is_over(state, head.after) else None
-
-
-def _is_over(state: State, name: OperationId) -> bool:
-    dependency = state.operations.get(name)
-    return dependency is None or dependency.state is _FINISHED
-
-
-def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
-    """Whether the deployment has an operation to run, ready processes, and no back-off."""
-    queue = deployment.queue
-    if not queue or deployment.state is not _READY or now < deployment.backoff.until:
-        return False
-    if deployment.moves.planned is not None and is_stopping(state, deployment):
-        return False
-    after = state.operations[queue[0]].after
-    return after is None or _is_over(state, after)
 
 
 def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
@@ -240,6 +216,16 @@ def _goes_on(state: State, settings: Settings, holder: Deployment, now: float) -
         return False
     started_at = holder.burst.started_at if holder.burst.started_at is not None else now
     return now - started_at < settings.config.burst_max_s
+
+
+def _ends_its_generations(
+    state: State, settings: Settings, group: Group, holder: Deployment, now: float
+) -> bool:
+    """Whether a rollout's burst has reached its bound and others wait: the generations that run go
+    on to their end, and no other one begins."""
+    if len(group.members) == 1 or _goes_on(state, settings, holder, now):
+        return False
+    return bool(_waiting(state, group, now, besides=holder))
 
 
 def _may_be_relieved(
@@ -419,6 +405,10 @@ def _dispatch(
             if head.kind != _GENERATE and not head.in_flight:
                 return
             if any(each.kind != _GENERATE for each in holder.running.values()):
+                return
+            if head.kind == _GENERATE and _ends_its_generations(
+                state, settings, group, holder, now
+            ):
                 return
         elif now >= holder.no_snapshot_until and _has_much_to_replay(state, settings, holder):
             _snapshot(state, effects, group, holder, now)

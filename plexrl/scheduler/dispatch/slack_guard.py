@@ -17,6 +17,7 @@ from plexrl.scheduler.dispatch.hrrs import (
 from plexrl.scheduler.dispatch.next_use import is_overdue, next_use_s, worked_until
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.placement.contention.colocation import is_partner
 from plexrl.scheduler.state.messages.commands import PrefetchState
 from plexrl.scheduler.state.records import Deployment, Group, State
 
@@ -32,6 +33,9 @@ def next_critical_s(state: State, group: Group, except_for: Deployment, now: flo
     for name in group.members:
         member = state.deployment(name)
         if member is except_for or not has_exclusive_slots(member) or not member.is_ready:
+            continue
+        if is_partner(member, except_for):
+            # Its next burst follows that of its partner.
             continue
         think_s, ended_at = member.estimates.think_seconds, worked_until(member)
         if think_s is None or ended_at is None or member.queue or member.running:

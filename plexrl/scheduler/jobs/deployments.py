@@ -46,7 +46,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     check_controller(job, event.controller)
     known = context.state.deployments.get(event.deployment)
     owns_group = event.exclusive or job.slo == 0.0
-    exclusive = owns_group or (event.kind == "rollout" and not event.lends)
+    exclusive = owns_group or (event.kind == "rollout" and not event.shares)
     if known is not None:
         spec_json = known.created_spec_json or known.spec_json
         same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
@@ -92,7 +92,7 @@ def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> 
     deployment = find_deployment(context.state, event.deployment)
     check_controller(find_live_job(context.state, deployment.job), event.controller)
     check_not_ended(deployment)
-    if relayout(deployment, event):
+    if relayout(context.cluster.inventory, deployment, event):
         restart(context, deployment, "it has another layout", now, counts=False)
 
 

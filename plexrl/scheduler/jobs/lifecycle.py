@@ -21,6 +21,7 @@ from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail
 from plexrl.scheduler.operations.replay import drop_log, drop_past
+from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
 from plexrl.scheduler.placement.rendezvous import (
@@ -235,7 +236,7 @@ def restart(
         launch(context.state, context.effects, deployment, now)
 
 
-def relayout(deployment: Deployment, event: DeploymentRelaid) -> bool:
+def relayout(inventory: Inventory, deployment: Deployment, event: DeploymentRelaid) -> bool:
     """Divide a rollout's GPUs in another way. Returns whether it has processes, which are of the
     former layout.
 
@@ -251,7 +252,8 @@ def relayout(deployment: Deployment, event: DeploymentRelaid) -> bool:
         return False
     deployment.created_spec_json = deployment.created_spec_json or deployment.spec_json
     deployment.spec_json = event.spec_json
-    deployment.state_bytes = deployment.estimates.state_bytes = event.state_bytes
+    inventory.resize(deployment, event.state_bytes)
+    deployment.estimates.state_bytes = event.state_bytes
     return deployment.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)
 
 

@@ -2,6 +2,7 @@
 
 A cycle lasts from the first operation after a publish to the first one after the next publish. In
 jobs that never publish, an optimizer step ends the cycle; in forward deployments, a `forward` does.
+A rollout's cycle begins with a sync after a generation; if it never syncs, with each `generate`.
 Rollouts that sync at moments of their own cause several publishes in one step. So a publish ends a
 cycle only after an optimizer step in it, and further publishes belong to the cycle that has ended.
 The cycle's clock stops while the deployment waits for the group, so a trace shows the job as it
@@ -45,6 +46,8 @@ SPANS_MAX = 1024
 
 
 _PUBLISH: Final = OperationKind.PUBLISH
+_SYNC: Final = OperationKind.SYNC_WEIGHTS
+_GENERATE: Final = OperationKind.GENERATE
 _FORWARD: Final = OperationKind.FORWARD
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
@@ -93,11 +96,17 @@ def run_ended(
     spans = cycle.spans
     last = spans[-1] if spans else None
     if last is not None and offset_s - last.offset_s - last.duration_s <= SAME_SPAN_S:
-        last.duration_s = max(last.duration_s, offset_s + now - began_at - last.offset_s)
+        end_s = max(last.offset_s + last.duration_s, offset_s + now - began_at)
+        # Several generations run at the same time: this one may have begun before others ended.
+        while len(spans) > 1 and offset_s <= spans[-2].offset_s + spans[-2].duration_s:
+            spans.pop()
+        last = spans[-1]
+        last.offset_s = min(last.offset_s, offset_s)
+        last.duration_s = end_s - last.offset_s
         last.overlapped = overlapped
     elif len(spans) < SPANS_MAX:
         spans.append(BusySpan(offset_s, now - began_at, overlapped))
-    if kind == _OPTIM_STEP:
+    if kind in (_OPTIM_STEP, _GENERATE):
         deployment.cycles.step()
     if not cycle.ends:
         cycle.ends = _is_end(deployment, cycle, kind)
@@ -107,7 +116,12 @@ def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     """An operation is about to start. If the cycle has ended, the next one began when this
     operation could first have run. True if a cycle has ended."""
     cycle = deployment.cycles.open
-    if cycle is None or not cycle.ends or kind == _PUBLISH:
+    if deployment.kind == "rollout":
+        deployment.cycles.publishes |= kind == _SYNC
+        first = _SYNC if deployment.cycles.publishes else _GENERATE
+        if cycle is None or not cycle.has_step or kind != first or deployment.running:
+            return False
+    elif cycle is None or not cycle.ends or kind == _PUBLISH:
         return False
     since = deployment.burst.wants_since if deployment.burst.wants_since is not None else now
     deployment.cycles.begin(since)
@@ -233,6 +247,9 @@ def _is_end(deployment: Deployment, cycle: OpenCycle, kind: OperationKind) -> bo
         is_end = cycle.has_step or not (deployment.cycles.steps and deployment.cycles.publishes)
         deployment.cycles.end_with_publish()
         return is_end
+    if deployment.kind == "rollout":
+        # Only its next operation tells.
+        return False
     if deployment.kind == "forward":
         # It has no steps; it runs one `forward` in each step of its job.
         return kind == _FORWARD

@@ -154,7 +154,8 @@ def start(
         change_operation(operation, _STARTED)
         operation.started_at = now
         note_start(deployment, operation, now)
-        if deployment.kind != "rollout":
+        if deployment.is_profiled:
+            _wait_from_publish(state, deployment, operation)
             if next_began(deployment, operation.kind, now):
                 effects.cycles_over[deployment.deployment] = None
             note_wait(state, group, deployment, now)
@@ -290,7 +291,7 @@ def complete(
 ) -> None:
     """Record a completed user operation or publish, and keep what a recovery needs. A step that
     dropped its gradients completes, but its state is FAILED."""
-    if deployment.kind != "rollout":
+    if deployment.is_profiled:
         _note_run(state, deployment, operation, now)
     operation.result = event.result
     operation.result_bytes = event.result_bytes
@@ -325,10 +326,18 @@ def _note_run(state: State, deployment: Deployment, operation: Operation, now: f
         deployment.burst.want(now)
 
 
+def _wait_from_publish(state: State, deployment: Deployment, operation: Operation) -> None:
+    """A sync could not run before its trainer had published."""
+    publish = None if operation.after is None else state.operations.get(operation.after)
+    since = deployment.burst.wants_since
+    if publish is not None and since is not None and publish.finished_at is not None:
+        deployment.burst.want(max(since, publish.finished_at))
+
+
 def _rollouts_generate(state: State, deployment: Deployment) -> bool:
-    """Whether a rollout of the deployment's job generates."""
+    """Whether a rollout of the deployment's job generates, and the deployment is none itself."""
     names = state.jobs[deployment.job].deployments
-    if len(names) == 1:
+    if len(names) == 1 or deployment.kind == "rollout":
         return False
     deployments = state.deployments
     for name in names:

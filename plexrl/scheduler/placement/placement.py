@@ -22,6 +22,11 @@ from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
+from plexrl.scheduler.placement.contention.colocation import (
+    own_group,
+    takes_turns,
+    waiting_partners,
+)
 from plexrl.scheduler.placement.contention.contention import (
     Contention,
     ContentionConfig,
@@ -135,13 +140,33 @@ def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[Placeme
     if not deployment.shares:
         return (PlacementMode.DEDICATED,)
     has_profile = deployment.trace is not None
-    return cluster.settings.policy.modes(
+    found = cluster.settings.policy.modes(
         has_profile=has_profile,
         is_patience_over=now >= patience_ends_at(cluster.settings, deployment),
         is_scarce=has_profile
         and cluster.settings.policy.repacks
         and is_scarce(cluster, deployment),
     )
+    return _with_own_group(cluster, deployment, found)
+
+
+def _with_own_group(
+    cluster: Cluster, deployment: Deployment, found: tuple[PlacementMode, ...]
+) -> tuple[PlacementMode, ...]:
+    """The modes of the policy, and to take turns with the job's other deployments: first, if they
+    are known to take turns, and last if they may."""
+    if not cluster.settings.anybody_shares:
+        return found
+    own = own_group(cluster, deployment)
+    if own is not None:
+        if own.is_known:
+            return (PlacementMode.COLOCATED, *found)
+        return (*found, PlacementMode.COLOCATED)
+    partners = waiting_partners(cluster.state, deployment)
+    if any(takes_turns((deployment, each)) for each in partners):
+        # Both need no more GPUs than the partner alone if this one were in the gaps of others.
+        return (PlacementMode.COLOCATED, PlacementMode.DEDICATED, *found)
+    return (*found, PlacementMode.COLOCATED) if partners else found
 
 
 def patience_ends_at(settings: Settings, deployment: Deployment) -> float:
@@ -198,6 +223,9 @@ def find(
             return _by_load(cluster, deployment, mode)
         case PlacementMode.CO_EXECUTED:
             return _by_round(cluster, deployment)
+        case PlacementMode.COLOCATED:
+            own = own_group(cluster, deployment)
+            return None if own is None else Choice(group=own.group.group, mode=mode)
         case _:
             raise AssertionError(f"{mode} does not join an existing group")
 
@@ -403,9 +431,14 @@ def _by_round(cluster: Cluster, deployment: Deployment) -> Choice | None:
 def _exclude_own(
     cluster: Cluster, shape: Shape, deployment: Deployment, fits_row: NDArray[np.bool_]
 ) -> None:
-    """Exclude the group that the deployment is on."""
-    if deployment.group is not None:
-        row = cluster.inventory.index.row(deployment.group, shape)
+    """Exclude the group that the deployment is on, and those of rollouts that generate at the same
+    time as this one: those of its job."""
+    excluded = [deployment.group]
+    if deployment.kind == "rollout":
+        siblings = map(cluster.state.deployment, cluster.state.job(deployment.job).deployments)
+        excluded += [each.group for each in siblings if each.kind == "rollout"]
+    for group in excluded:
+        row = None if group is None else cluster.inventory.index.row(group, shape)
         if row is not None:
             fits_row[row] = False
 

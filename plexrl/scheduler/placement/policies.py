@@ -22,6 +22,8 @@ class PlacementMode(StrEnum):
     """Join the fullest group with capacity; needs no profile."""
     EMPTIEST = "emptiest"
     """Join the group with the fewest members; needs no profile."""
+    COLOCATED = "colocated"
+    """Join the job's own training or rollout, which works while this deployment does not."""
     CO_EXECUTED = "co-executed"
     """Join the group whose round has time for it at the least added cost; all states stay in host
     memory."""

@@ -25,6 +25,7 @@ from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.operations.replay import forget_previous
 from plexrl.scheduler.placement.capacity.overlaps import overlap_s
+from plexrl.scheduler.placement.contention.colocation import is_colocated, own_group
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
 from plexrl.scheduler.placement.placement import (
     Choice,
@@ -80,6 +81,10 @@ def consider_repacking(cluster: Cluster, deployment: Deployment, now: float) -> 
     """Move the deployment into the gaps of another group if that pays. True: it will move, and the
     next step of its group must be decided."""
     if not cluster.settings.policy.repacks or not may_move(cluster.settings, deployment, now):
+        return False
+    if deployment.group is not None and is_colocated(
+        cluster.state, cluster.state.groups[deployment.group]
+    ):
         return False
     choice = _destination(cluster, deployment, MoveCause.REPACK, now)
     if choice is None:
@@ -325,7 +330,11 @@ def _destination(
     """The destination of a move for this cause; None: there is none, or the move does not pay."""
     match cause:
         case MoveCause.REPACK:
-            near = nearest(cluster, deployment, now, strict=True, count=4)
+            own = own_group(cluster, deployment)
+            near = []
+            if own is not None and own.is_known:
+                near.append(Choice(group=own.group.group, mode=PlacementMode.COLOCATED))
+            near += nearest(cluster, deployment, now, strict=True, count=4)
             if not near and holds_up_others(cluster, deployment):
                 near = nearest(cluster, deployment, now, strict=False, count=4)
             found = _reachable(cluster.state, cluster.settings, deployment, near)

@@ -221,7 +221,12 @@ class Deployment:
     @property
     def shares(self) -> bool:
         """Whether it may join a group that others use."""
-        return self.kind != "rollout" and not self.exclusive
+        return not self.exclusive
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether its demand is measured: others may use its group, or it trains."""
+        return self.kind != "rollout" or not self.exclusive
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def test_the_table_fits_eighty_columns_and_ends_with_what_to_write(profile: Path
         assert any(line.startswith(name) for line in lines), name
     assert any(line.startswith("Best, ") for line in lines)
     code = next(line.strip() for line in lines if line.strip().startswith("policy="))
-    policy = eval(code.removeprefix("policy=").split(", lends")[0], {"plexrl": plexrl})
+    policy = eval(code.removeprefix("policy=").split(", shares")[0], {"plexrl": plexrl})
     assert isinstance(policy, plexrl.RolloutPolicy)
 
 
@@ -52,7 +52,7 @@ def test_every_line_of_python_makes_a_policy() -> None:
 
     for each in modes([1, 2, 3], has_model=True):
         code = each.python[0].removeprefix("policy=")
-        for other in (", lends_gpus", ", tp_sizes"):
+        for other in (", shares_gpus", ", tp_sizes"):
             code = code.partition(other)[0]
         policy = eval(code, {"plexrl": plexrl})
         assert getattr(policy, "staleness", 0) == each.system.staleness

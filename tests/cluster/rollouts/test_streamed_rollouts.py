@@ -33,7 +33,7 @@ def rollout_of(
     actor: plexrl.TrainDeployment,
     policy: plexrl.RolloutPolicy,
     *,
-    lends_gpus: bool = False,
+    shares_gpus: bool = False,
 ) -> BoundedRollout:
     return job.rollout(
         "rollout",
@@ -44,7 +44,7 @@ def rollout_of(
         prompts=PROMPTS,
         samples=SAMPLES,
         sampling=LONG,
-        lends_gpus=lends_gpus,
+        shares_gpus=shares_gpus,
     )
 
 
@@ -205,7 +205,7 @@ def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
         BoundedRollout(rollout._transport, job.job, order, actor)
 
 
-def test_another_job_trains_on_the_gpus_that_a_rollout_lends(tmp_path: Path) -> None:
+def test_another_job_trains_on_the_gpus_that_a_rollout_shares(tmp_path: Path) -> None:
     """The trainer and two instances have all three GPUs."""
     running = start_embedded(tmp_path, gpus_per_node=3)
     try:
@@ -213,7 +213,7 @@ def test_another_job_trains_on_the_gpus_that_a_rollout_lends(tmp_path: Path) -> 
             job, other = cluster.create_job("lender"), cluster.create_job("borrower")
             policy = plexrl.TailBatching(eta=1, scale_down=True)
             actor = job.train_deployment("actor", MODEL, exclusive=True)
-            rollout = rollout_of(job, actor, policy, lends_gpus=True)
+            rollout = rollout_of(job, actor, policy, shares_gpus=True)
             borrower = other.train_deployment("actor", MODEL)
             beside, rows = 0, islice(prompts(), STEPS * PROMPTS)
             for batch in rollout.batches(rows, reward, steps=STEPS):
@@ -224,7 +224,8 @@ def test_another_job_trains_on_the_gpus_that_a_rollout_lends(tmp_path: Path) -> 
             assert beside == STEPS
             assert places[0] != places[1]
             lenders = [
-                job.rollout_deployment(f"rollout-{each}", MODEL, lends_gpus=True) for each in (0, 1)
+                job.rollout_deployment(f"rollout-{each}", MODEL, shares_gpus=True)
+                for each in (0, 1)
             ]
             assert places[1] in [str(each.status()["group"]) for each in lenders]
             job.finish()

@@ -50,7 +50,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
             "workers": spec.workers,
             "state_bytes": state_bytes(spec, parameters),
             "exclusive": body.exclusive,
-            "lends": body.lends_gpus,
+            "shares": body.shares_gpus,
             "spec_json": spec.to_json(),
             "node_type": body.node_type,
             "trace": None if body.trace is None else body.trace.model_dump(),
@@ -91,8 +91,8 @@ async def copy(
         "create_deployment",
         deployment=f"{job}/{body.name}",
         job=job,
-        # `exclusive` says it already, of a rollout that does not lend its GPUs.
-        lends=True,
+        # `exclusive` says it already, of a rollout that does not share its GPUs.
+        shares=True,
         **{each: view[each] for each in same},
     )
 

@@ -5,7 +5,6 @@ import numpy as np
 from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
 from plexrl.scheduler.admission.queues.waiting import Size, Sizes
 from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.placement.policies import PlacementMode
 
 
 class FitBoundCache:
@@ -13,11 +12,7 @@ class FitBoundCache:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        modes = cluster.settings.policy.modes(
-            has_profile=True, is_patience_over=True, is_scarce=False
-        )
-        self.policy_shares = modes != (PlacementMode.DEDICATED,)
-        """Whether the policy ever puts two deployments on one group."""
+        self.policy_shares = cluster.settings.anybody_shares
         self._bounds: dict[tuple[Size, bool, bool], FitBound] = {}
         self._gang_bounds: dict[tuple[Sizes, tuple[bool, ...]], FitBound] = {}
         self._free_gpus: int | None = None

@@ -19,11 +19,12 @@ from plexrl.scheduler.placement.capacity.node_pool import (
     fabric_note,
     is_in_service,
 )
+from plexrl.scheduler.placement.contention.colocation import may_take_turns
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job, State
 
 if TYPE_CHECKING:
-    from plexrl.ids import NodeId, TenantId
+    from plexrl.ids import DeploymentId, NodeId, TenantId
 
 SEARCH_STEPS_MAX = 2000
 """Search steps after which needs count as fitting. Kinds of nodes and needs are few."""
@@ -86,11 +87,11 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
 
 def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[Need]:
     """A lower bound of the GPUs for `deployments`: all that may share a group do."""
-    alone = [each for each in deployments if not (each.shares and _anybody_shares(settings))]
+    alone = [each for each in deployments if not (each.shares and settings.anybody_shares)]
     found = [need_of(each) for each in alone]
     sharing: dict[int, list[Deployment]] = {}
     for each in deployments:
-        if each.shares and _anybody_shares(settings):
+        if each.shares and settings.anybody_shares:
             sharing.setdefault(each.workers, []).append(each)
     most = settings.config.residents_max
     for workers, members in sorted(sharing.items()):
@@ -104,6 +105,10 @@ def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[N
             spare += groups * most - count
             found += [Need(workers, node_type, 0)] * groups
         found += [Need(workers, "", 0)] * -(-max(0, untyped - spare) // most)
+        # Rollouts of a job never share a group with each other.
+        apart = sum(each.kind == "rollout" for each in members)
+        made = sum(each.workers == workers for each in found[len(alone) :])
+        found += [Need(workers, "", 0)] * (apart - made)
     return found
 
 
@@ -167,15 +172,22 @@ def fit_as_placed(
     if fits_as_placed(free, [need_of(each) for each in order]):
         return True
     if not _may_pack(cluster, order):
-        return False
+        paired = _paired(cluster, order)
+        left = [need_of(each) for each in order if each.deployment not in paired]
+        return bool(paired) and fits_as_placed(free, left)
     found: list[Need] = []
-    packed: set[tuple[int, str]] = set()
+    groups: dict[tuple[int, str], int] = {}
+    rollouts: dict[tuple[int, str], int] = {}
     for each in order:
         key = each.workers, each.node_type
-        if not each.shares or key not in packed:
-            found.append(need_of(each))
         if each.shares:
-            packed.add(key)
+            # One group holds all of them, except that each rollout has another one.
+            rollouts[key] = rollouts.get(key, 0) + (each.kind == "rollout")
+            wanted = rollouts[key] if each.kind == "rollout" else 1
+            if groups.get(key, 0) >= wanted:
+                continue
+            groups[key] = groups.get(key, 0) + 1
+        found.append(need_of(each))
     return fits_as_placed(free, found)
 
 
@@ -195,11 +207,6 @@ def need_of(deployment: Deployment) -> Need:
     """The GPUs that a deployment needs."""
     per_rank = -(-deployment.state_bytes // deployment.workers)
     return Need(deployment.workers, deployment.node_type, per_rank)
-
-
-def _anybody_shares(settings: Settings) -> bool:
-    modes = settings.policy.modes(has_profile=True, is_patience_over=True, is_scarce=False)
-    return modes != (PlacementMode.DEDICATED,)
 
 
 def _may_pack(cluster: Cluster, deployments: Sequence[Deployment]) -> bool:
@@ -223,6 +230,30 @@ def _may_pack(cluster: Cluster, deployments: Sequence[Deployment]) -> bool:
         and sum(each.state_bytes for each in sharing) <= tiers
         and all(need_of(each).gpu_memory_bytes <= memory for each in sharing)
     )
+
+
+def _paired(cluster: Cluster, deployments: Sequence[Deployment]) -> set["DeploymentId"]:
+    """The rollouts that are certain to have the group of another of these deployments."""
+    if not cluster.settings.anybody_shares or cluster.settings.config.residents_max < 2:
+        return set()
+    nodes = [node for node in cluster.state.nodes.values() if is_in_service(node)]
+    tiers = min((node.host_memory_bytes + node.nvme_bytes for node in nodes), default=0)
+    memory = min((node.gpu_memory_bytes for node in nodes), default=0)
+    found: dict[DeploymentId, DeploymentId] = {}
+    for rollout in deployments:
+        for other in deployments if rollout.kind == "rollout" else ():
+            if (
+                other.deployment not in found.values()
+                and (other.workers, other.node_type) == (rollout.workers, rollout.node_type)
+                and other.shares
+                and rollout.shares
+                and may_take_turns((other, rollout))
+                and other.state_bytes + rollout.state_bytes <= tiers
+                and need_of(rollout).gpu_memory_bytes <= memory
+            ):
+                found[rollout.deployment] = other.deployment
+                break
+    return set(found)
 
 
 def _why(cluster: Cluster, job: Job, gang: Sequence[Deployment]) -> str:

@@ -1,5 +1,7 @@
 """Deployments that get GPUs at once: all deployments of a gang, or a single one."""
 
+from typing import Final
+
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.admission.order import is_partial
@@ -9,6 +11,8 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job
+
+_COLOCATED: Final = PlacementMode.COLOCATED
 
 BlockingRequest = tuple[str, int]
 """(node type, workers) of a deployment that blocks the deployments behind it."""
@@ -82,5 +86,7 @@ def equivalence_key(
         deployment.state_bytes,
         deployment.trace,
         job.slo,
+        # Other deployments of its job decide where a rollout, or its partner, can be.
+        deployment.job if deployment.kind == "rollout" or _COLOCATED in allowed else "",
         allowed,
     )

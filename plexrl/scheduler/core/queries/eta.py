@@ -6,9 +6,10 @@ with the real start.
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.group_step import candidate, wants_the_group
+from plexrl.scheduler.dispatch.group_step import candidate
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
+from plexrl.scheduler.dispatch.readiness import wants_the_group
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State

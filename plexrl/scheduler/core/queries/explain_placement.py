@@ -142,6 +142,8 @@ def _attempt(
             f"in the {open_count} with capacity, no prediction shows that every member would wait "
             f"for no greater part of its time than its job accepts ({own})"
         )
+    elif mode == PlacementMode.COLOCATED:
+        refused.append("in none its job's members work only while it does not")
     elif open_count and mode == PlacementMode.CO_EXECUTED:
         refused.append(
             f"{open_count} have too little time in their round, or too little host memory"

@@ -131,6 +131,16 @@ class Inventory:
         self._keep(group, deployment, -1)
         self.refresh(group)
 
+    def resize(self, deployment: Deployment, state_bytes: int) -> None:
+        """Change the size of the deployment's state."""
+        group = self._state.group_of(deployment)
+        if group is not None:
+            self._keep(group, deployment, -1)
+        deployment.state_bytes = state_bytes
+        if group is not None:
+            self._keep(group, deployment, +1)
+            self.refresh(group)
+
     def replace_reservation(
         self, deployment: Deployment, trace: DemandTrace | None, shift: float
     ) -> None:
@@ -288,14 +298,20 @@ class Inventory:
             state_bytes_free=total,
         )
 
-    def is_open(self, group: Group) -> bool:
-        """Whether searches may add members to the group."""
+    def takes_members(self, group: Group) -> bool:
+        """Whether the group may have more members."""
         if not group.shared or group.is_closed:
             return False
         for name, part in self._parts_of[group.group].items():
             node = self._state.nodes[name]
             if not is_in_service(node) or part.highest >= node.gpus:
                 return False
+        return True
+
+    def is_open(self, group: Group) -> bool:
+        """Whether searches may add members to the group."""
+        if not self.takes_members(group):
+            return False
         if not self._policy.repacks:
             return True
         # A member is profiled alone (PlexRL §4.3.2, cold start).

@@ -43,7 +43,7 @@ class OpenCycle:
     ends: bool = False
     """Its last operation has run; the next submission starts another cycle."""
     has_step: bool = False
-    """An optimizer step has run in it."""
+    """An optimizer step has run in it; in a rollout, a generation."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
@@ -95,7 +95,7 @@ class Cycles:
     """waiting / (waiting + running) over the last measured cycles of a deployment that has ended;
     None while `measured` holds them."""
     publishes: bool = False
-    """The cycles end with a publish."""
+    """The cycles end with a publish; those of a rollout begin with a sync."""
     steps: bool = False
     """An optimizer step was seen."""
 
@@ -105,7 +105,7 @@ class Cycles:
         return self.open
 
     def step(self) -> None:
-        """An optimizer step has run in the open cycle."""
+        """An optimizer step or a generation has run in the open cycle."""
         self.steps = True
         if self.open is not None:
             self.open.has_step = True

@@ -228,8 +228,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     state_bytes: int
     """GPU memory of the whole state, all ranks together."""
     exclusive: bool
-    """The deployment shares its node group with no other; always so for a rollout that does not
-    lend its GPUs."""
+    """The deployment shares its node group with no other; always so for a rollout without
+    `shares`."""
     spec_json: str
     """What the worker needs to build the model; the core does not read it."""
     node_type: str = ""
@@ -237,8 +237,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     trace: DemandTrace | None = None
     """Demand that the user declared; placement uses it at once."""
     controller: str = ""
-    lends: bool = False
-    """A rollout gets GPUs of its own, and others may use them while it has nothing to run."""
+    shares: bool = False
+    """A rollout shares its node group with other deployments, as trainings do."""
 
 
 class DeploymentRelaid(Event, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ FLEXES = Mode(
     name="flexes",
     system=System(name=SystemName.FLEXES, parts=Parts(parallelism=False)),
     python=(
-        "policy=plexrl.TailBatching(eta=1.25, scale_down=True), lends_gpus=True",
+        "policy=plexrl.TailBatching(eta=1.25, scale_down=True), shares_gpus=True",
         "for part in rollout.parts(…)",
     ),
     trained="on-policy, shorter first",

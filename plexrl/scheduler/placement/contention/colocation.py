@@ -1,0 +1,91 @@
+"""Colocation: a rollout and the training of its own job in turns on the same GPUs.
+
+In synchronous training one of them waits while the other works, so they never wait for each other,
+and need no more than the switches in between. Their busy times then fill at most one cycle. If they
+fill more, training is asynchronous, and both are busy at the same time.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.context.cluster import Cluster
+    from plexrl.scheduler.state.records import Deployment, Group, State
+
+TOLERANCE: Final = 0.05
+"""By so much of a cycle measured busy times may exceed it."""
+
+
+class OwnGroup(NamedTuple):
+    """A group of the job whose members a deployment can join to take turns with them."""
+
+    group: "Group"
+    is_known: bool
+    """Whether the demand of all is known, so that they are known to take turns."""
+
+
+def may_take_turns(members: Sequence["Deployment"]) -> bool:
+    """Whether these are one job's rollout and others that work while it does not, as far as their
+    demand is known."""
+    rollouts = sum(each.kind == "rollout" for each in members)
+    if rollouts != 1 or len(members) < 2 or len({each.job for each in members}) > 1:
+        return False
+    duties = [each.trace.duty for each in members if each.trace is not None]
+    return math.fsum(duties) <= 1.0 + TOLERANCE
+
+
+def takes_turns(members: Sequence["Deployment"]) -> bool:
+    """As `may_take_turns`, and the demand of all is known."""
+    return may_take_turns(members) and all(each.trace is not None for each in members)
+
+
+def is_colocated(state: "State", group: "Group") -> bool:
+    """Whether the group's members take turns."""
+    return takes_turns([state.deployments[name] for name in group.members])
+
+
+def is_partner(one: "Deployment", other: "Deployment") -> bool:
+    """Whether one is a rollout of the other's job."""
+    return one.job == other.job and (one.kind == "rollout") != (other.kind == "rollout")
+
+
+def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
+    """Another group of the job in which `deployment` may take turns."""
+    state = cluster.state
+    for name in state.jobs[deployment.job].deployments:
+        other = state.deployments[name]
+        if other.group in (None, deployment.group) or other.workers != deployment.workers:
+            continue
+        assert other.group is not None, "it was checked"
+        group = state.groups[other.group]
+        members = [*(state.deployments[each] for each in group.members), deployment]
+        if may_take_turns(members) and _has_capacity(cluster, group, deployment):
+            return OwnGroup(group, takes_turns(members))
+    return None
+
+
+def waiting_partners(state: "State", deployment: "Deployment") -> list["Deployment"]:
+    """Deployments of the job without GPUs, each of which may take turns with this one."""
+    found = []
+    for name in state.jobs[deployment.job].deployments:
+        other = state.deployments[name]
+        if (
+            other.group is None
+            and other.shares
+            and (other.workers, other.node_type) == (deployment.workers, deployment.node_type)
+            and may_take_turns((deployment, other))
+        ):
+            found.append(other)
+    return found
+
+
+def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:
+    per_rank = -(-deployment.state_bytes // deployment.workers)
+    return (
+        cluster.inventory.takes_members(group)
+        and len(group.members) < cluster.settings.config.residents_max
+        and deployment.node_type in ("", group.node_type)
+        and per_rank <= group.gpu_memory_bytes
+        and deployment.state_bytes <= cluster.inventory.state_bytes_free(group)[1]
+    )
