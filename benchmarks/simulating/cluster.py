@@ -6,8 +6,7 @@ The jobs are 90 days of the published 7B, 30B and 235B jobs (12 a day, with the 
 Philly's durations up to 14 days, of which a sixteenth is run), all waiting at the start; a switch
 takes 8 s, half each way, and cycles have 15 % jitter. `sync` is synchronous training, `stale` one
 step of staleness, as in PlexRL §6.3. Rollouts are deployments that the scheduler places beside the
-training (`places_rollouts`), so a policy that runs more jobs at once finds GPUs for their rollouts,
-too.
+training, so a policy that runs more jobs at once finds GPUs for their rollouts, too.
 
 The baseline is `isolated+backfill`: the quickest without sharing, also of those that know how long
 each job takes (`easy`, `conservative`). All policies switch ahead of time. *drain*: until the last
@@ -83,13 +82,13 @@ def whole(policy: str, seed: int, staleness: int) -> Scenario:
         seed=seed,
         behaviour=Behaviour(staleness=staleness),
         switch_s=SWITCH_S,
-        places_rollouts=True,
+        rollouts="own",
     )
 
 
 def training_pool(scenario: Scenario) -> Scenario:
     """The same with training GPUs only, and rollouts outside."""
-    return replace(scenario, places_rollouts=False, pools=(Pool(nodes=TRAINING_NODES),))
+    return replace(scenario, rollouts="outside", pools=(Pool(nodes=TRAINING_NODES),))
 
 
 def results(scenarios: Sequence[Scenario]) -> list[SimResult]:

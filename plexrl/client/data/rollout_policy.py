@@ -87,8 +87,8 @@ class TailBatching:
     """The same for the samples of a prompt; absent: `eta`."""
     scale_down: bool = False
     """Once between 20 % and 50 % of a round are generated, half of the instances are freed, if the
-    rest fits into the KV cache of the others (Flexes Alg. 1). If the rollout shares its GPUs, theirs
-    serve other deployments until the next round."""
+    rest fits into the KV cache of the others (Flexes Alg. 1). With
+    `shares_gpus` theirs serve other deployments until the next round."""
 
     plans_parallelism: bool = False
     """The GPUs of each instance are divided anew between rounds (Flexes §4.2): a larger `tp` after

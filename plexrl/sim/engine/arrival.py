@@ -3,7 +3,7 @@
 from plexrl.ids import TenantId
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.job_run import JobRun, Rollouts
+from plexrl.sim.engine.job_run import JobRun, Rollouts, behaviour_staleness
 from plexrl.sim.engine.shell import FOREVER_S
 from plexrl.sim.state.device_state import device_state_bytes
 from plexrl.sim.workload.cycles import CycleFactory
@@ -20,11 +20,13 @@ def new_run(
         job,
         name,
         cycles(job, behaviour, scenario.seed, detail=scenario.detail),
-        staleness=job.staleness if behaviour.staleness is None else behaviour.staleness,
+        staleness=behaviour_staleness(job, behaviour),
         state_bytes=device_state_bytes(job, kind),
     )
     if scenario.places_rollouts and job.rollout_gpus:
         run.rollouts = Rollouts(run)
+        if scenario.rollouts == "colocated" and not run.staleness:
+            run.train_on_rollout_gpus(run.rollouts)
     return run
 
 
@@ -43,9 +45,15 @@ def submission(run: JobRun, tenant: TenantId) -> ev.JobSubmitted:
 
 
 def deployments(
-    run: JobRun, node_type: str, demand: DemandTrace | None
+    run: JobRun,
+    node_type: str,
+    demand: DemandTrace | None,
+    shared: DemandTrace | None,
+    *,
+    shares: bool,
 ) -> list[ev.DeploymentCreated]:
-    """Its training, which declares `demand`, and its rollouts if they are placed."""
+    """Its training, which declares `demand`, and its rollouts if they are placed: if they share
+    GPUs, they declare `shared`."""
     trains = ev.DeploymentCreated(
         deployment=run.deployment,
         job=run.job,
@@ -65,8 +73,10 @@ def deployments(
         kind="rollout",
         workers=rollouts.gpus,
         state_bytes=rollouts.state_bytes,
-        exclusive=True,
+        exclusive=not shares,
         spec_json="{}",
         node_type=node_type,
+        trace=shared if shares else None,
+        shares=shares,
     )
     return [trains, rolls_out]

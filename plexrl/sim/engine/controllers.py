@@ -62,6 +62,8 @@ class Controllers:
         begins_at = self._shell.now
         if run.rolled == run.trained + run.staleness and begins_at < run.answered_at:
             begins_at = run.answered_at
+        if run.trained:
+            begins_at += run.swap_s
         rollout_s = run.begin_rollout()
         if run.rollouts is None:
             self._shell.at(begins_at + rollout_s, self.rollout_ended, run)
@@ -97,8 +99,9 @@ class Controllers:
 
     def _train(self, run: JobRun) -> None:
         run.begin_cycle()
-        if self._shell.now < run.answered_at:
-            self._shell.at(run.answered_at, self._submit, run)
+        begins_at = max(run.answered_at, self._shell.now + run.swap_s)
+        if self._shell.now < begins_at:
+            self._shell.at(begins_at, self._submit, run)
         else:
             self._submit(run)
 

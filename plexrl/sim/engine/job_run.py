@@ -176,6 +176,10 @@ class JobRun(WorkerGroup):
         self.rolling = False
         self.trained = 0
         """Cycles that are over."""
+        self.beside_gpus = 0
+        """GPUs of its rollouts on which it trains, too."""
+        self.swap_s = 0.0
+        """Duration of a switch on these between rollouts and training."""
         self.worked_s = 0.0
         """Training seconds of the completed cycles, without work repeated after failures."""
         self.rolled_s = 0.0
@@ -197,6 +201,13 @@ class JobRun(WorkerGroup):
         """The job: itself, as for `Rollouts`."""
         # A property, because a job that is a cycle of references is not freed when it ends.
         return self
+
+    def train_on_rollout_gpus(self, rollouts: Rollouts) -> None:
+        """Take a part of the GPUs for training from the rollouts, if that leaves any."""
+        if rollouts.gpus < self.gpus:
+            self.beside_gpus = rollouts.gpus
+            self.state_bytes = round(self.state_bytes * (1.0 - rollouts.gpus / self.gpus))
+            self.gpus -= rollouts.gpus
 
     @property
     def may_roll(self) -> bool:
@@ -277,6 +288,15 @@ def alone_clock(
     )
 
 
+def swap_s(run: JobRun, rollouts: Rollouts, costs: "MoveCosts") -> float:
+    """Duration of a switch between the rollouts of a job and the part of its training beside."""
+    part = round(run.state_bytes * run.beside_gpus / run.gpus)
+    where = run.node_type
+    return costs.offload_s(where, rollouts.state_bytes, rollouts.gpus) + costs.load_s(
+        where, part, run.beside_gpus
+    )
+
+
 def kind_of(function: str) -> OperationKind:
     """Operation kind of a segment before the last; the last function of a merged one decides."""
     return KINDS.get(function.rsplit("+", 1)[-1], OperationKind.FORWARD)
@@ -289,12 +309,33 @@ def cycles_of(job: TraceJob) -> int:
     return cycles_in(job.service_s, job.period_s) if job.cycles is None else job.cycles
 
 
+def behaviour_staleness(job: TraceJob, behaviour: Behaviour) -> int:
+    """Steps by which the rollouts of a job may run ahead."""
+    return job.staleness if behaviour.staleness is None else behaviour.staleness
+
+
+def rollout_demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
+    """The demand of a job's rollouts if they share GPUs: what its training leaves of the period.
+    None if there is no such rest."""
+    trains = demand_of(job, behaviour)
+    if trains is None or not job.segments or job.period_s is None:
+        return None
+    first, last = job.segments[0], job.segments[-1]
+    rollout_s = job.period_s - (last.offset_s + last.duration_s - first.offset_s)
+    rollout_s = min(rollout_s, trains.period_s)
+    if rollout_s <= 0.0:
+        return None
+    slack_s = trains.period_s - rollout_s if behaviour_staleness(job, behaviour) else 0.0
+    segment = Segment(offset_s=0.0, duration_s=rollout_s, slack_s=slack_s)
+    return DemandTrace(period_s=trains.period_s, segments=(segment,), jitter_s=trains.jitter_s)
+
+
 def demand_of(job: TraceJob, behaviour: Behaviour) -> DemandTrace | None:
     """The demand that a job declares, as the scheduler's profiler would measure it: from the first
     operation of a cycle. None if the job never needs its GPUs. If rollouts run ahead of training,
     the period is the longer of the two, and the difference is slack."""
     period_s = job.service_s if job.period_s is None else job.period_s
-    staleness = job.staleness if behaviour.staleness is None else behaviour.staleness
+    staleness = behaviour_staleness(job, behaviour)
     jitter_s = job.jitter_s if behaviour.jitter is None else behaviour.jitter * period_s
     if not job.segments:
         whole = Segment(offset_s=0.0, duration_s=period_s)

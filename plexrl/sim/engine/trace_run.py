@@ -21,7 +21,15 @@ from plexrl.sim.engine.arrival import deployments, new_run, submission
 from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.faults.fault_injector import FaultInjector
-from plexrl.sim.engine.job_run import JobRun, Rollouts, Workers, alone_clock, demand_of
+from plexrl.sim.engine.job_run import (
+    JobRun,
+    Rollouts,
+    Workers,
+    alone_clock,
+    demand_of,
+    rollout_demand_of,
+    swap_s,
+)
 from plexrl.sim.engine.shell import (
     CommandHandler,
     VirtualShell,
@@ -263,8 +271,10 @@ class TraceRun:
         self._send(submission(run, tenant))
         node_type = job.node_type if job.node_type in self._types else ""
         demand = demand_of(job, behaviour) if scenario.warm else None
+        rolls_out = rollout_demand_of(job, behaviour) if scenario.warm else None
+        shares = scenario.rollouts == "shared"
         try:
-            for created in deployments(run, node_type, demand):
+            for created in deployments(run, node_type, demand, rolls_out, shares=shares):
                 self._send(created)
         except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # The job is larger than the cluster or its memory.
@@ -299,7 +309,7 @@ class TraceRun:
         self._states.forget(run.deployment)
         self._faults.job_ended(run.deployment)
         self._groups.put(run, "", self.shell.now)
-        worked_gpu_s = run.gpus * run.worked_s
+        worked_gpu_s = (run.gpus + run.beside_gpus) * run.worked_s
         if run.rollouts is not None:
             del self._rollouts[run.rollouts.deployment]
             self._states.forget(run.rollouts.deployment)
@@ -341,6 +351,8 @@ class TraceRun:
         run.node_type, run.speed = kind.name, kind.speed
         if run.placed_at is None:
             run.placed_at = run.cycle_began_at = self.shell.now
+            if run.rollouts is not None and run.beside_gpus:
+                run.swap_s = swap_s(run, run.rollouts, self._costs)
             run.alone = alone_clock(run, self.scenario, self._costs, self._config)
             self._collector.job_placed(run.trace.job_id, self.shell.now)
 
@@ -436,8 +448,11 @@ class TraceRun:
     def _record_run(self, run: Workers, command: cmd.RunOperation) -> None:
         """Report a completed or interrupted run to the collector."""
         run.run = None
-        began_at, now = run.run_began_at, self.shell.now
-        self._collector.ran(command.group, run.owner.job_id, run.gpus, run.run_kind, began_at, now)
+        began_at, now, job = run.run_began_at, self.shell.now, run.owner
+        self._collector.ran(command.group, job.job_id, run.gpus, run.run_kind, began_at, now)
+        if run.run_kind == "run" and job.beside_gpus and job.rollouts is not None:
+            beside = job.rollouts.group
+            self._collector.ran(beside, job.job_id, job.beside_gpus, "run", began_at, now)
 
 
 def _node_types(scenario: Scenario) -> dict[str, NodeType]:

@@ -5,7 +5,7 @@ Scenarios are plain frozen values, so that a run can execute in any process.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.workload.prices import Prices
@@ -180,6 +180,15 @@ class Failures:
 
 Detail = Literal["burst", "operation"]
 
+RolloutGpus = Literal["outside", "own", "shared", "colocated"]
+"""Where rollouts run. `outside` of the cluster, never short. On GPUs of the cluster, placed by the
+scheduler together with the training: on their `own`; `shared` with other deployments as the policy
+decides (`shares_gpus`); or `colocated`: a job trains on the GPUs of its rollouts and on others,
+which alone it shares. `colocated` is a model of what a scheduler could do that locks two groups at
+once; ours does not. It is for synchronous jobs with more GPUs for training than for rollouts;
+others have their own."""
+ROLLOUT_GPUS: tuple[RolloutGpus, ...] = get_args(RolloutGpus)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -194,9 +203,8 @@ class Scenario:
     failures: Failures = field(default_factory=Failures)
     warm: bool = True
     """Jobs declare their demand at submission; otherwise the scheduler profiles each job."""
-    places_rollouts: bool = False
-    """Rollouts run on GPUs of the cluster too, in groups of their own that the scheduler places
-    together with those of the training. Otherwise they are outside of it, and never short."""
+    rollouts: RolloutGpus = "outside"
+    """Where rollouts run."""
     load_max: float | None = None
     """Largest sum of the duties of a group's members; absent: the scheduler's default."""
     launch_s: float = 30.0
@@ -252,6 +260,11 @@ class Scenario:
                 f"{nodes} reserved node{'s' if nodes != 1 else ''} without a price of the others: "
                 "give the price of on-demand nodes (--price-on-demand)"
             )
+
+    @property
+    def places_rollouts(self) -> bool:
+        """Whether rollouts run on GPUs of the cluster."""
+        return self.rollouts != "outside"
 
     @property
     def gpus(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from plexrl.errors import InvalidRequestError
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.results.headline import whole_gpu_hours
 from plexrl.sim.workload.policies import SIM_POLICIES
@@ -20,7 +21,7 @@ def placed(
         replace(job, rollout_gpus=rollout_gpus) for job in rows(count, staleness=staleness)
     )
     plain = scenario(jobs, nodes=nodes, policy=policy)
-    return replace(plain, places_rollouts=True, check=True)
+    return replace(plain, rollouts="own", check=True)
 
 
 @pytest.mark.parametrize("policy", sorted(SIM_POLICIES))
@@ -47,14 +48,14 @@ def test_jobs_share_training_gpus_only_while_there_are_gpus_for_their_rollouts()
 
 def test_jobs_without_rollout_gpus_run_as_before() -> None:
     jobs = placed(4, nodes=2, rollout_gpus=0)
-    outside = simulate(replace(jobs, places_rollouts=False))
+    outside = simulate(replace(jobs, rollouts="outside"))
     inside = simulate(jobs)
     assert (inside.drain_s, inside.events) == (outside.drain_s, outside.events)
 
 
 def test_gpu_hours_of_rollouts_are_those_of_their_groups() -> None:
     jobs = placed(1, nodes=2)
-    inside, outside = simulate(jobs), simulate(replace(jobs, places_rollouts=False))
+    inside, outside = simulate(jobs), simulate(replace(jobs, rollouts="outside"))
     assert inside.rollout_gpu_hours == pytest.approx(8 * inside.drain_s / HOUR_S)
     assert inside.training_gpu_hours == pytest.approx(8 * inside.drain_s / HOUR_S)
     assert whole_gpu_hours(inside) == pytest.approx(16 * inside.drain_s / HOUR_S)
@@ -67,6 +68,60 @@ def test_the_bound_counts_the_work_of_rollouts() -> None:
     assert result.bounds.bound_s <= result.drain_s
     busy_s = result.busy_gpu_hours * HOUR_S / result.gpus
     assert result.bounds.area_s == pytest.approx(busy_s, rel=0.2)
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread+backfill", "rollmux"])
+def test_a_rollout_shares_the_gpus_of_its_own_training(policy: str) -> None:
+    """Both work in turns: two nodes run two jobs without waiting, which need four otherwise."""
+    jobs = replace(placed(2, nodes=2, policy=policy), rollouts="shared", switch_s=1.0)
+    own = simulate(replace(jobs, rollouts="own"))
+    shared = simulate(jobs)
+    assert (shared.jobs, shared.failed_jobs, shared.cycles) == (2, 0, 16)
+    assert own.wait.highest > 1000.0
+    assert shared.wait.highest == pytest.approx(0.0)
+    assert shared.switches >= 2 * shared.cycles - 4
+    assert shared.cycle_slowdown.highest < 0.05
+    assert shared.drain_s < 0.6 * own.drain_s
+
+
+def test_rollouts_that_run_ahead_of_training_keep_apart_from_it() -> None:
+    jobs = placed(1, nodes=2, policy="spread+backfill", staleness=1)
+    shared = simulate(replace(jobs, rollouts="shared"))
+    assert shared.switches == 0
+    assert shared.drain_s == pytest.approx(simulate(jobs).drain_s)
+
+
+def test_shared_rollouts_survive_the_loss_of_nodes() -> None:
+    jobs = replace(placed(3, nodes=3, policy="spread+backfill"), rollouts="shared")
+    failures = Failures(node_mtbf_s=3_000.0, repair_s=600.0, worker_mtbf_s=3_000.0)
+    result = simulate(replace(jobs, failures=failures))
+    assert result.failures > 0
+    assert (result.jobs, result.failed_jobs, result.cycles) == (3, 0, 24)
+
+
+def test_colocated_training_takes_the_gpus_of_its_rollouts_and_shares_the_others() -> None:
+    """Each job trains on 8 GPUs, of which 4 are those of its rollouts."""
+    jobs = replace(placed(2, nodes=2, rollout_gpus=4), rollouts="colocated", switch_s=1.0)
+    result = simulate(jobs)
+    assert result.gpus == 16
+    assert result.wait.highest == pytest.approx(0.0)
+    busy_s = result.busy_gpu_hours * HOUR_S
+    own = simulate(replace(jobs, rollouts="own", pools=placed(2, nodes=4).pools))
+    assert busy_s == pytest.approx(own.busy_gpu_hours * HOUR_S)
+    # Each cycle has a switch to the training and one back.
+    assert result.drain_s >= own.drain_s + 2 * 7 * 1.0
+
+
+def test_jobs_with_staleness_are_not_colocated() -> None:
+    jobs = placed(1, nodes=2, rollout_gpus=4, staleness=1)
+    colocated, own = simulate(replace(jobs, rollouts="colocated")), simulate(jobs)
+    assert (colocated.drain_s, colocated.events) == (own.drain_s, own.events)
+
+
+def test_rules_that_share_nothing_know_no_shared_rollouts() -> None:
+    jobs = replace(placed(1, nodes=2), rollouts="shared", policy="easy", check=False)
+    with pytest.raises(InvalidRequestError, match="shared GPUs of rollouts"):
+        simulate(jobs)
 
 
 def test_a_job_whose_rollouts_fit_nowhere_fails_and_the_others_go_on() -> None:

@@ -28,13 +28,13 @@ class ClusterOptions:
     ] = "isolated,isolated+backfill,spread+backfill"
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster.")] = 256
     place_rollouts: Annotated[
-        bool,
+        str,
         typer.Option(
-            "--place-rollouts",
-            help="Rollouts run on GPUs of the cluster too, as many as each job requests; default: "
-            "outside of it, and never short.",
+            help="Where rollouts run, on as many GPUs as each job requests: `outside` of the "
+            "cluster, never short; on GPUs of the cluster that are their `own`; `shared` with "
+            "other deployments; `colocated` with their training (docs/simulating.md)."
         ),
-    ] = False
+    ] = "outside"
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: the node type's, 8.")
     ] = None

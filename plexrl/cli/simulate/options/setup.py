@@ -25,10 +25,12 @@ from plexrl.sim.workload.prices import Prices
 from plexrl.sim.workload.scenario import (
     JITTER_MAX,
     NODES_MAX,
+    ROLLOUT_GPUS,
     Behaviour,
     Detail,
     Failures,
     Pool,
+    RolloutGpus,
     Scenario,
     ToolStalls,
 )
@@ -117,7 +119,7 @@ def scenario(
             state_survives=faults.state_survives,
         ),
         warm=not jobs.cold,
-        places_rollouts=cluster.place_rollouts,
+        rollouts=rollouts(cluster.place_rollouts),
         switch_s=cluster.switch_s,
         detail=detail(running.detail),
         check=running.check,
@@ -238,6 +240,18 @@ def detail(given: str) -> Detail:
         if given == known:
             return given  # type: ignore[return-value]  # mypy does not narrow by get_args
     raise InvalidRequestError(f"--detail {given!r}: use {' or '.join(get_args(Detail))}")
+
+
+def rollouts(given: str) -> RolloutGpus:
+    """Check where rollouts run.
+
+    Raises:
+        InvalidRequestError: the name is unknown.
+    """
+    for known in ROLLOUT_GPUS:
+        if given == known:
+            return known
+    raise InvalidRequestError(f"--place-rollouts {given!r}: use one of {', '.join(ROLLOUT_GPUS)}")
 
 
 def lengths(given: str) -> str:

@@ -40,13 +40,14 @@ class UnsharedRun:
         """As `TraceRun`.
 
         Raises:
-            InvalidRequestError: the scenario has failures, several pools, or a price of on-demand
-                nodes: such a run counts GPUs, and knows no nodes.
+            InvalidRequestError: the scenario has failures, several pools, a price of on-demand
+                nodes, or shared rollouts: such a run counts GPUs, and knows no nodes or groups.
         """
         what = {
             "failures": scenario.failures.node_mtbf_s or scenario.failures.worker_mtbf_s,
             "several pools": len(scenario.pools) > 1,
             "a price of on-demand nodes": scenario.prices.on_demand is not None,
+            "shared GPUs of rollouts": scenario.rollouts in ("shared", "colocated"),
         }
         if unknown := [name for name, given in what.items() if given]:
             raise InvalidRequestError(
