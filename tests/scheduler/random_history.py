@@ -31,6 +31,7 @@ GPUS = 2
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
 POLICIES = ("isolated", "pack", "pack", "spread", "spread+backfill", "co-execution")
 TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint", "publish")
+CYCLES = {"rollout": ("sync_weights", "generate"), "forward": ("forward",)}
 INTACT_CODES = ("state_tier_full", "execution_failed", "unavailable")
 BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier_full")
 QUIET_S = 5000.0
@@ -157,13 +158,9 @@ class History:
             if not has_rollout:
                 return
             try:
-                cluster.deploy(
-                    f"{job}/rollout",
-                    "rollout",
-                    workers=workers if shares and chance.random() < 0.7 else 1,
-                    shares=shares,
-                    trace=WARM if shares and chance.random() < 0.5 else None,
-                )
+                gpus = workers if shares and chance.random() < 0.7 else 1
+                trace = WARM if shares and chance.random() < 0.5 else None
+                cluster.deploy(f"{job}/rollout", "rollout", gpus, shares=shares, trace=trace)
             except PlexRLError:
                 # There is no room for all of it: a gang that is never whole waits rightly.
                 self._end(job, "cancelled")
@@ -209,16 +206,10 @@ class History:
     def cycle(self) -> None:
         """Everybody has a whole training cycle to do."""
         for name, kind in sorted(self.deployments.items()):
-            source = None if kind != "rollout" else name.replace("rollout", "actor")
-            steps: tuple[str, ...] = ("forward_backward", "optim_step")
-            if kind == "rollout":
-                steps = ("sync_weights", "generate")
-            elif kind == "forward":
-                steps = ("forward",)
-            for step in steps:
+            for step in CYCLES.get(kind, ("forward_backward", "optim_step")):
+                source = name.replace("rollout", "actor") if step == "sync_weights" else None
                 self.count += 1
-                synced = source if step == "sync_weights" else None
-                self._submit(f"o{self.count}", name, step, synced)
+                self._submit(f"o{self.count}", name, step, source)
 
     def relayout(self) -> None:
         """A rollout gets another layout."""

@@ -117,7 +117,8 @@ def next_began(deployment: Deployment, kind: OperationKind, now: float) -> bool:
     operation could first have run. True if a cycle has ended."""
     cycle = deployment.cycles.open
     if deployment.kind == "rollout":
-        deployment.cycles.publishes |= kind == _SYNC
+        if kind == _SYNC:
+            deployment.cycles.divide_by_publish()
         first = _SYNC if deployment.cycles.publishes else _GENERATE
         if cycle is None or not cycle.has_step or kind != first or deployment.running:
             return False
@@ -245,7 +246,7 @@ def _is_end(deployment: Deployment, cycle: OpenCycle, kind: OperationKind) -> bo
     if kind == _PUBLISH:
         # The first publish ends a cycle in any case: a sync before the first step.
         is_end = cycle.has_step or not (deployment.cycles.steps and deployment.cycles.publishes)
-        deployment.cycles.end_with_publish()
+        deployment.cycles.divide_by_publish()
         return is_end
     if deployment.kind == "rollout":
         # Only its next operation tells.

@@ -135,6 +135,6 @@ class Cycles:
         self.waiting_part = waiting_part
         self.measured.clear()
 
-    def end_with_publish(self) -> None:
-        """A publish was seen: cycles end with one."""
+    def divide_by_publish(self) -> None:
+        """A publish was seen, or a rollout's sync: cycles end or begin with one."""
         self.publishes = True
