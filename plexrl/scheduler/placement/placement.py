@@ -23,8 +23,8 @@ from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
 from plexrl.scheduler.placement.contention.colocation import (
+    is_worthwhile,
     own_group,
-    takes_turns,
     waiting_partners,
 )
 from plexrl.scheduler.placement.contention.contention import (
@@ -153,17 +153,17 @@ def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[Placeme
 def _with_own_group(
     cluster: Cluster, deployment: Deployment, found: tuple[PlacementMode, ...]
 ) -> tuple[PlacementMode, ...]:
-    """The modes of the policy, and to take turns with the job's other deployments: first, if they
-    are known to take turns, and last if they may."""
+    """The modes of the policy, and to take turns with the job's other deployments: first if that is
+    better than GPUs of its own, and last if it may be possible at all."""
     if not cluster.settings.anybody_shares:
         return found
     own = own_group(cluster, deployment)
     if own is not None:
-        if own.is_known:
+        if own.is_worthwhile:
             return (PlacementMode.COLOCATED, *found)
         return (*found, PlacementMode.COLOCATED)
-    partners = waiting_partners(cluster.state, deployment)
-    if any(takes_turns((deployment, each)) for each in partners):
+    partners = waiting_partners(cluster, deployment)
+    if any(is_worthwhile(cluster, (deployment, each)) for each in partners):
         # Both need no more GPUs than the partner alone if this one were in the gaps of others.
         return (PlacementMode.COLOCATED, PlacementMode.DEDICATED, *found)
     return (*found, PlacementMode.COLOCATED) if partners else found

@@ -332,7 +332,7 @@ def _destination(
         case MoveCause.REPACK:
             own = own_group(cluster, deployment)
             near = []
-            if own is not None and own.is_known:
+            if own is not None and own.is_worthwhile:
                 near.append(Choice(group=own.group.group, mode=PlacementMode.COLOCATED))
             near += nearest(cluster, deployment, now, strict=True, count=4)
             if not near and holds_up_others(cluster, deployment):

@@ -9,6 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
+from plexrl.scheduler.placement.contention.service_level import waiting_bound
+
 if TYPE_CHECKING:
     from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.state.records import Deployment, Group, State
@@ -21,8 +24,8 @@ class OwnGroup(NamedTuple):
     """A group of the job whose members a deployment can join to take turns with them."""
 
     group: "Group"
-    is_known: bool
-    """Whether the demand of all is known, so that they are known to take turns."""
+    is_worthwhile: bool
+    """Whether this is better than GPUs of its own."""
 
 
 def may_take_turns(members: Sequence["Deployment"]) -> bool:
@@ -61,13 +64,28 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
         group = state.groups[other.group]
         members = [*(state.deployments[each] for each in group.members), deployment]
         if may_take_turns(members) and _has_capacity(cluster, group, deployment):
-            return OwnGroup(group, takes_turns(members))
+            return OwnGroup(group, is_worthwhile(cluster, members))
     return None
 
 
-def waiting_partners(state: "State", deployment: "Deployment") -> list["Deployment"]:
+def is_worthwhile(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
+    """Whether these take turns, and need no greater part of their time for switches than their job
+    accepts to wait."""
+    if not takes_turns(members):
+        return False
+    state, settings = cluster.state, cluster.settings
+    moves = [moves_at_best_s(state, each) for each in members]
+    switch_s = max(load for load, _ in moves) + max(offload for _, offload in moves)
+    for each in members:
+        assert each.trace is not None, f"{each.deployment} takes turns"
+        if switch_s > waiting_bound(state, settings, each) * (each.trace.period_s + switch_s):
+            return False
+    return True
+
+
+def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Deployment"]:
     """Deployments of the job without GPUs, each of which may take turns with this one."""
-    found = []
+    state, found = cluster.state, []
     for name in state.jobs[deployment.job].deployments:
         other = state.deployments[name]
         if (
