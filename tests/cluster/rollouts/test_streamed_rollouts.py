@@ -205,6 +205,7 @@ def test_a_policy_with_staleness_frees_no_instances(job: plexrl.Job) -> None:
         BoundedRollout(rollout._transport, job.job, order, actor)
 
 
+@pytest.mark.slow
 def test_another_job_trains_on_the_gpus_that_a_rollout_shares(tmp_path: Path) -> None:
     """The trainer and two instances have all three GPUs."""
     running = start_embedded(tmp_path, gpus_per_node=3)
