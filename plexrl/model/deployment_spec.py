@@ -42,7 +42,8 @@ class DeploymentSpec:
     kv_cache_bytes: int | None = None
     """Rollout: budget of each worker's KV cache in device memory, in addition to the weights.
     Samples that do not fit wait and are recomputed. Absent: the engine's default."""
-
+    preemptible: bool = False
+    """Rollout: its generations are interrupted and continued."""
     layers_on_device: int | None = None
     """Forward: decoder layers that device memory has room for. All layers stay in host memory, and
     are copied to the device one after another while others compute. Absent: all are on the device.

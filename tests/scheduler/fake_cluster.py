@@ -4,6 +4,7 @@ Each WPG's state is the list of mutations applied to it; a version is a copy of 
 take effect when the test says so, in any order that a real cluster could show.
 """
 
+import random
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -67,6 +68,10 @@ class FakeCluster:
         self.nodes: dict[str, ev.NodeJoined] = {}
         self.timer_at: float | None = None
         self.has_router = False
+        self.interrupted: set[tuple[str, int]] = set()
+        """Runs that were told to stop, and are to be continued."""
+        self.partials: dict[str, str] = {}
+        """What each interrupted generation has drawn."""
         self.compute_s = 0.1
         """Of every operation, as its workers count it."""
 
@@ -106,6 +111,8 @@ class FakeCluster:
                     self.migrations.append(command)
                 case cmd.PrefetchState():
                     self.prefetches.append(command)
+                case cmd.AbortOperation() if command.token:
+                    self.interrupted.add((command.operation, command.token))
                 case cmd.RunOperation():
                     if self.has_router and command not in self.runs:
                         self.runs.append(command)
@@ -335,16 +342,27 @@ class FakeCluster:
         name = (run.operation, run.token)
         assert name not in wpg.refused, "a run that was refused is asked for under the same name"
         self._apply(wpg, run)
+        assert run.partial == self.partials.get(run.operation), "it continues from something else"
         if report:
             self.runs.remove(run)
+            partial = f"{run.operation}.{run.token}" if name in self.interrupted else None
+            self.partials.pop(run.operation, None)
+            if partial is not None:
+                self.partials[run.operation] = partial
             self.send(
                 ev.OperationFinished(
                     operation=run.operation,
                     token=run.token,
                     compute_s=self.compute_s,
                     trainer_step=trainer_step,
+                    result=partial,
+                    unfinished_rows=int(partial is not None),
                 )
             )
+            if run.operation not in self.core._context.state.operations or (
+                self.core._context.state.operations[run.operation].state.is_final
+            ):
+                self.partials.pop(run.operation, None)
 
     def refusable(self) -> list[cmd.RunOperation]:
         """Runs that the workers could refuse: they are there, and have not carried the run out."""
@@ -433,3 +451,24 @@ class FakeCluster:
             else:
                 return
         raise AssertionError("the cluster never comes to rest")
+
+
+class Quick(FakeCluster):
+    """Checks the laws of the state after some events only."""
+
+    def __init__(self, chance: random.Random, check_part: float, **changes: object) -> None:
+        super().__init__(**changes)
+        self._chance = chance
+        self._check_part = check_part
+        self.reports: list[ev.Event] = []
+        """Sent before, to be sent again too late."""
+
+    def send(self, event: ev.Event) -> list[cmd.Command]:
+        self.journal.append((event, self.now))
+        commands = self.core.handle(event, self.now)
+        if self._chance.random() < self._check_part:
+            self.core.check_invariants()
+        self.take(commands)
+        if isinstance(event, ev.OperationFinished | ev.OperationFailed):
+            self.reports.append(event)
+        return commands

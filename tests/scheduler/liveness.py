@@ -82,7 +82,9 @@ class _Look:
         """Whether something will happen after which the deployment's queue is looked at."""
         match deployment.state:
             case WpgState.WAITING:
-                return deployment.deployment in self._cluster.core._context.cluster.waiting
+                cluster = self._cluster.core._context.cluster
+                name = deployment.deployment
+                return name in cluster.waiting or name in cluster.fillers
             case WpgState.LAUNCHING | WpgState.RECOVERING:
                 key = (deployment.deployment, deployment.processes.incarnation)
                 return (
@@ -145,7 +147,7 @@ class _Look:
         """Whether a member's report, or a timer, has the group looked at."""
         if timers.group_step(group.group) in self._timers:
             return True
-        members = [self._state.deployments[name] for name in group.members]
+        members = [self._state.deployments[name] for name in (*group.members, *group.fillers)]
         if any(self._is_busy(member) for member in members):
             return True
         if deployment.moves.planned is None:

@@ -23,7 +23,7 @@ from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
-from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.fake_cluster import Quick
 from tests.scheduler.liveness import stuck
 
 NODES = ("n1", "n2", "n3")
@@ -31,33 +31,12 @@ GPUS = 2
 WARM = DemandTrace(period_s=60.0, segments=(Segment(offset_s=0.0, duration_s=15.0),))
 POLICIES = ("isolated", "pack", "pack", "spread", "spread+backfill", "co-execution")
 TRAIN_KINDS = ("forward_backward", "optim_step", "forward", "barrier", "load_checkpoint", "publish")
-CYCLES = {"rollout": ("sync_weights", "generate"), "forward": ("forward",)}
+CYCLES = {"rollout": ("sync_weights", "generate"), "forward": ("forward",), "batch": ("generate",)}
 INTACT_CODES = ("state_tier_full", "execution_failed", "unavailable")
 BROKEN_CODES = ("execution_failed", "connection_lost", "state_lost", "state_tier_full")
 QUIET_S = 5000.0
 """Timers further away than this are of no operation."""
 STEPS_MAX = 4000
-
-
-class Quick(FakeCluster):
-    """Checks the laws of the state after some events only."""
-
-    def __init__(self, chance: random.Random, check_part: float, **changes: object) -> None:
-        super().__init__(**changes)
-        self._chance = chance
-        self._check_part = check_part
-        self.reports: list[ev.Event] = []
-        """Sent before, to be sent again too late."""
-
-    def send(self, event: ev.Event) -> list[cmd.Command]:
-        self.journal.append((event, self.now))
-        commands = self.core.handle(event, self.now)
-        if self._chance.random() < self._check_part:
-            self.core.check_invariants()
-        self.take(commands)
-        if isinstance(event, ev.OperationFinished | ev.OperationFailed):
-            self.reports.append(event)
-        return commands
 
 
 class History:
@@ -147,6 +126,7 @@ class History:
             kind = chance.choice(("train", "train", "train", "forward"))
             if has_rollout:
                 kind = "train"
+            has_batch = not has_rollout and chance.random() < 0.3
             cluster.deploy(
                 actor,
                 kind,
@@ -155,6 +135,10 @@ class History:
                 exclusive=not shares and chance.random() < 0.1,
             )
             self.deployments[actor] = kind
+            if has_batch:
+                size = chance.choice((workers, workers, 1, 2))
+                cluster.deploy(f"{job}/batch", "rollout", workers=size, preemptible=True)
+                self.deployments[f"{job}/batch"] = "batch"
             if not has_rollout:
                 return
             try:
@@ -177,6 +161,10 @@ class History:
             kind = chance.choice(("generate", "sync_weights", "sync_weights", "barrier"))
             if kind == "sync_weights":
                 source = name.replace("rollout", "actor")
+        elif self.deployments[name] == "batch":
+            kind = chance.choice(("generate", "generate", "sync_weights"))
+            if kind == "sync_weights":
+                source = name.replace("batch", "actor")
         elif self.deployments[name] == "forward":
             kind = chance.choice(("forward", "barrier"))
         else:
@@ -196,7 +184,7 @@ class History:
                 name,
                 kind,
                 source,
-                in_flight=kind == "sync_weights" and chance.random() < 0.5,
+                in_flight=kind == "sync_weights" and "batch" not in name and chance.random() < 0.5,
                 published=kind == "sync_weights" and chance.random() < 0.3,
                 deadline_s=chance.choice((None, None, None, 20.0, 1e5)),
                 tokens=chance.choice((0, 100)),
@@ -446,13 +434,22 @@ class History:
     def _make_room(self, unfinished: dict[OperationId, DeploymentId]) -> None:
         """End a job that has GPUs and nothing to do; all that has not ended waits for GPUs."""
         state = self.cluster.core._context.state
-        of_waiting = [e for e in state.deployments.values() if e.state == WpgState.WAITING]
+        of_waiting = [
+            each
+            for each in state.deployments.values()
+            if each.state == WpgState.WAITING and not each.preemptible
+        ]
         waiting = {each.job for each in of_waiting}
         busy = {state.deployments[name].job for name in unfinished.values()}
         needs = {job: sum(e.workers for e in of_waiting if e.job == job) for job in waiting}
         free = len(NODES) * GPUS - sum(len(group.gpus) for group in state.groups.values())
         # All nodes are there and nobody is at a quota: who is first of all may have them.
         assert free < max(needs.values(), default=free + 1), f"{free} GPUs are free for {needs}"
+        for name in unfinished.values():
+            if state.deployments[name].preemptible and state.deployments[name].group is None:
+                # Nobody says that a group of its size ever exists.
+                self._end(name.split("/")[0], "completed")
+                return
         for job in busy - waiting:
             raise AssertionError(
                 f"{job} has its GPUs, is at rest and not at an end: "
@@ -462,7 +459,7 @@ class History:
             job.job
             for job in state.jobs.values()
             if not job.state.is_final
-            and any(state.deployments[name].group is not None for name in job.deployments)
+            and any(state.deployments[name].has_gpus for name in job.deployments)
         ]
         idle = [job for job in live if job not in busy]
         if not idle and live:

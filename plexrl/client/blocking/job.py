@@ -166,6 +166,7 @@ class Job(JobReader):
         node_type: str = "",
         shares_gpus: bool = False,
         trace: DemandTrace | Mapping[str, object] | None = None,
+        preemptible: bool = False,
     ) -> RolloutDeployment:
         """Create a model that generates, or return the existing deployment: `name` is unique in the
         job, and `model` has the weights before the first sync.
@@ -196,6 +197,11 @@ class Job(JobReader):
         works while the rollout waits. `trace` is its demand then. Each turn moves its weights
         between host memory and the GPUs, and generations in progress end before it.
 
+        With `preemptible`, it gets no GPUs of its own: it uses the idle time of a group of other
+        deployments with as many GPUs, of any job, and gives way at once. Its `generate`s are
+        interrupted and continued later, with the samples of an undisturbed run. For evaluation and
+        data generation that may wait.
+
         Raises:
             UnsupportedDtypeError: the backend cannot compute with weights in `dtype`.
             ModelDoesNotFitError, CapacityError: not even an empty cluster could hold it.
@@ -212,6 +218,7 @@ class Job(JobReader):
             "node_type": node_type,
             "shares_gpus": shares_gpus,
             "trace": plain_trace(trace),
+            "preemptible": preemptible,
         }
         return RolloutDeployment(self._transport, self._deploy(name, "rollout", model, options))
 

@@ -13,6 +13,7 @@ from typing import Any
 from plexrl.model.capabilities import backend_capabilities
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
+from plexrl.router.dispatch.continuation import Continuation
 from plexrl.router.dispatch.generate_plan import GeneratePlan, plan_generate
 from plexrl.router.dispatch.plan import DispatchPlan, plan_batch
 from plexrl.router.dispatch.reductions import loss_denominator
@@ -23,6 +24,7 @@ from plexrl.wire.operations import (
     GenerateParams,
     OperationKind,
     params_from_json,
+    params_to_json,
 )
 from plexrl.wire.tensors import Body, decode_body, encode_parts
 
@@ -44,20 +46,33 @@ class RunParts:
     generation: GeneratePlan | None = None
     """Plan of a `generate`; `payloads` then has one entry for each share, and other ranks receive
     nothing."""
+    continuation: Continuation | None = None
+    """What is left of an interrupted `generate`, and what was drawn before; its rows are the
+    prompts of `generation`."""
+
+    @property
+    def params_json(self) -> str | None:
+        """Parameters of the ranks' runs, if they are not those of the operation."""
+        return None if self.continuation is None else params_to_json(self.continuation.params)
 
 
-async def split(command: RunOperation, body: Body | None, spec: DeploymentSpec | None) -> RunParts:
+async def split(
+    command: RunOperation,
+    body: Body | None,
+    spec: DeploymentSpec | None,
+    partial: Body | None = None,
+) -> RunParts:
     """Split the payload of `command` for its ranks; `spec` is the specification of its deployment,
-    needed for the kinds in `SPLIT_KINDS`."""
+    needed for the kinds in `SPLIT_KINDS`, and `partial` the blob of `command.partial`."""
     ranks = len(command.addresses)
     if body is None:
         return RunParts([()] * ranks, {"job": command.job}, None)
     if command.kind not in SPLIT_KINDS:
         return RunParts([(body,)] * ranks, {}, None)
     assert spec is not None
-    if memoryview(body).nbytes <= INLINE_BYTES_MAX:
-        return _split(command, body, spec)
-    return await asyncio.to_thread(_split, command, body, spec)
+    if memoryview(body).nbytes + memoryview(partial or b"").nbytes <= INLINE_BYTES_MAX:
+        return _split(command, body, spec, partial)
+    return await asyncio.to_thread(_split, command, body, spec, partial)
 
 
 async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
@@ -68,17 +83,30 @@ async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Bo
     return await asyncio.to_thread(_join, plan, payloads)
 
 
-def join_samples(plan: GeneratePlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
-    """Join the samples of all shares into one body, in parts."""
-    if len(payloads) == 1:
+def join_samples(
+    plan: GeneratePlan, payloads: Sequence[bytearray], continuation: Continuation | None = None
+) -> Sequence[Body]:
+    """Join the samples of all shares, and what a continued generation drew before, into one body,
+    in parts."""
+    if continuation is None and len(payloads) == 1:
         return (payloads[0],)
-    return encode_parts({}, plan.join_arrays([decode_body(each)[1] for each in payloads]))
+    joined = plan.join_arrays([decode_body(each)[1] for each in payloads])
+    if continuation is not None:
+        joined = continuation.joined(joined)
+    return encode_parts({}, joined)
 
 
-def _split(command: RunOperation, body: Body, spec: DeploymentSpec) -> RunParts:
+def _split(
+    command: RunOperation, body: Body, spec: DeploymentSpec, partial: Body | None
+) -> RunParts:
     ranks = len(command.addresses)
     _, arrays = decode_body(body)
     params = params_from_json(command.kind, command.params_json)
+    if isinstance(params, GenerateParams) and partial is not None:
+        left = Continuation(params, arrays, decode_body(partial)[1])
+        generation = plan_generate(spec.layout, len(left.unfinished), 1)
+        shares = [encode_parts({}, share.inputs(left.arrays)) for share in generation.shares]
+        return RunParts(shares, {}, None, generation, left)
     if isinstance(params, GenerateParams):
         generation = plan_generate(spec.layout, len(arrays["lengths"]), params.samples_per_prompt)
         if len(generation.shares) == 1:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from plexrl.errors import ExecutionError, PlexRLError, StorageFullError, StoreUnavailableError
 from plexrl.ids import BlobRef
-from plexrl.router.blobs.store import RESULT_SUFFIX, BlobStore
+from plexrl.router.blobs.store import PAYLOAD_SUFFIX, RESULT_SUFFIX, BlobStore
+from plexrl.router.dispatch.continuation import unfinished_rows
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
@@ -23,6 +24,7 @@ from plexrl.scheduler.state.messages.commands import (
 )
 from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind, params_from_json
 from plexrl.wire.rpc import Peer
+from plexrl.wire.tensors import decode_body
 from plexrl.worker.process.server import WorkerName
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class _Run:
     task: asyncio.Task[None]
     sent: asyncio.Event
     """Set once the requests to the workers are being sent."""
+    is_interrupted: bool = False
+    """It was told to stop, and is continued in another run."""
 
 
 class Executor:
@@ -118,6 +122,7 @@ class Executor:
         assert isinstance(command, AbortOperation)
         run = self._runs.get(command.operation)
         if run is not None:
+            run.is_interrupted |= command.token == run.grant[1]
             # A worker does not have the run yet while its payload is still being read.
             sent = asyncio.create_task(run.sent.wait())
             await asyncio.wait({run.task, sent}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +131,11 @@ class Executor:
         await asyncio.gather(*(self._abort(command, worker, at) for worker, at in workers))
 
     async def _abort(self, command: AbortOperation, worker: WorkerName, address: str) -> None:
-        fields = {"operation": command.operation, "rows": command.rows}
+        fields = {
+            "operation": command.operation,
+            "rows": command.rows,
+            "token": command.token,
+        }
         try:
             await self.link(worker, address).send({"request": "abort", **fields})
         except (WorkerGoneError, PlexRLError, OSError) as error:
@@ -245,13 +254,16 @@ class Executor:
         if command.kind in SPLIT_KINDS:
             spec = await self.specs.await_own(command.deployment, command.incarnation)
         body = None if command.payload is None else await self._blobs.read(command.payload)
-        return await split(command, body, spec)
+        partial = None if command.partial is None else await self._blobs.read(command.partial)
+        return await split(command, body, spec, partial)
 
     async def _send_to_ranks(
         self, command: RunOperation, parts: RunParts, sent: asyncio.Event
     ) -> list[Answer | None]:
         """Every rank's reply; None for a rank that did not reply after another had failed."""
         plain = CODEC.to_plain(command)
+        if parts.params_json is not None:
+            plain["params_json"] = parts.params_json
         workers = _workers(command.deployment, command.incarnation, command.addresses)
         targets = [(worker, parts.rank_params) for worker in workers]
         if (plan := parts.generation) is not None:
@@ -308,8 +320,15 @@ class Executor:
         result, body = await self._joined(command, parts, finished)
         steps = [each["trainer_step"] for each in results if "trainer_step" in each]
         ref: BlobRef | None = None
+        unfinished = 0
         if body:
+            run = self._runs.get(command.operation)
+            if run is not None and run.is_interrupted:
+                unfinished = await asyncio.to_thread(_unfinished_rows, body)
             ref = BlobRef(f"{command.operation}{RESULT_SUFFIX}")
+            if unfinished:
+                # Kept like a payload for as long as the operation may be continued.
+                ref = BlobRef(f"{command.operation}.{command.token}.partial{PAYLOAD_SUFFIX}")
             await self._store(command, ref, body)
         compute_s = max(float(header["compute_s"]) for header, _ in finished)
         self._report(
@@ -323,6 +342,7 @@ class Executor:
             error_json="" if refusal is None or command.replay else json.dumps(refusal),
             moved=state_moved(command.kind, result),
             trainer_step=max(steps) if command.kind in COUNTED_STEPS and steps else None,
+            unfinished_rows=unfinished,
         )
 
     async def _joined(
@@ -338,7 +358,8 @@ class Executor:
             counted = [results[rank] for rank in parts.plan.layout.output_ranks]
             return gather_metrics(counted) if "sums" in counted[0] else {}, body
         if parts.generation is not None:
-            return parts.generation.join_results(results), join_samples(parts.generation, payloads)
+            body = join_samples(parts.generation, payloads, parts.continuation)
+            return parts.generation.join_results(results), body
         return gather_moves(results), (payloads[0],) if payloads[0] else ()
 
     async def _store(self, command: RunOperation, ref: BlobRef, body: "Sequence[Body]") -> None:
@@ -375,6 +396,10 @@ class Executor:
         self.scheduler.report(
             method, {"operation": command.operation, "token": command.token, **fields}
         )
+
+
+def _unfinished_rows(body: "Sequence[Body]") -> int:
+    return unfinished_rows(decode_body(b"".join(body))[1])
 
 
 def _workers(

@@ -83,6 +83,7 @@ def check_deployment(body: DeploymentRequest) -> tuple[DeploymentSpec, int]:
         max_concurrent_samples=body.max_concurrent_samples,
         kv_cache_bytes=body.kv_cache_bytes,
         layers_on_device=body.layers_on_device,
+        preemptible=body.preemptible,
     )
     check_tp_sizes(spec)
     _check_sequence_length(spec)
@@ -112,6 +113,12 @@ def _check_kind(body: DeploymentRequest, model: ModelSpec, layout: Parallelism) 
             f"shares_gpus is for rollout deployments; a {body.kind} deployment shares its GPUs in "
             "turns unless it is exclusive: leave it out",
             parameter="shares_gpus",
+        )
+    if body.preemptible and (body.kind != "rollout" or body.exclusive or body.shares_gpus):
+        raise InvalidRequestError(
+            "preemptible is for rollout deployments that use the idle time of others: leave it "
+            "out, or leave out exclusive and shares_gpus",
+            parameter="preemptible",
         )
     if body.kind == "rollout" and body.trace is not None and not body.shares_gpus:
         raise InvalidRequestError(

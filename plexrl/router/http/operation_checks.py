@@ -66,6 +66,16 @@ def check_operation(
                 check_mask(arrays["mask"], arrays["lengths"])
         case ForwardParams():
             tokens = _check_batch(spec, arrays, ())
+        case GenerateParams() if spec.preemptible and typed.stream:
+            raise InvalidRequestError(
+                "a preemptible deployment does not stream, because its generations are "
+                "interrupted: leave stream out"
+            )
+        case SyncWeightsParams() if spec.preemptible and typed.in_flight:
+            raise InvalidRequestError(
+                "a preemptible deployment generates each operation with one version of the "
+                "weights: leave in_flight out"
+            )
         case GenerateParams():
             tokens = _check_generate(spec, typed, arrays)
         case SyncWeightsParams() if spec.model.head != "causal":

@@ -232,6 +232,11 @@ class DeploymentRequest(_Strict):
         "switches while it generates, ascending to the layout's tp; empty: always tp",
     )
     exclusive: bool = Field(False, description="do not share the GPUs")
+    preemptible: bool = Field(
+        default=False,
+        description="For a rollout deployment: it uses only the idle time of a group of other "
+        "deployments with as many GPUs, and gives way at once. Its generations are continued later",
+    )
     shares_gpus: bool = Field(
         False, description="rollout: share the GPUs with other deployments, as trainings do"
     )

@@ -20,7 +20,8 @@ from plexrl.scheduler.state.records import Deployment
 
 def enqueue_deployment(cluster: Cluster, effects: Effects, deployment: Deployment) -> None:
     """Enqueue a new deployment; it is considered at the end of this event."""
-    begin_to_wait(cluster, cluster.state.job(deployment.job).tenant, deployment.created_at)
+    if not deployment.preemptible:
+        begin_to_wait(cluster, cluster.state.job(deployment.job).tenant, deployment.created_at)
     cluster.wait(deployment)
     cluster.waiting.newcomers.append(deployment.deployment)
     if _has_patience(cluster.settings, deployment):
@@ -40,7 +41,7 @@ def patience_ends(cluster: Cluster) -> list[float]:
 
 def _has_patience(settings: Settings, deployment: Deployment) -> bool:
     """Whether the deployment may share a group once its patience has ended."""
-    return settings.policy.repacks and deployment.shares
+    return settings.policy.repacks and deployment.shares and not deployment.preemptible
 
 
 def admit(cluster: Cluster, now: float) -> list[Deployment]:

@@ -65,4 +65,4 @@ def blocks_others(cluster: Cluster, deployment: Deployment, now: float) -> bool:
 
 def is_partial(state: State, job: Job) -> bool:
     """Whether the job has GPUs for one of its deployments."""
-    return any(state.deployment(name).group is not None for name in job.deployments)
+    return any(state.deployment(name).has_gpus for name in job.deployments)

@@ -36,7 +36,7 @@ def over_quota(cluster: "Cluster", job: "Job", gpus: int) -> str | None:
     if tenant is None or (tenant.jobs_max is None and tenant.gpus_max is None):
         return None
     held_gpus, held_jobs = cluster.holdings(job.tenant)
-    has_gpus = any(cluster.state.deployment(name).group is not None for name in job.deployments)
+    has_gpus = any(cluster.state.deployment(name).has_gpus for name in job.deployments)
     if tenant.jobs_max is not None and not has_gpus and held_jobs >= tenant.jobs_max:
         return f"tenant {job.tenant!r} runs {held_jobs} jobs, its quota is {tenant.jobs_max}"
     if not allows_gpus(cluster.state, job.tenant, held_gpus + gpus):

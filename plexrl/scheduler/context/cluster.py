@@ -25,6 +25,8 @@ class Cluster:
     """The groups' GPUs and time. Derived from the state, as all below."""
     waiting: Waiting = field(default_factory=Waiting)
     """Deployments without GPUs."""
+    fillers: dict[DeploymentId, None] = field(default_factory=dict)
+    """Preemptible deployments without a group."""
     relocating: dict[DeploymentId, None] = field(default_factory=dict)
     """Deployments whose move waits for an operation boundary."""
     contentions: dict[tuple[Resident, ...], Contention] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class Cluster:
         self.state.history, self.state.ended_jobs = config.history, config.ended_jobs
         self.inventory = Inventory(config, self.settings.policy, self.state)
         self.waiting.clear()
+        self.fillers.clear()
         self.relocating.clear()
         self._held.clear()
         self.contentions.clear()
@@ -75,11 +78,14 @@ class Cluster:
             if deployment.state == WpgState.WAITING:
                 if not self.state.job(deployment.job).is_set_aside:
                     self.wait(deployment)
-            elif deployment.group is not None:
+            elif deployment.has_gpus:
                 self._count_held(self.state.job(deployment.job).tenant, deployment, +1)
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""
+        if deployment.preemptible:
+            self.fillers[deployment.deployment] = None
+            return
         job = self.state.job(deployment.job)
         self.waiting.enter(deployment, job)
         if self._is_placed(job):
@@ -94,15 +100,23 @@ class Cluster:
             gang = [self.state.deployment(name) for name in job.deployments if name in self.waiting]
             self._line_up(gang, job)
 
+    def stop_waiting(self, name: DeploymentId) -> None:
+        """Take the deployment out of all queues for GPUs, if it is in one."""
+        self.waiting.remove(name)
+        self.fillers.pop(name, None)
+
     def _line_up(self, deployments: list[Deployment], job: Job) -> None:
         duty = self.inventory.duty_when_placed(deployments[0])
         self.waiting.enqueue_unit(deployments, job, duty)
 
     def _is_placed(self, job: Job) -> bool:
-        return any(self.state.deployments[name].group is not None for name in job.deployments)
+        return any(self.state.deployments[name].has_gpus for name in job.deployments)
 
     def hold(self, deployment: Deployment, sign: int, now: float) -> None:
-        """Add the deployment's GPUs to those that its tenant holds, or subtract them."""
+        """Add the deployment's GPUs to those that its tenant holds, or subtract them. A
+        filler holds none."""
+        if deployment.preemptible:
+            return
         tenant = self.state.job(deployment.job).tenant
         held = self.state.held.get(tenant)
         if held is None:

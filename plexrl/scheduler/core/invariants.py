@@ -14,15 +14,18 @@ def check(cluster: Cluster) -> None:
     cluster.waiting.check()
     taken: dict[tuple[str, int], str] = {}
     for group in state.groups.values():
-        assert group.members, f"{group.group} has no members"
+        residents = (*group.members, *group.fillers)
+        assert residents, f"{group.group} has no members"
+        for filler in group.fillers:
+            assert state.deployments[filler].preemptible, f"{filler} is no filler"
         for gpu in group.gpus:
             other = taken.setdefault((gpu.node, gpu.gpu), group.group)
             assert other == group.group, f"{gpu} is in {group.group} and in {other}"
-        for member in group.members:
+        for member in residents:
             assert state.deployments[member].group == group.group, f"{member} is elsewhere"
         if group.holder is not None:
-            assert group.holder in group.members, f"{group.group} is held by a stranger"
-        for member in group.members:
+            assert group.holder in residents, f"{group.group} is held by a stranger"
+        for member in residents:
             deployment = state.deployments[member]
             if member != group.holder:
                 busy = deployment.running or deployment.moving or deployment.replay.replaying

@@ -13,16 +13,21 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.hrrs import Candidate
-from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES
+from plexrl.scheduler.dispatch.idle_time import (
+    expected_next,
+    interrupt_all,
+    may_fill,
+    must_leave,
+)
 from plexrl.scheduler.dispatch.ordering import first
-from plexrl.scheduler.dispatch.readiness import next_operation, wants_the_group
+from plexrl.scheduler.dispatch.readiness import candidate, next_operation, wants_the_group
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
-from plexrl.scheduler.dispatch.switch_cost import round_trip_s, switch_cost
+from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.holding import renew_token
 from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.placement.evacuation import disband
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
@@ -44,18 +49,20 @@ _GENERATE: Final = OperationKind.GENERATE
 GAP_MARGIN = 4.0
 """Maximum wait for the holder's next operation, as a multiple of the usual gap in its bursts."""
 
-LOOK_AHEAD = 32
-"""Number of queued operations that are used to predict the length of a burst."""
-
 
 def advance(context: Context, group: Group, now: float) -> None:
     """Decide and start the next step of `group`."""
     state, settings, effects = context.state, context.settings, context.effects
     if context.cluster.relocating and _move_out(context, group, now):
         return
+    if not group.members:
+        disband(context, group, now)
+        return
     if group.holder is None:
         waiting = _waiting(state, group, now)
         chosen = _first_not_held_back(state, settings, effects, group, waiting, now)
+        if chosen is None and not waiting:
+            chosen = _filler(state, effects, group, now)
         if chosen is not None:
             _grant(state, effects, group, chosen, now)
         return
@@ -68,6 +75,8 @@ def advance(context: Context, group: Group, now: float) -> None:
             _replay_next(state, effects, group, holder, now)
         return
     if holder.moves.planned is not None and is_stopping(state, holder):
+        return
+    if holder.preemptible and _gives_way(state, settings, effects, group, holder, now):
         return
     if holder.kind == "forward" and _leans_on_its_source(holder, now):
         _snapshot(state, effects, group, holder, now)
@@ -85,7 +94,11 @@ def advance(context: Context, group: Group, now: float) -> None:
                 _anticipate(state, settings, effects, group, holder, now, held_back=True)
                 return
         if not waiting and not holder.queue:
-            _anticipate(state, settings, effects, group, holder, now)
+            filler = _filler(state, effects, group, now)
+            if filler is None:
+                _anticipate(state, settings, effects, group, holder, now)
+            elif _may_be_relieved(state, settings, effects, group, holder, [filler], now):
+                _switch(state, effects, group, holder, filler, now)
             return
     if holder.queue:
         _dispatch(state, settings, effects, group, holder, now)
@@ -95,42 +108,34 @@ def advance(context: Context, group: Group, now: float) -> None:
             effects.emit(hint)
 
 
-def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
-    """The waiting burst of `deployment`, as input for the ordering."""
-    estimates = deployment.estimates
-    queue = deployment.queue
-    head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
-    if queue:
-        operations = state.operations
-        head = operations[queue[0]]
-        # The queue is in order of submission, including operations that a fault put back.
-        arrived_at = head.submitted_at
-        head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
-        for name in queue[1:LOOK_AHEAD]:
-            operation = operations[name]
-            queued_s += estimates.operation_s(operation.kind, operation.tokens)
-        burst_s = estimates.burst_s(head.tokens)
-        if deployment.burst.ended_at is not None:
-            cycle_s = max(0.0, arrived_at - deployment.burst.ended_at) + max(queued_s, burst_s)
-    return Candidate(
-        name=deployment.deployment,
-        arrived_at=arrived_at,
-        service_s=max(queued_s, burst_s),
-        setup_s=switch_cost(state, group, deployment),
-        head_s=head_s,
-        cycle_s=cycle_s,
-        served_at=deployment.burst.served_at,
-        turns_away=_turns_away(group, deployment),
-        priority=state.jobs[deployment.job].priority,
-    )
+def _filler(state: State, effects: Effects, group: Group, now: float) -> Deployment | None:
+    """A filler with work for which there is time, while no member wants the group."""
+    for name in group.fillers:
+        filler = state.deployments[name]
+        if wants_the_group(state, filler, now) and may_fill(state, effects, group, filler, now):
+            return filler
+    return None
 
 
-def _turns_away(group: Group, deployment: Deployment) -> int:
-    """Distance from the holder in the fixed order of members; the holder is last."""
-    members, holder = group.members, group.holder
-    if holder is None or holder == deployment.deployment:
-        return len(members)
-    return (members.index(deployment.deployment) - members.index(holder)) % len(members)
+def _gives_way(
+    state: State, settings: Settings, effects: Effects, group: Group, filler: Deployment, now: float
+) -> bool:
+    """Whether the filler that holds the group starts nothing more. If so, it is interrupted, or the
+    group is switched."""
+    waiting = _waiting(state, group, now)
+    has_work = filler.running or wants_the_group(state, filler, now)
+    if not waiting and has_work and not must_leave(state, effects, group, filler, now):
+        return False
+    if filler.running:
+        interrupt_all(effects, state, filler)
+        return True
+    end_burst(filler, now)
+    chosen = _first_not_held_back(state, settings, effects, group, waiting, now)
+    if chosen is None and settings.anticipates:
+        chosen = expected_next(state, group, now, critical=bool(waiting))
+    if chosen is not None:
+        _switch(state, effects, group, filler, chosen, now)
+    return True
 
 
 def _waiting(
@@ -280,38 +285,9 @@ def _anticipate(
     burst = holder.burst
     if not settings.anticipates or burst.started_at is not None or burst.ended_at is None:
         return
-    expected = _expected_next(state, group, now, critical=held_back)
+    expected = expected_next(state, group, now, critical=held_back)
     if expected is not None and expected is not holder:
         _switch(state, effects, group, holder, expected, now)
-
-
-def _expected_next(
-    state: State, group: Group, now: float, *, critical: bool = False
-) -> Deployment | None:
-    """The member whose next burst is due first, by the end of its last one and its usual pause.
-
-    `critical`: only among members with exclusive slots and empty queues.
-    """
-    deployments = state.deployments
-    first_due: Deployment | None = None
-    due_at = 0.0
-    for name in group.members:
-        member = deployments[name]
-        ended_at = member.burst.ended_at
-        if ended_at is None or member.state is not _READY:
-            continue
-        think_s = member.estimates.think_seconds
-        if think_s is None or now < member.backoff.until:
-            continue
-        if now > ended_at + EXPECTED_PAUSES * think_s:
-            # It may have stopped for good.
-            continue
-        if critical and (member.queue or not has_exclusive_slots(member)):
-            continue
-        at = ended_at + think_s
-        if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
-            first_due, due_at = member, at
-    return first_due
 
 
 def _look_ahead(
@@ -321,7 +297,7 @@ def _look_ahead(
     waiting = _waiting(state, group, now, besides=holder)
     if waiting:
         return prefetch(group, _first(state, settings, group, waiting, now), now)
-    expected = _expected_next(state, group, now)
+    expected = expected_next(state, group, now)
     if expected is None or expected is holder:
         return None
     return prefetch(group, expected, now)
@@ -354,14 +330,23 @@ def _grant(
     load(state, effects, group, deployment, now)
 
 
-def load(state: State, effects: Effects, group: Group, deployment: Deployment, now: float) -> None:
-    """Start the load of the holder's last complete version."""
+def load(
+    state: State,
+    effects: Effects,
+    group: Group,
+    deployment: Deployment,
+    now: float,
+    after: Deployment | None = None,
+) -> None:
+    """Start the load of the holder's last complete version. `after`: a filler that had the lock
+    before, and whose job is billed."""
     deployment.switch_times.begin(now)
     wpg.begin_load(deployment)
     if group.prefetched == deployment.deployment:
         # After the next offload its state may lie on NVMe.
         group.prefetched = None
-    start_move(state, effects, group, deployment, _LOAD, deployment.replay.durable_seq, now)
+    seq = deployment.replay.durable_seq
+    start_move(state, effects, group, deployment, _LOAD, seq, now, cause=after)
 
 
 def _switch(
@@ -378,7 +363,10 @@ def _offload(state: State, effects: Effects, group: Group, holder: Deployment, n
     end_burst(holder, now)
     group_lock.fence(state, group)
     wpg.begin_offload(holder)
-    start_move(state, effects, group, holder, _OFFLOAD, holder.replay.completed_seq, now)
+    incoming = None if group.incoming is None else state.deployments[group.incoming]
+    cause = None if holder.preemptible else incoming
+    seq = holder.replay.completed_seq
+    start_move(state, effects, group, holder, _OFFLOAD, seq, now, cause=cause)
 
 
 def end_burst(holder: Deployment, now: float) -> None:

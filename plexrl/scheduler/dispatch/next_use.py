@@ -25,7 +25,7 @@ def next_use_s(member: "Deployment", now: float) -> float | None:
     """
     if member.queue or member.replay.replaying:
         return 0.0
-    pause_s, ended_at = _pause_s(member), worked_until(member)
+    pause_s, ended_at = usual_pause_s(member), worked_until(member)
     if pause_s is None or ended_at is None:
         return None
     due_s = ended_at + pause_s - now
@@ -44,7 +44,8 @@ def worked_until(member: "Deployment") -> float | None:
     return member.burst.ended_at
 
 
-def _pause_s(member: "Deployment") -> float | None:
+def usual_pause_s(member: "Deployment") -> float | None:
+    """From the end of a burst to the arrival of the next one; None if unknown."""
     if member.estimates.think_seconds is not None:
         return member.estimates.think_seconds
     if member.trace is None:

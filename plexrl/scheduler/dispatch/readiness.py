@@ -1,16 +1,21 @@
-"""Whether a deployment has an operation that could run now, if it had its group."""
+"""What a deployment could run now if it had its group: whether there is something, and how much."""
 
 from typing import Final
 
 from plexrl.ids import OperationId
+from plexrl.scheduler.dispatch.hrrs import Candidate
+from plexrl.scheduler.dispatch.switch_cost import switch_cost
 from plexrl.scheduler.placement.relocation import is_stopping
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, State
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationState
 
 _READY: Final = WpgState.READY
 _FINISHED: Final = OperationState.FINISHED
+
+LOOK_AHEAD = 32
+"""Number of queued operations that are used to predict the length of a burst."""
 
 
 def next_operation(state: State, deployment: Deployment) -> Operation | None:
@@ -35,3 +40,41 @@ def wants_the_group(state: State, deployment: Deployment, now: float) -> bool:
         return False
     after = state.operations[queue[0]].after
     return after is None or _is_over(state, after)
+
+
+def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
+    """The waiting burst of `deployment`, as input for the ordering."""
+    estimates = deployment.estimates
+    queue = deployment.queue
+    head_s = queued_s = burst_s = arrived_at = cycle_s = 0.0
+    if queue:
+        operations = state.operations
+        head = operations[queue[0]]
+        # The queue is in order of submission, including operations that a fault put back.
+        arrived_at = head.submitted_at
+        head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
+        for name in queue[1:LOOK_AHEAD]:
+            operation = operations[name]
+            queued_s += estimates.operation_s(operation.kind, operation.tokens)
+        burst_s = estimates.burst_s(head.tokens)
+        if deployment.burst.ended_at is not None:
+            cycle_s = max(0.0, arrived_at - deployment.burst.ended_at) + max(queued_s, burst_s)
+    return Candidate(
+        name=deployment.deployment,
+        arrived_at=arrived_at,
+        service_s=max(queued_s, burst_s),
+        setup_s=switch_cost(state, group, deployment),
+        head_s=head_s,
+        cycle_s=cycle_s,
+        served_at=deployment.burst.served_at,
+        turns_away=_turns_away(group, deployment),
+        priority=state.jobs[deployment.job].priority,
+    )
+
+
+def _turns_away(group: Group, deployment: Deployment) -> int:
+    """Distance from the holder in the fixed order of members; the holder is last."""
+    members, holder = group.members, group.holder
+    if holder is None or holder == deployment.deployment or holder not in members:
+        return len(members)
+    return (members.index(deployment.deployment) - members.index(holder)) % len(members)

@@ -19,7 +19,13 @@ from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.core.lookups import find_deployment, find_job, find_live_job
 from plexrl.scheduler.jobs.controllers import check_controller, seen
 from plexrl.scheduler.jobs.cycles import profile_key
-from plexrl.scheduler.jobs.lifecycle import all_placed, end_deployment, relayout, restart
+from plexrl.scheduler.jobs.lifecycle import (
+    all_placed,
+    end_deployment,
+    has_all_gpus,
+    relayout,
+    restart,
+)
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.tenants import check_gpus
 from plexrl.scheduler.state.demand.estimates import Estimates
@@ -45,19 +51,22 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     job = find_live_job(context.state, event.job)
     check_controller(job, event.controller)
     known = context.state.deployments.get(event.deployment)
-    owns_group = event.exclusive or job.slo == 0.0
-    exclusive = owns_group or (event.kind == "rollout" and not event.shares)
+    owns_group = job.slo == 0.0 or (event.kind == "rollout" and not event.shares)
+    exclusive = event.exclusive or (owns_group and not event.preemptible)
     if known is not None:
         spec_json = known.created_spec_json or known.spec_json
         same = (known.job, known.kind, known.workers, known.exclusive, spec_json)
         asked = (event.job, event.kind, event.workers, exclusive, event.spec_json)
-        if (*same, known.node_type) != (*asked, event.node_type):
+        more = (known.node_type, known.preemptible)
+        if (*same, *more) != (*asked, event.node_type, event.preemptible):
             raise ConflictError(
                 f"deployment {event.deployment!r} exists with other settings: use another name"
             )
         return
     if event.kind not in USER_KINDS:
         raise InvalidRequestError(f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}")
+    if event.preemptible:
+        _check_preemptible(job, event)
     deployment = Deployment(
         deployment=event.deployment,
         job=event.job,
@@ -71,15 +80,31 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         estimates=Estimates(event.state_bytes),
         node_type=event.node_type,
         trace=event.trace,
+        preemptible=event.preemptible,
     )
     check_it_can_fit(context.cluster, job, deployment)
-    check_gpus(context.state, job, event.workers)
+    if not event.preemptible:
+        check_gpus(context.state, job, event.workers)
     context.state.deployments[event.deployment] = deployment
     job.deployments.append(event.deployment)
     if deployment.trace is None:
         deployment.trace = context.state.profiles.get(profile_key(context.state, deployment))
     seen(context, job, now)
     enqueue_deployment(context.cluster, context.effects, deployment)
+
+
+def _check_preemptible(job: Job, event: DeploymentCreated) -> None:
+    """Raises `InvalidRequestError` if such a deployment cannot be preemptible."""
+    if event.kind != "rollout" or event.exclusive:
+        raise InvalidRequestError(
+            f"deployment {event.deployment!r}: only a rollout deployment that is not exclusive can "
+            "be preemptible"
+        )
+    if len(job.deployments) < job.gang:
+        raise InvalidRequestError(
+            f"deployment {event.deployment!r} is preemptible, and so is not part of the gang of "
+            f"{job.gang} deployments: create those first"
+        )
 
 
 def deployment_relaid(context: Context, event: DeploymentRelaid, now: float) -> None:
@@ -157,5 +182,5 @@ def _leave_job(cluster: Cluster, job: Job, deployment: Deployment) -> None:
         if other.deployment in cluster.waiting:
             # Alone, or as the rest of a gang, at the place of its age.
             cluster.wait(other)
-    if others and all(other.group is not None for other in others):
+    if others and has_all_gpus(cluster.state, job):
         all_placed(cluster.state, cluster.settings, job)

@@ -19,9 +19,10 @@ from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import early_end, is_over
-from plexrl.scheduler.operations.operations import abort, fail
+from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.capacity.inventory import Inventory
+from plexrl.scheduler.placement.fillers import place_fillers
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
 from plexrl.scheduler.placement.rendezvous import (
@@ -123,7 +124,7 @@ def end_deployment(
         )
         kept = tuple(sorted({*nodes, *deployment.stored.nodes, *deployment.reader_nodes}))
         effects.emit(ReleaseState(deployment=deployment.deployment, nodes=kept))
-    cluster.waiting.remove(deployment.deployment)
+    cluster.stop_waiting(deployment.deployment)
     if deployment.group is not None:
         cluster.hold(deployment, -1, now)
         effects.touch(vacate(cluster, deployment, now))
@@ -136,7 +137,7 @@ def end_deployment(
 def place_waiting(context: Context, now: float) -> None:
     """Place all deployments that admission chooses, and start their workers."""
     state, effects = context.state, context.effects
-    for deployment in admit(context.cluster, now):
+    for deployment in (*admit(context.cluster, now), *place_fillers(context.cluster, now)):
         effects.touch(deployment.group)
         job = state.job(deployment.job)
         if deployment.processes.incarnation:
@@ -146,12 +147,18 @@ def place_waiting(context: Context, now: float) -> None:
             wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
             launch(state, effects, deployment, now)
-        if all(state.deployment(name).group is not None for name in job.deployments):
+        if has_all_gpus(state, job):
             all_placed(state, context.settings, job)
 
     for node in sorted(context.cluster.inventory.draining):
         for group in drain(context.cluster, node, now):
             effects.touch(group)
+
+
+def has_all_gpus(state: State, job: Job) -> bool:
+    """Whether all deployments of the job have GPUs. Fillers need none of their own."""
+    deployments = map(state.deployment, job.deployments)
+    return all(each.preemptible or each.group is not None for each in deployments)
 
 
 def all_placed(state: State, settings: Settings, job: Job) -> None:
@@ -291,7 +298,7 @@ def stop(
         change_operation(operation, OperationTrigger.REQUEUED)
         operation.started_at = None
         # Work that a fault discarded is not billed.
-        operation.gpu_seconds = 0.0
+        operation.gpu_seconds = operation.kept_gpu_seconds
     # These must not run again: cancelled, or past a deadline whose timer has fired.
     over = [name for name in interrupted if is_over(state.operations[name], now)]
     for name in over:
@@ -420,3 +427,5 @@ def issue_again(state: State, effects: Effects) -> None:
             effects.emit(command)
             if operation.is_aborted:
                 abort(effects, command)
+            elif operation.is_interrupted:
+                interrupt(effects, command)

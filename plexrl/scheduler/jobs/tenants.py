@@ -201,7 +201,8 @@ def check_gpus(state: State, job: Job, workers: int) -> None:
         QuotaExceededError: the job would need more GPUs than the tenant may hold.
     """
     tenant = state.tenants.get(job.tenant)
-    workers += sum(state.deployment(name).workers for name in job.deployments)
+    others = map(state.deployment, job.deployments)
+    workers += sum(each.workers for each in others if not each.preemptible)
     if tenant is None or tenant.gpus_max is None or workers <= tenant.gpus_max:
         return
     raise QuotaExceededError(

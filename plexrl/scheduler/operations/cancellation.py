@@ -43,7 +43,7 @@ def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[
     also if it is pending because its run is to be repeated.
 
     Raises:
-        ConflictError: it has no rows.
+        ConflictError: it has no rows, or they cannot be stopped one by one.
     """
     if operation.kind != OperationKind.GENERATE:
         raise ConflictError(
@@ -52,6 +52,11 @@ def stop_rows(state: State, effects: Effects, operation: Operation, rows: tuple[
         )
     if operation.state.is_final:
         return
+    if state.deployment(operation.deployment).preemptible:
+        raise ConflictError(
+            f"generation {operation.operation!r} is of a preemptible deployment, whose rows are "
+            "not stopped one by one: cancel the operation"
+        )
     operation.stopped_rows = tuple(sorted({*operation.stopped_rows, *rows}))
     if operation.state == OperationState.RUNNING:
         deployment = state.deployment(operation.deployment)

@@ -68,11 +68,12 @@ def hold(
 
 
 def requeue(state: State, deployment: Deployment, operation: Operation, now: float) -> None:
-    """Put a run that changed nothing, and is no longer in flight, back into its queue."""
+    """Put a run that changed nothing, or is to be continued, and is no longer in flight, back into
+    its queue."""
     change_operation(operation, OperationTrigger.REQUEUED)
     operation.started_at = None
     # Discarded work is not billed.
-    operation.gpu_seconds = 0.0
+    operation.gpu_seconds = operation.kept_gpu_seconds
     deployment.queue.insert(_place(state, deployment.queue, operation), operation.operation)
     if not deployment.running:
         deployment.burst.pause(now)

@@ -188,7 +188,9 @@ def start(
         deployment.replay.previous_seq,
         deployment.trainer_step if source is None else operation.source_step,
         deployment.processes.incarnation,
+        operation.partial,
     )
+    operation.is_interrupted = False
     deployment.running[operation.operation] = command
     if state.routers:
         if operation.stopped_rows:
@@ -210,6 +212,19 @@ def abort(effects: Effects, command: RunOperation, rows: tuple[int, ...] | None 
     )
 
 
+def interrupt(effects: Effects, command: RunOperation) -> None:
+    """Have the workers stop this run of a generation; another one continues it."""
+    effects.emit(
+        AbortOperation(
+            operation=command.operation,
+            deployment=command.deployment,
+            addresses=command.addresses,
+            incarnation=command.incarnation,
+            token=command.token,
+        )
+    )
+
+
 def start_move(
     state: State,
     effects: Effects,
@@ -218,8 +233,10 @@ def start_move(
     kind: OperationKind,
     seq: int,
     now: float,
+    cause: Deployment | None = None,
 ) -> None:
-    """Send the WPG a move of its whole state; no other operation runs at the same time."""
+    """Send the WPG a move of its whole state; no other operation runs at the same time. `cause`:
+    another deployment whose job is billed for it."""
     token = group.token
     number = f"{token}.{state.moves_made}"
     name = OperationId(deployment.deployment + _OPENINGS[kind] + number)
@@ -235,9 +252,9 @@ def start_move(
     due_s: float | None = None
     if kind == _OFFLOAD:
         due_s = next_use_s(deployment, now)
-        if group.incoming is not None:
-            operation.caused_by = group.incoming
-            operation.paid_by = state.jobs[state.deployments[group.incoming].job].tenant
+    if cause is not None:
+        operation.caused_by = cause.deployment
+        operation.paid_by = state.jobs[cause.job].tenant
     state.operations[name] = operation
     deployment.metered_at = now
     command = RunOperation(
@@ -342,7 +359,7 @@ def _rollouts_generate(state: State, deployment: Deployment) -> bool:
     deployments = state.deployments
     for name in names:
         other = deployments[name]
-        if other.kind == "rollout":
+        if other.kind == "rollout" and not other.preemptible:
             for run in other.running.values():
                 if run.kind is _GENERATE:
                     return True
@@ -465,6 +482,8 @@ def _into_history(
     state: State, effects: Effects, deployment: Deployment, operation: Operation, now: float
 ) -> None:
     operation.finished_at = now
+    effects.discard(operation.partial)
+    operation.partial = None
     if operation.is_counted:
         ended(state, deployment, operation, now)
     if operation.source is not None:

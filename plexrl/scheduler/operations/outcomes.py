@@ -23,7 +23,7 @@ from plexrl.scheduler.jobs.retention import owner_of
 from plexrl.scheduler.jobs.usage import meter_run
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.failures import read_error
-from plexrl.scheduler.operations.holding import hold, is_held
+from plexrl.scheduler.operations.holding import hold, is_held, requeue
 from plexrl.scheduler.operations.operations import complete, fail, finish
 from plexrl.scheduler.operations.replay import retire_log
 from plexrl.scheduler.placement.rebuilding import LOST_CODES, fall_back, publish_first, republish
@@ -66,6 +66,8 @@ def run_finished(
     command = deployment.running.pop(name, None)
     if command is None:
         _move_finished(state, settings, effects, deployment, operation, event, now)
+    elif event.unfinished_rows and operation.is_interrupted and not is_over(operation, now):
+        _interrupted(state, effects, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
         deployment.backoff.clear()
@@ -88,6 +90,23 @@ def run_finished(
     group = deployment.group
     if group is not None:
         effects.dirty[group] = None
+
+
+def _interrupted(
+    state: State,
+    effects: Effects,
+    deployment: Deployment,
+    operation: Operation,
+    event: OperationFinished,
+    now: float,
+) -> None:
+    """A run of a generation was interrupted: it is continued from what it has drawn."""
+    effects.discard(operation.partial)
+    operation.partial = event.result
+    operation.kept_gpu_seconds = operation.gpu_seconds
+    deployment.processes.succeed()
+    deployment.backoff.clear()
+    requeue(state, deployment, operation, now)
 
 
 def run_failed(context: Context, event: OperationFailed, now: float) -> None:
@@ -214,7 +233,7 @@ def _move_finished(
         group_lock.count_offload(group, now - began_at)
         if deployment.kind == "train":
             change_job(state.jobs[deployment.job], _SUSPENDS)
-        _hand_over(state, settings, effects, group, now)
+        _hand_over(state, settings, effects, group, deployment, now)
     else:
         deployment.estimates.observe(kind, operation.tokens, event.compute_s)
         _version_made(state, settings, effects, deployment, event)
@@ -238,15 +257,21 @@ def _version_made(
 
 
 def _hand_over(
-    state: State, settings: Settings, effects: Effects, group: Group, now: float
+    state: State,
+    settings: Settings,
+    effects: Effects,
+    group: Group,
+    former: Deployment,
+    now: float,
 ) -> None:
-    """The holder is offloaded: the lock goes to the incoming member, if it is still ready."""
+    """The former holder is offloaded: the lock goes to the incoming member, if it is still
+    ready."""
     incoming = successor(state, settings, effects, group, now)
     if incoming is None:
         group_lock.release(group)
     else:
         group_lock.hand_over(group, incoming.deployment)
-        load(state, effects, group, incoming, now)
+        load(state, effects, group, incoming, now, former if former.preemptible else None)
 
 
 def _move_called_off(

@@ -11,11 +11,12 @@ back, its job ends.
 
 from collections.abc import Iterator
 
-from plexrl.ids import NodeId
+from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.dispatch.idle_time import interrupt_all
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
 from plexrl.scheduler.jobs.profiler import forget_open_cycle
 from plexrl.scheduler.placement.placement import vacate
@@ -27,7 +28,7 @@ from plexrl.scheduler.state.job import change_job
 from plexrl.scheduler.state.machines.job_states import JobTrigger
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages.commands import ReleaseState, StopWorkers
-from plexrl.scheduler.state.records import Deployment, Node, State
+from plexrl.scheduler.state.records import Deployment, Group, Node, State
 
 
 def reconcile_node(context: Context, name: NodeId, now: float) -> None:
@@ -87,17 +88,31 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _evacuate(context, deployment, now)
 
 
+def disband(context: Context, group: Group, now: float) -> None:
+    """Take the fillers off a group whose members have left it. They wait for another group."""
+    for name in list(group.fillers):
+        filler = context.state.deployment(name)
+        interrupt_all(context.effects, context.state, filler)
+        if may_displace(context.state, context.settings, filler):
+            displace(context, filler, "the members of its group have left", now)
+
+
 def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:
     """The deployments with ranks on a node, oldest group first. Skips those that lose their GPUs
     during the iteration, because handling one may end the job of another."""
     members = [
         cluster.state.deployment(member)
         for name in cluster.inventory.groups_on(node)
-        for member in cluster.state.groups[name].members
+        for member in residents(cluster.state.groups[name])
     ]
     for deployment in members:
         if deployment.group is not None:
             yield deployment
+
+
+def residents(group: Group) -> list[DeploymentId]:
+    """Members and fillers."""
+    return [*group.members, *group.fillers]
 
 
 def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
@@ -114,8 +129,9 @@ def awaited(state: State, deployment: Deployment) -> tuple[NodeId, ...]:
 def _with_state_on(cluster: Cluster, node: NodeId) -> list[Deployment]:
     """The deployments whose durable version is on the node while they have no ranks there: the copy
     is not complete, or they wait for GPUs."""
-    placed = [name for group in cluster.state.groups.values() for name in group.members]
-    found = map(cluster.state.deployment, [*placed, *sorted(cluster.waiting.displaced)])
+    placed = [name for group in cluster.state.groups.values() for name in residents(group)]
+    waiting = sorted([*cluster.waiting.displaced, *cluster.fillers])
+    found = map(cluster.state.deployment, [*placed, *waiting])
     return [
         deployment
         for deployment in found
@@ -168,7 +184,8 @@ def _evacuate(context: Context, deployment: Deployment, now: float) -> None:
     cluster.hold(deployment, -1, now)
     effects.touch(vacate(cluster, deployment, now))
     wpg.displace(deployment)
-    change_job(state.job(deployment.job), JobTrigger.DISPLACED)
+    if not deployment.preemptible:
+        change_job(state.job(deployment.job), JobTrigger.DISPLACED)
     _enqueue(cluster, deployment, now)
     for name in sorted(cluster.relocating):
         # A relocation may have waited for this WPG to pull weights.
@@ -188,6 +205,7 @@ def _loss(state: State, settings: Settings, deployment: Deployment) -> str | Non
 
 
 def _enqueue(cluster: Cluster, deployment: Deployment, now: float) -> None:
-    begin_to_wait(cluster, cluster.state.job(deployment.job).tenant, now)
+    if not deployment.preemptible:
+        begin_to_wait(cluster, cluster.state.job(deployment.job).tenant, now)
     cluster.wait(deployment)
     cluster.waiting.retry_all()

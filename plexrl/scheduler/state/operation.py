@@ -77,14 +77,20 @@ class Operation:
     expected_at: float | None = None
     """Expected start, estimated at its arrival; None once it has started."""
     caused_by: DeploymentId | None = None
-    """For an offload: the deployment that gets the group, and whose job is billed; None: no other
-    gets it, as in a drain, and the deployment's own job is billed."""
+    """For a move: another deployment whose job is billed, because it gets the group, or had it as a
+    filler; None: the deployment's own job is billed."""
     paid_by: TenantId | None = None
     """Tenant of that job, which may have ended and been dropped before the offload is over."""
     is_aborted: bool = False
     """Its early end was requested."""
     stopped_rows: tuple[int, ...] = ()
     """For a generation: rows whose early end was requested, in ascending order."""
+    is_interrupted: bool = False
+    """For a generation: its present run was told to stop, and is continued in another one."""
+    partial: BlobRef | None = None
+    """For a generation: what its interrupted runs drew."""
+    kept_gpu_seconds: float = 0.0
+    """The part of `gpu_seconds` of runs whose work is kept."""
     source_seq: int = 0
     """For a sync: the version that was published for it."""
     source_step: int = 0
@@ -152,6 +158,9 @@ class Operation:
         self.paid_by = None
         self.is_aborted = False
         self.stopped_rows = ()
+        self.is_interrupted = False
+        self.partial = None
+        self.kept_gpu_seconds = 0.0
         self.source_seq = 0
         self.source_step = 0
         self.in_flight = False

@@ -213,10 +213,17 @@ class Deployment:
     burst: Burst = field(default_factory=Burst)
     switch_times: SwitchTimes = field(default_factory=SwitchTimes)
     backoff: Backoff = field(default_factory=Backoff)
+    preemptible: bool = False
+    """It uses only the idle time of a group of others, as one of its `fillers`."""
 
     @property
     def is_ready(self) -> bool:
         return self.state == WpgState.READY
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether GPUs were given to it; a filler uses those of others."""
+        return self.group is not None and not self.preemptible
 
     @property
     def shares(self) -> bool:
@@ -226,7 +233,7 @@ class Deployment:
     @property
     def is_profiled(self) -> bool:
         """Whether its demand is measured: others may use its group, or it trains."""
-        return self.kind != "rollout" or not self.exclusive
+        return not self.preemptible and (self.kind != "rollout" or not self.exclusive)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,8 +251,12 @@ class Group:
     is_closed: bool = False
     """It takes no more members: a member would miss its service level."""
     members: list[DeploymentId] = field(default_factory=list)
+    fillers: list[DeploymentId] = field(default_factory=list)
+    """Preemptible deployments, which have the lock only while no member needs it. They are in no
+    plan and no prediction."""
     holder: DeploymentId | None = None
-    """The member that has the lock: its state is on the GPUs, or is being loaded or offloaded."""
+    """The member or filler that has the lock: its state is on the GPUs, or is being loaded or
+    offloaded."""
     prefetched: DeploymentId | None = None
     """Member whose state was prefetched last."""
     incoming: DeploymentId | None = None

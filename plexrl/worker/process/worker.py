@@ -53,7 +53,7 @@ class Worker:
         self._deferred: deque[tuple[Request, RunCommand]] = deque()
         """Requests that wait, in the order of arrival, and their commands."""
         self._streams = TokenStreams()
-        self._controls = ControlRequests(backend, mover, self._streams)
+        self._controls = ControlRequests(backend, mover, self._streams, self._generations)
 
     def run(self) -> None:
         """Serve forever."""
@@ -197,7 +197,7 @@ class Worker:
             del self._generations[call.operation]
             self._streams.end(call.operation)
             raise
-        self._controls.generation_began(call.operation)
+        self._controls.generation_began(call.operation, name[1])
 
     def _is_peer_loss(self, error: Exception) -> bool:
         """Whether a run or a step failed because another rank is gone."""

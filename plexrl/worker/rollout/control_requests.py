@@ -9,11 +9,13 @@ The scheduler does not admit them. The worker handles them between two tokens, w
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError
 from plexrl.worker.process.backend import Backend, RolloutBackend
+from plexrl.worker.process.command import RunName
 from plexrl.worker.process.server import Request
 from plexrl.worker.rollout.token_streams import TokenStreams
 from plexrl.worker.state.state_mover import StateMover
@@ -31,12 +33,22 @@ Plain = dict[str, Any]
 class ControlRequests:
     """Handles the control requests of one worker."""
 
-    def __init__(self, backend: Backend, mover: StateMover, streams: TokenStreams) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        mover: StateMover,
+        streams: TokenStreams,
+        generations: Mapping[str, tuple[RunName, float]],
+    ) -> None:
+        """`generations`: the worker's running generations by operation, with their runs."""
+        self._generations = generations
         self._generator = backend if isinstance(backend, RolloutBackend) else None
         self._mover = mover
         self._streams = streams
         self._aborted: OrderedDict[str, frozenset[int] | None] = OrderedDict()
         """The rows to end by operation; None: all."""
+        self._interrupted: OrderedDict[str, int] = OrderedDict()
+        """Token of the latest run to interrupt, by operation."""
         self._resume_at: float | None = None
         """Time at which a pause ends, on the monotonic clock; absent: not paused."""
 
@@ -45,7 +57,10 @@ class ControlRequests:
         header = request.header
         kind = header.get("request")
         if kind == "abort":
-            self._abort(header["operation"], header.get("rows"))
+            if header.get("token"):
+                self._interrupt(header["operation"], header["token"])
+            else:
+                self._abort(header["operation"], header.get("rows"))
             return True
         if kind not in ANSWERED:
             return False
@@ -69,9 +84,25 @@ class ControlRequests:
         if self._mover.is_resident:
             self._generator.abort(operation, ended)
 
-    def generation_began(self, operation: str) -> None:
+    def _interrupt(self, operation: str, token: int) -> None:
+        """End one run of a generation; later ones continue it."""
+        if self._generator is None:
+            return
+        self._interrupted.pop(operation, None)
+        self._interrupted[operation] = token
+        while len(self._interrupted) > ABORTED_MAX:
+            self._interrupted.popitem(last=False)
+        run = self._generations.get(operation)
+        if run is not None and run[0][1] == token and self._mover.is_resident:
+            self._generator.abort(operation)
+
+    def generation_began(self, operation: str, token: int) -> None:
         """Abort a generation that has just begun, or rows of it, if that was requested before."""
-        if self._generator is not None and operation in self._aborted:
+        if self._generator is None:
+            return
+        if self._interrupted.get(operation) == token:
+            self._generator.abort(operation)
+        elif operation in self._aborted:
             self._generator.abort(operation, self._aborted[operation])
 
     def paused_for_s(self) -> float | None:

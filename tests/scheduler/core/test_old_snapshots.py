@@ -31,8 +31,8 @@ class Old(NamedTuple):
 
 LATER_FIELDS: dict[type, tuple[str, ...]] = {
     cmd.LaunchWorkers: ("rendezvous",),
-    cmd.RunOperation: ("incarnation",),
-    cmd.AbortOperation: ("incarnation",),
+    cmd.RunOperation: ("incarnation", "partial"),
+    cmd.AbortOperation: ("incarnation", "token"),
 }
 """Fields of commands that version 1 did not have."""
 

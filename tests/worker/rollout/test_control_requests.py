@@ -30,10 +30,15 @@ class Router:
             str(socket_path), deployment="j/r", rank=0, world_size=1, ticket=b""
         )
         self.mover = StateMover(backend, self.client, "g")
-        self.controls = ControlRequests(backend, self.mover, TokenStreams())
+        self.generations: dict[str, tuple[tuple[str, int], float]] = {}
+        self.controls = ControlRequests(backend, self.mover, TokenStreams(), self.generations)
         self._socket, self._there = socket.socketpair()
         self._socket.settimeout(20.0)
         self._connection = Connection(self._there)
+
+    def began(self, operation: str, token: int) -> None:
+        self.generations[operation] = ((operation, token), 0.0)
+        self.controls.generation_began(operation, token)
 
     def send(self, **header: Any) -> bool:
         return self.controls.handle(Request(self._connection, header, bytearray()))
@@ -81,9 +86,9 @@ def call(operation: str) -> BackendCall:
     )
 
 
-def begin(router: Router, backend: TorchRolloutBackend, operation: str) -> None:
+def begin(router: Router, backend: TorchRolloutBackend, operation: str, token: int = 1) -> None:
     backend.submit(call(operation), None)
-    router.controls.generation_began(operation)
+    router.began(operation, token)
 
 
 def test_the_order_to_end_a_generation_may_come_before_it(
@@ -100,6 +105,27 @@ def test_the_order_to_end_a_generation_may_come_before_it(
     while not (ended := backend.step()):
         continue
     assert [(name, len(result.arrays["tokens"])) for name, result in ended] == [("other", 8)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interruption_ends_one_run_of_a_generation_and_not_the_next(
+    router: Router, backend: TorchRolloutBackend, before: bool
+) -> None:
+    backend.build()
+    router.mover.is_resident = True
+    if before:
+        router.send(request="abort", operation="g", token=1)
+    begin(router, backend, "g", token=1)
+    if not before:
+        router.send(request="abort", operation="g", token=1)
+    [(_, result)] = backend.step()
+    assert result.arrays["lengths"].tolist() == [0]
+    begin(router, backend, "g", token=2)
+    # Sent again by another router, and late.
+    router.send(request="abort", operation="g", token=1)
+    while not (ended := backend.step()):
+        continue
+    assert ended[0][1].arrays["lengths"].tolist() == [8]
 
 
 def test_a_pause_ends_when_its_time_is_over_and_not_before(

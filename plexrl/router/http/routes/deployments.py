@@ -51,6 +51,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
             "state_bytes": state_bytes(spec, parameters),
             "exclusive": body.exclusive,
             "shares": body.shares_gpus,
+            "preemptible": body.preemptible,
             "spec_json": spec.to_json(),
             "node_type": body.node_type,
             "trace": None if body.trace is None else body.trace.model_dump(),
@@ -85,7 +86,7 @@ async def copy(
     caller = await services.caller(request)
     check_name("deployment", body.name)
     view = await services.deployment(caller, f"{job}/{name}")
-    same = ("kind", "workers", "state_bytes", "exclusive", "spec_json", "node_type")
+    same = ("kind", "workers", "state_bytes", "exclusive", "spec_json", "node_type", "preemptible")
     return await services.ask(
         request,
         "create_deployment",

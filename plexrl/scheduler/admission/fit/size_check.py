@@ -59,14 +59,16 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
             state_bytes=deployment.state_bytes,
             host_memory_bytes=tiers,
         )
-    _check_together(cluster, job, deployment)
+    if not deployment.preemptible:
+        _check_together(cluster, job, deployment)
 
 
 def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     """Check all deployments of the job at once, because each keeps its GPUs until it ends."""
     if not job.deployments:
         return
-    everything = [*map(cluster.state.deployment, job.deployments), deployment]
+    others = map(cluster.state.deployment, job.deployments)
+    everything = [*(each for each in others if not each.preemptible), deployment]
     needs = least_needs(cluster.settings, everything)
     free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
     if fits(free, needs):

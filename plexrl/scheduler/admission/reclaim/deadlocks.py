@@ -79,7 +79,7 @@ def _idle_partial_jobs(cluster: Cluster, now: float) -> tuple[list[Job], list[fl
 
 def placed_of(state: State, job: Job) -> list[Deployment]:
     """The job's deployments that have GPUs."""
-    return [each for each in map(state.deployment, job.deployments) if each.group is not None]
+    return [each for each in map(state.deployment, job.deployments) if each.has_gpus]
 
 
 def _idle_at(settings: Settings, deployment: Deployment) -> float:

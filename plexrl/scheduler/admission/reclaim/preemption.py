@@ -30,7 +30,7 @@ def preempt_detached(context: Context, now: float) -> bool:
     job.is_set_aside = True
     del cluster.detached[job.job]
     for name in job.deployments:
-        cluster.waiting.remove(name)
+        cluster.stop_waiting(name)
     cluster.waiting.retry_all()
     return True
 

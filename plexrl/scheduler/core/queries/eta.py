@@ -6,10 +6,9 @@ with the real start.
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.group_step import candidate
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
-from plexrl.scheduler.dispatch.readiness import wants_the_group
+from plexrl.scheduler.dispatch.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
@@ -25,6 +24,9 @@ def group_free_s(state: State, group: Group, now: float) -> float:
     if group.holder is None:
         return 0.0
     holder = state.deployment(group.holder)
+    if holder.preemptible and holder.moving is None:
+        # It gives way at once.
+        return 0.0
     if holder.deployment == group.incoming:
         return 0.0
     estimates = holder.estimates
@@ -86,7 +88,8 @@ def record_estimate(
     group = state.group_of(deployment)
     if group is None or group.holder == deployment.deployment or len(deployment.queue) > 1:
         return
-    if len(group.members) == 1 or not deployment.is_ready:
+    alone = len(group.members) == 1 and not group.fillers
+    if alone or deployment.preemptible or not deployment.is_ready:
         return
     errors = state.eta_errors
     errors.waits += 1

@@ -7,7 +7,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.core.queries.eta import goes_before, start_s
 from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
-from plexrl.scheduler.dispatch.group_step import candidate
+from plexrl.scheduler.dispatch.readiness import candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import is_stopping
@@ -25,7 +25,7 @@ class Explanation:
     rule: str
     """`order`, `burst`, `slack`, `launching`, `recovering`, `migrating`, `relocation`, `capacity`,
     `slo`, `quota`, `gang`, `impossible`, `turn`, `dependency`, `backoff`, `held`, `no room`,
-    `switch`, `router`, `running`, or the name of the ordering rule."""
+    `switch`, `preemptible`, `router`, `running`, or the name of the ordering rule."""
     holder: str | None
     """The holder of the group's lock; anonymous if it belongs to another tenant."""
     eta_s: float | None
@@ -104,7 +104,10 @@ def _reason(
     if group.holder == deployment.deployment:
         if deployment.moving is not None or deployment.replay.replaying:
             return "its model's state is being moved", "switch", ahead
-        return "operations of its deployment that were submitted before it", "order", ahead
+        if not deployment.preemptible or deployment.queue[0] != operation.operation:
+            return "operations of its deployment that were submitted before it", "order", ahead
+    if deployment.preemptible:
+        return _why_no_idle_time(state, group)
     return _why_another_holds(state, cluster.settings, deployment, group, now, ahead)
 
 
@@ -122,6 +125,9 @@ def _why_another_holds(
             return "a job with exclusive slots is expected first", "slack", eta_s + wait_s
         return "the group's lock is about to be granted", rule, eta_s
     holder = state.deployment(group.holder)
+    if holder.preemptible and holder.moving is None:
+        who = name_for(state, holder.deployment, deployment)
+        return f"{who} used the idle time of the group, and gives way", "preemptible", eta_s
     if holder.moving is not None:
         return "the group is being switched", "switch", eta_s
     before = goes_before(state, settings, group, deployment, now)
@@ -130,6 +136,23 @@ def _why_another_holds(
         return f"{', '.join(names)} goes first by the rule {rule}", rule, eta_s
     who = name_for(state, holder.deployment, deployment)
     return f"{who} is in the middle of its burst", "burst", eta_s
+
+
+def _why_no_idle_time(state: State, group: Group) -> tuple[str, str, float | None]:
+    """Why a filler does not have the lock: it is unknown when it gets it."""
+    deployments = map(state.deployment, group.members)
+    if any(each.queue or each.running or each.moving for each in deployments):
+        return (
+            f"members of group {group.group} work; it is preemptible, and uses their idle time",
+            "preemptible",
+            None,
+        )
+    return (
+        f"members of group {group.group} are expected before it could use the GPUs for as long as "
+        "the switches take",
+        "preemptible",
+        None,
+    )
 
 
 def _seconds_ahead(state: State, operation: Operation, deployment: Deployment) -> float:

@@ -35,6 +35,13 @@ def why_no_gpus(
     cluster: Cluster, deployment: Deployment, now: float
 ) -> tuple[str, str, float | None]:
     """(reason, rule, seconds until it may get GPUs) of a deployment without GPUs."""
+    if deployment.preemptible:
+        return (
+            f"it is preemptible, and no shared group of {deployment.workers} GPUs has memory for "
+            "its state and no other preemptible deployment",
+            "preemptible",
+            None,
+        )
     held = why_not_yet(cluster, deployment)
     if held is not None:
         return *held, None

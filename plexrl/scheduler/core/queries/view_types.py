@@ -105,6 +105,7 @@ class DeploymentView(TypedDict):
     kind: str
     workers: int
     exclusive: bool
+    preemptible: bool
     state: str
     residency: str
     group: GroupId | None
@@ -174,6 +175,8 @@ class GroupView(TypedDict):
     group: GroupId
     gpus: list[GpuView]
     members: list[DeploymentId]
+    fillers: list[DeploymentId]
+    """Preemptible deployments, which use the members' idle time."""
     shared: bool
     node_type: str
     is_closed: bool

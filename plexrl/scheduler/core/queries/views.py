@@ -88,6 +88,7 @@ def deployment_view(state: State, deployment: Deployment) -> DeploymentView:
         "kind": deployment.kind,
         "workers": deployment.workers,
         "exclusive": deployment.exclusive,
+        "preemptible": deployment.preemptible,
         "state": deployment.state.value,
         "residency": deployment.residency.value,
         "group": deployment.group,
@@ -158,6 +159,7 @@ def group_view(cluster: Cluster, group: Group) -> GroupView:
         "group": group.group,
         "gpus": [{"node": gpu.node, "gpu": gpu.gpu} for gpu in group.gpus],
         "members": list(group.members),
+        "fillers": list(group.fillers),
         "shared": group.shared,
         "node_type": group.node_type,
         "is_closed": group.is_closed,
@@ -251,9 +253,11 @@ def ended_since(state: State, count: int) -> tuple[int, list[OperationId] | None
 
 
 def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRef]:
-    """The payloads that neither an unfinished operation nor a recovery needs."""
+    """The payloads, and partial results, that neither an unfinished operation nor a recovery
+    needs."""
     operations = state.operations.values()
-    needed = {each.payload for each in operations if each.is_logged or not each.state.is_final}
+    kept = [each for each in operations if each.is_logged or not each.state.is_final]
+    needed = {ref for each in kept for ref in (each.payload, each.partial)}
     return [blob for blob in blobs if blob not in needed]
 
 

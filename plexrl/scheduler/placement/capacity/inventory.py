@@ -53,7 +53,8 @@ class Inventory:
                 group.group,
                 {each.deployment: (self.footprint(each), self.duty(each)) for each in residents},
             )
-            for each in residents:
+            fillers = [state.deployments[name] for name in group.fillers]
+            for each in (*residents, *fillers):
                 self._keep(group, each, +1)
         for group in state.groups.values():
             self._update_capacity(group)
@@ -140,6 +141,11 @@ class Inventory:
         if group is not None:
             self._keep(group, deployment, +1)
             self.refresh(group)
+
+    def keep_filler(self, group: Group, filler: Deployment, sign: int) -> None:
+        """Reserve memory for the state of a filler (+1), which has no slots, or undo that (-1)."""
+        self._keep(group, filler, sign)
+        self.refresh(group)
 
     def replace_reservation(
         self, deployment: Deployment, trace: DemandTrace | None, shift: float
@@ -310,7 +316,7 @@ class Inventory:
 
     def is_open(self, group: Group) -> bool:
         """Whether searches may add members to the group."""
-        if not self.takes_members(group):
+        if not group.members or not self.takes_members(group):
             return False
         if not self._policy.repacks:
             return True

@@ -42,6 +42,8 @@ class Estimates:
     """Duration of a load from NVMe; `seconds_by_kind` has loads from host memory."""
     think_seconds: float | None = None
     """From the end of a burst to the arrival of the next one."""
+    think_deviation: float = 0.0
+    """Usual distance of that time from its average."""
 
     def observe(self, kind: OperationKind, tokens: int, seconds: float) -> None:
         """Add a completed run."""
@@ -71,6 +73,9 @@ class Estimates:
 
     def observe_think(self, seconds: float) -> None:
         """Add a time between two bursts."""
+        if self.think_seconds is not None:
+            off_s = abs(seconds - self.think_seconds)
+            self.think_deviation = KEPT * self.think_deviation + WEIGHT * off_s
         self.think_seconds = _blend(self.think_seconds, seconds)
 
     def operation_s(self, kind: OperationKind, tokens: int) -> float:

@@ -133,6 +133,8 @@ class RunOperation(Command, frozen=True, gc=False):
     incarnation: int = 0
     """Incarnation of the workers at `addresses`. An address may belong to another worker later,
     which refuses the run."""
+    partial: BlobRef | None = None
+    """`generate`: what its interrupted runs drew, which this run continues."""
 
 
 class AbortOperation(Command, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,6 +150,8 @@ class AbortOperation(Command, frozen=True, kw_only=True, omit_defaults=True):
     """Incarnation of the workers at `addresses`."""
     rows: tuple[int, ...] | None = None
     """The rows to stop. None: all."""
+    token: FencingToken = FencingToken(0)
+    """Only the run under this token is stopped, to be continued in another one. 0: every run."""
 
 
 class DiscardBlobs(Command, frozen=True, kw_only=True):

@@ -239,6 +239,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     controller: str = ""
     shares: bool = False
     """A rollout shares its node group with other deployments, as trainings do."""
+    preemptible: bool = False
+    """A rollout that uses only idle time of a group of others, and gives way at once."""
 
 
 class DeploymentRelaid(Event, frozen=True, kw_only=True):
@@ -380,6 +382,9 @@ class OperationFinished(Event, frozen=True, gc=False):
     trainer_step: int | None = None
     """Optimizer steps in the weights after a step, checkpoint, sync or publish; None if the workers
     did not report it."""
+    unfinished_rows: int = 0
+    """For a generation that was interrupted: rows that are to be continued from `result`. 0: the
+    result is whole."""
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):

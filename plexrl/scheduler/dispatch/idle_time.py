@@ -1,0 +1,118 @@
+"""Uses a group's idle time for a preemptible deployment, its filler.
+
+A filler gets the lock only while no member wants it, and only if the time until the next expected
+burst of a member is worth the switches: at least half of it must be left for the filler. It leaves
+the lock as soon as a member wants it, and before an expected burst, so early that the member's
+state is on the GPUs in time. Its running generations are interrupted: they end after the present
+token, with what they have drawn, return to the queue, and are continued later.
+"""
+
+import math
+from typing import Final
+
+from plexrl.scheduler.context.effects import Effects
+from plexrl.scheduler.dispatch.next_use import EXPECTED_PAUSES, usual_pause_s, worked_until
+from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.operations.operations import interrupt
+from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
+from plexrl.scheduler.state.machines.wpg_states import WpgState
+from plexrl.scheduler.state.messages import timers
+from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.wire.operations import OperationKind
+
+_READY: Final = WpgState.READY
+_GENERATE: Final = OperationKind.GENERATE
+
+EARLY_FACTOR = 2.0
+"""A member may come earlier than after its usual pause, by this multiple of the pause's usual
+deviation."""
+
+
+def expected_next(
+    state: State, group: Group, now: float, *, critical: bool = False
+) -> Deployment | None:
+    """The member whose next burst is due first, by the end of its last one and its usual pause.
+
+    `critical`: only among members with exclusive slots and empty queues.
+    """
+    deployments = state.deployments
+    first_due: Deployment | None = None
+    due_at = 0.0
+    for name in group.members:
+        member = deployments[name]
+        ended_at = member.burst.ended_at
+        if ended_at is None or member.state is not _READY:
+            continue
+        think_s = member.estimates.think_seconds
+        if think_s is None or now < member.backoff.until:
+            continue
+        if now > ended_at + EXPECTED_PAUSES * think_s:
+            # It may have stopped for good.
+            continue
+        if critical and (member.queue or not has_exclusive_slots(member)):
+            continue
+        at = ended_at + think_s
+        if first_due is None or at < due_at or (at == due_at and name < first_due.deployment):
+            first_due, due_at = member, at
+    return first_due
+
+
+def may_fill(state: State, effects: Effects, group: Group, filler: Deployment, now: float) -> bool:
+    """Whether the time until a member is expected is worth the switches to the filler and back. If
+    not, a timer is set for when a late member is no longer expected."""
+    leave_at, again_at = _until(state, group, filler, now)
+    away_s = 0.0 if group.holder is None else offload_s(state, state.deployments[group.holder])
+    begin_s = away_s + load_s(state, filler)
+    back_s = offload_s(state, filler)
+    if leave_at - now >= 2.0 * begin_s + back_s:
+        return True
+    if again_at < math.inf:
+        effects.wake(again_at, timers.group_step(group.group))
+    return False
+
+
+def must_leave(
+    state: State, effects: Effects, group: Group, filler: Deployment, now: float
+) -> bool:
+    """Whether the filler must leave the lock for a member that is expected. A timer is set for when
+    that changes."""
+    leave_at, again_at = _until(state, group, filler, now)
+    change_at = leave_at if now < leave_at else again_at
+    if change_at < math.inf:
+        effects.wake(change_at, timers.group_step(group.group))
+    return now >= leave_at
+
+
+def interrupt_all(effects: Effects, state: State, filler: Deployment) -> None:
+    """Have the filler's generations end after their present token."""
+    for name, command in filler.running.items():
+        operation = state.operations[name]
+        if command.kind is _GENERATE and not (operation.is_interrupted or operation.is_aborted):
+            operation.is_interrupted = True
+            interrupt(effects, command)
+
+
+def _until(state: State, group: Group, filler: Deployment, now: float) -> tuple[float, float]:
+    """(when the filler has to leave for the member that is expected first, when the last of the
+    late members is no longer expected). Infinite: never."""
+    leave_at, again_at = math.inf, math.inf
+    give_way_s = offload_s(state, filler)
+    for name in group.members:
+        member = state.deployments[name]
+        if member.state is not _READY:
+            # Nobody knows when its processes are ready; it gets the lock then.
+            continue
+        if member.queue:
+            return now, math.inf
+        pause_s, ended_at = usual_pause_s(member), worked_until(member)
+        if pause_s is None or ended_at is None:
+            continue
+        over_at = math.nextafter(ended_at + EXPECTED_PAUSES * pause_s, math.inf)
+        if now >= over_at:
+            # It may have stopped for good.
+            continue
+        early_s = EARLY_FACTOR * member.estimates.think_deviation
+        due_at = ended_at + max(0.0, pause_s - early_s)
+        leave_at = min(leave_at, due_at - give_way_s - load_s(state, member))
+        again_at = min(again_at, over_at)
+    return leave_at, again_at

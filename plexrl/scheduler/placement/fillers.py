@@ -1,0 +1,65 @@
+"""Places preemptible deployments: fillers of the idle time of groups that others share.
+
+A filler joins a group with as many GPUs as it has workers and with memory for its state, one to a
+group, the emptiest first. It never forms a group, is in no plan, and counts in no load, contention
+or quota. When the last member leaves a group, its filler does too, and waits for another group.
+"""
+
+from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.dispatch.switch_cost import load_s
+from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord
+
+WAY = "filler"
+"""The way of its placement, for `explain`."""
+
+
+def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
+    """Place all waiting fillers that a group can take; returns them."""
+    if not cluster.fillers:
+        return []
+    state = cluster.state
+    free = [
+        group
+        for group in state.groups.values()
+        if group.members and not group.fillers and cluster.inventory.takes_members(group)
+    ]
+    free.sort(key=lambda group: (cluster.inventory.index.load(group.group), group.serial))
+    waiting = [state.deployment(name) for name in cluster.fillers]
+    waiting.sort(key=lambda each: (-state.job(each.job).priority, each.created_at, each.deployment))
+    placed = []
+    for deployment in waiting:
+        group = next((each for each in free if _suits(cluster, each, deployment)), None)
+        if group is not None:
+            free.remove(group)
+            _join(cluster, group, deployment, now)
+            placed.append(deployment)
+    return placed
+
+
+def _suits(cluster: Cluster, group: Group, deployment: Deployment) -> bool:
+    if deployment.workers != len(group.gpus):
+        return False
+    if deployment.node_type not in ("", group.node_type):
+        return False
+    if -(-deployment.state_bytes // deployment.workers) > group.gpu_memory_bytes:
+        return False
+    return cluster.inventory.state_bytes_free(group)[1] >= deployment.state_bytes
+
+
+def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) -> None:
+    del cluster.fillers[deployment.deployment]
+    group.fillers.append(deployment.deployment)
+    deployment.group = group.group
+    deployment.ranks = group.gpus
+    deployment.nodes = cluster.inventory.nodes(group)
+    cluster.inventory.keep_filler(group, deployment, +1)
+    deployment.placement = PlacementRecord(
+        at=now,
+        way=WAY,
+        group=group.group,
+        members=len(group.members),
+        shift_s=0.0,
+        setup_s=load_s(cluster.state, deployment),
+        overlap_s=0.0,
+        interference_s=0.0,
+    )
