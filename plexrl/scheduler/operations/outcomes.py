@@ -103,6 +103,7 @@ def _interrupted(
     """A run of a generation was interrupted: it is continued from what it has drawn."""
     effects.discard(operation.partial)
     operation.partial = event.result
+    operation.interruptions += 1
     operation.kept_gpu_seconds = operation.gpu_seconds
     deployment.processes.succeed()
     deployment.backoff.clear()

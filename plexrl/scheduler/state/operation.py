@@ -87,6 +87,8 @@ class Operation:
     """For a generation: rows whose early end was requested, in ascending order."""
     is_interrupted: bool = False
     """For a generation: its present run was told to stop, and is continued in another one."""
+    interruptions: int = 0
+    """For a generation: runs that ended so."""
     partial: BlobRef | None = None
     """For a generation: what its interrupted runs drew."""
     kept_gpu_seconds: float = 0.0
@@ -159,6 +161,7 @@ class Operation:
         self.is_aborted = False
         self.stopped_rows = ()
         self.is_interrupted = False
+        self.interruptions = 0
         self.partial = None
         self.kept_gpu_seconds = 0.0
         self.source_seq = 0

@@ -84,6 +84,8 @@ class LoggedOperationView(OperationView):
     token: FencingToken
     internal: bool
     """The scheduler made it: a load, an offload, a snapshot or a publish."""
+    interruptions: int
+    """Of a generation: runs that were interrupted for others, and continued."""
 
 
 class RankView(TypedDict):

@@ -77,6 +77,7 @@ def log_view(cluster: Cluster, operation: Operation, now: float) -> LoggedOperat
         "group": operation.group,
         "token": operation.token,
         "internal": operation.internal,
+        "interruptions": operation.interruptions,
     }
 
 
