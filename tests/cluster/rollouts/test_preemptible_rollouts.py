@@ -19,10 +19,10 @@ from tests.cluster.tools import (
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 SAMPLING = plexrl.SamplingParams(
-    max_tokens=440, seed=3, stop_sequences=((4, 4, 4),), ignore_eos=True
+    max_tokens=300, seed=3, stop_sequences=((4, 4, 4),), ignore_eos=True
 )
 PROMPTS = [[3, 4, 5], [6, 7], [8]]
-STEPS = 6
+STEPS = 4
 
 
 def evaluated(future: plexrl.GenerateFuture) -> list[list[tuple[list[int], str]]]:
@@ -54,14 +54,14 @@ def test_evaluations_in_the_pauses_of_a_trainer_are_those_of_an_undisturbed_run(
         actor = job.train_deployment("actor", MODEL)
         losses = trained(actor, 0.0)
         weights = checkpoint_weights(actor)
-        rollout = job.rollout_deployment("rollout", MODEL, max_sequence_tokens=480)
+        rollout = job.rollout_deployment("rollout", MODEL, max_sequence_tokens=320)
         rollout.generate([[3]], sampling=SAMPLING).result(120)
         rollout.sync_weights(actor).result(120)
         wanted = evaluated(rollout.generate(PROMPTS, n=4, sampling=SAMPLING))
     with cluster.create_job("shared") as job:
         actor = job.train_deployment("actor", MODEL)
         batch = job.rollout_deployment(
-            "evaluation", MODEL, max_sequence_tokens=480, preemptible=True
+            "evaluation", MODEL, max_sequence_tokens=320, preemptible=True
         )
         before = batch.generate(PROMPTS, n=4, sampling=SAMPLING)
         found = trained(actor, 0.4, range(STEPS // 2))
