@@ -10,6 +10,7 @@ from plexrl.errors import (
     StorageFullError,
 )
 from plexrl.scheduler.admission.admission import admit
+from plexrl.scheduler.admission.queues.fillers import place_fillers
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
@@ -22,7 +23,6 @@ from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.placement.capacity.inventory import Inventory
-from plexrl.scheduler.placement.fillers import place_fillers
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
 from plexrl.scheduler.placement.rendezvous import (
