@@ -27,7 +27,7 @@ from plexrl.scheduler.jobs.lifecycle import launch
 from plexrl.scheduler.operations.holding import renew_token
 from plexrl.scheduler.operations.operations import start, start_move
 from plexrl.scheduler.placement.capacity.overlaps import has_exclusive_slots
-from plexrl.scheduler.placement.evacuation import disband
+from plexrl.scheduler.placement.evacuation import displace, leaving_fillers
 from plexrl.scheduler.placement.rebuilding import may_replay
 from plexrl.scheduler.placement.relocation import finish as finish_relocation
 from plexrl.scheduler.placement.relocation import is_due, is_stopping
@@ -56,7 +56,8 @@ def advance(context: Context, group: Group, now: float) -> None:
     if context.cluster.relocating and _move_out(context, group, now):
         return
     if not group.members:
-        disband(context, group, now)
+        for left in leaving_fillers(state, settings, effects, group):
+            displace(context, left, "the members of its group have left", now)
         return
     if group.holder is None:
         waiting = _waiting(state, group, now)
@@ -93,12 +94,15 @@ def advance(context: Context, group: Group, now: float) -> None:
                 end_burst(holder, now)
                 _anticipate(state, settings, effects, group, holder, now, held_back=True)
                 return
-        if not waiting and not holder.queue:
+        if not waiting and not wants_the_group(state, holder, now):
             filler = _filler(state, effects, group, now)
-            if filler is None:
-                _anticipate(state, settings, effects, group, holder, now)
-            elif _may_be_relieved(state, settings, effects, group, holder, [filler], now):
+            if filler is not None and _may_be_relieved(
+                state, settings, effects, group, holder, [filler], now
+            ):
                 _switch(state, effects, group, holder, filler, now)
+                return
+        if not waiting and not holder.queue:
+            _anticipate(state, settings, effects, group, holder, now)
             return
     if holder.queue:
         _dispatch(state, settings, effects, group, holder, now)

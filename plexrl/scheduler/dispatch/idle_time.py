@@ -102,10 +102,11 @@ def _until(state: State, group: Group, filler: Deployment, now: float) -> tuple[
         if member.state is not _READY:
             # Nobody knows when its processes are ready; it gets the lock then.
             continue
-        if member.queue:
-            return now, math.inf
+        if now < member.backoff.until:
+            return now, member.backoff.until
         pause_s, ended_at = usual_pause_s(member), worked_until(member)
-        if pause_s is None or ended_at is None:
+        if member.queue or pause_s is None or ended_at is None:
+            # Its operation waits for one of another deployment, or nothing is known of it.
             continue
         over_at = math.nextafter(ended_at + EXPECTED_PAUSES * pause_s, math.inf)
         if now >= over_at:

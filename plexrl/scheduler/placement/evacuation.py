@@ -15,6 +15,7 @@ from plexrl.ids import DeploymentId, NodeId
 from plexrl.scheduler.admission.fair_shares import begin_to_wait
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
+from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.idle_time import interrupt_all
 from plexrl.scheduler.jobs.lifecycle import end_job, has_gpu, stop
@@ -88,13 +89,15 @@ def displace(context: Context, deployment: Deployment, reason: str, now: float) 
     _evacuate(context, deployment, now)
 
 
-def disband(context: Context, group: Group, now: float) -> None:
-    """Take the fillers off a group whose members have left it. They wait for another group."""
-    for name in list(group.fillers):
-        filler = context.state.deployment(name)
-        interrupt_all(context.effects, context.state, filler)
-        if may_displace(context.state, context.settings, filler):
-            displace(context, filler, "the members of its group have left", now)
+def leaving_fillers(
+    state: State, settings: Settings, effects: Effects, group: Group
+) -> list[Deployment]:
+    """Fillers to displace now, because all members have left their group; others are interrupted
+    first."""
+    fillers = list(map(state.deployment, group.fillers))
+    for filler in fillers:
+        interrupt_all(effects, state, filler)
+    return [each for each in fillers if may_displace(state, settings, each)]
 
 
 def placed_on(cluster: Cluster, node: NodeId) -> Iterator[Deployment]:

@@ -180,26 +180,18 @@ def leave(cluster: Cluster, deployment: Deployment, now: float) -> None:
     group = state.groups[_placed(deployment)]
     if deployment.preemptible:
         group.fillers.remove(deployment.deployment)
-        cluster.inventory.keep_filler(group, deployment, -1)
-        deployment.group = None
-        _remove_if_empty(cluster, group)
-        return
-    settle_group(state, group, now)
-    group.members.remove(deployment.deployment)
-    if len(group.members) == 1:
-        group.alone_since = now
+    else:
+        settle_group(state, group, now)
+        group.members.remove(deployment.deployment)
+        if len(group.members) == 1:
+            group.alone_since = now
     cluster.inventory.release(deployment)
-    deployment.group = None
-    deployment.reservation = None
+    deployment.group = deployment.reservation = None
     refresh_overlap_flags(cluster, group)
-    _remove_if_empty(cluster, group)
-
-
-def _remove_if_empty(cluster: Cluster, group: Group) -> None:
     if not group.members and not group.fillers:
         cluster.inventory.remove_group(group)
-        cluster.state.former_switches += group.switches
-        del cluster.state.groups[group.group]
+        state.former_switches += group.switches
+        del state.groups[group.group]
 
 
 def release_lock(state: State, deployment: Deployment) -> GroupId:

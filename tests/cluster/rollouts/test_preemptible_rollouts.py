@@ -90,4 +90,4 @@ def test_a_preemptible_deployment_refuses_what_an_interruption_would_break(
     with pytest.raises(InvalidRequestError, match="in_flight"):
         batch.sync_weights(job.train_deployment("actor", MODEL), in_flight=True)
     with pytest.raises(InvalidRequestError, match="preemptible is for"):
-        job.rollout_deployment("other", MODEL, preemptible=True, lends_gpus=True)
+        job.rollout_deployment("other", MODEL, preemptible=True, shares_gpus=True)

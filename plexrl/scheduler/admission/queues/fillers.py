@@ -52,7 +52,7 @@ def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) ->
     deployment.group = group.group
     deployment.ranks = group.gpus
     deployment.nodes = cluster.inventory.nodes(group)
-    cluster.inventory.keep_filler(group, deployment, +1)
+    cluster.inventory.reserve(deployment, strict=False)
     deployment.placement = PlacementRecord(
         at=now,
         way=WAY,

@@ -108,26 +108,29 @@ class Inventory:
             del self._groups_on[node][group.group]
 
     def reserve(self, deployment: Deployment, *, strict: bool) -> None:
-        """Reserve the deployment's slots in its group, and memory for its state.
+        """Reserve the deployment's slots in its group, unless it is a filler, and memory for its
+        state.
 
         Raises:
             CapacityError: `strict`, and the group is busy in one of the slots; nothing changed.
         """
         group = self._group_of(deployment)
-        self.index.reserve(
-            group.group,
-            deployment.deployment,
-            self.footprint(deployment),
-            self.duty(deployment),
-            strict=strict,
-        )
+        if not deployment.preemptible:
+            self.index.reserve(
+                group.group,
+                deployment.deployment,
+                self.footprint(deployment),
+                self.duty(deployment),
+                strict=strict,
+            )
         self._keep(group, deployment, +1)
         self.refresh(group)
 
     def release(self, deployment: Deployment) -> None:
         """Undo `reserve`, after the deployment was removed from the group's members."""
         group = self._group_of(deployment)
-        self.index.release(group.group, deployment.deployment)
+        if not deployment.preemptible:
+            self.index.release(group.group, deployment.deployment)
         self._demands.pop(deployment.deployment, None)
         self._keep(group, deployment, -1)
         self.refresh(group)
@@ -141,11 +144,6 @@ class Inventory:
         if group is not None:
             self._keep(group, deployment, +1)
             self.refresh(group)
-
-    def keep_filler(self, group: Group, filler: Deployment, sign: int) -> None:
-        """Reserve memory for the state of a filler (+1), which has no slots, or undo that (-1)."""
-        self._keep(group, filler, sign)
-        self.refresh(group)
 
     def replace_reservation(
         self, deployment: Deployment, trace: DemandTrace | None, shift: float
