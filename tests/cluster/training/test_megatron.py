@@ -1,11 +1,9 @@
 """Megatron deployments among others: weights, checkpoints and GPUs change hands."""
 
 import importlib.util
-import json
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load
 
 import plexrl
@@ -65,30 +63,6 @@ def test_a_rollout_and_another_backend_continue_from_megatrons_weights(
     assert moved["bytes_moved"] == 4 * parameter_count(MODEL)
     for (prompt, sample), logprobs in zip(flat, trained, strict=True):
         assert np.abs(logprobs[len(prompt) :] - sample.logprobs).max() < 1e-4
-
-
-def test_a_model_with_experts_trains_and_is_saved(cluster: plexrl.Cluster) -> None:
-    from transformers import AutoModelForCausalLM
-
-    config = {**MODEL.config, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}
-    model = plexrl.ModelSpec(
-        architecture="qwen3_moe",
-        config_json=json.dumps({**config, "num_experts_per_tok": 2}),
-        vocabulary=MODEL.vocabulary,
-    )
-    with cluster.create_job("experts") as job:
-        layout = plexrl.Parallelism(dp=2, ep=2)
-        actor = job.train_deployment("actor", model, backend="megatron", parallelism=layout)
-        step(actor, 0)
-        saved = actor.save_checkpoint("end").result(120)
-        row = [3, 4, 5, 6]
-        (found,) = actor.forward(plexrl.Batch([row])).result(120).logprobs
-        loaded = AutoModelForCausalLM.from_pretrained(saved["path"])
-    tokens = torch.tensor([row])
-    with torch.no_grad():
-        logprobs = loaded(tokens).logits[0, :-1].log_softmax(-1)
-    wanted = logprobs[range(3), row[1:]].numpy()
-    assert np.abs(found[1:] - wanted).max() < 1e-5
 
 
 def test_switching_between_megatron_and_fsdp_changes_no_bit(cluster: plexrl.Cluster) -> None:
