@@ -13,6 +13,7 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.dispatch.group_shares import settle_shares
 from plexrl.scheduler.dispatch.idle_time import (
     expected_next,
     interrupt_all,
@@ -61,6 +62,7 @@ def advance(context: Context, group: Group, now: float) -> None:
         return
     if group.holder is None:
         waiting = _waiting(state, group, now)
+        settle_shares(state, settings, group, waiting, now)
         chosen = _first_not_held_back(state, settings, effects, group, waiting, now)
         if chosen is None and not waiting:
             chosen = _filler(state, effects, group, now)
@@ -134,6 +136,7 @@ def _gives_way(
         interrupt_all(effects, state, filler)
         return True
     end_burst(filler, now)
+    settle_shares(state, settings, group, waiting, now)
     chosen = _first_not_held_back(state, settings, effects, group, waiting, now)
     if chosen is None and settings.anticipates:
         chosen = expected_next(state, group, now, critical=bool(waiting))
@@ -249,18 +252,19 @@ def _may_be_relieved(
     """Whether one of `waiting` may take the lock now. It may restart the burst or set a timer."""
     ordering = settings.ordering
     if wants_the_group(state, holder, now):
+        settle_shares(state, settings, group, [holder, *waiting], now)
         if _first(state, settings, group, [holder, *waiting], now) is not holder:
             return True
         if ordering.holds_bursts:
             holder.burst.begin(now)
         return False
-    if holder.burst.idle_since is None or not ordering.holds_bursts:
-        return True
-    hold_s = _hold_s(state, settings, holder)
-    if now >= holder.burst.idle_since + hold_s:
-        return True
-    effects.wake(holder.burst.idle_since + hold_s, timers.group_step(group.group))
-    return False
+    if holder.burst.idle_since is not None and ordering.holds_bursts:
+        hold_s = _hold_s(state, settings, holder)
+        if now < holder.burst.idle_since + hold_s:
+            effects.wake(holder.burst.idle_since + hold_s, timers.group_step(group.group))
+            return False
+    settle_shares(state, settings, group, waiting, now)
+    return True
 
 
 def _hold_s(state: State, settings: Settings, holder: Deployment) -> float:

@@ -34,6 +34,11 @@ class Ordering(Protocol):
         """Whether an idle group switches to the member that is expected next."""
         ...
 
+    @property
+    def shares_fairly(self) -> bool:
+        """Whether tenants that always have work waiting share the group by their weights."""
+        ...
+
     def key(self, candidate: Candidate, now: float) -> Key:
         """The candidate with the lowest key goes first."""
         ...
@@ -44,6 +49,7 @@ class Hrrs:
 
     holds_bursts = True
     anticipates = True
+    shares_fairly = True
 
     def key(self, candidate: Candidate, now: float) -> Key:
         return (-urgency(candidate, now), candidate.arrived_at, candidate.name)
@@ -55,6 +61,7 @@ class HrrsPerOperation:
 
     holds_bursts = False
     anticipates = False
+    shares_fairly = False
 
     def key(self, candidate: Candidate, now: float) -> Key:
         return (
@@ -69,6 +76,7 @@ class FifoBursts:
 
     holds_bursts = True
     anticipates = False
+    shares_fairly = False
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
@@ -80,6 +88,7 @@ class FifoOperations:
 
     holds_bursts = False
     anticipates = False
+    shares_fairly = False
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
@@ -91,6 +100,7 @@ class ShortestFirst:
 
     holds_bursts = True
     anticipates = False
+    shares_fairly = False
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
@@ -102,6 +112,7 @@ class LeastRecentlyServed:
 
     holds_bursts = True
     anticipates = False
+    shares_fairly = False
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
@@ -113,6 +124,7 @@ class RoundRobin:
 
     holds_bursts = True
     anticipates = False
+    shares_fairly = False
 
     def key(self, candidate: Candidate, now: float) -> Key:
         del now
@@ -136,18 +148,18 @@ def make_ordering(name: str) -> Ordering:
     return ORDERINGS[name]()
 
 
-SortKey = tuple[bool, int, Key]
+SortKey = tuple[bool, int, float, Key]
 
 
 def sort_key(
     ordering: Ordering, candidate: Candidate, now: float, starvation_bound_s: float
 ) -> SortKey:
     """The order of candidates, lowest first: starving candidates of any class by the length of
-    their wait, then the higher priority class, then the rule's key."""
+    their wait, then the higher priority class, then the tenant's share, then the rule's key."""
     since = waits_since(candidate)
     if now >= starves_at(since, starvation_bound_s):
-        return (False, 0, (since, 0.0, candidate.name))
-    return (True, -candidate.priority, ordering.key(candidate, now))
+        return (False, 0, 0.0, (since, 0.0, candidate.name))
+    return (True, -candidate.priority, candidate.share, ordering.key(candidate, now))
 
 
 def first(

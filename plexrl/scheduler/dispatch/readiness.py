@@ -3,6 +3,7 @@
 from typing import Final
 
 from plexrl.ids import OperationId
+from plexrl.scheduler.dispatch.group_shares import share_of
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.switch_cost import switch_cost
 from plexrl.scheduler.placement.relocation import is_stopping
@@ -59,6 +60,7 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
         burst_s = estimates.burst_s(head.tokens)
         if deployment.burst.ended_at is not None:
             cycle_s = max(0.0, arrived_at - deployment.burst.ended_at) + max(queued_s, burst_s)
+    job = state.jobs[deployment.job]
     return Candidate(
         name=deployment.deployment,
         arrived_at=arrived_at,
@@ -68,7 +70,8 @@ def candidate(state: State, group: Group, deployment: Deployment) -> Candidate:
         cycle_s=cycle_s,
         served_at=deployment.burst.served_at,
         turns_away=_turns_away(group, deployment),
-        priority=state.jobs[deployment.job].priority,
+        share=share_of(group, job.tenant),
+        priority=job.priority,
     )
 
 

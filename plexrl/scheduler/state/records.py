@@ -270,6 +270,10 @@ class Group:
     """Time up to which its GPU time is counted to its members' jobs (`jobs.sharing`)."""
     alone_since: float = 0.0
     """When it last dropped to one member; 0: it never had several."""
+    shares: dict[TenantId, float] = field(default_factory=dict)
+    """Seconds by weight that each tenant that contends for it has had (`dispatch.group_shares`)."""
+    shared_at: float = 0.0
+    """Time up to which they are counted."""
 
 
 @dataclass(slots=True, kw_only=True)
