@@ -13,7 +13,12 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.dispatch.group_shares import settle_shares
+from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
+from plexrl.scheduler.dispatch.candidates.readiness import (
+    candidate,
+    next_operation,
+    wants_the_group,
+)
 from plexrl.scheduler.dispatch.idle_time import (
     expected_next,
     interrupt_all,
@@ -21,7 +26,6 @@ from plexrl.scheduler.dispatch.idle_time import (
     must_leave,
 )
 from plexrl.scheduler.dispatch.ordering import first
-from plexrl.scheduler.dispatch.readiness import candidate, next_operation, wants_the_group
 from plexrl.scheduler.dispatch.slack_guard import holds_back, prefetch
 from plexrl.scheduler.dispatch.switch_cost import round_trip_s
 from plexrl.scheduler.jobs.lifecycle import launch

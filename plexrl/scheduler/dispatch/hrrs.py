@@ -37,7 +37,7 @@ class Candidate:
     priority: int = 0
     """Priority class of the job; a higher class goes first."""
     share: float = 0.0
-    """The tenant's share of the group (`dispatch.group_shares`): the least goes first."""
+    """The tenant's share of the group (`candidates.group_shares`): the least goes first."""
     turns_away: int = 0
     """Positions behind the holder in the group's fixed cycle of members; the holder is last."""
 

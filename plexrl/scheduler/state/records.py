@@ -271,7 +271,7 @@ class Group:
     alone_since: float = 0.0
     """When it last dropped to one member; 0: it never had several."""
     shares: dict[TenantId, float] = field(default_factory=dict)
-    """Seconds by weight that each tenant that contends for it has had (`dispatch.group_shares`)."""
+    """Seconds by weight that each contending tenant has had (`candidates.group_shares`)."""
     shared_at: float = 0.0
     """Time up to which they are counted."""
 

@@ -6,9 +6,9 @@ with the real start.
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
-from plexrl.scheduler.dispatch.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State

@@ -7,7 +7,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.core.queries.eta import goes_before, start_s
 from plexrl.scheduler.core.queries.explain_placement import name_for, why_no_gpus
-from plexrl.scheduler.dispatch.readiness import candidate
+from plexrl.scheduler.dispatch.candidates.readiness import candidate
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.placement.evacuation import awaited
 from plexrl.scheduler.placement.relocation import is_stopping

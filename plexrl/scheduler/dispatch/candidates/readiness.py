@@ -3,7 +3,7 @@
 from typing import Final
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.dispatch.group_shares import share_of
+from plexrl.scheduler.dispatch.candidates.group_shares import share_of
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.switch_cost import switch_cost
 from plexrl.scheduler.placement.relocation import is_stopping
