@@ -2,9 +2,9 @@
 
 A pass skips most waiting deployments. It considers the head of a queue, and the next one once the
 head is placed. In an index of heads it considers only those that may fit, one after the other
-(`queues.waiting`). All queues of one owner with the same sizes stay closed until the owner is
-reached, so owners that are not reached cost little. If deployments must not be passed, the first of
-each group of equal blocking requests stands for all of them.
+(`queues.waiting`). A priority class stays closed until it is reached, then each of its owners, then
+all queues of one owner with the same sizes: what is not reached costs little. If deployments must
+not be passed, the first of each group of equal blocking requests stands for all of them.
 """
 
 import heapq
@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from plexrl.scheduler.admission.queues.waiting import Queue
 
 
+class _PriorityClass(NamedTuple):
+    """All owners of one priority, which are opened when the first is reached."""
+
+    priority: int
+
+
 class _Closed(NamedTuple):
     """All queues of one owner with the same sizes, which are opened when their first is reached."""
 
@@ -76,10 +82,10 @@ class AdmissionPass:
         self._bounds = FitBoundCache(cluster)
         self._heap: list[tuple[AdmissionKey, int]] = []
         """(key, number of the entry)."""
-        self._entries: list[tuple[Owner | _Closed | DeploymentId, bool]] = []
+        self._entries: list[tuple[_PriorityClass | Owner | _Closed | DeploymentId, bool]] = []
         """(entry, whether it is a candidate). An entry that only blocks others is none."""
-        self._unreached: dict[Owner, list[tuple[bool, Sizes]]] = {}
-        """(is blocking, sizes) of each owner that was not reached yet."""
+        self._blocking_sizes: set[Sizes] | None = set()
+        """Sizes whose blocking requests matter; None: all."""
         self._candidates = 0
         """Deployments in the heap that may be placed, and closed queues that may hold some."""
         self._heads: dict[DeploymentId, tuple[_IndexId, Head]] = {}
@@ -89,7 +95,7 @@ class AdmissionPass:
         self._exhausted: dict[_IndexId, None] = {}
         """Indexes in which nothing else may fit."""
         self._unopened: dict[Sizes, int] = {}
-        """Number of owners whose indexes of these sizes are not open yet."""
+        """Owners whose indexes of these sizes are not open yet, for sizes that may fit."""
         self._full: dict[Sizes, None] = {}
         """Sizes for which nothing fits, so their queues need not be opened."""
         self._skipped: dict[Sizes, list[Owner]] = {}
@@ -117,6 +123,9 @@ class AdmissionPass:
             if key_now > key:
                 # Deployments placed in this pass have raised the tenant's share.
                 heapq.heappush(self._heap, (key_now, number))
+                continue
+            if isinstance(entry, _PriorityClass):
+                self._open_class(entry)
                 continue
             if isinstance(entry, Owner):
                 self._open_owner(entry)
@@ -158,8 +167,6 @@ class AdmissionPass:
                     sizes.update(each)
                     self._unopened[each] = len(owners)
                     self._candidates += len(owners)
-                    for owner in owners:
-                        self._unreached.setdefault(owner, []).append((False, each))
             for name in waiting.of_partial_jobs:
                 self._push(name)
         else:
@@ -179,13 +186,16 @@ class AdmissionPass:
             return
         # A blocking request keeps others from groups of its size, and from free GPUs.
         any_free = any(self._bounds.of(size).free_state_bytes != NO_FIT for size in sizes)
-        for each, requests in waiting.blocking_requests.items():
-            is_relevant = any_free or waiting.of_partial_jobs
-            if is_relevant or any(is_rival(size, sizes) for size in each):
-                for owner in requests:
-                    self._unreached.setdefault(owner, []).append((True, each))
-        for owner in self._unreached:
-            self._push(owner, is_candidate=False)
+        if any_free or waiting.of_partial_jobs:
+            self._blocking_sizes = None
+        else:
+            self._blocking_sizes = {
+                each
+                for each in waiting.blocking_requests
+                if any(is_rival(size, sizes) for size in each)
+            }
+        for priority in sorted(waiting.blocking_sizes.priorities):
+            self._push(_PriorityClass(priority), is_candidate=False)
 
     def _first_blocking(
         self, queues: "Mapping[float, Queue]"
@@ -209,13 +219,20 @@ class AdmissionPass:
                 found = end
         return found
 
-    def _push(self, entry: Owner | _Closed | DeploymentId, *, is_candidate: bool = True) -> None:
+    def _push(
+        self,
+        entry: _PriorityClass | Owner | _Closed | DeploymentId,
+        *,
+        is_candidate: bool = True,
+    ) -> None:
         heapq.heappush(self._heap, (self._key_of(entry), len(self._entries)))
         self._entries.append((entry, is_candidate))
         self._candidates += is_candidate
 
-    def _key_of(self, entry: Owner | _Closed | DeploymentId) -> AdmissionKey:
-        """The key of a deployment; for an owner or closed queues, the lowest possible key."""
+    def _key_of(self, entry: _PriorityClass | Owner | _Closed | DeploymentId) -> AdmissionKey:
+        """The key of a deployment; for what is closed, the lowest possible key."""
+        if isinstance(entry, _PriorityClass):
+            return True, -entry.priority, -math.inf, -math.inf, -math.inf, ""
         if isinstance(entry, Owner):
             share = self._share(entry.tenant)
             return True, -entry.priority, share, -math.inf, -math.inf, ""
@@ -234,9 +251,23 @@ class AdmissionPass:
             share = self._shares[tenant] = tenant_share(self._cluster, tenant, self._now)
         return share
 
+    def _open_class(self, reached: _PriorityClass) -> None:
+        # Whoever has a head has a request, which may block others once it has waited long enough.
+        for owner in self._cluster.waiting.blocking_sizes.priorities.get(reached.priority, ()):
+            self._push(owner, is_candidate=False)
+
+    def _closed_sizes(self, owner: Owner) -> list[tuple[bool, Sizes]]:
+        """(is blocking, sizes) of the owner's closed queues that matter in this pass."""
+        waiting, blocking = self._cluster.waiting, self._blocking_sizes
+        heads = [each for each in waiting.head_sizes.of(owner) if each in self._unopened]
+        requests = waiting.blocking_sizes.of(owner)
+        if blocking is not None:
+            requests = [each for each in requests if each in blocking]
+        return [(False, each) for each in heads] + [(True, each) for each in requests]
+
     def _open_owner(self, owner: Owner) -> None:
         waiting = self._cluster.waiting
-        for is_blocking, sizes in self._unreached.pop(owner):
+        for is_blocking, sizes in self._closed_sizes(owner):
             if is_blocking and self._is_covered(sizes):
                 continue
             if is_blocking:

@@ -12,6 +12,9 @@ of its deployments. A unit is in three structures:
 * `blocking_requests`: all units of one tenant, priority and length with the same sizes. The first
   one stands for all when it blocks deployments behind it.
 
+`head_sizes` and `blocking_sizes` list the sizes in the last two by priority and owner, so that a
+pass touches only the owners that it reaches.
+
 `pending_by_tenant` holds all deployments of one tenant and size, to which the same quotas apply.
 Two kinds of deployments are in no queue: deployments of partial jobs (`of_partial_jobs`: another
 deployment of the job has GPUs already), and deployments of incomplete gangs.
@@ -123,6 +126,35 @@ def size_of(deployment: Deployment) -> Size:
     return Size(deployment.node_type, deployment.workers, deployment.shares)
 
 
+class SizesByOwner:
+    """The sizes for which each owner has an entry in a table, by priority."""
+
+    def __init__(self) -> None:
+        self.priorities: dict[int, dict[Owner, dict[Sizes, None]]] = {}
+
+    def add(self, sizes: Sizes, owner: Owner) -> None:
+        """Note that the owner has an entry for these sizes."""
+        owners = self.priorities.setdefault(owner.priority, {})
+        owners.setdefault(owner, {})[sizes] = None
+
+    def discard(self, sizes: Sizes, owner: Owner) -> None:
+        """Note that the owner's entry for these sizes is gone."""
+        owners = self.priorities[owner.priority]
+        del owners[owner][sizes]
+        if not owners[owner]:
+            del owners[owner]
+            if not owners:
+                del self.priorities[owner.priority]
+
+    def of(self, owner: Owner) -> list[Sizes]:
+        """The sizes of one owner."""
+        return list(self.priorities.get(owner.priority, {}).get(owner, ()))
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self.priorities.clear()
+
+
 class Waiting:
     """Deployments without GPUs."""
 
@@ -134,6 +166,8 @@ class Waiting:
         self.smallest_demand: dict[Sizes, tuple[float, int]] = {}
         """A lower bound of the (duty, state bytes) of the heads of these sizes."""
         self.blocking_requests: dict[Sizes, dict[Owner, dict[float, Queue]]] = {}
+        self.head_sizes = SizesByOwner()
+        self.blocking_sizes = SizesByOwner()
         self.pending_by_tenant: dict[Size, dict[TenantId, Queue]] = {}
         self.of_partial_jobs: dict[DeploymentId, None] = {}
         self.displaced: dict[DeploymentId, None] = {}
@@ -161,7 +195,8 @@ class Waiting:
         """Remove all deployments."""
         for part in (
             *(self._units, self._queues, self.heads, self.smallest_demand),
-            *(self.blocking_requests, self.pending_by_tenant),
+            *(self.blocking_requests, self.head_sizes, self.blocking_sizes),
+            self.pending_by_tenant,
             *(self.of_partial_jobs, self.displaced),
             *(self.counts, self.by_tenant, self._tenants),
         ):
@@ -224,6 +259,7 @@ class Waiting:
                 heads.remove(self._unit(before).head)
             heads.add(head)
         requests = self.blocking_requests.setdefault(unit.sizes, {}).setdefault(owner, {})
+        self.blocking_sizes.add(unit.sizes, owner)
         requests.setdefault(unit.equivalence.expected_s, SortedList()).add(entry)
 
     def mark_partial(self, name: DeploymentId) -> None:
@@ -274,6 +310,8 @@ class Waiting:
                         unit = self._unit(head.name)
                         assert (unit.sizes, unit.owner, unit.queue_key) == (sizes, owner, key)
         assert sorted(indexed) == sorted(heads), "the indexes do not hold the queue heads"
+        _check_sizes(self.head_sizes, self.heads)
+        _check_sizes(self.blocking_sizes, self.blocking_requests)
         assert len(self.counts) == len(self._units), "some waiting deployments are not counted"
 
     def _take_out(self, name: DeploymentId) -> None:
@@ -290,7 +328,8 @@ class Waiting:
             if len(queue) > 1:
                 heads.add(self._unit(queue[1][1]).head)
             elif not heads:
-                _drop(self.heads, unit.sizes, unit.owner, unit.queue_key)
+                if _drop(self.heads, unit.sizes, unit.owner, unit.queue_key):
+                    self.head_sizes.discard(unit.sizes, unit.owner)
                 if unit.sizes not in self.heads:
                     del self.smallest_demand[unit.sizes]
         queue.remove(entry)
@@ -300,8 +339,9 @@ class Waiting:
                 del self._queues[unit.sizes]
         requests = self.blocking_requests[unit.sizes][unit.owner][unit.equivalence.expected_s]
         requests.remove(entry)
-        if not requests:
-            _drop(self.blocking_requests, unit.sizes, unit.owner, unit.equivalence.expected_s)
+        expected_s = unit.equivalence.expected_s
+        if not requests and _drop(self.blocking_requests, unit.sizes, unit.owner, expected_s):
+            self.blocking_sizes.discard(unit.sizes, unit.owner)
         for member in unit.members:
             self._units[member.name] = None
             tenants = self.pending_by_tenant[member.size]
@@ -317,6 +357,7 @@ class Waiting:
         found = indexes.get(unit.queue_key)
         if found is None:
             found = indexes[unit.queue_key] = QueueHeadIndex()
+            self.head_sizes.add(unit.sizes, unit.owner)
         return found
 
     def _unit(self, name: DeploymentId) -> Unit:
@@ -327,11 +368,25 @@ class Waiting:
 
 def _drop(
     queues: dict[Sizes, dict[Owner, dict[KeyT, ValueT]]], sizes: Sizes, owner: Owner, key: KeyT
-) -> None:
-    """Delete an empty entry and the empty tables around it."""
+) -> bool:
+    """Delete an empty entry and the empty tables around it; returns whether the owner has no other
+    entry for these sizes."""
     owners = queues[sizes]
     del owners[owner][key]
-    if not owners[owner]:
-        del owners[owner]
-        if not owners:
-            del queues[sizes]
+    if owners[owner]:
+        return False
+    del owners[owner]
+    if not owners:
+        del queues[sizes]
+    return True
+
+
+def _check_sizes(found: SizesByOwner, table: dict[Sizes, dict[Owner, dict[KeyT, ValueT]]]) -> None:
+    listed = {
+        (sizes, owner)
+        for owners in found.priorities.values()
+        for owner, known in owners.items()
+        for sizes in known
+    }
+    held = {(sizes, owner) for sizes, owners in table.items() for owner in owners}
+    assert listed == held, "the sizes of an owner differ from the table's"
