@@ -11,7 +11,9 @@ own, and take turns; each line has all its rounds. Of many clients with 64 MB, 1
 time, so that the bare endpoint, which holds whole bodies in memory, does not fill the machine.
 
 `added_p50_ms` is for one client with 1 MB; `payload_ratio` compares bytes per second of 16 clients
-with 64 MB. `engine_vs_transformers` is the measurement of `benchmarks/engine.py`.
+with 64 MB. `empty_op_p50_ms` is a barrier of one client from its submission to its result; the
+scheduler commits its acceptance and its end to SQLite (synchronous FULL) on the way.
+`engine_vs_transformers` is the measurement of `benchmarks/engine.py`.
 """
 
 import sys
@@ -29,6 +31,7 @@ from benchmarks.routing.clients import Load, Outcome
 from benchmarks.routing.rig import GPUS, KEY, bare_server, deployments, measure, routed
 from benchmarks.sizes import sized
 from plexrl.client.calls import requests
+from plexrl.wire.tensors import encode_body
 
 SMALL_MB, LARGE_MB = 1, sized(64, quick=4)
 MANY = sized(16, quick=2)
@@ -37,6 +40,7 @@ ROUNDS = sized(2, quick=1)
 SECONDS = {SMALL_MB: sized(3.0, quick=0.1), LARGE_MB: sized(4.0, quick=0.1)}
 """Seconds of a round, by megabytes of a payload."""
 AT_ONCE = {SMALL_MB: 256, LARGE_MB: 16}
+EMPTY_SECONDS = sized(6.0, quick=0.1)
 ROW_TOKENS = 512
 TOKEN_BYTES = 16
 """Tokens, mask, logprobs and advantages."""
@@ -91,6 +95,7 @@ def run_all(rows: list[tuple[str, ...]], figures: dict[str, float]) -> None:
             "deployments": deployments(job, GPUS),
             "kind": "forward_backward",
         }
+        rows.append(_empty_operations(Path(folder), routed_load, figures))
         for megabytes in SECONDS:
             body = Path(folder) / f"{megabytes}.body"
             body.write_bytes(payload(megabytes))
@@ -104,6 +109,27 @@ def run_all(rows: list[tuple[str, ...]], figures: dict[str, float]) -> None:
                 tell(
                     rows, figures, found, f"{clients} x {megabytes} MB", f"{clients}x{megabytes}mb"
                 )
+
+
+def _empty_operations(
+    folder: Path, where: dict[str, Any], figures: dict[str, float]
+) -> tuple[str, ...]:
+    """The line of barriers."""
+    sys.stderr.write("empty operations …\n")
+    body = folder / "empty.body"
+    body.write_bytes(encode_body({}, {}))
+    load = Load(
+        clients=1,
+        at_once=1,
+        seconds=EMPTY_SECONDS,
+        body_file=str(body),
+        **{**where, "kind": "barrier"},
+    )
+    found = measure(load)
+    p50, p99 = (1e3 * percentile(found.latencies_s, percent) for percent in (50, 99))
+    figures["empty_op_p50_ms"], figures["empty_op_p99_ms"] = p50, p99
+    rate = len(found.latencies_s) / found.seconds
+    return ("1 x empty", "", f"{rate:.1f}", "", "", f"{p50:.1f}", "", f"{p99:.1f}")
 
 
 def tell(
