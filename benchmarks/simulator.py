@@ -2,15 +2,15 @@
 
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
-Parts: speed, memory, fidelity (minutes, with a live cluster), packing, cluster, pareto, and drain,
-which takes hours and so is only run by name; by default all the others. Everything runs through the
-scheduler's own core. `--full` takes the three months as they are (minutes a policy) instead of
-extrapolating from some events (speed, memory) or taking samples (drain)."""
+Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, cluster, pareto, and
+drain, which takes hours and so is only run by name; by default all the others. Everything runs
+through the scheduler's own core. `--full` takes the three months as they are (minutes a policy)
+instead of extrapolating from some events (speed, memory) or taking samples (drain)."""
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.simulating import cluster, drain, fidelity, memory, packing, pareto, speed
+from benchmarks.simulating import cluster, drain, eta, fidelity, memory, packing, pareto, speed
 from benchmarks.sizes import sized
 
 LONG = sized(("drain",), quick=("drain", "fidelity", "cluster", "pareto"))
@@ -20,6 +20,7 @@ PARTS = {
     "speed": speed.measure,
     "memory": memory.measure,
     "fidelity": fidelity.measure,
+    "eta": eta.measure,
     "packing": packing.measure,
     "cluster": cluster.measure,
     "pareto": pareto.measure,

@@ -19,8 +19,13 @@ needs the group for its `duty`; so a slow machine has the same contention. The p
 these times. Operations compute on one core, and only one job has the group at a time, so jobs slow
 each other mostly by waiting; processes of others on the machine slow single operations and are
 part of the error. The table has the machine's load average of each run.
+
+During all runs waiting operations are asked about (`job.explain()`): `eta_live_coverage` is the
+part of the answers whose operation starts inside the 80 % interval, `eta_live_coverage_error` its
+distance from 0.8.
 """
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -28,7 +33,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.report import Part, report
-from benchmarks.simulating.live_jobs import LiveJob, run_live
+from benchmarks.simulating.eta import Answer
+from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from benchmarks.sizes import sized
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.sim.fidelity.fidelity import WARM_UP_CYCLES
@@ -66,25 +72,47 @@ class Found:
     """Load average of the machine over the last minute of the run."""
 
 
-def recorded(
+def live(
     embedded: EmbeddedCluster, mix: str, jobs: Mapping[str, LiveJob], *, seconds: float, seed: int
-) -> History:
-    """The history of one run of about `seconds`."""
+) -> LiveRun:
+    """One run of about `seconds`."""
     plans = []
     for name in mix:
         job, duty = jobs[name], JOBS[name][1]
         period_s = job.rollout_s / (1.0 - duty)
         cycles = max(CYCLES_MIN, round(seconds / SLOWDOWN / period_s))
         plans.append(replace(job, cycles=cycles))
-    run = run_live(embedded, plans, label=f"{mix}-{seed}", seed=seed)
+    return run_live(embedded, plans, label=f"{mix}-{seed}", seed=seed)
+
+
+def history(run: LiveRun) -> History:
+    """The run's history."""
     return history_of(run.jobs, run.operations, run.ended_at)
+
+
+def answers(run: LiveRun) -> list[Answer]:
+    """What was told of waiting operations, and when they started."""
+    started = {row["operation"]: row for row in run.operations if row["started_at"] is not None}
+    found = []
+    for row in run.explained:
+        if (ran := started.get(row["operation"])) is not None:
+            waited_s = ran["started_at"] - ran["submitted_at"] - row["waited_s"]
+            found.append(
+                Answer(
+                    eta_s=row["eta_s"],
+                    low_s=row["eta_low_s"],
+                    high_s=row["eta_high_s"],
+                    waited_s=max(0.0, waited_s),
+                )
+            )
+    return found
 
 
 def timed(embedded: EmbeddedCluster) -> dict[str, LiveJob]:
     """The jobs, with rollouts of the length that gives each its duty."""
     plans = [replace(job, cycles=TIMED_CYCLES) for job, _ in JOBS.values()]
     run = run_live(embedded, plans, label="timed", seed=0)
-    profiles, _ = profiles_in([history_of(run.jobs, run.operations, run.ended_at)], warm_up=1)
+    profiles, _ = profiles_in([history(run)], warm_up=1)
     busy_s = {
         name: fmean(sum(cycle.segments_s) for cycle in profile.cycles)
         for name, profile in profiles.items()
@@ -95,35 +123,40 @@ def timed(embedded: EmbeddedCluster) -> dict[str, LiveJob]:
     }
 
 
-def run_all(*, full: bool) -> list[Found]:
-    """Record all runs, and predict each of `PREDICTED` from `SOURCES`."""
+def run_all(*, full: bool) -> tuple[list[Found], list[Answer]]:
+    """Record all runs, and predict each of `PREDICTED` from `SOURCES`; with the answers about
+    waiting operations."""
     factor = FULL_FACTOR if full else 1.0
     sources: list[History] = []
     targets: list[tuple[str, History, float]] = []
+    told: list[Answer] = []
     embedded = start_embedded(gpus_per_node=1 + len(JOBS), policy=POLICY, ordering="hrrs")
     try:
         jobs = timed(embedded)
         for seed, (source, target) in enumerate(zip(SOURCES, PREDICTED, strict=True), 1):
-            seconds = factor * SOURCE_S
-            sources.append(recorded(embedded, source, jobs, seconds=seconds, seed=seed))
-            seconds = factor * PREDICTED_S
-            run = recorded(embedded, target, jobs, seconds=seconds, seed=100 + seed)
-            targets.append((target, run, os.getloadavg()[0]))
+            run = live(embedded, source, jobs, seconds=factor * SOURCE_S, seed=seed)
+            sources.append(history(run))
+            told += answers(run)
+            run = live(embedded, target, jobs, seconds=factor * PREDICTED_S, seed=100 + seed)
+            targets.append((target, history(run), os.getloadavg()[0]))
+            told += answers(run)
     finally:
         embedded.close()
-    return [
+    found = [
         Found(
             mix=mix,
-            jobs=forecast_run(run, sources, POLICY, seeds=SEEDS, warm_up=WARM_UP_CYCLES).jobs,
+            jobs=forecast_run(past, sources, POLICY, seeds=SEEDS, warm_up=WARM_UP_CYCLES).jobs,
             machine_load=machine_load,
         )
-        for mix, run, machine_load in targets
+        for mix, past, machine_load in targets
     ]
+    return found, told
 
 
 def measure(*, full: bool) -> Part:
     """All runs; `full`: longer ones."""
-    found = run_all(full=full)
+    found, told = run_all(full=full)
+    coverage = fmean(each.is_inside for each in told) if told else math.nan
     compared = [job for each in found for job in each.jobs]
     skill = skill_of(compared)
     figures = {
@@ -134,6 +167,9 @@ def measure(*, full: bool) -> Part:
         "fidelity_alone_median_error": skill.alone.median,
         "fidelity_fifo_median_error": skill.fifo.median,
         "fidelity_jobs": len(compared),
+        "eta_live_coverage": coverage,
+        "eta_live_coverage_error": abs(coverage - 0.8),
+        "eta_live_answers": len(told),
         "fidelity_machine_load": fmean(each.machine_load for each in found),
     }
     rows = [row for each in found for row in _rows(each)]

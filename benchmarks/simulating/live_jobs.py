@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from random import Random
 from typing import Any
 
@@ -23,6 +24,8 @@ ROW_TOKENS = 48
 ANSWER_S = 300.0
 LOG_ROWS = 1000
 """Rows of a page of the operation log."""
+
+ASK_S = 0.3
 
 Plain = dict[str, Any]
 
@@ -51,6 +54,8 @@ class LiveRun:
     jobs: list[Plain]
     operations: list[Plain]
     ended_at: float
+    explained: list[Plain]
+    """Answers of `explain` about waiting operations, asked every `ASK_S` during the run."""
 
 
 def run_live(
@@ -76,14 +81,18 @@ def run_live(
         ]
         for actor in actors:
             actor.barrier().result(ANSWER_S)
-        begin = threading.Barrier(len(plans))
-        with ThreadPoolExecutor(len(plans)) as pool:
+        begin, over = threading.Barrier(len(plans)), threading.Event()
+        with ThreadPoolExecutor(len(plans) + 1) as pool:
+            asked = pool.submit(_ask, jobs, over)
             controllers = [
                 pool.submit(_control, plan, actor, rollout, begin, Random(f"{seed}:{plan.name}"))
                 for plan, actor, rollout in zip(plans, actors, rollouts, strict=True)
             ]
-            for controller in controllers:
-                controller.result()
+            try:
+                for controller in controllers:
+                    controller.result()
+            finally:
+                over.set()
         names = {job.job: plan.name for job, plan in zip(jobs, plans, strict=True)}
         return LiveRun(
             jobs=[
@@ -93,7 +102,18 @@ def run_live(
             ],
             operations=[row for job in jobs for row in operation_log(job)],
             ended_at=cluster.status()["now"],
+            explained=asked.result(),
         )
+
+
+def _ask(jobs: Sequence[plexrl.Job], over: threading.Event) -> list[Plain]:
+    """Ask about the waiting operations of one job after the other until the run is over."""
+    found: list[Plain] = []
+    for job in cycle(jobs):
+        if over.wait(ASK_S):
+            return found
+        found += [row for row in job.explain()["operations"] if row["eta_low_s"] is not None]
+    return found
 
 
 def operation_log(job: plexrl.Job) -> list[Plain]:

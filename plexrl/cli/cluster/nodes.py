@@ -34,7 +34,10 @@ def status(access: Access, output: Output) -> None:
     if output.as_json:
         write_json(found)
         return
-    shown_below = ("now", "held", "conditions", "restarts", "last_restart_at", "parts", "events")
+    shown_below = {
+        *("now", "held", "conditions", "restarts", "last_restart_at", "parts", "events"),
+        "eta_quality",
+    }
     rows = [
         (name.replace("_", " "), value)
         for name, value in found.items()
@@ -42,6 +45,7 @@ def status(access: Access, output: Output) -> None:
     ]
     rows.append(("deployments held", len(found["held"])))
     rows.append(("parts restarted", _restarts(found)))
+    rows.append(("estimated starts in their 80 % interval", _inside(found["eta_quality"])))
     if found.get("events"):
         rows.append(("event broker", _broker(found["events"])))
     rows.append(("conditions", len(found["conditions"]) or "none"))
@@ -59,6 +63,13 @@ def status(access: Access, output: Output) -> None:
             for name, each in found["parts"].items()
         ]
         print_table("Parts that ended", ("part", "restarted", "down since"), parts)
+
+
+def _inside(quality: dict[str, Any]) -> str:
+    if not quality["estimates"]:
+        return "none verified yet"
+    inside = quality["estimates"] - quality["early"] - quality["late"]
+    return f"{inside} of {quality['estimates']}"
 
 
 def _broker(events: dict[str, Any]) -> str:

@@ -117,7 +117,10 @@ def _eta(operation: Plain) -> str:
     if operation["eta_s"] is None:
         return "unknown"
     verb = "ends" if operation["rule"] == "running" else "starts"
-    return f"{verb} in {seconds(operation['eta_s'])}"
+    found = f"{verb} in {seconds(operation['eta_s'])}"
+    if operation["eta_low_s"] is None:
+        return found
+    return f"{found} ({seconds(operation['eta_low_s'])} to {seconds(operation['eta_high_s'])})"
 
 
 def _deployments(deployments: list[Plain], slo: float) -> None:
@@ -174,5 +177,6 @@ def _quality(quality: Plain) -> None:
     print_line(
         f"The {quality['estimates']} estimated starts of this cluster so far had a mean error of "
         f"{seconds(quality['mean_error_s'])} and a mean delay of "
-        f"{seconds(quality['mean_late_s'])}; {quality['slipped']} took over twice as long."
+        f"{seconds(quality['mean_late_s'])}; {quality['slipped']} took over twice as long. "
+        f"{quality['early']} were before their 80 % interval, {quality['late']} after it."
     )

@@ -302,5 +302,7 @@ def explanation_text(view: View) -> str:
     is_running = found["rule"] == "running"
     verb = "ends" if is_running else "starts"
     eta = "" if found["eta_s"] is None else f", {verb} in about {found['eta_s']:.1f} s"
+    if found.get("eta_low_s") is not None:
+        eta += f" ({found['eta_low_s']:.1f} to {found['eta_high_s']:.1f} s)"
     state = "" if is_running else f"{view['state']}: "
     return f"{state}{found['reason']}{eta}"

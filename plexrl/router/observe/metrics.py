@@ -1,10 +1,15 @@
-"""Prometheus metrics: the cluster's health, with the same content as `/v1/health`."""
+"""Prometheus metrics: the cluster's health, as in `/v1/health`, and how waits were estimated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 
@@ -39,6 +44,39 @@ class HealthCollector(Collector):
         restarts = CounterMetricFamily("plexrl_part_restarts", "Restarts of parts of the cluster.")
         restarts.add_metric([], health["restarts"])
         yield restarts
+
+
+class WaitCollector(Collector):
+    """Estimated beside actual waits for node groups, of the sample that the scheduler compares."""
+
+    def __init__(self, quality: Mapping[str, Any]) -> None:
+        """`quality` is the scheduler's `EtaQualityView`."""
+        self._quality = quality
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        quality = self._quality
+        yield HistogramMetricFamily(
+            "plexrl_wait_ratio",
+            "(Actual wait + 1 s) / (estimated wait + 1 s).",
+            buckets=list(quality["ratios"].items()),
+            sum_value=quality["ratio_sum"],
+        )
+        starts = CounterMetricFamily(
+            "plexrl_wait_starts",
+            "Starts of waiting operations: before, inside and after the estimated 80 % interval.",
+            labels=["start"],
+        )
+        outside = quality["early"] + quality["late"]
+        starts.add_metric(["early"], quality["early"])
+        starts.add_metric(["inside"], quality["estimates"] - outside)
+        starts.add_metric(["late"], quality["late"])
+        yield starts
+        yield CounterMetricFamily(
+            "plexrl_wait_slips",
+            "Waits more than twice as long as estimated, and at least 1 s longer.",
+            value=quality["slipped"],
+        )
 
 
 def metrics_text(*collectors: Collector) -> bytes:

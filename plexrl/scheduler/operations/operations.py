@@ -1,5 +1,6 @@
 """Life of an operation in the core: queue, run, history."""
 
+from bisect import bisect_left
 from typing import Final
 
 import msgspec
@@ -26,11 +27,12 @@ from plexrl.scheduler.operations.gradients import gradients_after
 from plexrl.scheduler.operations.latency_breakdown import note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
+from plexrl.scheduler.state.demand.wait_intervals import CLUSTER_ERRORS, GROUP_ERRORS, keep
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, Group, State
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
@@ -162,7 +164,7 @@ def start(
             overlapped = waits(deployment, now) and _rollouts_generate(state, deployment)
             run_began(deployment, now, overlapped=overlapped)
         if operation.expected_at is not None:
-            _compare(state, operation, now)
+            _compare(state, group, operation, now)
     operation.token = group.token
     operation.group = group.group
     source = operation.source
@@ -284,7 +286,7 @@ def start_move(
         effects.commands.append(command)
 
 
-def _compare(state: State, operation: Operation, now: float) -> None:
+def _compare(state: State, group: Group, operation: Operation, now: float) -> None:
     """Record the error of the estimated start of an operation."""
     assert operation.expected_at is not None
     errors = state.eta_errors
@@ -294,8 +296,16 @@ def _compare(state: State, operation: Operation, now: float) -> None:
     errors.late_s += max(0.0, late_s)
     said_s = operation.expected_at - operation.submitted_at
     errors.slipped += late_s > max(1.0, said_s)
+    if operation.expected_within is not None:
+        errors.early += now < operation.expected_within[0]
+        errors.late += now > operation.expected_within[1]
+    ratio = (said_s + late_s + 1.0) / (said_s + 1.0)
+    errors.ratios[bisect_left(RATIO_BOUNDS, ratio)] += 1
+    errors.ratio_sum += ratio
+    keep(group.wait_errors, late_s, GROUP_ERRORS)
+    keep(errors.newest, late_s, CLUSTER_ERRORS)
     # The estimate is for the first start; an interrupted operation starts again.
-    operation.expected_at = None
+    operation.expected_at = operation.expected_within = None
 
 
 def complete(

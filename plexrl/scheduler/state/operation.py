@@ -76,6 +76,8 @@ class Operation:
     """Seconds times GPUs so far."""
     expected_at: float | None = None
     """Expected start, estimated at its arrival; None once it has started."""
+    expected_within: tuple[float, float] | None = None
+    """Earliest and latest expected start, with `expected_at`."""
     caused_by: DeploymentId | None = None
     """For a move: another deployment whose job is billed, because it gets the group, or had it as a
     filler; None: the deployment's own job is billed."""
@@ -156,6 +158,7 @@ class Operation:
         self.result_bytes = 0
         self.gpu_seconds = 0.0
         self.expected_at = None
+        self.expected_within = None
         self.caused_by = None
         self.paid_by = None
         self.is_aborted = False

@@ -274,6 +274,8 @@ class Group:
     """Seconds by weight that each contending tenant has had (`candidates.group_shares`)."""
     shared_at: float = 0.0
     """Time up to which they are counted."""
+    wait_errors: list[float] = field(default_factory=list)
+    """Errors of the newest estimated waits for it, oldest first (`demand.wait_intervals`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -315,6 +317,10 @@ class Job:
     sharing: Sharing = field(default_factory=Sharing)
 
 
+RATIO_BOUNDS = (0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 8.0)
+"""Upper bounds of the histogram of actual by estimated waits."""
+
+
 @dataclass(slots=True)
 class EtaErrors:
     """Errors of estimated waiting times, in seconds."""
@@ -329,6 +335,17 @@ class EtaErrors:
     """Sum of errors of waits that were longer than estimated."""
     slipped: int = 0
     """Waits that were more than twice as long as estimated, and at least 1 s longer."""
+    early: int = 0
+    """Starts before the estimate's interval."""
+    late: int = 0
+    """Starts after it."""
+    ratios: list[int] = field(default_factory=lambda: [0] * (len(RATIO_BOUNDS) + 1))
+    """Numbers of waits by (actual + 1 s) / (estimated + 1 s): at most each of `RATIO_BOUNDS`, and
+    more than the last."""
+    ratio_sum: float = 0.0
+    """Sum of these ratios."""
+    newest: list[float] = field(default_factory=list)
+    """Errors of the newest estimates, oldest first (`demand.wait_intervals`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -118,6 +118,7 @@ def test_a_job_without_gpus_is_explained_with_an_estimate(
     assert operation["rule"] == "capacity"
     assert "0 GPUs are in no group" in operation["reason"]
     assert 0 < operation["eta_s"] <= 600
+    assert operation["eta_low_s"] is None, "an interval is of waits for a group"
     assert operation["holder"] is None
     assert "waits for GPUs" in story["summary"]
     (deployment,) = story["deployments"]
@@ -129,6 +130,9 @@ def test_a_job_without_gpus_is_explained_with_an_estimate(
     assert words.startswith(f"third of {own_name(operator)} is QUEUED: {waiting.deployment}")
     for expected in ("capacity", "nobody", "starts in", "dedicated", "No estimate"):
         assert expected in words
+    assert "none verified yet" in cli(operator, "status")
+    figures = httpx.get(f"{operator.url}/v1/metrics", timeout=60).text
+    assert 'plexrl_wait_starts_total{start="inside"} 0.0' in figures
     first.finish()
     future.result(120)
     assert third.explain()["deployments"][0]["placement"]["way"] == "dedicated"

@@ -2,17 +2,20 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from plexrl.errors import PlexRLError
 from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
 from plexrl.router.http.authentication import key_digest
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
 from plexrl.router.http.services import Services
-from plexrl.router.observe.metrics import HealthCollector, metrics_text
+from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
+from plexrl.router.observe.metrics import HealthCollector, WaitCollector, metrics_text
 from plexrl.wire.parameter_checks import check_name
 
 Plain = dict[str, Any]
@@ -28,9 +31,15 @@ async def health(services: Services) -> Plain:
 
 @ROUTES.get("/metrics", summary="Prometheus metrics; needs no key")
 async def metrics(services: Services) -> Response:
-    """The content of `/v1/health`, and figures of all asynchronous rollouts."""
+    """The content of `/v1/health`, errors of estimated waits, and figures of all asynchronous
+    rollouts."""
     health = HealthCollector(await services.health.public(), time.time())
-    text = metrics_text(health, await services.rollout_views.metrics())
+    waits = []
+    with suppress(PlexRLError):
+        # Without a scheduler, `health` says so.
+        quality = await services.scheduler.call("eta_quality", {}, timeout_s=SCHEDULER_TIMEOUT_S)
+        waits.append(WaitCollector(quality))
+    text = metrics_text(health, *waits, await services.rollout_views.metrics())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

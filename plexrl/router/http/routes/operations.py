@@ -49,7 +49,14 @@ from plexrl.wire.tensors import (
 Plain = dict[str, Any]
 
 WAIT_S_MAX = 60.0
-HELD: Plain = {"rule": "held", "holder": None, "eta_s": None, "position": 0}
+HELD: Plain = {
+    "rule": "held",
+    "holder": None,
+    "eta_s": None,
+    "eta_low_s": None,
+    "eta_high_s": None,
+    "position": 0,
+}
 """Explanation of an operation whose result cannot be stored yet; `reason` is added."""
 SLICE_BYTES = 256 << 10
 """Bytes of a large result that are passed to the server at a time."""

@@ -1,22 +1,27 @@
 """Estimates when a waiting deployment gets its group, and measures the error of the estimates.
 
-For a sample of the bursts that have to wait, the estimate is made on arrival and later compared
-with the real start.
+For a sample of the bursts that have to wait, the estimate and its 80 % interval are made on arrival
+and later compared with the real start. The errors give the next intervals
+(`state.demand.wait_intervals`).
 """
+
+from itertools import accumulate
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.core.queries.view_types import EtaQualityView
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
+from plexrl.scheduler.state.demand.wait_intervals import ERRORS_MIN, interval
 from plexrl.scheduler.state.operation import Operation
-from plexrl.scheduler.state.records import Deployment, Group, State
+from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group, State
 from plexrl.wire.operations import OperationKind
 
 SAMPLE_EACH = 8
 """One in this many waits is estimated on arrival, which measures the error at an eighth of the
-cost. Explicit queries are always answered."""
+cost; until `ERRORS_MIN` errors are known, all are. Explicit queries are always answered."""
 
 
 def group_free_s(state: State, group: Group, now: float) -> float:
@@ -27,22 +32,26 @@ def group_free_s(state: State, group: Group, now: float) -> float:
     if holder.preemptible and holder.moving is None:
         # It gives way at once.
         return 0.0
-    if holder.deployment == group.incoming:
-        return 0.0
+    if holder.moving is not None and holder.moving.kind == OperationKind.OFFLOAD:
+        return _left_s(state, holder.moving.operation, holder, now)
     estimates = holder.estimates
     queued_s = sum(
         estimates.operation_s(operation.kind, operation.tokens)
         for operation in (state.operations[name] for name in holder.queue)
     )
-    running_s = max((_left_s(state, name, holder, now) for name in holder.running), default=0.0)
-    if holder.moving is not None:
-        moving = state.operations[holder.moving.operation]
-        running_s = _left_s(state, moving.operation, holder, now)
+    running_s = under_way_s(state, holder, now)
     burst_s = 0.0
     if holder.burst.started_at is not None:
         elapsed_s = now - holder.burst.started_at
         burst_s = max(0.0, estimates.burst_s(holder.burst.tokens) - elapsed_s)
     return max(running_s + queued_s, burst_s)
+
+
+def under_way_s(state: State, deployment: Deployment, now: float) -> float:
+    """Estimated seconds until what the deployment runs, or the move of its state, is over."""
+    if deployment.moving is not None:
+        return _left_s(state, deployment.moving.operation, deployment, now)
+    return max((_left_s(state, name, deployment, now) for name in deployment.running), default=0.0)
 
 
 def goes_before(
@@ -68,7 +77,7 @@ def start_s(
 ) -> float:
     """Estimated seconds until the head of `deployment`'s queue starts on its group."""
     if group.holder == deployment.deployment:
-        return group_free_s(state, group, now) if deployment.moving is not None else 0.0
+        return under_way_s(state, deployment, now)
     own = candidate(state, group, deployment)
     if group.incoming == deployment.deployment:
         holder = group.holder
@@ -93,8 +102,26 @@ def record_estimate(
         return
     errors = state.eta_errors
     errors.waits += 1
-    if errors.waits % SAMPLE_EACH == 1:
-        operation.expected_at = now + start_s(state, settings, group, deployment, now)
+    if errors.waits % SAMPLE_EACH == 1 or len(errors.newest) < ERRORS_MIN:
+        wait_s = start_s(state, settings, group, deployment, now)
+        low_s, high_s = interval(group.wait_errors, errors.newest, wait_s)
+        operation.expected_at = now + wait_s
+        operation.expected_within = now + low_s, now + high_s
+
+
+def eta_quality(errors: EtaErrors) -> EtaQualityView:
+    """How good the estimates were so far."""
+    bounds = (*map(str, RATIO_BOUNDS), "+Inf")
+    return {
+        "estimates": errors.count,
+        "mean_error_s": errors.absolute_s / errors.count if errors.count else None,
+        "mean_late_s": errors.late_s / errors.count if errors.count else None,
+        "slipped": errors.slipped,
+        "early": errors.early,
+        "late": errors.late,
+        "ratios": dict(zip(bounds, accumulate(errors.ratios), strict=True)),
+        "ratio_sum": errors.ratio_sum,
+    }
 
 
 def _bound(settings: Settings) -> float:

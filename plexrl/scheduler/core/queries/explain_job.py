@@ -3,6 +3,7 @@
 import msgspec
 
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.core.queries.eta import eta_quality
 from plexrl.scheduler.core.queries.explain_holders import holders
 from plexrl.scheduler.core.queries.explain_operation import explain
 from plexrl.scheduler.core.queries.explain_placement import attempts, near_groups, why_no_gpus
@@ -29,7 +30,6 @@ def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> Ex
     """Why `job` waits or runs as it does. `sees_all`: for an operator, who may see which other
     tenants' jobs hold the GPUs."""
     deployments = [cluster.state.deployment(name) for name in job.deployments]
-    errors = cluster.state.eta_errors
     return {
         "job": job.job,
         "tenant": job.tenant,
@@ -40,12 +40,7 @@ def explain_job(cluster: Cluster, job: Job, now: float, *, sees_all: bool) -> Ex
         "deployments": [_deployment(cluster, each, now) for each in deployments],
         "operations": [row for each in deployments for row in _operations(cluster, each, now)],
         "holders": holders(cluster, job, now, sees_all=sees_all),
-        "eta_quality": {
-            "estimates": errors.count,
-            "mean_error_s": errors.absolute_s / errors.count if errors.count else None,
-            "mean_late_s": errors.late_s / errors.count if errors.count else None,
-            "slipped": errors.slipped,
-        },
+        "eta_quality": eta_quality(cluster.state.eta_errors),
     }
 
 

@@ -28,7 +28,11 @@ class ExplanationView(TypedDict):
     holder: str | None
     """The holder of the group's lock; anonymous if it belongs to another tenant."""
     eta_s: float | None
-    """Estimated seconds until it starts; None if unknown."""
+    """Estimated seconds until it starts, or until it ends if it runs; None if unknown."""
+    eta_low_s: float | None
+    """Start of the 80 % interval; None without an estimate of waiting for a group."""
+    eta_high_s: float | None
+    """End of it."""
     position: int
     """Number of operations of the same deployment ahead of it."""
 
@@ -250,6 +254,7 @@ class ClusterView(ClusterTotals):
     """Deployments that waited a greater part of their time than their job accepts."""
     operations_pending: int
     held: list[HeldView]
+    eta_quality: "EtaQualityView"
 
 
 class UsageView(TypedDict):
@@ -445,7 +450,7 @@ class WaitingOperationView(ExplanationView):
 
 
 class EtaQualityView(TypedDict):
-    """Errors of the cluster's estimated waiting times."""
+    """Errors of the cluster's estimated waiting times, of a sample of the waits for groups."""
 
     estimates: int
     mean_error_s: float | None
@@ -454,6 +459,14 @@ class EtaQualityView(TypedDict):
     """Mean over all estimates of the time by which waits were longer than estimated."""
     slipped: int
     """Waits that were more than twice as long as estimated, and at least 1 s longer."""
+    early: int
+    """Starts before the 80 % interval of the estimate."""
+    late: int
+    """Starts after it."""
+    ratios: dict[str, int]
+    """Numbers of waits by (actual + 1 s) / (estimated + 1 s), cumulative by upper bound."""
+    ratio_sum: float
+    """Sum of these ratios."""
 
 
 class ExplainedJobView(TypedDict):

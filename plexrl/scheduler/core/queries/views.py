@@ -11,6 +11,7 @@ from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.core.calls import ListOperations
+from plexrl.scheduler.core.queries.eta import eta_quality
 from plexrl.scheduler.core.queries.explain_operation import explain
 from plexrl.scheduler.core.queries.view_types import (
     ClusterTotals,
@@ -301,6 +302,7 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
         "deployments_over_slo": _count_over_slo(cluster, names),
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
         "held": held_view(cluster.state, names),
+        "eta_quality": eta_quality(state.eta_errors),
     }
 
 

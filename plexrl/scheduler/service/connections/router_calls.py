@@ -68,6 +68,7 @@ class RouterCalls:
         return {
             **self._tenants.reports(),
             "conditions": (calls.Nothing, self._conditions),
+            "eta_quality": (calls.Nothing, self._eta_quality),
             "needless_payloads": (calls.NeedlessPayloads, self._unreferenced_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
@@ -84,6 +85,9 @@ class RouterCalls:
             since = min(each["since"] for each in held)
             conditions.append({"code": "deployments_held", "message": message, "since": since})
         return {"conditions": conditions}
+
+    async def _eta_quality(self, _: calls.Nothing) -> Plain:
+        return {**self._core.eta_quality()}
 
     async def _unreferenced_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unnoticed would miss operations accepted since.

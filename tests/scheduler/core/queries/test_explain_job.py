@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from random import Random
 from types import FrameType
 
+from plexrl.scheduler.core.queries.view_types import ExplanationView
+from plexrl.scheduler.state.demand.wait_intervals import ERRORS_MIN
 from tests.scheduler.fake_cluster import FakeCluster
 
 
@@ -138,3 +141,44 @@ def test_estimated_starts_are_compared_with_real_ones() -> None:
     assert abs(quality["mean_error_s"] - late_s) < 1e-9
     assert quality["mean_late_s"] == quality["mean_error_s"]
     assert quality["slipped"] == 1
+    assert (quality["early"], quality["late"]) == (0, 1)
+    assert quality["ratios"]["+Inf"] == 1
+    assert quality["ratios"]["1.25"] == 0
+
+
+def both_submit(cluster: FakeCluster, index: int) -> ExplanationView:
+    """Two jobs submit at the same time; returns the explanation of the one that waits longer."""
+    names = [f"{job}:{index}" for job in ("a", "b")]
+    for name in names:
+        cluster.submit(name, f"{name[0]}/actor", "forward")
+    waits = [each for each in map(cluster.explanation_of, names) if each["rule"] != "running"]
+    return max(waits, key=lambda each: each["eta_s"] or 0.0)
+
+
+def test_the_interval_comes_from_recent_errors_and_survives_a_restart() -> None:
+    cluster = cluster_of()
+    for job in ("a", "b"):
+        submit(cluster, job)
+    cluster.settle()
+    cold = both_submit(cluster, 1)
+    assert cold["eta_s"]
+    assert (cold["eta_low_s"], cold["eta_high_s"]) == (cold["eta_s"] / 2, cold["eta_s"] * 2)
+    chance = Random(1)
+    for index in range(2, 40):
+        cluster.pass_time(chance.uniform(1.0, 4.0))
+        cluster.settle()
+        both_submit(cluster, index)
+    cluster.pass_time(1.0)
+    cluster.settle()
+    quality = cluster.core.explain_job("b", cluster.now)["eta_quality"]
+    assert quality["estimates"] > ERRORS_MIN
+    # The scheduler replays its journal to the same state, and then goes on from its snapshot.
+    cluster.restart_scheduler(restored=True)
+    assert cluster.core.explain_job("b", cluster.now)["eta_quality"] == quality
+    cluster.settle()
+    known = both_submit(cluster, 40)
+    assert known["eta_s"]
+    assert known["eta_low_s"] is not None
+    assert known["eta_high_s"] is not None
+    assert known["eta_low_s"] < known["eta_high_s"]
+    assert (known["eta_low_s"], known["eta_high_s"]) != (known["eta_s"] / 2, known["eta_s"] * 2)
