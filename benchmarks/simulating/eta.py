@@ -8,9 +8,8 @@ arrival, as a user would, through the scheduler's own query; a wait that has beg
 what later ones are told. The answer is compared with the real start.
 
 *fixed* is the interval from half to twice the same estimate, which knows no past errors. The width
-is relative to the mean wait that is left. `eta_coverage` is the part of all answers at random
-moments whose operation starts inside, over the policies; `eta_coverage_error` is its distance from
-0.8.
+is relative to the mean wait that is left. `eta_coverage` is the part of all answers whose operation
+starts inside, over the policies; `eta_coverage_error` is its distance from 0.8.
 """
 
 import random
@@ -117,7 +116,8 @@ def measure(*, full: bool) -> Part:
         ]
         arrived += found.on_arrival
         later += found.later
-    coverage = fmean(each.is_inside for each in later)
+    answers = arrived + later
+    coverage = fmean(each.is_inside for each in answers)
     return Part(
         title="Starts inside the 80 % intervals of `plexrl explain`, simulated",
         columns=COLUMNS,
@@ -126,9 +126,10 @@ def measure(*, full: bool) -> Part:
             "eta_coverage": coverage,
             "eta_coverage_error": abs(coverage - 0.8),
             "eta_coverage_on_arrival": fmean(each.is_inside for each in arrived),
-            "eta_width": _width([each.high_s - each.low_s for each in later], later),
-            "eta_fixed_coverage": fmean(each.is_near for each in later),
-            "eta_fixed_width": _width([1.5 * each.eta_s for each in later], later),
+            "eta_coverage_later": fmean(each.is_inside for each in later),
+            "eta_width": _width([each.high_s - each.low_s for each in answers], answers),
+            "eta_fixed_coverage": fmean(each.is_near for each in answers),
+            "eta_fixed_width": _width([1.5 * each.eta_s for each in answers], answers),
             "eta_waits": len(arrived),
         },
     )

@@ -61,7 +61,8 @@ class LiveRun:
 def run_live(
     embedded: EmbeddedCluster, plans: Sequence[LiveJob], *, label: str, seed: int
 ) -> LiveRun:
-    """Begin the jobs together, and run each for its cycles.
+    """Begin the jobs together, and run each for its cycles. All training shares one GPU: a job
+    without work takes what is left.
 
     `label` is part of the job names, because the cluster reuses the profile of a job of the same
     name.
@@ -69,7 +70,12 @@ def run_live(
     with plexrl.connect(embedded.url, embedded.api_key) as cluster, ExitStack() as stack:
         jobs = [stack.enter_context(cluster.create_job(f"{label}-{plan.name}")) for plan in plans]
         models = [plexrl.tiny_qwen2(VOCABULARY, hidden=plan.hidden) for plan in plans]
-        # Rollouts take their GPUs first, so that the remaining GPU is shared.
+        # Rollouts and the idle job take their GPUs first, so that the remaining one is shared.
+        if spare := int(cluster.status()["gpus"]) - len(plans) - 1:
+            idle = stack.enter_context(cluster.create_job(f"{label}-idle"))
+            model = plexrl.tiny_qwen2(VOCABULARY, hidden=32)
+            layout = plexrl.Parallelism(dp=spare)
+            idle.rollout_deployment("rollout", model, parallelism=layout).barrier().result(ANSWER_S)
         rollouts = [
             job.rollout_deployment("rollout", model)
             for job, model in zip(jobs, models, strict=True)

@@ -14,14 +14,17 @@ from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
 from plexrl.scheduler.dispatch.switch_cost import load_s, offload_s
-from plexrl.scheduler.state.demand.wait_intervals import ERRORS_MIN, interval
+from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, EtaErrors, Group, State
 from plexrl.wire.operations import OperationKind
 
 SAMPLE_EACH = 8
 """One in this many waits is estimated on arrival, which measures the error at an eighth of the
-cost; until `ERRORS_MIN` errors are known, all are. Explicit queries are always answered."""
+cost. Explicit queries are always answered."""
+SAMPLE_ALL = 1000
+"""So many waits of a cluster are all estimated before that, so that a small or new one soon knows
+its errors."""
 
 
 def group_free_s(state: State, group: Group, now: float) -> float:
@@ -102,7 +105,7 @@ def record_estimate(
         return
     errors = state.eta_errors
     errors.waits += 1
-    if errors.waits % SAMPLE_EACH == 1 or len(errors.newest) < ERRORS_MIN:
+    if errors.waits % SAMPLE_EACH == 1 or errors.waits <= SAMPLE_ALL:
         wait_s = start_s(state, settings, group, deployment, now)
         low_s, high_s = interval(group.wait_errors, errors.newest, wait_s)
         operation.expected_at = now + wait_s

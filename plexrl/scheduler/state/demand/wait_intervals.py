@@ -15,7 +15,7 @@ SIDE: Final = 0.1
 """Part of the waits that may start before the interval, and part that may start after it."""
 GROUP_ERRORS: Final = 50
 """Kept errors of a group."""
-CLUSTER_ERRORS: Final = 200
+CLUSTER_ERRORS: Final = 100
 """Kept errors of all groups, for groups with few."""
 ERRORS_MIN: Final = 19
 """Fewest errors that are used: the ranks then are the second and the last but one."""
