@@ -1,6 +1,5 @@
 """Life of an operation in the core: queue, run, history."""
 
-from bisect import bisect_left
 from typing import Final
 
 import msgspec
@@ -24,15 +23,14 @@ from plexrl.scheduler.jobs.sharing import note_wait
 from plexrl.scheduler.jobs.usage import bill, count_failure, meter
 from plexrl.scheduler.operations.failures import earlier_failure, failure_of, read_error
 from plexrl.scheduler.operations.gradients import gradients_after
-from plexrl.scheduler.operations.latency_breakdown import note_start
+from plexrl.scheduler.operations.latency_breakdown import compare_start, note_start
 from plexrl.scheduler.operations.replay import drop_log, drop_past
 from plexrl.scheduler.operations.submission.backpressure import ended, taken_in
-from plexrl.scheduler.state.demand.wait_intervals import CLUSTER_ERRORS, GROUP_ERRORS, keep
 from plexrl.scheduler.state.machines.operation_states import OperationTrigger
 from plexrl.scheduler.state.messages.commands import AbortOperation, RunOperation
 from plexrl.scheduler.state.messages.events import OperationFinished, OperationSubmitted
 from plexrl.scheduler.state.operation import Operation, change_operation
-from plexrl.scheduler.state.records import RATIO_BOUNDS, Deployment, Group, State
+from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import HALTED, MUTATING, SUPERSEDING, OperationKind, OperationState
 
 OWN_MARK = "#"
@@ -164,7 +162,7 @@ def start(
             overlapped = waits(deployment, now) and _rollouts_generate(state, deployment)
             run_began(deployment, now, overlapped=overlapped)
         if operation.expected_at is not None:
-            _compare(state, group, operation, now)
+            compare_start(state, group, operation, now)
     operation.token = group.token
     operation.group = group.group
     source = operation.source
@@ -284,28 +282,6 @@ def start_move(
     deployment.moving = command
     if state.routers:
         effects.commands.append(command)
-
-
-def _compare(state: State, group: Group, operation: Operation, now: float) -> None:
-    """Record the error of the estimated start of an operation."""
-    assert operation.expected_at is not None
-    errors = state.eta_errors
-    late_s = now - operation.expected_at
-    errors.count += 1
-    errors.absolute_s += abs(late_s)
-    errors.late_s += max(0.0, late_s)
-    said_s = operation.expected_at - operation.submitted_at
-    errors.slipped += late_s > max(1.0, said_s)
-    if operation.expected_within is not None:
-        errors.early += now < operation.expected_within[0]
-        errors.late += now > operation.expected_within[1]
-    ratio = (said_s + late_s + 1.0) / (said_s + 1.0)
-    errors.ratios[bisect_left(RATIO_BOUNDS, ratio)] += 1
-    errors.ratio_sum += ratio
-    keep(group.wait_errors, late_s, GROUP_ERRORS)
-    keep(errors.newest, late_s, CLUSTER_ERRORS)
-    # The estimate is for the first start; an interrupted operation starts again.
-    operation.expected_at = operation.expected_within = None
 
 
 def complete(
