@@ -85,7 +85,8 @@ def by_engine(requests: list[Request], at_once: int) -> tuple[float, list[list[i
     backend = TorchRolloutBackend(
         replace(SPEC, max_concurrent_samples=at_once, max_sequence_tokens=256), Path()
     )
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     engine = backend.engine
     made = [
         Generation(

@@ -28,8 +28,8 @@ from plexrl.statemanager.protocol.ticket_key import read_ticket_key
 from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, span, whole_box
-from plexrl.worker.state.host_optimizer import HostAdamW
-from plexrl.worker.state.host_transfer import Run
+from plexrl.worker.state.host.optimizer import HostAdamW
+from plexrl.worker.state.host.transfer import Run
 from plexrl.worker.training.flat_state import STEP
 
 ELEMENTS = sized(50_000_000 // 16 * 16, quick=1 << 16)

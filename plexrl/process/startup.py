@@ -22,6 +22,11 @@ ConfigT = TypeVar("ConfigT")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+def show_only_gpu(uuid: str) -> None:
+    """Hide all other GPUs from this process; effective if it has made no CUDA call yet."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+
+
 def load_config(path: Path, kind: type[ConfigT]) -> ConfigT:
     """The configuration of type `kind` in the JSON file at `path`; unknown fields are refused.
 

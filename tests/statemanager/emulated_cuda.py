@@ -62,6 +62,9 @@ class EmulatedCuda:
             raise driver_error("cuDeviceGet", "CUDA_ERROR_INVALID_DEVICE")
         self._local.device = device
 
+    def uuids(self) -> tuple[str, ...]:
+        return tuple(f"GPU-{self._name}-{device}" for device in range(self._devices))
+
     def memory_info(self) -> tuple[int, int]:
         return self._device_bytes - self.taken_bytes(self._entered()), self._device_bytes
 

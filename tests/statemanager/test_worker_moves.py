@@ -10,7 +10,7 @@ from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.state_mover import StateMover
-from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, MakeShard, StartDaemon
+from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, MakeShard, Shard, StartDaemon
 
 
 def command(kind: OperationKind, seq: int, token: int) -> RunCommand:
@@ -24,7 +24,7 @@ class Bytes(Backend):
         self.arena = arena
         self._slices = slices
 
-    def build(self) -> None:
+    def lay_out(self) -> None:
         """Nothing: the arena is there."""
 
     def slices(self) -> tuple[StateSlice, ...]:
@@ -67,11 +67,17 @@ def test_a_registration_that_another_process_ended_is_made_again(
 
 
 class WithBase(Bytes):
-    """Its state lies on weights that are frozen."""
+    """Its state lies on weights that are frozen, and is written once it has memory."""
 
-    def __init__(self, arena: Arena, slices: tuple[StateSlice, ...]) -> None:
-        super().__init__(arena, slices)
+    def __init__(self, shard: Shard) -> None:
+        super().__init__(shard.arena, shard.slices)
         self.base = Base()
+        self._shard = shard
+
+    def materialise(self) -> None:
+        assert self.arena.is_attached
+        assert self.base.arena.is_attached
+        self.expected = self._shard.fill(7)
 
     @property
     def frozen_base(self) -> SharedWeights:
@@ -90,19 +96,15 @@ class Base:
     def fill(self) -> None:
         self.bytes[:] = 1
 
-    def forget_built(self) -> None:
-        """It is written anew each time."""
 
-
-def test_what_was_built_outlives_a_base_that_found_no_room(
+def test_a_state_is_written_after_a_base_that_found_no_room_has_found_it(
     start_daemon: StartDaemon, make_shard: MakeShard
 ) -> None:
     daemon = start_daemon(device_bytes=2 * MIB)
     holder = make_shard(daemon, deployment="a/actor", elements=MIB // 8)
     shard = make_shard(daemon, registered=False, deployment="b/actor", elements=MIB // 8)
-    backend = WithBase(shard.arena, shard.slices)
+    backend = WithBase(shard)
     mover = StateMover(backend, shard.client, shard.group)
-    built = shard.fill(7)
     for _ in range(2):
         with pytest.raises(DeviceMemoryFullError):
             mover.move(command(OperationKind.LOAD, 0, 1))
@@ -112,5 +114,5 @@ def test_what_was_built_outlives_a_base_that_found_no_room(
     mover.move(command(OperationKind.LOAD, 0, 1))
     assert backend.base.bytes.all()
     assert shard.arena.resident_bytes() == MIB
-    assert np.array_equal(shard.contents, built)
+    assert np.array_equal(shard.contents, backend.expected)
     backend.base.arena.close()

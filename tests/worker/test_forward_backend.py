@@ -34,7 +34,8 @@ def batch() -> Arrays:
 def made(model: ModelSpec, folder: Path, dtype: str = "float32") -> ForwardBackend:
     spec = DeploymentSpec(model=model, kind="forward", backend="torch", workers=1, dtype=dtype)
     backend = ForwardBackend(spec, 0, 1, folder)
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     return backend
 
 

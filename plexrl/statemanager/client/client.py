@@ -120,6 +120,7 @@ class StateManagerClient:
             arena_bytes=arena.nbytes,
             kind=arena.kind,
             device=arena.device,
+            device_uuid=arena.uuid,
             host_bytes=0 if host is None else host.nbytes,
         )
         self._link.register(arena, registration, host)
@@ -150,9 +151,14 @@ class StateManagerClient:
         try:
             return self._link.borrow_base(base, request, fill)
         except BaseException:
-            self._link.give_back()
-            self._held = None
+            self.give_back()
             raise
+
+    def give_back(self) -> None:
+        """Return the arena's memory, unsaved."""
+        self._link.give_back()
+        self._held = None
+        self._puller.forget()
 
     def offload(
         self,
@@ -180,9 +186,7 @@ class StateManagerClient:
         """
         started = time.perf_counter()
         report = self._save(seq, keep_seq, token, parts, meta, next_use_s, previous_seq)
-        self._link.give_back()
-        self._held = None
-        self._puller.forget()
+        self.give_back()
         # Returning pages takes time that the daemon does not measure.
         return replace(report, seconds=time.perf_counter() - started)
 
@@ -237,7 +241,7 @@ class StateManagerClient:
             )
             answer = self._link.borrow_device(request, keep_contents=False)
         except CorruptStateError:
-            self._link.give_back()
+            self.give_back()
             raise
         if answer["stamp"]:
             self._held = (seq, answer["stamp"])

@@ -97,6 +97,14 @@ class DeviceBackend(Protocol):
         """Free an allocation whose worker may still have it mapped; it is not reused."""
         ...
 
+    def index_of(self, uuid: str) -> int:
+        """Index of the device with that UUID, for the other methods.
+
+        Raises:
+            DeviceUnavailableError: this daemon has no such device.
+        """
+        ...
+
     def usage(self, device: int) -> DeviceUsage:
         """Current memory usage. Raises DeviceError: the device can no longer be used."""
         ...
@@ -131,7 +139,12 @@ class WorkerArena(Protocol):
 
     @property
     def device(self) -> int:
-        """Index of the arena's device; 0 on CPU nodes."""
+        """Index of the arena's device in this process; 0 on CPU nodes."""
+        ...
+
+    @property
+    def uuid(self) -> str:
+        """UUID of the arena's GPU; empty: unknown, or a CPU node."""
         ...
 
     @property

@@ -49,6 +49,9 @@ class Register(Request, frozen=True, kw_only=True):
     arena_bytes: int
     kind: DeviceKind
     device: int
+    """Index of the arena's device; ignored with a UUID."""
+    device_uuid: str = ""
+    """UUID of the arena's GPU, whose index may differ between processes."""
     segment_bytes: tuple[int, ...] = ()
     """Size of the segment behind each descriptor."""
     keeps_memory: bool = False

@@ -39,7 +39,7 @@ class ForwardBackend(Backend):
         self._world_size = world_size
         self._checkpoint_url = checkpoint_url
 
-    def build(self) -> None:
+    def lay_out(self) -> None:
         """Make the model with its weights in the arena."""
         self._model = build_model(self._spec.model)
         self._memory = ModelMemory(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.checkpoint.places.choice import Location
-from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.storage.location import join
 from plexrl.wire.operations import OperationKind
@@ -65,7 +65,7 @@ class SharedWeights(Protocol):
     """Frozen weights, in device memory that several deployments share."""
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> WorkerArena:
         """Memory of the weights."""
         ...
 
@@ -78,16 +78,12 @@ class SharedWeights(Protocol):
         """Write all weights to the arena."""
         ...
 
-    def forget_built(self) -> None:
-        """Free the weights that `build` made; the arena holds them."""
-        ...
-
 
 class Backend(ABC):
     """One rank of a deployment."""
 
-    arena: Arena
-    """Holds every tensor of `slices()` except those in `host_arena`; allocated by `build`."""
+    arena: WorkerArena
+    """Holds every tensor of `slices()` except those in `host_arena`; reserved by `lay_out`."""
     host_arena: HostArena | None = None
     """Holds the state that stays in host memory; absent: there is none."""
 
@@ -103,11 +99,20 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def build(self) -> None:
-        """Make the model with its initial weights and move all its state into the arena.
+    def lay_out(self) -> None:
+        """Make the model, and give all its state an address in the arenas.
 
-        Called once per process, before any other method. The same spec gives the same bits.
+        Called once per process, before any other method. On a GPU nothing is written to the arena,
+        which has no memory yet. On the CPU it is private until it gets memory, so the whole model
+        may be built in it.
         """
+
+    def materialise(self) -> None:
+        """Write the initial weights to the arenas, which have memory and read as zero.
+
+        The same spec gives the same bits. Nothing to do if `lay_out` has written them.
+        """
+        return
 
     @abstractmethod
     def slices(self) -> tuple[StateSlice, ...]:

@@ -63,7 +63,7 @@ def make_backend(
 def make_or_refuse(
     spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
 ) -> Backend:
-    """As `make_backend`, but an error of that function is raised by the backend's `build`."""
+    """As `make_backend`, but an error of that function is raised by the backend's `lay_out`."""
     try:
         return make_backend(spec, rank, world_size, checkpoint_url)
     except InvalidRequestError as error:
@@ -74,14 +74,14 @@ class RefusedBackend(Backend):
     """A placeholder for a backend that this node cannot run.
 
     The worker starts with it, so that the first load fails with the reason: the scheduler would
-    restart a process that ends before it is ready. A worker calls no other method before `build`
-    succeeds.
+    restart a process that ends before it is ready. A worker calls no other method before
+    `lay_out` succeeds.
     """
 
     def __init__(self, reason: InvalidRequestError) -> None:
         self._reason = reason
 
-    def build(self) -> NoReturn:
+    def lay_out(self) -> NoReturn:
         raise self._reason
 
     def slices(self) -> tuple[StateSlice, ...]:
@@ -105,7 +105,9 @@ def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_url: Location)
     match spec.backend:
         case "fsdp":
             from plexrl.worker.training.fsdp.model import FsdpModel
+            from plexrl.worker.training.fsdp.sharded_parameter import check_torch
 
+            check_torch()
             model = FsdpModel(own)
         case "deepspeed":
             from plexrl.worker.training.deepspeed import DeepSpeedModel

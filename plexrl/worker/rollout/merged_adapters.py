@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from plexrl.model.lora import LoraSpec, adapter_names
-from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.worker.state.arena_tensors import ArenaLayout, view, whole_box
 
@@ -63,7 +63,7 @@ class MergedAdapters:
         """The adapters: a sync pulls them, and checkpoints contain them."""
         return tuple(piece for layer in self._layers for piece in (layer.down, layer.up))
 
-    def move_in(self, arena: Arena, weights: Mapping[str, torch.Tensor]) -> None:
+    def move_in(self, arena: WorkerArena, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy `weights` as the base weights. The adapters are zero at first."""
         self._arena = arena
         self._weights = weights

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.device.cuda.arena import ArenaBytes, CudaArena
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, DTYPE_BYTES, StateKey, StateSlice
@@ -126,13 +125,21 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def host_memory(arena: WorkerArena) -> memoryview | None:
+    """The arena's memory as this process addresses it; None: it is on a GPU."""
+    buffer = getattr(arena, "buffer", None)
+    assert buffer is None or isinstance(buffer, memoryview)
+    return buffer
+
+
 def whole(arena: WorkerArena) -> torch.Tensor:
     """The whole arena as bytes, on its device. [nbytes] uint8. Keeps its addresses alive.
 
     On a GPU, memory must be attached when this is called, because torch queries the driver for its
     device. The tensor stays valid after an offload and the next load.
     """
-    if isinstance(arena, CudaArena):
-        return torch.as_tensor(ArenaBytes(arena), device=f"cuda:{arena.device}")
-    assert isinstance(arena, Arena), "there are two kinds of arenas"
-    return torch.frombuffer(arena.buffer, dtype=torch.uint8)
+    memory = host_memory(arena)
+    if memory is not None:
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    assert isinstance(arena, CudaArena), "other arenas are in host memory"
+    return torch.as_tensor(ArenaBytes(arena), device=f"cuda:{arena.device}")

@@ -42,7 +42,7 @@ class StateMover:
         self._backend = backend
         self._client = client
         self._group = group
-        self._built = False
+        self._is_laid_out = self._is_materialised = False
         self._was_offloaded = False
         self._registered: tuple[StateSlice, ...] | None = None
         """The slices that the StateManager has registered; absent: none."""
@@ -106,42 +106,47 @@ class StateMover:
     def _load(self, command: RunCommand) -> Plain:
         if self.is_resident:
             return {}
-        if not self._built:
-            self._backend.build()
-            self._built = True
+        if not self._is_laid_out:
+            self._backend.lay_out()
+            self._is_laid_out = True
         measured: Plain = {}
-        # Version 0 is not loaded: any process that builds the model gets the same bits.
+        # Version 0 is not loaded: any process that materialises the model gets the same bits.
         is_stored = command.seq > 0 or self._was_offloaded
+        base_bytes = None
+        if not (is_stored and self._is_materialised):
+            base_bytes = self._materialise(command.token)
         if is_stored:
             report = self._load_version(command)
             self._backend.after_load(report.parts)
             measured = _plain(report)
-        else:
-            self._register(command.token)
-            self._client.attach()
-        base_bytes = self._borrow_base(command.token, is_stored=is_stored)
+            base_bytes = self._borrow_base(command.token) if base_bytes is None else base_bytes
         if base_bytes is not None:
             measured["base_bytes_filled"] = base_bytes
         self.is_resident = True
         return measured
 
-    def _borrow_base(self, token: int, *, is_stored: bool) -> int | None:
+    def _materialise(self, token: int) -> int | None:
+        """Get memory for the arenas, then write the initial weights; returns as `_borrow_base`."""
+        self._register(token)
+        self._client.attach()
+        base_bytes = self._borrow_base(token)
+        try:
+            self._backend.materialise()
+        except BaseException:
+            self._client.give_back()
+            raise
+        self._is_materialised = True
+        return base_bytes
+
+    def _borrow_base(self, token: int) -> int | None:
         """Map the shared frozen weights to the device; returns the bytes that had to be filled.
         None: the backend has no frozen weights. Raises as `StateManagerClient.borrow_base`."""
         base = self._backend.frozen_base
         if base is None:
             return None
-        # If this fails, the arena's memory is freed too; the built weights are stored nowhere else.
-        built = b"" if is_stored else bytes(self._backend.arena.buffer)
-        try:
-            filled = self._client.borrow_base(
-                base.arena, content=base.content, token=token, fill=base.fill
-            )
-        except BaseException:
-            self._backend.arena.buffer[: len(built)] = built
-            raise
-        base.forget_built()
-        return filled
+        return self._client.borrow_base(
+            base.arena, content=base.content, token=token, fill=base.fill
+        )
 
     def _load_version(self, command: RunCommand) -> LoadReport:
         """Load into the arena. The arena is registered once per process; with host memory, at every

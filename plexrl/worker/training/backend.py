@@ -31,7 +31,7 @@ LOSS_ARRAYS = ("mask", "weights", "logprobs", "prox_logprobs", "advantages", "re
 
 
 class TrainingBackend(Backend):
-    """One rank of a train deployment. The default process group must exist before `build`."""
+    """One rank of a train deployment. The default process group must exist before `lay_out`."""
 
     def __init__(self, rank: TrainingRank, model: TrainingModel, checkpoint_url: Location) -> None:
         self._rank = rank
@@ -57,9 +57,12 @@ class TrainingBackend(Backend):
             np.frombuffer(self.host_arena.buffer, dtype=np.float32, count=1, offset=start)[0]
         )
 
-    def build(self) -> None:
-        self.model.build()
+    def lay_out(self) -> None:
+        self.model.lay_out()
         self.arena, self.host_arena = self.model.arena, self.model.host_arena
+
+    def materialise(self) -> None:
+        self.model.materialise()
 
     def slices(self) -> tuple[StateSlice, ...]:
         return self.model.slices()

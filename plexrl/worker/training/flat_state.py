@@ -2,24 +2,26 @@
 
 The arena has one region for each kind of state (parameters, gradients, first and second moments),
 all with the same layout, followed by the optimizer's step count. With a host optimizer the moments
-and the count are in host memory instead (`plexrl.worker.state.host_optimizer`). AdamW is
+and the count are in host memory instead (`plexrl.worker.state.host.optimizer`). AdamW is
 elementwise, so each rank steps its region as one flat tensor. The padding between parameters stays
 zero.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import ARENA_ALIGNMENT, StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view, whole_box
-from plexrl.worker.state.host_optimizer import AdamKernel, HostAdamW, adam_of_torch
-from plexrl.worker.state.host_transfer import Run
+from plexrl.worker.state.host.optimizer import AdamKernel, HostAdamW, adam_of_torch
+from plexrl.worker.state.host.transfer import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
@@ -45,11 +47,13 @@ class FlatState:
         boxes: Mapping[str, ShardBox],
         *,
         optimizer: str,
+        make_arena: Callable[[int], WorkerArena] = Arena,
         lead: int = 0,
         kernel: AdamKernel = adam_of_torch,
     ) -> None:
         """`optimizer` is the location of the optimizer's state, `device` or `host`. `kernel` steps
-        it. `lead` elements before the first parameter are the framework's padding."""
+        it. `lead` elements before the first parameter are the framework's padding. Only addresses
+        are reserved: nothing is written."""
         self._lead = lead
         self._kernel = kernel
         self._layout = ArenaLayout()
@@ -57,24 +61,21 @@ class FlatState:
         for region, part in (("param", StatePart.PARAMETER), ("grad", StatePart.GRADIENT)):
             self._add_region(self._layout, region, part, boxes)
         in_host = optimizer == "host"
-        layout = ArenaLayout(host_start(self._layout.nbytes)) if in_host else self._layout
+        if in_host:
+            self.arena = make_arena(self._layout.nbytes)
+            self._host_start = host_start(self.arena.nbytes)
+            layout = ArenaLayout(self._host_start)
+        else:
+            layout = self._layout
         for moment in MOMENTS:
             self._add_region(layout, moment, StatePart.OPTIMIZER, boxes)
-        step_slice = layout.add(STEP, whole_box(()))
-        self.arena = Arena(self._layout.nbytes)
-        self._host_start = host_start(self._layout.nbytes)
+        self._step_slice = layout.add(STEP, whole_box(()))
         self._host_slices = layout.slices if in_host else []
-        self.host_arena = HostArena(layout.nbytes - self._host_start) if in_host else None
-        self._flat = {
-            name: span(self.arena, region.start, region.elements)
-            for name, region in self._regions.items()
-            if region.start < self._host_start
-        }
-        if self.host_arena is None:
-            self._step_count = view(self.arena, step_slice)
+        self.host_arena: HostArena | None = None
+        if in_host:
+            self.host_arena = HostArena(layout.nbytes - self._host_start)
         else:
-            step = self._in_host(step_slice.arena_offset)
-            self._host_optimizer = self._make_host_optimizer(self.host_arena, step)
+            self.arena = make_arena(self._layout.nbytes)
 
     @property
     def slices(self) -> tuple[StateSlice, ...]:
@@ -84,12 +85,12 @@ class FlatState:
     @property
     def parameters(self) -> torch.Tensor:
         """All parameters, end to end with their padding. Float32."""
-        return self._flat["param"]
+        return self._flat("param")
 
     @property
     def gradients(self) -> torch.Tensor:
         """All gradients, end to end with their padding. Float32."""
-        return self._flat["grad"]
+        return self._flat("grad")
 
     def parameter(self, name: str, elements: int) -> torch.Tensor:
         """The first `elements` of a parameter's shard and its padding, flat."""
@@ -106,9 +107,10 @@ class FlatState:
             return
         if gradient_factor != 1.0:
             self.gradients.mul_(gradient_factor)
-        self._step_count.add_(1)
-        moments = (self._flat[name] for name in MOMENTS)
-        self._kernel(params, self._step_count, self.parameters, self.gradients, *moments)
+        step_count = view(self.arena, self._step_slice)
+        step_count.add_(1)
+        moments = (self._flat(name) for name in MOMENTS)
+        self._kernel(params, step_count, self.parameters, self.gradients, *moments)
 
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, a scalar."""
@@ -135,13 +137,20 @@ class FlatState:
         }
         self._regions[region] = _Region(start, (layout.nbytes - start) // 4, placed)
 
-    def _make_host_optimizer(self, host: HostArena, step: int) -> HostAdamW:
+    def _flat(self, region: str) -> torch.Tensor:
+        """A region of the arena, flat. On a GPU memory must be attached."""
+        found = self._regions[region]
+        return span(self.arena, found.start, found.elements)
+
+    @cached_property
+    def _host_optimizer(self) -> HostAdamW:
+        assert self.host_arena is not None
         first, second = (self._regions[name] for name in MOMENTS)
         return HostAdamW(
-            host,
+            self.host_arena,
             self._runs(first),
             moments=(self._in_host(first.start), self._in_host(second.start)),
-            step=step,
+            step=self._in_host(self._step_slice.arena_offset),
             kernel=self._kernel,
         )
 
@@ -162,8 +171,8 @@ class FlatState:
                 found.append((first, offset, count))
         return [
             Run(
-                self._flat["param"][first : first + count],
-                self._flat["grad"][first : first + count],
+                self.parameters[first : first + count],
+                self.gradients[first : first + count],
                 offset,
             )
             for first, offset, count in found

@@ -10,7 +10,8 @@ from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import fill_from_checkpoint
-from plexrl.worker.state.host_optimizer import floats
+from plexrl.worker.state.host.optimizer import floats
+from plexrl.worker.state.host.staging import HostStaging
 from plexrl.worker.training.model import TrainingModel
 
 
@@ -26,15 +27,16 @@ def fill_state(
     wants = [piece for piece in held if optimizer or piece.key.part != StatePart.OPTIMIZER]
     dropped = [piece for piece in held if not optimizer and piece.key.part == StatePart.OPTIMIZER]
 
-    def in_arena(piece: StateSlice) -> memoryview:
-        return model.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes]
-
+    staging = HostStaging(model.arena)
     if model.host_arena is None:
-        fill_from_checkpoint(path, wants, in_arena, gather)
+        fill_from_checkpoint(path, wants, staging.memory, gather)
+        staging.copy_in()
         for piece in dropped:
             view(model.arena, piece).zero_()
         return
-    _fill_with_host(model.host_arena, host_start(model.arena.nbytes), path, wants, in_arena, gather)
+    start = host_start(model.arena.nbytes)
+    _fill_with_host(model.host_arena, start, path, wants, staging.memory, gather)
+    staging.copy_in()
 
 
 def _fill_with_host(

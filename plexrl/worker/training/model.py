@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from plexrl.model.parallelism import Coordinates, Parallelism
-from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import build_model
+from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
     from plexrl.model.deployment_spec import DeploymentSpec
@@ -37,6 +38,7 @@ class TrainingRank:
     spec: "DeploymentSpec"
     rank: int
     """Rank in the default process group, numbered as in `plexrl.model.parallelism`."""
+    device: WorkerDevice = CPU
 
     @property
     def layout(self) -> Parallelism:
@@ -53,7 +55,7 @@ class TrainingState(Protocol):
     """A rank's parameters, gradients and optimizer in its arenas."""
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> WorkerArena:
         """Holds every slice except those in `host_arena`."""
         ...
 
@@ -90,14 +92,14 @@ class TrainingModel(ABC):
     generation_config: Any
     """The model's `transformers` generation configuration, for checkpoints; None: it has none."""
     _state: TrainingState
-    """Set by `build`."""
+    """Set by `lay_out`."""
 
     def __init__(self, rank: TrainingRank) -> None:
         self._rank = rank
 
     @property
-    def arena(self) -> Arena:
-        """Holds every slice except those in `host_arena`; exists once `build` has returned."""
+    def arena(self) -> WorkerArena:
+        """Holds every slice except those in `host_arena`; exists once `lay_out` has returned."""
         return self._state.arena
 
     @property
@@ -111,11 +113,20 @@ class TrainingModel(ABC):
         return None
 
     @abstractmethod
-    def build(self) -> None:
-        """Make the model with its initial weights and move all its state into the arenas.
+    def lay_out(self) -> None:
+        """Make the model, and give all its state an address in the arenas.
 
-        The same spec gives the same bits on every start and every layout.
+        On a GPU nothing is written to the arenas, which have no memory yet. On the CPU they are
+        private until they get memory, so a framework may build the whole model in them.
         """
+
+    def materialise(self) -> None:
+        """Write this rank's initial weights to the arenas, which have memory and read as zero.
+
+        The same spec gives the same bits on every start and every layout. Nothing to do if
+        `lay_out` has written them.
+        """
+        return
 
     def slices(self) -> tuple[StateSlice, ...]:
         """All state in the arenas, in arena order. Offsets in host memory begin at
@@ -171,8 +182,11 @@ class TrainingModel(ABC):
         return self._state.squared_gradients()
 
     def _build_model(self) -> Any:
-        """The Hugging Face model, on the CPU; its configurations are kept."""
-        model: Any = build_model(self._rank.spec.model)
+        """The whole Hugging Face model, on the CPU; its configurations are kept."""
+        return self._keep_configuration(build_model(self._rank.spec.model))
+
+    def _keep_configuration(self, model: Any) -> Any:
+        """Keep a Hugging Face model's configurations; returns the model."""
         self.config = model.config
         self.generation_config = getattr(model, "generation_config", None)
         return model

@@ -56,7 +56,8 @@ class Node:
             max_concurrent_samples=2,
         )
         self.backend = TorchRolloutBackend(spec, folder)
-        self.backend.build()
+        self.backend.lay_out()
+        self.backend.materialise()
         mover = StateMover(self.backend, cast("StateManagerClient", self), "g")
         mover.is_resident = True
         self.requests: queue.Queue[Request] = queue.Queue()

@@ -95,7 +95,8 @@ def test_the_order_to_end_a_generation_may_come_before_it(
     router: Router, backend: TorchRolloutBackend
 ) -> None:
     assert router.send(request="abort", operation="early")
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     router.mover.is_resident = True
     assert router.send(request="abort", operation="never")
     for operation in ("early", "other"):
@@ -111,7 +112,8 @@ def test_the_order_to_end_a_generation_may_come_before_it(
 def test_an_interruption_ends_one_run_of_a_generation_and_not_the_next(
     router: Router, backend: TorchRolloutBackend, before: bool
 ) -> None:
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     router.mover.is_resident = True
     if before:
         router.send(request="abort", operation="g", token=1)
@@ -133,7 +135,8 @@ def test_a_pause_ends_when_its_time_is_over_and_not_before(
 ) -> None:
     assert router.ask("pause", for_s=60.0)["error"]["code"] == "conflict", "it has no weights yet"
     assert router.controls.paused_for_s() is None
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     router.mover.is_resident = True
     begin(router, backend, "one")
     assert router.ask("pause", for_s=3600.0)["answer"]["paused"]
@@ -152,7 +155,8 @@ def test_a_pause_ends_when_its_time_is_over_and_not_before(
 def test_an_engine_whose_weights_mix_versions_cannot_be_resumed(
     router: Router, backend: TorchRolloutBackend
 ) -> None:
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     router.mover.is_resident = True
     begin(router, backend, "one")
     assert router.ask("pause", for_s=0.0)["answer"]["paused"]
@@ -166,7 +170,8 @@ def test_an_engine_whose_weights_mix_versions_cannot_be_resumed(
 def test_groups_that_do_not_change_are_not_switched(
     router: Router, backend: TorchRolloutBackend
 ) -> None:
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     router.mover.is_resident = True
     refused = router.ask("set_tp", tp=2, kv="migrate")["error"]
     assert refused["code"] == "invalid_request"

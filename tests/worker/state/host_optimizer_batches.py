@@ -57,7 +57,8 @@ def backend(rank: int, ranks: int, folder: Path, optimizer: str = "device") -> T
     )
     place = TrainingRank(spec=spec, rank=rank)
     made = TrainingBackend(place, FsdpModel(place), folder)
-    made.build()
+    made.lay_out()
+    made.materialise()
     return made
 
 

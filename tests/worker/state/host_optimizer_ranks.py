@@ -16,6 +16,7 @@ from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.training.backend import TrainingBackend
+from tests.worker.arena_memory import memory_of
 from tests.worker.state.host_optimizer_batches import (
     LOSS,
     backend,
@@ -86,7 +87,7 @@ def contents(made: TrainingBackend) -> dict[str, bytes]:
         if piece.key.part == StatePart.GRADIENT:
             continue
         if piece.arena_offset < host_start(made.arena.nbytes):
-            data = made.arena.buffer[piece.arena_offset : piece.arena_offset + piece.nbytes]
+            data = memory_of(made.arena)[piece.arena_offset : piece.arena_offset + piece.nbytes]
         else:
             assert made.host_arena is not None
             first = piece.arena_offset - host_start(made.arena.nbytes)

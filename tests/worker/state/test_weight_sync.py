@@ -68,7 +68,7 @@ class Idle(RolloutBackend):
 
     has_work = False
 
-    def build(self) -> None:
+    def lay_out(self) -> None:
         raise NotImplementedError
 
     def slices(self) -> tuple[()]:

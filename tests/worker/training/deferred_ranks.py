@@ -22,6 +22,7 @@ from plexrl.worker.process.backend import BackendCall, BackendResult
 from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.training.flat_state import STEP
+from tests.worker.arena_memory import memory_of
 from tests.worker.training.cases import Case
 from tests.worker.training.ranks import batch, plan_of
 
@@ -71,7 +72,8 @@ class DeferredRank:
     def __init__(self, case: Case, rank: int, folder: Path) -> None:
         self.case, self.rank = case, rank
         self.backend = make_backend(case.spec, rank, case.layout.world_size, folder)
-        self.backend.build()
+        self.backend.lay_out()
+        self.backend.materialise()
 
     def gradients(self, part: Arrays, loss: LossSpec) -> None:
         plan = plan_of(self.case, part)
@@ -103,7 +105,7 @@ class DeferredRank:
     def restore(self, state: bytes) -> None:
         """Back to an earlier state, without gradients."""
         self.backend.before_offload()
-        self.backend.arena.buffer[:] = state
+        memory_of(self.backend.arena)[:] = state
         self.backend.after_load(frozenset({StatePart.PARAMETER, StatePart.OPTIMIZER}))
 
     def step(self, divide_by: float) -> tuple[torch.Tensor, float]:
@@ -134,7 +136,7 @@ def compare(rank: int, case: Case, loss: LossSpec, summed: LossSpec, folder: str
     differences = []
     for seed in range(SPLITS):
         arrays = batch(seed, rows=ROWS, first_row=1 + seed % 5)
-        before = bytes(own.backend.arena.buffer)
+        before = bytes(memory_of(own.backend.arena))
         own.gradients(arrays, loss)
         gradient = own.kept(StatePart.GRADIENT)
         moments, norm = own.step(1.0)

@@ -37,6 +37,7 @@ from plexrl.worker.process.backend_factory import make_backend
 from plexrl.worker.process.command import RunCommand
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES
 from plexrl.worker.state.save_checkpoint import save_checkpoint
+from tests.worker.arena_memory import memory_of
 from tests.worker.training.cases import WRITER, Case
 
 LOSS = plexrl.losses.grpo(kl_coef=0.1)
@@ -160,7 +161,8 @@ class _Run:
         self.case, self.rank = case, rank
         root = Path(statemanager).parent
         self.backend: Backend = make_backend(case.spec, rank, case.layout.world_size, root)
-        self.backend.build()
+        self.backend.lay_out()
+        self.backend.materialise()
         claims = Claims(
             role=Role.WORKER,
             job="j",
@@ -336,7 +338,7 @@ class _Run:
             if piece.key.part not in parts:
                 continue
             start = piece.arena_offset
-            memory = arena.buffer
+            memory = memory_of(arena)
             if start >= host_start(arena.nbytes):
                 assert host is not None
                 start -= host_start(arena.nbytes)

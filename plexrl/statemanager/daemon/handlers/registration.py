@@ -37,6 +37,8 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
             f"{services.devices.kind.value} memory: set `device` in its configuration"
         )
     check_slice_offsets(request)
+    devices = services.devices
+    device = devices.index_of(request.device_uuid) if request.device_uuid else request.device
     services.fencing.admit(request.group, request.token)
     registration = Registration(
         deployment=request.deployment,
@@ -45,9 +47,9 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         group=request.group,
         slices=request.slices,
         arena_bytes=request.arena_bytes,
-        device=request.device,
+        device=device,
         uid=caller.uid,
-        devices=services.devices,
+        devices=devices,
         host=host_state(caller, request),
         host_allocations=services.store.host_allocations,
     )
@@ -63,7 +65,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         registration.allocation = services.devices.adopt(
             fds[: len(request.segment_bytes)],
             request.segment_bytes,
-            device=request.device,
+            device=device,
             uid=caller.uid,
         )
     known = [] if request.keeps_memory else adopt_host(registration, fds, request)

@@ -18,6 +18,7 @@ class CpuArena:
 
     kind = DeviceKind.CPU
     device = 0
+    uuid = ""
 
     def __init__(self, nbytes: int) -> None:
         """Reserve a range of at least `nbytes`."""

@@ -15,7 +15,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from plexrl.errors import DeviceMemoryFullError, InvalidRequestError, StateLostError
+from plexrl.errors import (
+    DeviceMemoryFullError,
+    DeviceUnavailableError,
+    InvalidRequestError,
+    StateLostError,
+)
 from plexrl.statemanager.device.backend import DeviceAllocation, DeviceKind, DeviceUsage
 from plexrl.statemanager.device.mapping import PAGE, map_file, move, set_zero, unmap
 from plexrl.statemanager.device.memory import Run
@@ -198,6 +203,9 @@ class CpuDevice:
                 with self._lock:
                     self._ending_bytes -= segment.nbytes
                     self._ended.notify_all()
+
+    def index_of(self, uuid: str) -> int:
+        raise DeviceUnavailableError(f"this StateManager has CPU memory only, and no GPU {uuid!r}")
 
     def usage(self, device: int) -> DeviceUsage:
         _check_device(device)

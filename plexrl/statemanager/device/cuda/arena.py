@@ -16,11 +16,12 @@ class CudaArena:
 
     kind = DeviceKind.CUDA
 
-    def __init__(self, driver: CudaDriver, nbytes: int, *, device: int = 0) -> None:
-        """Reserve a range of at least `nbytes`."""
+    def __init__(self, driver: CudaDriver, nbytes: int, *, device: int = 0, uuid: str = "") -> None:
+        """Reserve a range of at least `nbytes`. `device` is the GPU's index in this process, `uuid`
+        its name in all; empty: the daemon sees the same GPUs in the same order."""
         driver.enter(device)
         unit = driver.granularity(device)
-        self.device = device
+        self.device, self.uuid = device, uuid
         self.nbytes = max(1, -(-nbytes // unit)) * unit
         self.address = driver.reserve(self.nbytes)
         self.segments: tuple[Segment, ...] = ()

@@ -2,6 +2,7 @@
 
 import threading
 from typing import Any
+from uuid import UUID
 
 from plexrl.errors import DeviceUnavailableError
 from plexrl.statemanager.device.cuda.driver import driver_error
@@ -22,6 +23,11 @@ def load_bindings() -> Any:
     return driver
 
 
+def uuid_text(sixteen: bytes) -> str:
+    """A UUID as NVIDIA's tools print it."""
+    return f"GPU-{UUID(bytes=bytes(sixteen))}"
+
+
 class BoundDriver:
     """Implements `CudaDriver`. Keeps the context of each entered device until the process ends."""
 
@@ -33,6 +39,13 @@ class BoundDriver:
 
     def enter(self, device: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device))
+
+    def uuids(self) -> tuple[str, ...]:
+        self._initialise()
+        handles = [
+            self._call("cuDeviceGet", index) for index in range(self._call("cuDeviceGetCount"))
+        ]
+        return tuple(uuid_text(self._call("cuDeviceGetUuid", each).bytes) for each in handles)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")

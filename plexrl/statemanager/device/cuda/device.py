@@ -243,6 +243,15 @@ class CudaDevices:
         finally:
             self._count_returned(allocation.device, allocation.nbytes)
 
+    def index_of(self, uuid: str) -> int:
+        found = self._driver.uuids()
+        if uuid not in found:
+            raise DeviceUnavailableError(
+                f"the StateManager sees no GPU {uuid!r}, only {', '.join(found) or 'none'}: let "
+                "its CUDA_VISIBLE_DEVICES name all GPUs of the node's workers, or leave it unset"
+            )
+        return found.index(uuid)
+
     def usage(self, device: int) -> DeviceUsage:
         self._enter(device)
         free_bytes, _ = self._driver.memory_info()

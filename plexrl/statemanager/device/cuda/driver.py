@@ -20,6 +20,10 @@ class CudaDriver(Protocol):
         """
         ...
 
+    def uuids(self) -> tuple[str, ...]:
+        """UUIDs of the devices that this process sees, by index, as `GPU-…`."""
+        ...
+
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the entered device."""
         ...

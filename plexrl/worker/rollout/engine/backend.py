@@ -9,11 +9,11 @@ import numpy as np
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.spec import ARCHITECTURES
 from plexrl.statemanager.checkpoint.places.choice import Location
-from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.wire.operations import PROMPT_SAMPLING, OperationKind
-from plexrl.worker.models import build_model, device_name, named_parameters
+from plexrl.worker.models import LaidOutModel, device_name, lay_out_model, named_parameters
 from plexrl.worker.process.backend import BackendCall, BackendResult, Emit, EmitRow, RolloutBackend
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.forward.joined_linear import arena_order
@@ -27,6 +27,7 @@ from plexrl.worker.rollout.rollout_engine import EngineStats, RolloutEngine
 from plexrl.worker.rollout.shards import box_of
 from plexrl.worker.state.arena_tensors import ARENA_DTYPES, ArenaLayout, ShardBox, view
 from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
+from plexrl.worker.state.device import CPU, WorkerDevice
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +40,14 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
     """One worker's engine. Subclasses choose the kind of engine with `_arrange` and `_start`."""
 
     def __init__(
-        self, spec: DeploymentSpec, checkpoint_url: Location, ranks: RankGroup | None = None
+        self,
+        spec: DeploymentSpec,
+        checkpoint_url: Location,
+        ranks: RankGroup | None = None,
+        device: WorkerDevice = CPU,
     ) -> None:
         """`ranks`: this worker's tensor-parallel group; absent: the worker has the whole model."""
+        self._device = device
         self._spec = spec
         self._checkpoint_url = checkpoint_url
         self._ranks = ranks
@@ -56,32 +62,36 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         self._begun: dict[str, Generation] = {}
         """Unfinished generations."""
 
-    def build(self) -> None:
-        """Make the model with its weights in the arena, and the engine on it."""
-        model = build_model(self._spec.model)
-        parameters = self._lay_out(model)
-        for name, parameter in parameters.items():
-            home = self._weights[name]
-            home.copy_(parameter.data[self._boxes[name].index])
-            # A tied weight is one parameter object, so its other uses follow.
-            parameter.data = home
-            parameter.requires_grad_(False)
+    def lay_out(self) -> None:
+        """Make the model, and give each of its weights an address in the arena."""
+        self._laid_out = self._make_model()
+        self._lay_out(self._laid_out)
+
+    def materialise(self) -> None:
+        """Write the weights to the arena, and make the engine on them."""
+        self._weights: dict[str, torch.Tensor] = {
+            name: view(self.arena, piece) for name, piece in self._pieces_by_name.items()
+        }
+        for name, home in self._weights.items():
+            home.copy_(self._laid_out.read(name, self._boxes[name].index))
+        self._before_engine(self._laid_out)
+        self._laid_out.replace_parameters(self._weights)
         if self._adapters is not None:
             self._adapters.move_in(self.arena, self._weights)
-        self._engine = self._start(model)
+        self._laid_out.forget()
+        self._engine = self._start(self._laid_out.model)
         self._described = self._describe()
         self._vocab_size = self._spec.model.dimensions.vocabulary
         self._leading: EngineT | LeadingEngine = self._engine
         if self.calls is not None:
             self._leading = self._lead(self._engine, self.calls)
 
-    def _lay_out(self, model: "nn.Module") -> "dict[str, nn.Parameter]":
-        """Allocate the arena with a slice for each weight and adapter; returns the parameters in
-        arena order."""
+    def _lay_out(self, laid_out: LaidOutModel) -> None:
+        """Reserve the arena, with a slice for each weight and adapter."""
         layout = ArenaLayout()
         self._boxes: dict[str, ShardBox] = {}
-        named = dict(named_parameters(model))
-        reserved = self._arrange(model)
+        named = dict(named_parameters(laid_out.model))
+        reserved = self._arrange(laid_out.model)
         parameters = {name: named[name] for name in reserved}
         dtype = ARENA_DTYPES[self._spec.dtype]
         share = (0, 1) if self._ranks is None else (self._ranks.share, self._ranks.shares)
@@ -94,14 +104,10 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
         if self._spec.lora is not None:
             shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
             self._adapters = MergedAdapters(self._spec.lora, layout, shapes, dtype)
-        self.arena = Arena(layout.nbytes)
+        self.arena = self._device.make_arena(layout.nbytes)
         self._slices = tuple(layout.slices)
         self._pulled = self._slices if self._adapters is None else self._adapters.slices
-        self._weights: dict[str, torch.Tensor] = {
-            name: view(self.arena, piece)
-            for name, piece in zip(parameters, parameter_slices, strict=True)
-        }
-        return parameters
+        self._pieces_by_name = dict(zip(parameters, parameter_slices, strict=True))
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
@@ -228,6 +234,13 @@ class EngineBackend(RolloutBackend, Generic[EngineT]):
     def has_work(self) -> bool:
         return self._engine is not None and self._engine.has_work
 
+    def _make_model(self) -> LaidOutModel:
+        """The model, before its parameters have their addresses."""
+        return lay_out_model(self._spec.model)
+
+    def _before_engine(self, laid_out: LaidOutModel) -> None:
+        """Hook after the weights were written, while the model still has its own parameters."""
+
     @abstractmethod
     def _arrange(self, model: "nn.Module") -> dict[str, int]:
         """The model's parameters by name, in arena order, with the elements to reserve for each, if
@@ -303,15 +316,22 @@ class TorchRolloutBackend(EngineBackend[Engine | SwitchingEngine]):
         checkpoint_url: Location,
         ranks: RankGroup | None = None,
         groups: SwitchGroups | None = None,
+        device: WorkerDevice = CPU,
     ) -> None:
         """As `EngineBackend`. `groups`: this worker's groups in an engine with `spec.tp_sizes`,
         instead of `ranks`."""
-        super().__init__(spec, checkpoint_url, ranks if groups is None else groups.everyone)
+        everyone = ranks if groups is None else groups.everyone
+        super().__init__(spec, checkpoint_url, everyone, device)
         self._groups = groups
 
     def _arrange(self, model: "nn.Module") -> dict[str, int]:
-        self._probed = probe(model)
         return dict.fromkeys(arena_order(dict(named_parameters(model))), 0)
+
+    def _before_engine(self, laid_out: LaidOutModel) -> None:
+        # Other models may use a module's parameters without calling the module.
+        at_once = laid_out.model.config.model_type not in ARCHITECTURES
+        with laid_out.streamed(at_once=at_once):
+            self._probed = probe(laid_out.model)
 
     def _start(self, model: "nn.Module") -> Engine | SwitchingEngine:
         if self._groups is not None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from plexrl.model.kv_cache import kv_token_bytes
 from plexrl.statemanager.layout.keys import StatePart
-from plexrl.worker.models import named_parameters
+from plexrl.worker.models import LaidOutModel, named_parameters, whole_model
 from plexrl.worker.rollout.engine.backend import EngineBackend
 from plexrl.worker.rollout.rollout_engine import end_tokens
 from plexrl.worker.rollout.vllm.engine import VllmEngine
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class VllmRolloutBackend(EngineBackend[VllmEngine]):
     """One worker's vLLM engine, with the whole model.
 
-    `build` raises `InvalidRequestError` if vLLM cannot run the model. `build` and every method that
-    replaces weights raise `StaleWeightsError` if vLLM's results differ from those of
+    `lay_out` raises `InvalidRequestError` if vLLM cannot run the model. `materialise` and every
+    method that replaces weights raise `StaleWeightsError` if vLLM's results differ from those of
     `transformers`.
     """
 
@@ -29,6 +29,10 @@ class VllmRolloutBackend(EngineBackend[VllmEngine]):
         """Use the loaded weights. Raises `StaleWeightsError` if vLLM does not compute with them."""
         del parts
         self.engine.weights_changed(self.engine.weights_seq)
+
+    def _make_model(self) -> LaidOutModel:
+        """vLLM's probe computes with the whole model."""
+        return whole_model(self._spec.model)
 
     def _arrange(self, model: "nn.Module") -> dict[str, int]:
         spec, dtype = self._spec, TORCH_DTYPES[ARENA_DTYPES[self._spec.dtype]]

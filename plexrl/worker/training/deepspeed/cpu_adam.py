@@ -1,7 +1,7 @@
 """DeepSpeed's CPUAdam, the kernel of ZeRO-Offload, on memory in the host tier.
 
 Only DeepSpeed's kernel is used, because DeepSpeed itself would keep parameters, gradients and
-moments in its own memory. `plexrl.worker.state.host_optimizer` passes chunks to the kernel. Their
+moments in its own memory. `plexrl.worker.state.host.optimizer` passes chunks to the kernel. Their
 moments are in memory that the StateManager allocated for the next version. The parameters stay in
 the arena, where weight sync and checkpoints read them.
 
@@ -56,7 +56,7 @@ class CpuAdam:
         first_moment: torch.Tensor,
         second_moment: torch.Tensor,
     ) -> None:
-        """As `plexrl.worker.state.host_optimizer.adam_of_torch`."""
+        """As `plexrl.worker.state.host.optimizer.adam_of_torch`."""
         kernel, name = self._adam.ds_opt_adam, self._adam.opt_id
         rates = (params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay)
         kernel.create_adam(name, *rates, True, False)

@@ -21,7 +21,7 @@ from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import named_parameters
-from plexrl.worker.state.host_optimizer import AdamKernel, adam_of_torch
+from plexrl.worker.state.host.optimizer import AdamKernel, adam_of_torch
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.deepspeed.partitions import Partitions, partition
@@ -37,8 +37,8 @@ class DeepSpeedModel(TrainingModel):
 
     _state: FlatState
 
-    def build(self) -> None:
-        """As `TrainingModel.build`.
+    def lay_out(self) -> None:
+        """As `TrainingModel.lay_out`.
 
         Raises:
             InvalidRequestError: DeepSpeed is not installed, or its kernel for an optimizer in host

@@ -1,8 +1,7 @@
 """One rank's part of a model's frozen weights, in memory that deployments of the same model share.
 
 The node's StateManager allocates that memory (`plexrl.statemanager.device.frozen_weights`). The
-first rank that maps it fills it: from the model that it has just built, or from a model built
-again.
+first rank that maps it fills it, box by box.
 """
 
 import hashlib
@@ -14,12 +13,12 @@ import torch
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.spec import ModelSpec
-from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart
 from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view
 
-Rebuild = Callable[[], Mapping[str, torch.Tensor]]
-"""Builds the frozen parameters again: this rank's shards, each in its shape, by name."""
+Read = Callable[[str], torch.Tensor]
+"""Reads this rank's shard of a frozen parameter, in its shape, by the parameter's name."""
 
 ModelFiles = tuple[tuple[str, int, int, int], ...]
 """Files of a model's directory that determine its weights: (name, bytes, time of the last change in
@@ -31,9 +30,15 @@ class FrozenBase:
     """The frozen weights of one rank. Their memory reads as zero until it is mapped."""
 
     def __init__(
-        self, spec: ModelSpec, files: ModelFiles, boxes: Mapping[str, ShardBox], rebuild: Rebuild
+        self,
+        spec: ModelSpec,
+        files: ModelFiles,
+        boxes: Mapping[str, ShardBox],
+        read: Read,
+        *,
+        make_arena: Callable[[int], WorkerArena],
     ) -> None:
-        """`files` are the files of `spec`, as they were before the model was built from them.
+        """`files` are the files of `spec`, as they were before the model was laid out.
 
         Raises:
             InvalidRequestError: the files have changed since, so the model may mix two versions.
@@ -45,9 +50,8 @@ class FrozenBase:
             layout.add(StateKey(part=StatePart.PARAMETER, name=name), box)
         self._slices = {piece.key.name: piece for piece in layout.slices}
         self._boxes = dict(boxes)
-        self._rebuild = rebuild
-        self._built: Mapping[str, torch.Tensor] | None = None
-        self.arena = Arena(layout.nbytes)
+        self._read = read
+        self.arena = make_arena(layout.nbytes)
         self.content = content_of(spec, files, boxes)
         """Digest; equal for two bases whose bytes are equal."""
 
@@ -55,26 +59,18 @@ class FrozenBase:
         """The memory of a parameter's shard, flat, padding included."""
         return span(self.arena, self._slices[name].arena_offset, self._boxes[name].reserve)
 
-    def keep_built(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Fill from these shards until `forget_built`."""
-        self._built = dict(shards)
-
-    def forget_built(self) -> None:
-        """Free the built shards, after the memory has been mapped and filled."""
-        self._built = None
-
     def fill(self) -> None:
         """Write all weights.
 
         Raises:
             InvalidRequestError: the model's files have changed since `content` was computed.
         """
-        shards = self._built
-        if shards is None:
-            shards = self._rebuild()
-            self._check_files()
+        self._check_files()
         for name, piece in self._slices.items():
-            view(self.arena, piece).copy_(shards[name])
+            if piece.nbytes:
+                view(self.arena, piece).copy_(self._read(name))
+        # They may have been replaced meanwhile.
+        self._check_files()
 
     def _check_files(self) -> None:
         if model_files(self._spec) != self._files:

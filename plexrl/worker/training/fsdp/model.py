@@ -8,13 +8,11 @@ With `compute_dtype="bfloat16"` parameters are cast when they are gathered. In t
 gradients (summed in float32) and optimizer state are float32.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -23,12 +21,13 @@ from plexrl.statemanager.layout.boxes import Box
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import sharded_token_logprobs, token_logprobs
 from plexrl.worker.batches.packing import MicroBatch
-from plexrl.worker.models import build_model, named_parameters
+from plexrl.worker.models import lay_out_model, named_parameters
 from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
 from plexrl.worker.training.flat_state import FlatState
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
+from plexrl.worker.training.fsdp.sharded_parameter import ShardedParameter, sharded_parameters
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
 
@@ -49,10 +48,11 @@ class FsdpModel(TrainingModel):
         super().__init__(rank)
         self._layerwise_parameters = layerwise_parameters
 
-    def build(self) -> None:
+    def lay_out(self) -> None:
         spec = self._rank.spec
         files = () if spec.lora is None else model_files(spec.model)
-        model = self._build_model()
+        self._laid_out = lay_out_model(spec.model)
+        model = self._keep_configuration(self._laid_out.model)
         if spec.lora is None:
             for parameter in model.parameters():
                 parameter.requires_grad_(True)
@@ -62,15 +62,32 @@ class FsdpModel(TrainingModel):
         cuts = {name: local_box(parameter) for name, parameter in named_parameters(model)}
         self._cut = cut_parameters(model)
         self._model = self._shard_by_data_ranks(model, mesh)
-        shards = {name: _fsdp_param(model, p) for name, p in named_parameters(model)}
-        boxes = {name: self._box(shard, cuts[name]) for name, shard in shards.items()}
-        frozen = {n: shard for n, shard in shards.items() if not shard.sharded_param.requires_grad}
-        trained = {n: shard for n, shard in shards.items() if n not in frozen}
+        self._shards = sharded_parameters(model)
+        # Adapters have been initialised; they are in no file.
+        values = {name: shard.value for name, shard in self._shards.items()}
+        self._initial = {name: value for name, value in values.items() if value is not None}
+        self._boxes = {name: self._box(shard, cuts[name]) for name, shard in self._shards.items()}
         self._state = FlatState(
-            {state_name(name): boxes[name] for name in trained}, optimizer=spec.optimizer
+            {
+                state_name(n): self._boxes[n]
+                for n, shard in self._shards.items()
+                if shard.is_trained
+            },
+            optimizer=spec.optimizer,
+            make_arena=self._rank.device.make_arena,
         )
-        self._move_in(trained)
-        self._freeze(frozen, {name: boxes[name] for name in frozen}, files)
+        frozen = {n: self._boxes[n] for n, shard in self._shards.items() if not shard.is_trained}
+        self._base = self._lay_out_base(frozen, files)
+
+    def materialise(self) -> None:
+        with torch.no_grad():
+            for name, shard in self._shards.items():
+                if shard.is_trained:
+                    self._materialise(name, shard)
+                else:
+                    assert self._base is not None
+                    shard.bind(self._base.home(name), self._boxes[name].shape[0])
+        self._laid_out.forget()
 
     @property
     def frozen_base(self) -> FrozenBase | None:
@@ -128,8 +145,9 @@ class FsdpModel(TrainingModel):
         if layout.tp == 1:
             return None
         check_tensor_parallel(self._rank.spec.model, layout)
+        device = self._rank.device.torch_device.type
         # tp is the fastest axis of our ranks, which is a mesh's last dimension.
-        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"])
         first_token = local_box(model.lm_head.weight).offset[0]
         self._vocabulary_shard = (first_token, mesh["tp"].get_group())
@@ -139,7 +157,11 @@ class FsdpModel(TrainingModel):
         spec = self._rank.spec
         if spec.activation_checkpointing:
             checkpoint_activations(model.model.layers)
-        options: dict[str, Any] = {} if mesh is None else {"mesh": mesh["dp"]}
+        if mesh is None:
+            # Without a mesh torch would choose a GPU wherever there is one.
+            device = self._rank.device.torch_device.type
+            mesh = init_device_mesh(device, (self._rank.layout.dp,), mesh_dim_names=("dp",))
+        options: dict[str, Any] = {"mesh": mesh["dp"]}
         if spec.compute_dtype != "float32":
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
@@ -151,67 +173,35 @@ class FsdpModel(TrainingModel):
         assert isinstance(model, FSDPModule)
         return model
 
-    def _box(self, shard: Any, cut: Box) -> ShardBox:
+    def _box(self, shard: ShardedParameter, cut: Box) -> ShardBox:
         """This rank's rows of its tensor rank's part."""
-        padded = shard.padded_sharded_param_size
+        padded = shard.padded_shape
         start = min(self._rank.coordinates.dp * padded[0], cut.shape[0])
         rows = min(padded[0], cut.shape[0] - start)
         return ShardBox(
-            global_shape=tuple(shard.sharded_param.shape),
+            global_shape=shard.global_shape,
             offset=(cut.offset[0] + start, *cut.offset[1:]),
             shape=(rows, *cut.shape[1:]),
-            reserve=math.prod(padded),
+            reserve=shard.elements,
         )
 
-    def _move_in(self, shards: dict[str, Any]) -> None:
-        """Make FSDP keep each shard in the arena.
+    def _materialise(self, name: str, shard: ShardedParameter) -> None:
+        """Write a trained shard to the arena, and make FSDP keep it there."""
+        home, box = self._state.parameter(state_name(name), shard.elements), self._boxes[name]
+        if name in self._initial:
+            home.copy_(self._initial[name])
+        elif box.elements:
+            home[: box.elements].copy_(self._laid_out.read(name, box.index).flatten())
+        shard.bind(home, box.shape[0], gradient=self._state.gradient(state_name(name)))
 
-        FSDP2 reads a shard through two references: the padded flat data that it gathers from, and
-        the local tensor of the parameter. Both are set to the arena. FSDP checks that they share a
-        storage; they do, so it never copies them elsewhere.
-        """
-        with torch.no_grad():
-            for name, shard in shards.items():
-                padded = shard.padded_sharded_param_size
-                home = self._state.parameter(state_name(name), math.prod(padded))
-                home.copy_(shard._sharded_param_data)
-                shard._sharded_param_data = home
-                gradient = self._state.gradient(state_name(name))
-                parameter = shard.sharded_param
-                parameter._local_tensor = home.view(padded).narrow(0, 0, gradient.shape[0])
-                parameter.grad = shard.to_sharded_dtensor(gradient)
-
-    def _freeze(
-        self, shards: dict[str, Any], boxes: dict[str, ShardBox], files: ModelFiles
-    ) -> None:
-        """Make FSDP gather the frozen weights from memory that deployments share."""
-        self._base: FrozenBase | None = None
-        if not shards:
-            return
-        model = self._rank.spec.model
-        self._base = FrozenBase(model, files, boxes, lambda: self._rebuild(boxes))
-        built: dict[str, torch.Tensor] = {}
-        for name, shard in shards.items():
-            padded, rows = shard.padded_sharded_param_size, boxes[name].shape[0]
-            built[name] = shard._sharded_param_data.view(padded).narrow(0, 0, rows)
-            home = self._base.home(name)
-            shard._sharded_param_data = home
-            shard.sharded_param._local_tensor = home.view(padded).narrow(0, 0, rows)
-        self._base.keep_built(built)
-
-    def _rebuild(self, boxes: dict[str, ShardBox]) -> dict[str, torch.Tensor]:
-        """Build the model again; returns this rank's shards of the frozen weights."""
-        named = dict(named_parameters(build_model(self._rank.spec.model)))
-        return {name: named[name].data[box.index] for name, box in boxes.items()}
-
-
-def _fsdp_param(model: nn.Module, parameter: nn.Parameter) -> Any:
-    """FSDP2's internal record of a sharded parameter."""
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group = module._get_fsdp_state()._fsdp_param_group
-        for shard in group.fsdp_params if group is not None else ():
-            if shard.sharded_param is parameter:
-                return shard
-    raise AssertionError("FSDP does not shard this parameter")
+    def _lay_out_base(self, boxes: dict[str, ShardBox], files: ModelFiles) -> FrozenBase | None:
+        """Memory for the frozen weights, which deployments share; None: all are trained."""
+        if not boxes:
+            return None
+        return FrozenBase(
+            self._rank.spec.model,
+            files,
+            boxes,
+            lambda name: self._laid_out.read(name, boxes[name].index),
+            make_arena=self._rank.device.make_arena,
+        )

@@ -36,8 +36,8 @@ class MegatronModel(TrainingModel):
 
     _state: MegatronState
 
-    def build(self) -> None:
-        """As `TrainingModel.build`.
+    def lay_out(self) -> None:
+        """As `TrainingModel.lay_out`.
 
         Raises:
             InvalidRequestError: Megatron cannot run the model.

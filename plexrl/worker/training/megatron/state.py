@@ -32,7 +32,7 @@ from plexrl.worker.state.arena_tensors import (
     whole,
     whole_box,
 )
-from plexrl.worker.state.host_optimizer import adam_of_torch
+from plexrl.worker.state.host.optimizer import adam_of_torch
 from plexrl.worker.training.flat_state import MOMENTS, STEP
 from plexrl.worker.training.megatron.parameter_pieces import cut
 

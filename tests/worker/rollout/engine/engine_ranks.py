@@ -99,7 +99,8 @@ def backend(rank: int, ranks: int, folder: Path) -> TorchRolloutBackend:
     )
     group = RankGroup(rank=rank, size=ranks)
     made = TorchRolloutBackend(spec, folder, group)
-    made.build()
+    made.lay_out()
+    made.materialise()
     return made
 
 

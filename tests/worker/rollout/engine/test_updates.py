@@ -15,6 +15,7 @@ from plexrl.worker.models import build_model, named_parameters
 from plexrl.worker.process.backend import BackendCall
 from plexrl.worker.rollout.engine import Engine, Generation, Segment, TorchRolloutBackend
 from plexrl.worker.state.arena_tensors import view
+from tests.worker.arena_memory import memory_of
 
 SPEC = tiny_qwen2("0123456789abcdefghi", seed=2)
 OLD = build_model(SPEC)
@@ -171,7 +172,8 @@ def backend_at(path: Path) -> TorchRolloutBackend:
         model=SPEC, kind="rollout", backend="torch", workers=1, max_sequence_tokens=40
     )
     backend = TorchRolloutBackend(spec, path)
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     return backend
 
 
@@ -230,10 +232,10 @@ def test_a_paused_backend_can_be_offloaded_and_a_running_one_interrupted(tmp_pat
     for _ in range(3):
         backend.step()
     backend.pause()
-    kept = bytes(backend.arena.buffer)
+    kept = bytes(memory_of(backend.arena))
     backend.before_offload()
     assert backend.stats().blocks_held == 0
-    backend.arena.buffer[:] = kept
+    memory_of(backend.arena)[:] = kept
     backend.after_load(backend.live_parts())
     backend.resume()
     backend.step()

@@ -147,5 +147,6 @@ def build(spec: DeploymentSpec, checkpoints: Path) -> "VllmRolloutBackend":
     from plexrl.worker.rollout.vllm.backend import VllmRolloutBackend
 
     backend = VllmRolloutBackend(spec, checkpoints)
-    backend.build()
+    backend.lay_out()
+    backend.materialise()
     return backend

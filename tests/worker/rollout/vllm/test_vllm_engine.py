@@ -49,7 +49,8 @@ def test_greedy_tokens_are_those_of_transformers(backend: Any) -> None:
 
 def test_a_seed_draws_the_same_as_on_the_torch_engine(backend: Any, tmp_path: Path) -> None:
     torch_backend = TorchRolloutBackend(deployment(backend="torch"), tmp_path)
-    torch_backend.build()
+    torch_backend.lay_out()
+    torch_backend.materialise()
     for sampling in (
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8},

@@ -13,6 +13,7 @@ from plexrl.model.lora import LoraSpec, adapter_names
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.process.backend import BackendCall
 from plexrl.worker.state.arena_tensors import view
+from tests.worker.arena_memory import memory_of
 from tests.worker.rollout.vllm.backends import (
     MARKS,
     call,
@@ -106,12 +107,12 @@ def test_an_offload_frees_the_caches_memory_and_rows_continue_after_it(make: Mak
     for _ in range(5):
         backend.step()
     backend.pause()
-    kept = bytes(backend.arena.buffer)
+    kept = bytes(memory_of(backend.arena))
     backend.before_offload()
     assert backend.engine.cache_bytes_held == 0
     assert backend.stats().blocks_held == 0
-    backend.arena.buffer[:] = bytes(len(kept))
-    backend.arena.buffer[:] = kept
+    memory_of(backend.arena)[:] = bytes(len(kept))
+    memory_of(backend.arena)[:] = kept
     backend.after_load(backend.live_parts())
     backend.resume()
     assert finish(backend)["g"].arrays["tokens"].tolist() == wanted

@@ -24,13 +24,14 @@ def without_a_compiler(_rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = DeepSpeedModel(TrainingRank(spec=Case(backend="deepspeed").spec, rank=0))
-    model.build()
+    model.lay_out()
+    model.materialise()
     frees_what_is_derived(model)
     assert {path.name for path in Path(folder).iterdir()} == {"store"}, "nothing was compiled"
     host = Case(backend="deepspeed", options=(("optimizer", "host"),))
     said = ""
     try:
-        DeepSpeedModel(TrainingRank(spec=host.spec, rank=0)).build()
+        DeepSpeedModel(TrainingRank(spec=host.spec, rank=0)).lay_out()
     except InvalidRequestError as error:
         said = error.message
     assert "install a C++ compiler and ninja" in said, said

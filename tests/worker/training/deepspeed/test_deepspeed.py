@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from plexrl.errors import InvalidRequestError
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.host_optimizer import adam_of_torch
+from plexrl.worker.state.host.optimizer import adam_of_torch
 from plexrl.worker.training.deepspeed import DeepSpeedModel
 from plexrl.worker.training.deepspeed.cpu_adam import CpuAdam
 from plexrl.worker.training.model import TrainingRank
@@ -23,7 +23,7 @@ def test_a_node_without_deepspeed_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     model = DeepSpeedModel(TrainingRank(spec=Case(backend="deepspeed").spec, rank=0))
     with pytest.raises(InvalidRequestError, match=r"'plexrl\[deepspeed\]'"):
-        model.build()
+        model.lay_out()
 
 
 def test_zero_needs_no_compiler_and_an_offload_frees_what_is_derived(tmp_path: Path) -> None:

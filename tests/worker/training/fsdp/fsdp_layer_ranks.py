@@ -39,7 +39,8 @@ def train_both_ways(rank: int, case: Case, folder: str) -> None:
         for least in LAYERWISE
     ]
     for made in both:
-        made.build()
+        made.lay_out()
+        made.materialise()
     for index in range(STEPS):
         for made in both:
             _run(made, OperationKind.FORWARD_BACKWARD, 2 * index + case.layout.coordinates(rank).dp)

@@ -86,9 +86,9 @@ def cache_shape(model: nn.Module, ranks: int = 1) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def probe(model: Any) -> torch.Tensor:
-    """The logprobs `[V]` that the model itself computes after a few tokens, for
+    """The logprobs `[V]` that the model itself computes on the CPU after a few tokens, for
     `verify_forward`."""
-    tokens = torch.from_numpy(_probe_tokens(model)).long().to(weight_device(model)[0])
+    tokens = torch.from_numpy(_probe_tokens(model)).long()
     logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits[0, -1].float().log_softmax(-1)
 
@@ -123,7 +123,7 @@ def verify_forward(forward: Forward, model: Any, wanted: torch.Tensor, ranks: in
         device=device,
         dtype=dtype,
     )
-    found = forward(batch, pool)[-1].float().log_softmax(-1)
+    found = forward(batch, pool)[-1].float().log_softmax(-1).cpu()
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
     if not torch.allclose(found, wanted, atol=tolerance, rtol=tolerance):
         raise InvalidRequestError(

@@ -16,7 +16,7 @@ import torch
 
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.wire.operations import AdamParams
-from plexrl.worker.state.host_transfer import Run, chunks_on_cpu
+from plexrl.worker.state.host.transfer import Run, chunks_on_cpu
 
 FLOAT_BYTES = 4
 

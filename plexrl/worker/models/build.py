@@ -1,6 +1,8 @@
 """Builds models with `transformers`, from a `ModelSpec`."""
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,26 +34,53 @@ def build_model(spec: ModelSpec) -> "nn.Module":
         InvalidRequestError: `transformers` refuses the architecture or its configuration, or the
             model's directory lacks weights.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-    )
+    with refusals_explained():
+        if spec.path is None:
+            return model_of_config(spec)
+        labels, options = arguments(spec)
+        model, found = automatic_class(spec).from_pretrained(
+            spec.path, local_files_only=True, output_loading_info=True, **labels, **options
+        )
+        _refuse_missing(spec.path, found["missing_keys"])
+        model.eval()
+        return model  # type: ignore[no-any-return]
 
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+
+def model_of_config(spec: ModelSpec) -> "nn.Module":
+    """The model of `spec` with initial weights, whether or not it has files. Raises as
+    `transformers`."""
+    from transformers import AutoConfig
+
+    labels, options = arguments(spec)
+    if spec.path is None:
+        config = AutoConfig.for_model(spec.architecture, **spec.config, **labels)
+    else:
+        config = AutoConfig.from_pretrained(spec.path, local_files_only=True, **labels)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = automatic_class(spec).from_config(config, **options)
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def arguments(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `transformers` for a model's configuration, and for the model."""
     labels: dict[str, Any] = {"num_labels": 1} if spec.head == "reward" else {}
-    kind = AutoModelForSequenceClassification if spec.head == "reward" else AutoModelForCausalLM
+    return labels, {"dtype": torch.float32, "attn_implementation": "sdpa"}
+
+
+def automatic_class(spec: ModelSpec) -> Any:
+    """The class of `transformers` that makes models with this head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if spec.head == "reward" else AutoModelForCausalLM
+
+
+@contextmanager
+def refusals_explained() -> Iterator[None]:
+    """Turn whatever `transformers` raises into an `InvalidRequestError`."""
     try:
-        if spec.path is not None:
-            model, found = kind.from_pretrained(
-                spec.path, local_files_only=True, output_loading_info=True, **labels, **options
-            )
-            _refuse_missing(spec.path, found["missing_keys"])
-        else:
-            config = AutoConfig.for_model(spec.architecture, **spec.config, **labels)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(spec.seed)
-                model = kind.from_config(config, **options)
+        yield
     except (PlexRLError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -60,8 +89,6 @@ def build_model(spec: ModelSpec) -> "nn.Module":
             f"the model cannot be built ({type(error).__name__}: {error}): check its directory, or "
             "its architecture and configuration"
         ) from error
-    model.eval()
-    return model  # type: ignore[no-any-return]
 
 
 def _refuse_missing(path: str, missing: "Iterable[str]") -> None:

@@ -1,0 +1,95 @@
+"""A worker's device: where its tensors and arenas are, and over what its ranks communicate.
+
+A worker sees one GPU only, so that is `cuda:0` in every worker; its UUID names it everywhere else.
+"""
+
+from typing import TYPE_CHECKING
+
+from plexrl.process.visible_gpus import show_only
+from plexrl.statemanager.client.arena import Arena
+from plexrl.statemanager.device.backend import WorkerArena
+from plexrl.statemanager.device.cuda.arena import CudaArena
+
+if TYPE_CHECKING:
+    import torch
+
+    from plexrl.statemanager.device.cuda.driver import CudaDriver
+
+
+class WorkerDevice:
+    """The CPU."""
+
+    uuid = ""
+    """Of the GPU; empty: the CPU."""
+    collectives = "gloo"
+    """Backends of the process group."""
+
+    @property
+    def torch_device(self) -> "torch.device":
+        """Device of the worker's tensors."""
+        import torch
+
+        return torch.device("cpu")
+
+    def make_arena(self, nbytes: int) -> WorkerArena:
+        """Reserve addresses for at least `nbytes` of state, without memory."""
+        return Arena(nbytes)
+
+    def free_cached(self) -> None:
+        """Return memory that the framework keeps for reuse to the device, after an offload."""
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the device, as the driver reports it; None: unbounded."""
+        return None
+
+
+class GpuDevice(WorkerDevice):
+    """The only GPU that this process sees."""
+
+    collectives = "cpu:gloo,cuda:nccl"
+    """NCCL for tensors on GPUs, gloo for objects and all else."""
+
+    def __init__(self, uuid: str, driver: "CudaDriver") -> None:
+        """`uuid` as NVIDIA's tools print it, such as `GPU-…`."""
+        self.uuid = uuid
+        self._driver = driver
+
+    @property
+    def torch_device(self) -> "torch.device":
+        import torch
+
+        return torch.device("cuda", 0)
+
+    def make_arena(self, nbytes: int) -> WorkerArena:
+        return CudaArena(self._driver, nbytes, uuid=self.uuid)
+
+    def free_cached(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int | None:
+        self._driver.enter(0)
+        return self._driver.memory_info()[0]
+
+
+CPU = WorkerDevice()
+
+
+def open_device(uuid: str) -> WorkerDevice:
+    """The device of this process from now on; `uuid` empty: the CPU. No CUDA call may precede.
+
+    Raises:
+        DeviceUnavailableError: this process cannot use that GPU.
+    """
+    if not uuid:
+        return CPU
+    show_only(uuid)
+    import torch
+
+    from plexrl.statemanager.device.cuda.bindings import BoundDriver
+
+    driver = BoundDriver()
+    driver.enter(0)
+    torch.cuda.set_device(0)
+    return GpuDevice(uuid, driver)

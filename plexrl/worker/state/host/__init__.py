@@ -1,0 +1,1 @@
+"""State of a worker in host memory: optimizer, staging, transfers."""
