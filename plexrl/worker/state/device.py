@@ -5,7 +5,7 @@ A worker sees one GPU only, so that is `cuda:0` in every worker; its UUID names 
 
 from typing import TYPE_CHECKING
 
-from plexrl.process.visible_gpus import show_only
+from plexrl.process.startup import show_only_gpu
 from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.device.backend import WorkerArena
 from plexrl.statemanager.device.cuda.arena import CudaArena
@@ -84,7 +84,7 @@ def open_device(uuid: str) -> WorkerDevice:
     """
     if not uuid:
         return CPU
-    show_only(uuid)
+    show_only_gpu(uuid)
     import torch
 
     from plexrl.statemanager.device.cuda.bindings import BoundDriver
