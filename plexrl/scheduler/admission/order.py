@@ -19,6 +19,7 @@ in the order of submission while they wait, and are never sorted again.
 import math
 
 from plexrl.scheduler.admission.fit.feasibility import is_possible
+from plexrl.scheduler.admission.fit.succession import takes_a_place
 from plexrl.scheduler.admission.queues.waiting import expected_step
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
@@ -57,10 +58,11 @@ def waiting_ratio(settings: Settings, created_at: float, expected_s: float, now:
 def blocks_others(cluster: Cluster, deployment: Deployment, now: float) -> bool:
     """Whether deployments behind it may not take free GPUs that it needs: it has waited beyond the
     bound or the policy does not backfill, and the nodes in service could hold it."""
-    starving_at = starves_at(deployment.created_at, cluster.settings.config.starvation_bound_s)
-    if cluster.settings.policy.backfills and now < starving_at:
+    if not cluster.settings.policy.backfills:
+        return is_possible(cluster, deployment)
+    if now < starves_at(deployment.created_at, cluster.settings.config.starvation_bound_s):
         return False
-    return is_possible(cluster, deployment)
+    return is_possible(cluster, deployment) and not takes_a_place(cluster, deployment)
 
 
 def is_partial(state: State, job: Job) -> bool:

@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from plexrl.scheduler.state.records import Deployment
 
 
+SMALL = 8
+"""A group hardly delays a deployment that needs more than this many times its GPUs: it lives on the
+remainder that large deployments leave. Each job that need not share for that has no waiting."""
+
+
 def is_scarce(cluster: "Cluster", deployment: "Deployment") -> bool:
     """Whether another eligible deployment needs more GPUs than are free; if `deployment` has none
-    yet, more than would be free after it got a group of its own."""
+    yet, more than would be free after it got a group of its own. Deployments that need `SMALL`
+    times as many GPUs do not count."""
     taken = deployment.workers if deployment.group is None else 0
     waiting, node_type, pool = cluster.waiting, deployment.node_type, cluster.inventory.pool
     for size, tenants in waiting.pending_by_tenant.items():
         if not node_types_compatible(size.node_type, node_type):
+            continue
+        if size.workers > SMALL * deployment.workers:
             continue
         if size.workers <= pool.free_gpus(size.node_type) - taken:
             continue

@@ -1,0 +1,73 @@
+"""A gang that takes the place of a running job keeps no free GPUs from others while it waits."""
+
+import pytest
+
+from plexrl.ids import DeploymentId
+from plexrl.scheduler.admission.scarcity import is_scarce
+from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
+from tests.scheduler.fake_cluster import FakeCluster
+
+
+def trace(busy_s: float) -> DemandTrace:
+    segment = Segment(offset_s=0.0, duration_s=busy_s)
+    return DemandTrace(period_s=100.0, segments=(segment,))
+
+
+def submit(cluster: FakeCluster, job: str, *, busy_s: float = 50.0, rollout_gpus: int = 2) -> None:
+    """A job that trains on four GPUs and generates on others."""
+    cluster.job(job, gang=2)
+    cluster.deploy(f"{job}/actor", workers=4, trace=trace(busy_s))
+    cluster.deploy(f"{job}/rollout", workers=rollout_gpus, exclusive=True)
+
+
+def waiting(cluster: FakeCluster) -> list[str]:
+    return sorted({name.split("/")[0] for name in cluster.core._context.cluster.waiting})
+
+
+def behind_a_full_group(policy: str, *, busy_s: float = 50.0, rollout_gpus: int = 2) -> FakeCluster:
+    """Two of eight GPUs are free, and the job `first` has waited for too long."""
+    cluster = FakeCluster(policy=policy)
+    cluster.start_node(8)
+    submit(cluster, "runs")
+    submit(cluster, "first", busy_s=busy_s, rollout_gpus=rollout_gpus)
+    cluster.pass_time(cluster.config.starvation_bound_s)
+    cluster.job("small")
+    cluster.deploy("small/actor", workers=1, trace=trace(20.0))
+    return cluster
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread+backfill", "co-execution"])
+def test_others_take_free_gpus_and_the_first_takes_the_place_of_a_job_of_its_sizes(
+    policy: str,
+) -> None:
+    cluster = behind_a_full_group(policy)
+    assert waiting(cluster) == ["first"]
+    submit(cluster, "second")
+    cluster.send(ev.JobFinished(job="runs", outcome="completed"))
+    assert waiting(cluster) == ["second"]
+
+
+@pytest.mark.parametrize("policy", ["isolated", "spread"])
+def test_a_policy_without_sharing_or_backfilling_keeps_free_gpus_for_it(policy: str) -> None:
+    assert waiting(behind_a_full_group(policy)) == ["first", "small"]
+
+
+@pytest.mark.parametrize(("busy_s", "rollout_gpus"), [(80.0, 2), (50.0, 3)])
+def test_no_job_that_runs_leaves_a_place_for_a_longer_burst_or_other_rollouts(
+    busy_s: float, rollout_gpus: int
+) -> None:
+    cluster = behind_a_full_group("spread+backfill", busy_s=busy_s, rollout_gpus=rollout_gpus)
+    assert waiting(cluster) == ["first", "small"]
+
+
+def test_a_small_group_delays_no_job_that_needs_many_more_gpus() -> None:
+    cluster = FakeCluster(policy="spread+backfill")
+    cluster.start_node(12)
+    for job, workers in (("one", 1), ("two", 2), ("large", 12)):
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=workers)
+    context = cluster.core._context
+    one, two = (context.state.deployment(DeploymentId(f"{job}/actor")) for job in ("one", "two"))
+    assert not is_scarce(context.cluster, one)
+    assert is_scarce(context.cluster, two)
