@@ -36,7 +36,10 @@ USAGE = re.compile(r"^ *python (.*?)( ?\[--quick\].*)$", re.MULTILINE)
 NOT_RUN = {
     "simulating/drain.py": "takes hours; run it by name",
     **dict.fromkeys(
-        (f"simulating/{name}.py" for name in ("fidelity", "eta", "cluster", "pareto")),
+        (
+            f"simulating/{name}.py"
+            for name in ("fidelity", "eta", "cluster", "pareto", "rollout_gpus")
+        ),
         "a part of benchmarks/simulator.py",
     ),
 }

@@ -2,18 +2,29 @@
 
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
-Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, cluster, pareto, and
-drain, which takes hours and so is only run by name; by default all the others. Everything runs
-through the scheduler's own core. `--full` takes the three months as they are (minutes a policy)
-instead of extrapolating from some events (speed, memory) or taking samples (drain)."""
+Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, cluster, pareto,
+rollout_gpus, and drain, which takes hours and so is only run by name; by default all the others.
+Everything runs through the scheduler's own core. `--full` takes the three months as they are
+(minutes a policy) instead of extrapolating from some events (speed, memory) or taking samples
+(drain)."""
 
 import sys
 
 from benchmarks.report import report
-from benchmarks.simulating import cluster, drain, eta, fidelity, memory, packing, pareto, speed
+from benchmarks.simulating import (
+    cluster,
+    drain,
+    eta,
+    fidelity,
+    memory,
+    packing,
+    pareto,
+    rollout_gpus,
+    speed,
+)
 from benchmarks.sizes import sized
 
-LONG = sized(("drain",), quick=("drain", "fidelity", "cluster", "pareto"))
+LONG = sized(("drain",), quick=("drain", "fidelity", "cluster", "pareto", "rollout_gpus"))
 """Parts that are run by name only; with `--quick` their own modules run them."""
 
 PARTS = {
@@ -24,6 +35,7 @@ PARTS = {
     "packing": packing.measure,
     "cluster": cluster.measure,
     "pareto": pareto.measure,
+    "rollout_gpus": rollout_gpus.measure,
     "drain": drain.measure,
 }
 

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
+from typing import TypeVar
 
 from benchmarks.report import Part, report
 from benchmarks.simulating.drain import CAP_S, SPAN_S, Sample
@@ -105,8 +106,11 @@ def results(scenarios: Sequence[Scenario]) -> list[SimResult]:
     return found
 
 
-def by_policy(scenarios: Mapping[str, Sequence[Scenario]]) -> dict[str, Runs]:
-    """The runs of each name."""
+KeyT = TypeVar("KeyT")
+
+
+def by_policy(scenarios: Mapping[KeyT, Sequence[Scenario]]) -> dict[KeyT, Runs]:
+    """The runs of each key."""
     flat = iter(results([each for group in scenarios.values() for each in group]))
     return {name: [next(flat) for _ in group] for name, group in scenarios.items()}
 

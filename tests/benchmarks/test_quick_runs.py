@@ -29,6 +29,7 @@ LONG = {
     *(
         "simulating/cluster.py",
         "simulating/pareto.py",
+        "simulating/rollout_gpus.py",
         "simulating/fidelity.py",
         "simulating/rollout_sensitivity.py",
         "state/published_pulls.py",

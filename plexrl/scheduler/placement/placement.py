@@ -7,6 +7,7 @@ decides as the original would have.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,8 @@ from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
+
+_DEDICATED: Final = PlacementMode.DEDICATED
 
 CANDIDATES_PER_PASS = 256
 """Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
@@ -147,6 +150,9 @@ def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[Placeme
         and cluster.settings.policy.repacks
         and is_scarce(cluster, deployment),
     )
+    if deployment.kind == "rollout" and not has_profile:
+        # It may generate all the time.
+        found = (_DEDICATED, *(each for each in found if each != _DEDICATED))
     return _with_own_group(cluster, deployment, found)
 
 

@@ -59,6 +59,19 @@ def test_a_trainer_joins_a_rollout_that_shares_and_no_other_one() -> None:
     assert group_of(usual, "b/actor") is None
 
 
+def test_a_rollout_of_unknown_demand_gets_gpus_of_its_own_if_there_are_any() -> None:
+    for gpus, count in ((4, 2), (2, 1)):
+        cluster = FakeCluster(policy="pack")
+        cluster.start_node(gpus=gpus)
+        cluster.job("a")
+        cluster.deploy("a/actor")
+        cluster.deploy("a/rollout", "rollout", workers=2, shares=True)
+        cluster.settle()
+        groups = {group_of(cluster, each) for each in ("a/actor", "a/rollout")}
+        assert None not in groups
+        assert len(groups) == count
+
+
 def test_rollouts_of_one_job_never_share_a_group_with_each_other() -> None:
     for policy in ("pack", PLANNED):
         cluster = FakeCluster(policy=policy)
