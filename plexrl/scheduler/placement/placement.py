@@ -7,7 +7,6 @@ decides as the original would have.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,8 @@ from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
 from plexrl.scheduler.placement.contention.colocation import (
-    is_worthwhile,
     own_group,
-    waiting_partners,
+    with_own_group,
 )
 from plexrl.scheduler.placement.contention.contention import (
     Contention,
@@ -41,8 +39,6 @@ from plexrl.scheduler.state.deployment.wpg import lose_processes
 from plexrl.scheduler.state.group_lock import withdraw
 from plexrl.scheduler.state.messages.commands import RankPlacement
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord, Reservation, State
-
-_DEDICATED: Final = PlacementMode.DEDICATED
 
 CANDIDATES_PER_PASS = 256
 """Groups searched at a time, the least loaded first; the first pass with a fit ends the search.
@@ -150,29 +146,7 @@ def modes(cluster: Cluster, deployment: Deployment, now: float) -> tuple[Placeme
         and cluster.settings.policy.repacks
         and is_scarce(cluster, deployment),
     )
-    if deployment.kind == "rollout" and not has_profile:
-        # It may generate all the time.
-        found = (_DEDICATED, *(each for each in found if each != _DEDICATED))
-    return _with_own_group(cluster, deployment, found)
-
-
-def _with_own_group(
-    cluster: Cluster, deployment: Deployment, found: tuple[PlacementMode, ...]
-) -> tuple[PlacementMode, ...]:
-    """The modes of the policy, and to take turns with the job's other deployments: first if that is
-    better than GPUs of its own, and last if it may be possible at all."""
-    if not cluster.settings.anybody_shares:
-        return found
-    own = own_group(cluster, deployment)
-    if own is not None:
-        if own.is_worthwhile:
-            return (PlacementMode.COLOCATED, *found)
-        return (*found, PlacementMode.COLOCATED)
-    partners = waiting_partners(cluster, deployment)
-    if any(is_worthwhile(cluster, (deployment, each)) for each in partners):
-        # Both need no more GPUs than the partner alone if this one were in the gaps of others.
-        return (PlacementMode.COLOCATED, PlacementMode.DEDICATED, *found)
-    return (*found, PlacementMode.COLOCATED) if partners else found
+    return with_own_group(cluster, deployment, found)
 
 
 def patience_ends_at(settings: Settings, deployment: Deployment) -> float:

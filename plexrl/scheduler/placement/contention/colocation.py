@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
 from plexrl.scheduler.placement.contention.service_level import waiting_bound
+from plexrl.scheduler.placement.policies import PlacementMode
 
 if TYPE_CHECKING:
     from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.state.records import Deployment, Group, State
+
+_DEDICATED: Final = PlacementMode.DEDICATED
 
 TOLERANCE: Final = 0.05
 """By so much of a cycle measured busy times may exceed it."""
@@ -96,6 +99,28 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
         ):
             found.append(other)
     return found
+
+
+def with_own_group(
+    cluster: "Cluster", deployment: "Deployment", found: tuple[PlacementMode, ...]
+) -> tuple[PlacementMode, ...]:
+    """The modes of the policy, and to take turns with the job's other deployments: first if that is
+    better than GPUs of its own, and last if it may be possible at all."""
+    if not cluster.settings.anybody_shares:
+        return found
+    if deployment.kind == "rollout" and deployment.trace is None:
+        # It may generate all the time.
+        found = (_DEDICATED, *(each for each in found if each != _DEDICATED))
+    own = own_group(cluster, deployment)
+    if own is not None:
+        if own.is_worthwhile:
+            return (PlacementMode.COLOCATED, *found)
+        return (*found, PlacementMode.COLOCATED)
+    partners = waiting_partners(cluster, deployment)
+    if any(is_worthwhile(cluster, (deployment, each)) for each in partners):
+        # Both need no more GPUs than the partner alone if this one were in the gaps of others.
+        return (PlacementMode.COLOCATED, _DEDICATED, *found)
+    return (*found, PlacementMode.COLOCATED) if partners else found
 
 
 def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:
