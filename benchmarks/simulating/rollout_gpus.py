@@ -3,7 +3,8 @@
     python -m benchmarks.simulating.rollout_gpus [--quick] [--json]
 
 The jobs, the cluster and the baseline are those of `benchmarks/simulating/cluster.py`, with an
-eighth of the cycles; switches take 8 s where nothing else is said. Rows are `spread+backfill` with rollouts
+eighth of the cycles; switches take 8 s where nothing else is said. Rows are `spread+backfill` with
+rollouts
 
 * on their `own` GPUs; `shared` with other deployments, as a live deployment with `shares_gpus`;
 * `colocated`: a model of what the live scheduler does not do. A job trains on the GPUs of its
