@@ -1,7 +1,7 @@
 """Predicts one recorded run, or a planned one, from the recordings of others. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.forecast import (
@@ -12,7 +12,7 @@ from plexrl.sim.fidelity.forecast import (
     forecast,
     profile_of,
 )
-from plexrl.sim.fidelity.history import LeftOut, recorded_jobs
+from plexrl.sim.fidelity.history import FoundJob, LeftOut, recorded_jobs
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.traces.convert.history import History
 
@@ -56,14 +56,15 @@ def forecast_run(
     """Predict `run` from other recordings of its jobs, by name, and compare the mean cycles.
 
     Inputs from the run itself are its list of jobs (name, submission, number of cycles) and the
-    number of groups. `policy` is the simulated policy, which should match the cluster's.
+    number of groups. Jobs that are in `sources`, by id, are not predicted. `policy` is the
+    simulated policy, which should match the cluster's.
 
     Raises:
         InvalidRequestError: no job of the run was recorded elsewhere, sizes differ, or the policy
             is unknown.
     """
     profiles, _ = profiles_in(sources, warm_up=warm_up)
-    found, left_out = recorded_jobs(run, warm_up=warm_up)
+    found, left_out = _new_jobs(run, sources, warm_up)
     known = [each for each in found if each.view["name"] in profiles]
     unknown = tuple(
         LeftOut(job=each.name, reason="no other recording has a job of this name")
@@ -89,6 +90,21 @@ def forecast_run(
     predicted = forecast(mix, policy, seeds=seeds, warm_up=warm_up, groups=groups)
     measured = {each.name: [c.took_s for c in each.job.cycles[warm_up:]] for each in known}
     return RunForecast(jobs=compare_forecast(predicted, measured), left_out=(*left_out, *unknown))
+
+
+def _new_jobs(
+    run: History, sources: Sequence[History], warm_up: int
+) -> tuple[tuple[FoundJob, ...], tuple[LeftOut, ...]]:
+    """The jobs of a run that are in none of its sources: a cluster's later recording also has the
+    jobs of earlier ones."""
+    earlier = {job.job for source in sources for job in source.jobs}
+    if all(job.job in earlier for job in run.jobs):
+        raise InvalidRequestError(
+            "all jobs of the predicted recording are also in the others, which would be compared "
+            "with themselves: record another run"
+        )
+    new = tuple(job for job in run.jobs if job.job not in earlier)
+    return recorded_jobs(replace(run, jobs=new), warm_up=warm_up)
 
 
 def forecast_mix(

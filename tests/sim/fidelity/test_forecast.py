@@ -28,7 +28,7 @@ from plexrl.traces.convert.history import History, history_of, write_history
 from tests.sim.fidelity.test_fidelity import simulated, some_job
 
 WARM_UP = 3
-SEEDS = (11, 12, 13)
+SEEDS = (11, 12)
 LONG = {"rollout_s": 3.0, "work_s": 1.5}
 """A job whose bursts are many times those of the others."""
 
@@ -47,7 +47,13 @@ def job(name: str, *, work_s: float = 0.0, **fields: Any) -> TraceJob:
 def history(jobs: Sequence[TraceJob], *, seed: int, policy: str = "pack") -> History:
     """What a cluster remembers of a simulated run."""
     views, rows = simulated(jobs, seed=seed, policy=policy)
-    return history_of(views, [{"group": "g1", **each} for each in rows], now=1e9)
+    # Each run has ids of its own; the names are those of the jobs.
+    for view in views:
+        view["job"] += f"-{seed}"
+        for each in view["deployments"]:
+            each["deployment"] += f"-{seed}"
+    rows = [{"group": "g1", **row, "deployment": f"{row['deployment']}-{seed}"} for row in rows]
+    return history_of(views, rows, now=1e9)
 
 
 A, B, C = (
@@ -108,6 +114,19 @@ def test_nothing_but_the_list_of_jobs_is_taken_from_the_predicted_run() -> None:
     )
     assert [each.forecast for each in one.jobs] == [each.forecast for each in other.jobs]
     assert one.jobs[0].measured_mean_s < other.jobs[0].measured_mean_s
+
+
+def test_jobs_of_the_sources_are_not_predicted_from_themselves() -> None:
+    run = history([job("a", **A), job("b", **B)], seed=8)
+    both = replace(
+        run, jobs=run.jobs + PAIRS[0].jobs, operations=run.operations + PAIRS[0].operations
+    )
+    one, other = (
+        forecast_run(each, PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP) for each in (run, both)
+    )
+    assert one == other
+    with pytest.raises(InvalidRequestError, match="compared with themselves"):
+        forecast_run(PAIRS[0], PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP)
 
 
 def profile(name: str = "a") -> RecordedJob:
@@ -186,7 +205,7 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     run = history([job("a", **A), job("b", **B), job("c", **C)], seed=7)
     for path, each in zip(paths, (*PAIRS, run), strict=True):
         write_history(Path(path), each)
-    sources = ["--from", paths[0], "--from", paths[1]]
+    sources = ["--from", paths[0], "--from", paths[1], "--seeds", "2"]
     told = CliRunner().invoke(app, ["fidelity", paths[2], *sources, "--json"])
     assert told.exit_code == 0, told.output
     values = json.loads(told.stdout)
@@ -196,7 +215,18 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     shown = CliRunner().invoke(app, ["fidelity", paths[2], *sources], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert "Error over 3 jobs" in shown.stdout
-    planned = ["forecast", *paths[:2], "--job", "a=2", "--job", "c"]
+    planned = [
+        "forecast",
+        *paths[:2],
+        "--job",
+        "a=2",
+        "--job",
+        "c",
+        "--cycles",
+        "9",
+        "--seeds",
+        "1",
+    ]
     told = CliRunner().invoke(app, [*planned, "--json"])
     assert told.exit_code == 0, told.output
     jobs = {each["job"]: each for each in json.loads(told.stdout)["jobs"]}
