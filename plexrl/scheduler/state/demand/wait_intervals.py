@@ -2,23 +2,23 @@
 
 An error is `actual - estimated`, in seconds: long errors come from a burst that goes first although
 it was not expected, and such a burst is as long whether the wait was short or long. The interval of
-the next wait is its estimate plus the errors of ranks `floor(0.1 · (n + 1))` and
-`n + 1 - floor(0.1 · (n + 1))` among the newest `n` (split conformal prediction, each side 10 %): as
-long as waits do not change their nature, 80 % of them start inside. Without enough errors, the
-interval is from half to twice the estimate.
+the next wait is its estimate plus the errors of ranks `k` from below and above among the newest
+`10 k - 1` (split conformal prediction, each side 10 %): while waits do not change their nature, 80 %
+of them start inside. `k` is small, so that the errors of a job's first cycles, of which little
+is known, are soon replaced. Without enough errors, the interval is from half to twice the estimate.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-SIDE: Final = 0.1
-"""Part of the waits that may start before the interval, and part that may start after it."""
-GROUP_ERRORS: Final = 50
+EACH_SIDE: Final = 10
+"""One wait in this many may start before the interval, and one after it."""
+GROUP_ERRORS: Final = 29
 """Kept errors of a group."""
-CLUSTER_ERRORS: Final = 100
+CLUSTER_ERRORS: Final = 59
 """Kept errors of all groups, for groups with few."""
-ERRORS_MIN: Final = 19
-"""Fewest errors that are used: the ranks then are the second and the last but one."""
+ERRORS_MIN: Final = 9
+"""Fewest errors that are used: the interval then is between the smallest and the largest."""
 COLD_FACTOR: Final = 2.0
 """Without errors: from the estimate divided by this to the estimate times this."""
 
@@ -36,10 +36,9 @@ def interval(
     """Shortest and longest expected wait in seconds. The errors of the group are used if there are
     enough, else those of the cluster."""
     errors = of_group if len(of_group) >= ERRORS_MIN else of_cluster
-    count = len(errors)
-    if count < ERRORS_MIN:
+    rank = (len(errors) + 1) // EACH_SIDE
+    if rank == 0:
         return estimated_s / COLD_FACTOR, estimated_s * COLD_FACTOR
-    ordered = sorted(errors)
-    rank = int(SIDE * (count + 1))
-    low_s, high_s = ordered[rank - 1], ordered[count - rank]
+    ordered = sorted(errors[1 - EACH_SIDE * rank :])
+    low_s, high_s = ordered[rank - 1], ordered[-rank]
     return max(0.0, estimated_s + low_s), max(0.0, estimated_s + high_s)
