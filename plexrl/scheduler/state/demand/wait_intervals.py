@@ -3,8 +3,8 @@
 An error is `actual - estimated`, in seconds: long errors come from a burst that goes first although
 it was not expected, and such a burst is as long whether the wait was short or long. The interval of
 the next wait is its estimate plus the errors of ranks `k` from below and above among the newest
-`10 k - 1` (split conformal prediction, each side 10 %): while waits do not change their nature, 80 %
-of them start inside. `k` is small, so that the errors of a job's first cycles, of which little
+`10 k - 1` (split conformal prediction, each side 10 %): while waits keep their nature, 80 % of them
+start inside. `k` is small, so that the errors of a job's first cycles, of which little
 is known, are soon replaced. Without enough errors, the interval is from half to twice the estimate.
 """
 
