@@ -418,7 +418,9 @@ def _exclude_own(
     excluded = [deployment.group]
     if deployment.kind == "rollout":
         siblings = map(cluster.state.deployment, cluster.state.job(deployment.job).deployments)
-        excluded += [each.group for each in siblings if each.kind == "rollout"]
+        excluded += [
+            each.group for each in siblings if each.kind == "rollout" and not each.preemptible
+        ]
     for group in excluded:
         row = None if group is None else cluster.inventory.index.row(group, shape)
         if row is not None:

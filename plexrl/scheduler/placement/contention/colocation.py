@@ -94,6 +94,7 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
         if (
             other.group is None
             and other.shares
+            and not other.preemptible
             and (other.workers, other.node_type) == (deployment.workers, deployment.node_type)
             and may_take_turns((deployment, other))
         ):
