@@ -32,6 +32,8 @@ class NodeConfig:
     block: str = ""
     cores: tuple[int, ...] = ()
     """Cores for the workers of the virtual GPUs; empty: workers are not bound."""
+    gpu_uuids: tuple[str, ...] = ()
+    """UUID of each GPU; empty: workers compute on the CPU."""
 
     @classmethod
     def virtual(cls, options: ClusterOptions, index: int) -> "NodeConfig":
@@ -178,6 +180,7 @@ def node_parts(
             "nvme_bytes": options.nvme_bytes,
             "checkpoint_url": options.checkpoint_url or str(folders.data / "checkpoints"),
             "ticket_key_file": ticket_key,
+            "device": "cuda" if config.gpu_uuids else "cpu",
             **_statemanager_links(links),
             **given,
         },
@@ -201,6 +204,7 @@ def node_parts(
             "data_dir": str(folders.data),
             "checkpoint_url": options.checkpoint_url or "",
             "cores": list(config.cores),
+            "gpu_uuids": list(config.gpu_uuids),
             **_agent_links(node, links, serves_nixl=bool(given.get("serve_nixl"))),
             **options.settings.agent,
         },

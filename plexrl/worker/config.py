@@ -50,6 +50,8 @@ class AgentConfig:
     cores: tuple[int, ...] = ()
     """Cores divided among the virtual GPUs; each worker is bound to its GPU's cores. Empty: workers
     are not bound."""
+    gpu_uuids: tuple[str, ...] = ()
+    """UUID of each GPU, by its index on the node; empty: workers compute on the CPU."""
     host: str = ""
     """Address of this machine at which other machines reach this node; empty: only processes of
     this machine do."""
@@ -70,6 +72,11 @@ class AgentConfig:
         if self.gpus < 1 or self.threads < 1:
             raise InvalidRequestError(
                 f"gpus is {self.gpus} and threads is {self.threads}: both must be at least 1"
+            )
+        if self.gpu_uuids and len(set(self.gpu_uuids)) != self.gpus:
+            raise InvalidRequestError(
+                f"gpus is {self.gpus} and gpu_uuids names {len(set(self.gpu_uuids))}: name each "
+                "GPU once, or none"
             )
         if self.fabric not in ("", TRUSTED):
             raise InvalidRequestError(f"fabric is {self.fabric!r}: set it to {TRUSTED!r}, or empty")
@@ -124,6 +131,8 @@ class WorkerConfig:
     threads: int
     gpu: int = 0
     """Index of the worker's GPU on the node."""
+    gpu_uuid: str = ""
+    """UUID of that GPU; empty: the worker computes on the CPU."""
     cores: tuple[int, ...] = ()
     """Cores that the worker is bound to; empty: not bound."""
     lease_file: str = ""

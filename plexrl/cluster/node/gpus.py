@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from plexrl.errors import CapacityError
+from plexrl.statemanager.device.cuda.bindings import uuid_text
 
 TIMEOUT_S = 60.0
 MIB = 1 << 20
@@ -23,6 +24,8 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     memory_bytes: int
     """Memory of the smallest."""
+    uuids: tuple[str, ...] = ()
+    """UUID of each, as `GPU-…`; empty: they are virtual, and workers compute on the CPU."""
 
 
 NONE = Gpus(count=0, memory_bytes=0)
@@ -33,7 +36,7 @@ def find_gpus() -> Gpus:
     None of them is used."""
     for command in (
         [sys.executable, "-m", "plexrl.cluster.node.gpus"],
-        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+        ["nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits"],
     ):
         found = _counted(command)
         if found.count:
@@ -42,7 +45,7 @@ def find_gpus() -> Gpus:
 
 
 def required_gpus(given: int | None) -> Gpus:
-    """The number that the operator gave, or the machine's GPUs.
+    """The machine's GPUs or, with a number that the operator gave, as many virtual ones.
 
     Raises:
         CapacityError: the machine has none, and no number was given.
@@ -65,13 +68,15 @@ def _counted(command: list[str]) -> Gpus:
         )
         if command[0] == sys.executable:
             return msgspec.json.decode(done.stdout, type=Gpus)
-        sizes = [int(line) * MIB for line in done.stdout.split()]
+        rows = [line.split(", ") for line in done.stdout.splitlines()]
+        sizes = [int(size) * MIB for size, _ in rows]
     except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError):
         return NONE
-    return Gpus(count=len(sizes), memory_bytes=min(sizes, default=0))
+    uuids = tuple(uuid.strip() for _, uuid in rows)
+    return Gpus(count=len(sizes), memory_bytes=min(sizes, default=0), uuids=uuids)
 
 
-def _by_driver() -> dict[str, int]:
+def _by_driver() -> dict[str, Any]:
     """Count with the CUDA driver; nothing if there is none."""
     try:
         from cuda.bindings import driver
@@ -82,9 +87,10 @@ def _by_driver() -> dict[str, int]:
         count = _check(driver.cuDeviceGetCount())
         devices = [_check(driver.cuDeviceGet(index)) for index in range(count)]
         sizes = [int(_check(driver.cuDeviceTotalMem(device))) for device in devices]
+        uuids = [uuid_text(_check(driver.cuDeviceGetUuid(device)).bytes) for device in devices]
     except (RuntimeError, OSError):
         return {"count": 0, "memory_bytes": 0}
-    return {"count": len(sizes), "memory_bytes": min(sizes, default=0)}
+    return {"count": len(sizes), "memory_bytes": min(sizes, default=0), "uuids": uuids}
 
 
 def _check(answer: tuple[Any, ...]) -> Any:

@@ -88,6 +88,7 @@ class NodeSupervisor:
         """`agent` runs in place of an agent's process; the node ends with it."""
         self._agent = agent
         self._options = options
+        self._gpu_uuids: tuple[str, ...] = ()
         self._entry = entry
         self._folders = Folders.of(options.data_dir)
         self._files = NodeFolder(self._folders.data)
@@ -105,6 +106,7 @@ class NodeSupervisor:
                 start.
         """
         gpus = await asyncio.to_thread(required_gpus, self._options.gpus)
+        self._gpu_uuids = gpus.uuids
         cluster = self._cluster_options(gpus)
         check_shared_memory(cluster)
         with ExitStack() as held:
@@ -294,6 +296,7 @@ class NodeSupervisor:
             node_type=options.node_type,
             block=options.block,
             cores=cores,
+            gpu_uuids=self._gpu_uuids,
         )
         links = NodeLinks(
             scheduler=tuple(kept.schedulers),

@@ -274,6 +274,7 @@ class Agent:
             log_path=f"{config.data_dir}/logs/{config.node}/{job}/{name}-{rank}.log",
             threads=config.threads,
             gpu=int(placement["gpu"]),
+            gpu_uuid=config.gpu_uuids[int(placement["gpu"])] if config.gpu_uuids else "",
             cores=cores_of_gpu(config.cores, int(placement["gpu"]), config.gpus),
             lease_file=str(self._lease.file) if self._lease.is_needed else "",
             meeting_point=command.get("rendezvous", ""),

@@ -3,8 +3,8 @@
 Shapes: T tokens of all rows end to end, R rows, B rows of a micro-batch, L its longest row.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,17 @@ class MicroBatch:
     @property
     def rows(self) -> int:
         return self.tokens_BL.shape[0]
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        """The same batch with all tensors where `place` puts them."""
+        return replace(
+            self,
+            tokens_BL=place(self.tokens_BL),
+            valid_BL=place(self.valid_BL),
+            per_token_BL={name: place(each) for name, each in self.per_token_BL.items()},
+            targets_BL=None if self.targets_BL is None else place(self.targets_BL),
+            row_sums_B={name: place(each) for name, each in self.row_sums_B.items()},
+        )
 
     @property
     def model_inputs(self) -> dict[str, Any]:

@@ -11,12 +11,20 @@ from plexrl.statemanager.layout.keys import StateSlice
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
 from plexrl.worker.process.backend import Backend, BackendCall
+from plexrl.worker.state.device import CPU, WorkerDevice
+
+ON_GPUS = frozenset({("train", "fsdp"), ("rollout", "torch")})
+"""Kinds and backends that compute on a GPU."""
 
 
 def make_backend(
-    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
+    spec: DeploymentSpec,
+    rank: int,
+    world_size: int,
+    checkpoint_url: Location,
+    device: WorkerDevice = CPU,
 ) -> Backend:
-    """The backend of one rank. Heavy libraries are imported here.
+    """The backend of one rank on that device. Heavy libraries are imported here.
 
     Raises:
         InvalidRequestError: this kind of deployment has no such backend, or the backend's library
@@ -34,9 +42,14 @@ def make_backend(
         # The libraries read models from directories.
         folder = model_folder(spec.model.path, weights=True)
         spec = replace(spec, model=replace(spec.model, path=str(folder)))
+    if device.uuid and (spec.kind, spec.backend) not in ON_GPUS:
+        raise InvalidRequestError(
+            f"backend {spec.backend!r} of a {spec.kind} deployment computes on the CPU only: use "
+            "backend fsdp for train and torch for rollout on this node, or join it with --gpus"
+        )
     match spec.kind, spec.backend:
         case "train", _:
-            return _training_backend(spec, rank, checkpoint_url)
+            return _training_backend(spec, rank, checkpoint_url, device)
         case "rollout", "torch":
             from plexrl.worker.rollout.engine import TorchRolloutBackend
             from plexrl.worker.rollout.engine.tensor_parallel import rank_group
@@ -44,8 +57,9 @@ def make_backend(
 
             if spec.tp_sizes:
                 groups = switch_groups(spec.layout, spec.tp_sizes, rank)
-                return TorchRolloutBackend(spec, checkpoint_url, groups=groups)
-            return TorchRolloutBackend(spec, checkpoint_url, rank_group(spec.layout, rank))
+                return TorchRolloutBackend(spec, checkpoint_url, groups=groups, device=device)
+            ranks = rank_group(spec.layout, rank)
+            return TorchRolloutBackend(spec, checkpoint_url, ranks, device=device)
         case "rollout", "vllm":
             from plexrl.worker.rollout.vllm.installation import require_vllm
 
@@ -61,11 +75,15 @@ def make_backend(
 
 
 def make_or_refuse(
-    spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
+    spec: DeploymentSpec,
+    rank: int,
+    world_size: int,
+    checkpoint_url: Location,
+    device: WorkerDevice = CPU,
 ) -> Backend:
     """As `make_backend`, but an error of that function is raised by the backend's `lay_out`."""
     try:
-        return make_backend(spec, rank, world_size, checkpoint_url)
+        return make_backend(spec, rank, world_size, checkpoint_url, device)
     except InvalidRequestError as error:
         return RefusedBackend(error)
 
@@ -96,11 +114,13 @@ class RefusedBackend(Backend):
         raise self._reason
 
 
-def _training_backend(spec: DeploymentSpec, rank: int, checkpoint_url: Location) -> Backend:
+def _training_backend(
+    spec: DeploymentSpec, rank: int, checkpoint_url: Location, device: WorkerDevice
+) -> Backend:
     from plexrl.worker.training.backend import TrainingBackend
     from plexrl.worker.training.model import TrainingModel, TrainingRank
 
-    own = TrainingRank(spec=spec, rank=rank)
+    own = TrainingRank(spec=spec, rank=rank, device=device)
     model: TrainingModel
     match spec.backend:
         case "fsdp":

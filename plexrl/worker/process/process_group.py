@@ -21,15 +21,18 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IF
 LOOPBACK = "lo"
 
 
-def join_process_group(config: WorkerConfig) -> None:
-    """Meet the other ranks of this incarnation; returns when all are there."""
+def join_process_group(config: WorkerConfig, collectives: str = "gloo") -> None:
+    """Meet the other ranks of this incarnation; returns when all are there. `collectives` are the
+    backends of the group, in torch's spelling."""
     import torch.distributed as dist
 
     for variable in INTERFACE_VARIABLES:
         # The libraries read it themselves: sub-groups get their interface in no other way.
         os.putenv(variable, config.interface)
     store = _tcp_store(config) if config.meeting_point else _file_store(config)
-    dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size)
+    dist.init_process_group(
+        collectives, store=store, rank=config.rank, world_size=config.world_size
+    )
 
 
 def _file_store(config: WorkerConfig) -> "Store":

@@ -20,6 +20,7 @@ from plexrl.worker.process.backend_factory import make_or_refuse
 from plexrl.worker.process.leader_follower import make_worker
 from plexrl.worker.process.process_group import join_process_group
 from plexrl.worker.process.server import Server, WorkerName
+from plexrl.worker.state.device import open_device
 from plexrl.worker.state.state_mover import StateMover
 
 LOG = logging.getLogger(__name__)
@@ -52,14 +53,15 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
     os.nice(NICENESS)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
+    device = open_device(config.gpu_uuid)
     import torch
 
     torch.set_num_threads(config.threads)
     spec = deployment_spec_from_json(config.spec_json)
     if config.kind in ("train", "forward") or spec.layout.tp > 1:
-        join_process_group(config)
+        join_process_group(config, device.collectives)
 
-    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url)
+    backend = make_or_refuse(spec, config.rank, config.world_size, config.checkpoint_url, device)
     client = StateManagerClient(
         config.statemanager,
         deployment=config.deployment,
@@ -74,7 +76,7 @@ def run_worker(config: WorkerConfig, ready: Callable[[], None]) -> None:
         WorkerName(config.deployment, config.rank, config.incarnation),
         None if config.tls is None else Credentials(config.tls),
     )
-    mover = StateMover(backend, client, config.group)
+    mover = StateMover(backend, client, config.group, device)
     worker = make_worker(backend, mover, server.requests)
     LOG.info("%s incarnation %d is ready", config.deployment, config.incarnation)
     ready()

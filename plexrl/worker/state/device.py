@@ -35,8 +35,12 @@ class WorkerDevice:
         """Reserve addresses for at least `nbytes` of state, without memory."""
         return Arena(nbytes)
 
+    def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """A tensor of the CPU, on the device; the copy may still be under way."""
+        return tensor
+
     def free_cached(self) -> None:
-        """Return memory that the framework keeps for reuse to the device, after an offload."""
+        """Return memory that the framework keeps for reuse to the device, before an offload."""
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, as the driver reports it; None: unbounded."""
@@ -62,6 +66,9 @@ class GpuDevice(WorkerDevice):
 
     def make_arena(self, nbytes: int) -> WorkerArena:
         return CudaArena(self._driver, nbytes, uuid=self.uuid)
+
+    def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def free_cached(self) -> None:
         import torch

@@ -12,6 +12,7 @@ from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.wire.operations import CheckpointParams, OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.process.command import RunCommand
+from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.save_checkpoint import save_checkpoint
 from plexrl.worker.state.weight_sync import Arrival, SplitVersionError, sync_weights
 
@@ -38,7 +39,14 @@ Plain = dict[str, Any]
 class StateMover:
     """Tracks whether the state is on the device. The StateManager tracks everything else."""
 
-    def __init__(self, backend: Backend, client: StateManagerClient, group: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        client: StateManagerClient,
+        group: str,
+        device: WorkerDevice = CPU,
+    ) -> None:
+        self._device = device
         self._backend = backend
         self._client = client
         self._group = group
@@ -174,6 +182,7 @@ class StateMover:
 
     def _offload(self, command: RunCommand) -> Plain:
         self._backend.before_offload()
+        self._device.free_cached()
         before = self._memory()
         report = self._client.offload(
             seq=command.seq,
@@ -189,7 +198,9 @@ class StateMover:
         return {**_plain(report), "memory_before": before, "memory_after": self._memory()}
 
     def _memory(self) -> dict[str, int]:
-        return {"arena_bytes": self._backend.arena.resident_bytes(), "rss_bytes": rss_bytes()}
+        found = {"arena_bytes": self._backend.arena.resident_bytes(), "rss_bytes": rss_bytes()}
+        free_bytes = self._device.free_bytes()
+        return found if free_bytes is None else {**found, "device_free_bytes": free_bytes}
 
 
 def rss_bytes() -> int:

@@ -19,6 +19,7 @@ from plexrl.wire.operations import AdamParams, OperationKind
 from plexrl.worker.batches.losses import compute_loss
 from plexrl.worker.batches.packed_batches import packed_micro_batches
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack
+from plexrl.worker.batches.results import on_cpu
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult, SharedWeights
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
@@ -129,23 +130,29 @@ class TrainingBackend(Backend):
 
     def _forward(self, call: BackendCall) -> BackendResult:
         batches = self._micro_batches(call)
-        values = self.model.forward(batches)
+        values = on_cpu(self.model.forward(batches))
         return BackendResult(arrays={"logprobs": unpack(batches, values, _tokens(call))})
 
     def _forward_backward(self, call: BackendCall) -> BackendResult:
         batches = self._micro_batches(call)
         denominator = float(call.rank_params["denominator"])
-        sums: dict[str, float] = {"loss": 0.0}
+        names: list[str] = []
+        found_sums: list[torch.Tensor] = []
 
         def loss(logprobs_BL: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             found = compute_loss(call.params.loss, logprobs_BL, _inputs(batch), denominator)
-            sums["loss"] += float(found.loss.detach())
-            for name, value in found.sums.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+            named = {"loss": found.loss.detach(), **found.sums}
+            names.extend(named)
+            found_sums.extend(torch.as_tensor(value) for value in named.values())
             return found.loss
 
         values = self.model.forward_backward(batches, loss)
         self._gradients_pending = True
+        # One copy for everything that leaves the device.
+        found = on_cpu([*values, *found_sums])
+        values, sums = found[: len(values)], {"loss": 0.0}
+        for name, value in zip(names, found[len(values) :], strict=True):
+            sums[name] = sums.get(name, 0.0) + float(value)
         return BackendResult(
             result={"sums": sums, "maxes": {}},
             arrays={"logprobs": unpack(batches, values, _tokens(call))},
@@ -153,8 +160,10 @@ class TrainingBackend(Backend):
 
     def _micro_batches(self, call: BackendCall) -> list[MicroBatch]:
         if "micro_batch_rows" in call.arrays:
-            return packed_micro_batches(call.arrays, self._rank.layout.cp)
-        return micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+            found = packed_micro_batches(call.arrays, self._rank.layout.cp)
+        else:
+            found = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        return [batch.placed(self._rank.device.place) for batch in found]
 
     def _optim_step(self, params: AdamParams) -> BackendResult:
         if not self._gradients_pending:
@@ -206,7 +215,9 @@ class TrainingBackend(Backend):
 def _inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
     if batch.per_token_BL:
         return batch.per_token_BL | batch.row_sums_B
-    return dict.fromkeys(LOSS_ARRAYS, torch.zeros(batch.tokens_BL.shape))
+    return dict.fromkeys(
+        LOSS_ARRAYS, torch.zeros(batch.tokens_BL.shape, device=batch.tokens_BL.device)
+    )
 
 
 def _tokens(call: BackendCall) -> int:

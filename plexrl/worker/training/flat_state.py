@@ -7,7 +7,7 @@ elementwise, so each rank steps its region as one flat tensor. The padding betwe
 zero.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,8 @@ from plexrl.worker.state.arena_tensors import ArenaLayout, ShardBox, span, view,
 from plexrl.worker.state.host.optimizer import AdamKernel, HostAdamW, adam_of_torch
 from plexrl.worker.state.host.transfer import Run
 
+NORM_CHUNK_ELEMENTS = 1 << 22
+"""Elements whose squares are in memory at once."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = StateKey(part=StatePart.OPTIMIZER, name="step")
 """The optimizer's step count: one float32 number."""
@@ -114,7 +116,7 @@ class FlatState:
 
     def squared_gradients(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, a scalar."""
-        return self.gradients.square().sum()
+        return sum_of_squares([self.gradients])
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""
@@ -181,3 +183,14 @@ class FlatState:
     def _in_host(self, offset: int) -> int:
         """An arena offset as an offset in host memory, in elements."""
         return (offset - self._host_start) // 4
+
+
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares over flat tensors, a scalar; without a second buffer of their size."""
+    # `vector_norm` needs no buffer at all, but on the CPU loses digits within a chunk already.
+    parts = [
+        tensor[first : first + NORM_CHUNK_ELEMENTS].square().sum()
+        for tensor in tensors
+        for first in range(0, max(1, len(tensor)), NORM_CHUNK_ELEMENTS)
+    ]
+    return torch.stack(parts).sum()

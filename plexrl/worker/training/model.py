@@ -145,7 +145,7 @@ class TrainingModel(ABC):
     @abstractmethod
     def forward(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Logprob of every token given the tokens before it: float32 `[B, L]` for each micro-batch,
-        on the CPU, without a graph. Column 0 and padding are 0. Ranks without outputs return
+        on its device, without a graph. Column 0 and padding are 0. Ranks without outputs return
         zeros."""
 
     @abstractmethod

@@ -24,7 +24,7 @@ from plexrl.worker.batches.packing import MicroBatch
 from plexrl.worker.models import lay_out_model, named_parameters
 from plexrl.worker.state.arena_tensors import ShardBox
 from plexrl.worker.training.activation_checkpointing import checkpoint_activations
-from plexrl.worker.training.flat_state import FlatState
+from plexrl.worker.training.flat_state import FlatState, sum_of_squares
 from plexrl.worker.training.fsdp.adapters import add_adapters, state_name
 from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, model_files
 from plexrl.worker.training.fsdp.sharded_parameter import ShardedParameter, sharded_parameters
@@ -129,8 +129,7 @@ class FsdpModel(TrainingModel):
         if self._rank.coordinates.tp == 0:
             return self._state.squared_gradients()
         # Only the first tensor rank counts parameters that every tensor rank has.
-        parts = [self._state.gradient(name).square().sum() for name in sorted(self._cut)]
-        return torch.stack(parts).sum()
+        return sum_of_squares(self._state.gradient(name).view(-1) for name in sorted(self._cut))
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         logits_BLV = self._model(**batch.model_inputs).logits

@@ -1,0 +1,226 @@
+"""A trainer and an engine on an emulated GPU: register, offload, load, a crash, adoption.
+
+Torch computes on the CPU, in memory that the daemon lent over the emulated driver, where unmapped
+memory cannot be accessed. What each does must not differ by a bit from the same on the CPU.
+"""
+
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.statemanager.client.client import StateManagerClient
+from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.daemon.server import Server
+from plexrl.statemanager.device.backend import DeviceKind
+from plexrl.statemanager.device.cuda.device import CudaDevices
+from plexrl.statemanager.layout.keys import StatePart
+from plexrl.statemanager.protocol.ticket_key import read_ticket_key
+from plexrl.statemanager.protocol.tickets import Claims, Role
+from plexrl.statemanager.store.store import Store
+from plexrl.wire.operations import (
+    ForwardBackwardParams,
+    GenerateParams,
+    OperationKind,
+    SamplingParams,
+)
+from plexrl.worker.process.backend import Backend, BackendCall
+from plexrl.worker.process.backend_factory import make_backend
+from plexrl.worker.process.command import RunCommand
+from plexrl.worker.state.arena_tensors import view
+from plexrl.worker.state.device import CPU, WorkerDevice
+from plexrl.worker.state.state_mover import StateMover
+from tests.statemanager.emulated_cuda import EmulatedCuda
+from tests.statemanager.emulated_gpu import EmulatedGpu
+from tests.worker.training.cases import QWEN2
+from tests.worker.training.ranks import ADAM, LOSS, batch
+
+MIB = 1 << 20
+TRAINER = DeploymentSpec(model=QWEN2, kind="train", backend="fsdp", workers=1)
+ENGINE = DeploymentSpec(
+    model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
+)
+
+
+class Daemon:
+    """A StateManager in this process, which can be restarted."""
+
+    def __init__(self, folder: Path, host_dir: Path) -> None:
+        self.name = f"gpu-{uuid.uuid4().hex[:8]}"
+        self.driver = self.another_driver()
+        (host_dir / "host").mkdir(mode=0o700)
+        self.config = StateManagerConfig(
+            node="gpu",
+            listen=str(host_dir / "s.sock"),
+            host_dir=str(host_dir / "host"),
+            host_bytes=64 * MIB,
+            nvme_dir=str(folder / "nvme"),
+            nvme_bytes=64 * MIB,
+            device=DeviceKind.CUDA,
+        )
+        self.start()
+
+    def another_driver(self) -> EmulatedCuda:
+        """The driver of another process."""
+        driver = EmulatedCuda(self.name, device_bytes=16 * MIB)
+        driver.enter(0)
+        return driver
+
+    def start(self) -> None:
+        devices = CudaDevices(self.driver)
+        self._store = Store(
+            self.config, on_map=devices.register_host, on_unmap=devices.unregister_host
+        )
+        self._server = Server(self.config, self._store, devices)
+        self._thread = threading.Thread(target=self._server.serve)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.close()
+        self._thread.join()
+        self._store.close()
+        Path(self.config.listen).unlink()
+
+    def taken_bytes(self) -> int:
+        return self.driver.taken_bytes(0)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with tempfile.TemporaryDirectory(prefix="plexrl-", dir="/dev/shm") as host_dir:
+        made = Daemon(tmp_path, Path(host_dir))
+        yield made
+        made.stop()
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Rank:
+    """A backend on a device, and its moves."""
+
+    def __init__(self, spec: DeploymentSpec, daemon: Daemon, device: WorkerDevice) -> None:
+        self.backend: Backend = make_backend(spec, 0, 1, Path("/nowhere"), device)
+        claims = Claims(role=Role.WORKER, job=spec.kind, deployment=f"{spec.kind}/a")
+        key = read_ticket_key(daemon.config.ticket_key_path)
+        self._client = StateManagerClient(
+            daemon.config.listen,
+            deployment=claims.deployment,
+            rank=0,
+            world_size=1,
+            ticket=key.mint(claims),
+        )
+        self._mover = StateMover(self.backend, self._client, f"group-{spec.kind}", device)
+
+    def move(self, kind: OperationKind, seq: int) -> dict[str, Any]:
+        command = RunCommand(operation="o", kind=kind, token=1, seq=seq, keep_seq=seq)
+        return self._mover.move(command)
+
+    def run(self, kind: OperationKind, params: Any, **rank_params: Any) -> None:
+        arrays = batch(3) if kind == OperationKind.FORWARD_BACKWARD else {}
+        self.backend.run(_call(kind, params, arrays, **rank_params))
+
+    def train(self) -> None:
+        params = ForwardBackwardParams(loss=LOSS)
+        self.run(OperationKind.FORWARD_BACKWARD, params, micro_batches=2, denominator=9.0)
+        self.run(OperationKind.OPTIM_STEP, ADAM)
+
+    def generate(self) -> np.ndarray[Any, Any]:
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, seed=1)
+        params = GenerateParams(samples_per_prompt=1, sampling=sampling)
+        arrays = {"tokens": np.array([3, 4, 5], np.int32), "lengths": np.array([3], np.int32)}
+        backend: Any = self.backend
+        backend.submit(_call(OperationKind.GENERATE, params, arrays), None)
+        while True:
+            for _, result in backend.step():
+                return np.asarray(result.arrays["logprobs"])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{piece.key.part}/{piece.key.name}": view(self.backend.arena, piece).clone()
+            for piece in self.backend.slices()
+            if piece.key.part != StatePart.GRADIENT
+        }
+
+    def close(self) -> None:
+        self._client.close()
+        self.backend.arena.close()
+
+
+def _call(kind: OperationKind, params: Any, arrays: Any, **rank_params: Any) -> BackendCall:
+    return BackendCall(
+        operation="op", kind=kind, params=params, rank_params=rank_params, arrays=arrays, seq=1
+    )
+
+
+def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
+    backend = make_backend(spec, 0, 1, Path("/nowhere"), CPU)
+    backend.lay_out()
+    backend.materialise()
+    run(backend)
+    return backend
+
+
+def test_a_trainer_computes_in_memory_that_comes_and_goes(daemon: Daemon) -> None:
+    rank = Rank(TRAINER, daemon, EmulatedGpu(daemon.another_driver()))
+    free = daemon.driver.memory_info()[0]
+    rank.move(OperationKind.LOAD, 0)
+    rank.train()
+    moved = rank.move(OperationKind.OFFLOAD, 1)
+    assert daemon.taken_bytes() == 0
+    assert moved["memory_after"]["device_free_bytes"] == free
+    rank.move(OperationKind.LOAD, 1)
+    rank.train()
+    daemon.stop()
+    daemon.start()
+    rank.move(OperationKind.OFFLOAD, 2)
+    assert daemon.taken_bytes() == 0
+    rank.move(OperationKind.LOAD, 2)
+    found = rank.state()
+    rank.close()
+
+    def twice(backend: Backend) -> None:
+        reference = object.__new__(Rank)
+        reference.backend = backend
+        reference.train()
+        reference.train()
+
+    kept = object.__new__(Rank)
+    kept.backend = on_cpu(TRAINER, twice)
+    wanted = kept.state()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_an_engine_draws_from_memory_that_comes_and_goes(daemon: Daemon) -> None:
+    rank = Rank(ENGINE, daemon, EmulatedGpu(daemon.another_driver()))
+    rank.move(OperationKind.LOAD, 0)
+    drawn = [rank.generate()]
+    rank.move(OperationKind.OFFLOAD, 0)
+    assert daemon.taken_bytes() == 0
+    rank.move(OperationKind.LOAD, 0)
+    drawn.append(rank.generate())
+    daemon.stop()
+    daemon.start()
+    rank.move(OperationKind.OFFLOAD, 0)
+    rank.move(OperationKind.LOAD, 0)
+    drawn.append(rank.generate())
+    rank.close()
+    reference = object.__new__(Rank)
+    reference.backend = on_cpu(ENGINE, lambda _: None)
+    wanted = reference.generate()
+    assert all(np.array_equal(each, wanted) for each in drawn)

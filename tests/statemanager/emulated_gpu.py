@@ -1,0 +1,47 @@
+"""A worker's GPU on the emulated driver: torch computes on the CPU, in that driver's memory."""
+
+import ctypes
+
+import torch
+
+from plexrl.statemanager.device.cuda.arena import CudaArena
+from plexrl.worker.state.device import GpuDevice
+from tests.statemanager.emulated_cuda import EmulatedCuda
+
+
+class EmulatedArena(CudaArena):
+    """Its addresses are addresses of this process. Without memory behind them, any access ends the
+    process, as it ends a kernel's."""
+
+    def __init__(self, driver: EmulatedCuda, nbytes: int, *, uuid: str) -> None:
+        super().__init__(driver, nbytes, uuid=uuid)
+        self._memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole arena. It must have memory, as for torch on a real GPU."""
+        assert self.is_attached, "torch asks the driver for the device of an address"
+        return memoryview(self._memory).cast("B")
+
+
+class EmulatedGpu(GpuDevice):
+    """As `GpuDevice`, for a process with one emulated driver."""
+
+    collectives = "gloo"
+
+    def __init__(self, driver: EmulatedCuda) -> None:
+        super().__init__(driver.uuids()[0], driver)
+        self.driver = driver
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def make_arena(self, nbytes: int) -> EmulatedArena:
+        return EmulatedArena(self.driver, nbytes, uuid=self.uuid)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def free_cached(self) -> None:
+        """Torch keeps nothing on the emulated device."""
