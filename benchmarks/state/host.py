@@ -6,7 +6,17 @@ import numpy as np
 
 from benchmarks.sizes import sized
 from benchmarks.state.baselines import GB, MIB, Memcpy, Work, in_turns, timed
-from benchmarks.state.rig import Figures, Rank, Rows, daemon, folders, manifest_of, row, tensors
+from benchmarks.state.rig import (
+    Figures,
+    Rank,
+    Rows,
+    daemon,
+    fill_randomly,
+    folders,
+    manifest_of,
+    row,
+    tensors,
+)
 from plexrl.statemanager.device.cpu.device import CpuDevice
 from plexrl.statemanager.store.store import Store
 
@@ -15,6 +25,8 @@ STATE_BYTES = sized(512 * MIB, quick=8 * MIB)
 BASELINE_BLOCKS = (4 * MIB, 64 * MIB, STATE_BYTES)
 """The largest as one piece for each thread."""
 SWITCH_MIB = sized((1, 4, 16, 64, 256, 512), quick=(1, 4))
+LARGE_MIB = sized(256, quick=4)
+"""From this size on a switch is compared with plain copies."""
 SWITCHES = sized(9, quick=1)
 COPIES = sized(15, quick=1)
 
@@ -55,7 +67,7 @@ def measure_copies() -> tuple[Rows, Figures]:
 def _moves(store: Store) -> dict[str, Work]:
     devices = CpuDevice()
     loan = devices.allocate(STATE_BYTES, device=0, uid=0)
-    loan.clear(0, STATE_BYTES)
+    fill_randomly(loan, STATE_BYTES)
     slices = tensors(STATE_BYTES // TENSOR_BYTES, TENSOR_BYTES)
     manifest = manifest_of(slices)
     latest = [manifest]
@@ -71,27 +83,18 @@ def _moves(store: Store) -> dict[str, Work]:
 
 
 def measure_switches() -> tuple[Rows, Figures]:
-    """What a worker waits for when its state leaves and comes back, lent memory included."""
+    """What a worker waits for when its state leaves and comes back, lent memory included. The state
+    is random, and all of it changes between two switches."""
     rows: Rows = []
     figures: Figures = {}
     medians: dict[str, list[float]] = {"offload": [], "load": []}
-    memcpy = Memcpy(SWITCH_MIB[-1] * MIB)
+    ratios: dict[str, list[float]] = {"offload": [], "load": []}
     with daemon() as served:
         for size in SWITCH_MIB:
             rank = Rank(served, tensors(max(1, size // 4), min(4, size) * MIB))
-            rank.fill()
-            seq = [0]
-
-            def offload(rank: Rank = rank, seq: list[int] = seq) -> float:
-                seq[0] += 1
-                return timed(lambda: rank.offload(seq[0]))
-
-            def load(rank: Rank = rank, seq: list[int] = seq) -> float:
-                return timed(lambda: rank.load(seq[0]))
-
-            works: dict[str, Work] = {"offload": offload, "load": load}
-            if size == SWITCH_MIB[-1]:
-                works["memcpy"] = memcpy.work(2)
+            works = _switches(rank)
+            if size >= LARGE_MIB:
+                works["memcpy"] = Memcpy(size * MIB).work(2)
             found = in_turns(works, SWITCHES)
             for move, times in medians.items():
                 times.append(1e3 * found.median_s(move))
@@ -103,13 +106,14 @@ def measure_switches() -> tuple[Rows, Figures]:
                     "{:.2f}, {:.2f}".format(*(times[-1] for times in medians.values())),
                 )
             )
-            if "memcpy" in works:
-                for move in medians:
-                    figures[f"whole_{move}_ratio"] = found.ratio(move, "memcpy")
-                    value = f"{found.ratio(move, 'memcpy'):.2f}"
-                    usual = f"{found.usual_ratio(move, 'memcpy'):.2f}"
-                    rows.append(row(f"whole {move} of {size} MiB, of memcpy", value, usual))
+            for move in medians if "memcpy" in works else ():
+                ratios[move].append(found.usual_ratio(move, "memcpy"))
+                name = f"whole {move} of {size} MiB, of a plain copy"
+                best = f"{found.ratio(move, 'memcpy'):.2f}"
+                rows.append(row(name, best, f"{ratios[move][-1]:.2f}", "≥ 0.9"))
             rank.client.close()
+    for move, way in (("offload", "out"), ("load", "in")):
+        figures[f"switch_{way}_ratio"] = min(ratios[move])
     for move, times in medians.items():
         slope, constant = np.polyfit(SWITCH_MIB, times, 1)
         figures[f"{move}_constant_ms"] = float(constant)
@@ -117,3 +121,17 @@ def measure_switches() -> tuple[Rows, Figures]:
         fit = f"{constant:.2f} ms + 1 / {figures[f'{move}_gb_s']:.1f} GB/s"
         rows.append(row(f"{move} against size: linear fit", fit))
     return rows, figures
+
+
+def _switches(rank: Rank) -> dict[str, Work]:
+    """An offload of a changed state, and its load."""
+    rank.fill()
+    seq = 0
+
+    def offload() -> float:
+        nonlocal seq
+        seq += 1
+        rank.change()
+        return timed(lambda: rank.offload(seq))
+
+    return {"offload": offload, "load": lambda: timed(lambda: rank.load(seq))}

@@ -19,6 +19,7 @@ from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.reports import LoadReport, MoveReport
 from plexrl.statemanager.daemon.config import StateManagerConfig
+from plexrl.statemanager.device.memory import DeviceMemory, Run
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.layout.layout import lay_out
 from plexrl.statemanager.protocol.network import Network
@@ -124,6 +125,11 @@ class Rank:
         contents = np.frombuffer(self.arena.buffer, dtype=np.uint8)
         contents[:] = np.random.default_rng(seed).integers(0, 256, contents.size, dtype=np.uint8)
 
+    def change(self) -> None:
+        """Change every word, as an optimizer step does."""
+        words = np.frombuffer(self.arena.buffer, dtype=np.uint32)
+        np.add(words, 1, out=words)
+
     def snapshot(self, seq: int) -> MoveReport:
         """Store version `seq`, the one before it given up."""
         return self.client.snapshot(seq=seq, keep_seq=seq, token=1, parts=PARTS)
@@ -135,6 +141,12 @@ class Rank:
     def load(self, seq: int) -> LoadReport:
         """Bring version `seq` back."""
         return self.client.load(seq=seq, token=1)
+
+
+def fill_randomly(memory: DeviceMemory, nbytes: int, seed: int = 1) -> None:
+    """Write random bytes, which neither a file system nor a disk can shorten."""
+    contents = np.random.default_rng(seed).bytes(nbytes)
+    memory.write([Run(0, np.frombuffer(contents, dtype=np.uint8).ctypes.data, nbytes)])
 
 
 def tensors(
