@@ -2,8 +2,8 @@
 
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
-Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, cluster, pareto,
-rollout_gpus, and drain, which takes hours and so is only run by name; by default all the others.
+Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, valleys, cluster,
+pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default all the others.
 Everything runs through the scheduler's own core. `--full` takes the three months as they are
 (minutes a policy) instead of extrapolating from some events (speed, memory) or taking samples
 (drain)."""
@@ -21,6 +21,7 @@ from benchmarks.simulating import (
     pareto,
     rollout_gpus,
     speed,
+    valleys,
 )
 from benchmarks.sizes import sized
 
@@ -33,6 +34,7 @@ PARTS = {
     "fidelity": fidelity.measure,
     "eta": eta.measure,
     "packing": packing.measure,
+    "valleys": valleys.measure,
     "cluster": cluster.measure,
     "pareto": pareto.measure,
     "rollout_gpus": rollout_gpus.measure,

@@ -96,6 +96,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "busy": percent(utilisation(result)),
                 "cluster GPU-h": hours(result.gpus * result.drain_s / 3600),
                 "rollout GPU-h": hours(result.rollout_gpu_hours),
+                "filled GPU-h": hours(result.filled_gpu_hours) if result.filled_gpu_hours else "",
                 "GPU-h /cycle": f"{result.gpu_hours_per_cycle:,.2f}",
                 "switches": f"{result.switches:,}",
                 "failures": f"{result.failures:,}" if result.failures else "",

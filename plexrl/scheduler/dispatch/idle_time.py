@@ -23,7 +23,7 @@ from plexrl.wire.operations import OperationKind
 _READY: Final = WpgState.READY
 _GENERATE: Final = OperationKind.GENERATE
 
-EARLY_FACTOR = 2.0
+EARLY_FACTOR = 1.0
 """A member may come earlier than after its usual pause, by this multiple of the pause's usual
 deviation."""
 

@@ -31,7 +31,7 @@ CommandHandler = Callable[[Any], None]
 """Executes commands of one type."""
 
 
-def _ignore(command: cmd.Command) -> None:
+def ignore(command: cmd.Command) -> None:
     """Ignore a command without an effect in a simulation."""
     del command
 
@@ -53,8 +53,8 @@ class VirtualShell:
         self._timer_at = NEVER
         self._observers: list[EventObserver] = []
         self._handlers: dict[type[cmd.Command], CommandHandler] = {
-            cmd.AbortOperation: _ignore,
-            cmd.DiscardBlobs: _ignore,
+            cmd.AbortOperation: ignore,
+            cmd.DiscardBlobs: ignore,
             cmd.SetTimer: self._set_timer,
             **handlers,
         }

@@ -21,6 +21,7 @@ from plexrl.sim.engine.arrival import deployments, new_run, submission
 from plexrl.sim.engine.checks.checker import Checker
 from plexrl.sim.engine.controllers import Controllers
 from plexrl.sim.engine.faults.fault_injector import FaultInjector
+from plexrl.sim.engine.fillers import Fillers
 from plexrl.sim.engine.job_run import (
     JobRun,
     Rollouts,
@@ -33,6 +34,7 @@ from plexrl.sim.engine.job_run import (
 from plexrl.sim.engine.shell import (
     CommandHandler,
     VirtualShell,
+    ignore,
     virtual_config,
     worker_ready_events,
 )
@@ -85,7 +87,10 @@ class TraceRun:
         policy = sim_policy(scenario.policy)
         load = {} if scenario.load_max is None else {"load_max": scenario.load_max}
         config = virtual_config(**{**RETENTION, **policy.settings, **load, **(settings or {})})
-        self.shell = VirtualShell(config, self._handlers())
+        handlers = self._handlers()
+        if scenario.fills_valleys:
+            handlers = {kind: self._routed(each) for kind, each in handlers.items()}
+        self.shell = VirtualShell(config, handlers)
         self._collector = Collector(scenario, on_job)
         self._checker = Checker(scenario, self.shell.core) if scenario.check else None
         if self._checker is not None:
@@ -123,6 +128,14 @@ class TraceRun:
             cycle_over=self._cycle_over,
             job_over=self._job_over,
         )
+        self._fillers = Fillers(
+            self.shell,
+            self._states,
+            self._collector,
+            self._send,
+            launch_s=scenario.launch_s,
+            control_s=scenario.control_s,
+        )
         self._stopped: list[Workers] = []
         """Deployments whose workers the core has stopped: they either end or move."""
         self._is_last_seen = False
@@ -138,7 +151,17 @@ class TraceRun:
             cmd.ReleaseState: self._release_state,
             cmd.MigrateState: self._migrate_state,
             cmd.PrefetchState: self._prefetch_state,
+            cmd.AbortOperation: ignore,
         }
+
+    def _routed(self, handler: CommandHandler) -> CommandHandler:
+        """The handler of commands that are not for a filler."""
+
+        def handle(command: cmd.Command) -> None:
+            if not self._fillers.handle(command):
+                handler(command)
+
+        return handle
 
     # API
 
@@ -158,6 +181,7 @@ class TraceRun:
             InvariantError: an invariant of a completed run is broken.
         """
         if not self._runs:
+            self._fillers.end()
             if self._checker is not None:
                 self._checker.finish(self.shell.now)
                 self._states.check()
@@ -345,6 +369,8 @@ class TraceRun:
         run.incarnation = command.incarnation
         if isinstance(run, JobRun):
             self._placed(run, self._node_types[command.ranks[0].node])
+            if self.scenario.fills_valleys:
+                self._fillers.group_joined(run)
         self.shell.at(self.shell.now + self.scenario.launch_s, self._launched, command)
 
     def _placed(self, run: JobRun, kind: NodeType) -> None:

@@ -65,6 +65,7 @@ class Collector:
         self._drain_s = 0.0
         self._busy_gpu_s = 0.0
         self._switch_gpu_s = 0.0
+        self._filled_gpu_s = 0.0
         self._rollout_gpu_s = 0.0
         self._rollout_gpus = 0
         """Rollout GPUs of the jobs that run now."""
@@ -233,6 +234,10 @@ class Collector:
             self._grouped_gpu_s += gpus * (now - since)
         self._grouped.add(since, now, gpus)
 
+    def filled(self, gpu_s: float) -> None:
+        """Record useful generation in idle time."""
+        self._filled_gpu_s += gpu_s
+
     def failed(self) -> None:
         """Record the loss of a node or a worker."""
         self._failures += 1
@@ -273,6 +278,7 @@ class Collector:
             training_gpu_hours=grouped_hours,
             busy_gpu_hours=self._busy_gpu_s / HOUR_S,
             switch_gpu_hours=self._switch_gpu_s / HOUR_S,
+            filled_gpu_hours=self._filled_gpu_s / HOUR_S,
             rollout_gpu_hours=rollout_hours,
             rollout_gpus_peak=self._rollout_gpus_peak,
             cost=billed.cost,

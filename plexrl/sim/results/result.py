@@ -110,6 +110,8 @@ class SimResult:
     """GPU-hours of running training operations, and of rollouts that are placed."""
     switch_gpu_hours: float
     """Those of running loads and offloads."""
+    filled_gpu_hours: float = 0.0
+    """Those of useful generation by preemptible deployments."""
     rollout_gpu_hours: float
     """GPU-hours of GPUs in groups for rollouts, or of rollout GPUs outside of the cluster."""
     rollout_gpus_peak: int = 0

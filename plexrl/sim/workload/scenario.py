@@ -205,6 +205,8 @@ class Scenario:
     """Jobs declare their demand at submission; otherwise the scheduler profiles each job."""
     rollouts: RolloutGpus = "outside"
     """Where rollouts run."""
+    fills_valleys: bool = False
+    """Preemptible deployments generate in the idle time of all shared groups, without end."""
     load_max: float | None = None
     """Largest sum of the duties of a group's members; absent: the scheduler's default."""
     launch_s: float = 30.0

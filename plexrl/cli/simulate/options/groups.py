@@ -35,6 +35,13 @@ class ClusterOptions:
             "other deployments; `colocated` with their training (docs/simulating.md)."
         ),
     ] = "outside"
+    fill_valleys: Annotated[
+        bool,
+        typer.Option(
+            "--fill-valleys",
+            help="Preemptible deployments generate in the idle time of all shared groups.",
+        ),
+    ] = False
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: the node type's, 8.")
     ] = None

@@ -120,6 +120,7 @@ def scenario(
         ),
         warm=not jobs.cold,
         rollouts=rollouts(cluster.place_rollouts),
+        fills_valleys=cluster.fill_valleys,
         switch_s=cluster.switch_s,
         detail=detail(running.detail),
         check=running.check,

@@ -249,6 +249,8 @@ class Checker:
             lock.resident = None
         elif command.kind not in MOVES and not command.replay:
             self._deployments[command.deployment].job.ran_s += took_s
+        if event.unfinished_rows:
+            self._deployments[command.deployment].pending.appendleft(event.operation)
 
     def _run_failed(self, event: ev.OperationFailed) -> None:
         _, run = self._ended(event.operation, event.token)

@@ -47,6 +47,7 @@ class UnsharedRun:
             "failures": scenario.failures.node_mtbf_s or scenario.failures.worker_mtbf_s,
             "several pools": len(scenario.pools) > 1,
             "a price of on-demand nodes": scenario.prices.on_demand is not None,
+            "idle time to fill": scenario.fills_valleys,
             "shared GPUs of rollouts": scenario.rollouts in ("shared", "colocated"),
         }
         if unknown := [name for name, given in what.items() if given]:
