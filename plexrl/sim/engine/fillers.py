@@ -8,10 +8,10 @@ after one decode step, and a continued one first computes its KV cache again.
 from collections.abc import Callable
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError
-from plexrl.ids import BlobRef, JobId, OperationId, TenantId
+from plexrl.ids import BlobRef, OperationId, TenantId
 from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
-from plexrl.sim.engine.job_run import WEIGHTS_PART, JobRun, WorkerGroup
+from plexrl.sim.engine.job_run import WEIGHTS_PART, Filler, JobRun
 from plexrl.sim.engine.shell import FOREVER_S, VirtualShell, worker_ready_events
 from plexrl.sim.metrics.collector import Collector, RunKind
 from plexrl.sim.state.statemanagers import NodeStates, Refusal
@@ -24,14 +24,6 @@ GIVE_WAY_S = 0.1
 
 RECOMPUTE_S = 2.0
 """Seconds in which a generation computes the KV cache of its samples; they count as lost."""
-
-
-class Filler(WorkerGroup):
-    """One preemptible deployment."""
-
-    def __init__(self, number: int, gpus: int, state_bytes: int) -> None:
-        super().__init__(f"filler{number}:batch", gpus, state_bytes)
-        self.job = JobId(f"filler{number}")
 
 
 class Fillers:

@@ -143,6 +143,14 @@ class Rollouts(WorkerGroup):
         return self.owner.cycle_source.draw(int(operation.rsplit(":", 1)[1])).rollout_s
 
 
+class Filler(WorkerGroup):
+    """A preemptible deployment, the only one of its job."""
+
+    def __init__(self, number: int, gpus: int, state_bytes: int) -> None:
+        super().__init__(f"filler{number}:batch", gpus, state_bytes)
+        self.job = JobId(f"filler{number}")
+
+
 class JobRun(WorkerGroup):
     """A job from its submission to its end, with the workers that train. Times are on the virtual
     clock."""
