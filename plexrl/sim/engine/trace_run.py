@@ -19,9 +19,9 @@ from plexrl.scheduler.state.messages import commands as cmd
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.sim.engine.arrival import deployments, new_run, submission
 from plexrl.sim.engine.checks.checker import Checker
-from plexrl.sim.engine.controllers import Controllers
+from plexrl.sim.engine.controllers.controllers import Controllers
+from plexrl.sim.engine.controllers.fillers import Fillers
 from plexrl.sim.engine.faults.fault_injector import FaultInjector
-from plexrl.sim.engine.fillers import Fillers
 from plexrl.sim.engine.job_run import (
     JobRun,
     Rollouts,
