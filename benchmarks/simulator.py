@@ -3,9 +3,9 @@
     python benchmarks/simulator.py [--quick] [--json] [--full] [part …]
 
 Parts: speed, memory, fidelity (minutes, with a live cluster), eta, packing, valleys, cluster,
-pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default all the others.
-Everything runs through the scheduler's own core. `--full` takes the three months as they are
-(minutes a policy) instead of extrapolating from some events (speed, memory) or taking samples
+pareto, rollout_gpus, and drain, which takes hours and so is only run by name; by default all the
+others. Everything runs through the scheduler's own core. `--full` takes the three months as they
+are (minutes a policy) instead of extrapolating from some events (speed, memory) or taking samples
 (drain)."""
 
 import sys
