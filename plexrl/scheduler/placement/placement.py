@@ -24,6 +24,7 @@ from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
 from plexrl.scheduler.placement.contention.colocation import (
     own_group,
+    siblings_group,
     with_own_group,
 )
 from plexrl.scheduler.placement.contention.contention import (
@@ -208,6 +209,9 @@ def find(
         case PlacementMode.COLOCATED:
             own = own_group(cluster, deployment)
             return None if own is None else Choice(group=own.group.group, mode=mode)
+        case PlacementMode.SIBLINGS:
+            group = siblings_group(cluster, deployment)
+            return None if group is None else Choice(group=group.group, mode=mode)
         case _:
             raise AssertionError(f"{mode} does not join an existing group")
 

@@ -24,6 +24,8 @@ class PlacementMode(StrEnum):
     """Join the group with the fewest members; needs no profile."""
     COLOCATED = "colocated"
     """Join the job's own training or rollout, which works while this deployment does not."""
+    SIBLINGS = "siblings"
+    """Join other deployments of the job, such as its actor's: one controller uses them in turn."""
     CO_EXECUTED = "co-executed"
     """Join the group whose round has time for it at the least added cost; all states stay in host
     memory."""

@@ -376,3 +376,25 @@ def test_a_restored_scheduler_chooses_as_the_original(
                 other.handle(event, now)
             assert other.list_groups(cluster.now) == cluster.core.list_groups(cluster.now)
             assert other.dump() == cluster.core.dump()
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread", "spread+backfill"])
+@pytest.mark.parametrize("gang", [0, 3])
+@pytest.mark.parametrize(
+    "trace",
+    [None, DemandTrace(period_s=100.0, segments=(Segment(offset_s=0.0, duration_s=44.0),))],
+)
+def test_deployments_of_one_job_leave_gpus_for_its_others(
+    policy: str, gang: int, trace: DemandTrace | None
+) -> None:
+    """With a group of its own for each, the rollout would wait for ever."""
+    cluster = FakeCluster(policy=policy)
+    cluster.start_node(4)
+    cluster.job("a", gang=gang)
+    cluster.deploy("a/actor", workers=2, trace=trace)
+    cluster.deploy("a/reference", "forward", workers=2, trace=trace)
+    cluster.deploy("a/rollout", "rollout", workers=1)
+    found = cluster.core.explain_job("a", cluster.now)["deployments"]
+    groups = {str(each["deployment"]): each["group"] for each in found}
+    assert None not in groups.values()
+    assert groups["a/actor"] == groups["a/reference"] != groups["a/rollout"]

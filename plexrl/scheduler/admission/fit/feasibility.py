@@ -172,9 +172,11 @@ def fit_as_placed(
     if fits_as_placed(free, [need_of(each) for each in order]):
         return True
     if not _may_pack(cluster, order):
-        paired = _paired(cluster, order)
-        left = [need_of(each) for each in order if each.deployment not in paired]
-        return bool(paired) and fits_as_placed(free, left)
+        for joining in (_paired(cluster, order), _siblings(cluster, order)):
+            left = [need_of(each) for each in order if each.deployment not in joining]
+            if joining and fits_as_placed(free, left):
+                return True
+        return False
     found: list[Need] = []
     groups: dict[tuple[int, str], int] = {}
     rollouts: dict[tuple[int, str], int] = {}
@@ -218,7 +220,25 @@ def _may_pack(cluster: Cluster, deployments: Sequence[Deployment]) -> bool:
     )
     if PlacementMode.PACKED not in modes:
         return False
-    sharing = [each for each in deployments if each.shares]
+    return _one_group_holds(cluster, [each for each in deployments if each.shares])
+
+
+def _siblings(cluster: Cluster, deployments: Sequence[Deployment]) -> set["DeploymentId"]:
+    """The deployments that are certain to have the group of another of these."""
+    if not cluster.settings.policy.repacks:
+        return set()
+    groups: dict[tuple[int, str], list[Deployment]] = {}
+    for each in deployments:
+        if each.shares and each.kind != "rollout":
+            groups.setdefault((each.workers, each.node_type), []).append(each)
+    found: set[DeploymentId] = set()
+    for members in groups.values():
+        if _one_group_holds(cluster, members):
+            found.update([each.deployment for each in members[1:]])
+    return found
+
+
+def _one_group_holds(cluster: Cluster, sharing: Sequence[Deployment]) -> bool:
     config, nodes = cluster.settings.config, cluster.state.nodes.values()
     duties = [cluster.inventory.duty_when_placed(each) for each in sharing]
     usable = [node for node in nodes if is_in_service(node)]

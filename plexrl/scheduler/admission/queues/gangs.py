@@ -12,7 +12,7 @@ from plexrl.scheduler.placement.placement import leave, modes, place
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job
 
-_COLOCATED: Final = PlacementMode.COLOCATED
+_OWN: Final = frozenset({PlacementMode.COLOCATED, PlacementMode.SIBLINGS})
 
 BlockingRequest = tuple[str, int]
 """(node type, workers) of a deployment that blocks the deployments behind it."""
@@ -86,7 +86,7 @@ def equivalence_key(
         deployment.state_bytes,
         deployment.trace,
         job.slo,
-        # Other deployments of its job decide where a rollout, or its partner, can be.
-        deployment.job if deployment.kind == "rollout" or _COLOCATED in allowed else "",
+        # Other deployments of its job decide where it can be, as they do for every rollout.
+        "" if deployment.kind != "rollout" and _OWN.isdisjoint(allowed) else deployment.job,
         allowed,
     )

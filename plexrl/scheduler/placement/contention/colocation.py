@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
-from plexrl.scheduler.placement.contention.service_level import waiting_bound
+from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
 from plexrl.scheduler.placement.policies import PlacementMode
 
 if TYPE_CHECKING:
@@ -71,6 +71,48 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
     return None
 
 
+def has_siblings(cluster: "Cluster", deployment: "Deployment") -> bool:
+    """Whether the job has another deployment, also without GPUs, whose group this one may join.
+
+    If each of them took GPUs of its own, some of a job that fits could be left without any.
+    """
+    state = cluster.state
+    return any(
+        _are_siblings(state.deployments[name], deployment)
+        for name in state.jobs[deployment.job].deployments
+    )
+
+
+def siblings_group(cluster: "Cluster", deployment: "Deployment") -> "Group | None":
+    """The group of another deployment of the job with room for this one."""
+    state = cluster.state
+    for name in state.jobs[deployment.job].deployments:
+        other = state.deployments[name]
+        if other.group in (None, deployment.group) or not _are_siblings(other, deployment):
+            continue
+        assert other.group is not None, "it was checked"
+        group = state.groups[other.group]
+        duty = cluster.inventory.duty_when_placed(deployment)
+        load = cluster.inventory.index.load(group.group) + duty
+        if load <= cluster.settings.config.load_bound and _has_capacity(cluster, group, deployment):
+            members = [state.deployments[each] for each in group.members]
+            only_own = all(each.job == deployment.job for each in members)
+            if only_own or not has_tight_bound(cluster, deployment, group):
+                return group
+    return None
+
+
+def _are_siblings(one: "Deployment", other: "Deployment") -> bool:
+    """Whether both may have one group; rollouts take turns with the training alone."""
+    return (
+        one is not other
+        and one.shares
+        and other.shares
+        and "rollout" not in (one.kind, other.kind)
+        and (one.workers, one.node_type) == (other.workers, other.node_type)
+    )
+
+
 def is_worthwhile(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
     """Whether these take turns, and need no greater part of their time for switches than their job
     accepts to wait."""
@@ -105,8 +147,14 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
 def with_own_group(
     cluster: "Cluster", deployment: "Deployment", found: tuple[PlacementMode, ...]
 ) -> tuple[PlacementMode, ...]:
-    """The modes of the policy, and to take turns with the job's other deployments: first if that is
-    better than GPUs of its own, and last if it may be possible at all."""
+    """The modes `found` by the policy, and those that join other deployments of the job.
+
+    To take turns with them comes first if that is better than GPUs of its own, and last if it may
+    be possible at all. Siblings come before GPUs of its own, if the policy would not pack them.
+    """
+    if cluster.settings.policy.repacks and has_siblings(cluster, deployment):
+        at = found.index(_DEDICATED)
+        found = (*found[:at], PlacementMode.SIBLINGS, *found[at:])
     if not cluster.settings.anybody_shares:
         return found
     if deployment.kind == "rollout" and deployment.trace is None:
