@@ -1,28 +1,27 @@
-"""(d) Accepted operations per second through the shell: journalled, then decided, then answered."""
+"""(d) Operations through a scheduler process: journalled and accepted, run, reported finished.
 
-import asyncio
+The clients are connections from a process of their own. Each operation is two events, and each is
+committed before it is answered; snapshots of the state are written meanwhile.
+"""
+
+import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import percentile
-from benchmarks.scheduling.cluster import config, node
+from benchmarks.routing.rig import first_line, process
 from benchmarks.sizes import sized
-from plexrl.process.garbage_collection import freeze_existing_objects
-from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.service.journal.sql_journal import SqlJournal
-from plexrl.scheduler.service.shell import Clock, Shell
-from plexrl.scheduler.state.messages import events as ev
-from plexrl.wire.operations import OperationKind
 
 CLIENTS = sized(64, quick=4)
-ACCEPTS = sized(60_000, quick=60)
-ALONE_ACCEPTS = sized(2_000, quick=10)
+OPERATIONS = sized(12_000, quick=60)
+ALONE_OPERATIONS = sized(1_000, quick=10)
+SNAPSHOT_EVENTS = sized(5_000, quick=50)
 
 
 def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
@@ -31,86 +30,56 @@ def measure() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="plexrl-bench-") as folder:
         path = str(Path(folder) / "journal.sqlite")
-        rate, samples = asyncio.run(_accept(path, CLIENTS, ACCEPTS))
-        alone, _ = asyncio.run(_accept(str(Path(folder) / "alone.sqlite"), 1, ALONE_ACCEPTS))
+        rate, samples = _operate(path, CLIENTS, OPERATIONS)
+        alone, _ = _operate(str(Path(folder) / "alone.sqlite"), 1, ALONE_OPERATIONS)
     p50, p99 = percentile(samples, 50) * 1e3, percentile(samples, 99) * 1e3
     figures |= {
-        "journal_accepts_per_s": rate,
+        "journal_operations_per_s": rate,
         "journal_accept_p50_ms": p50,
         "journal_accept_p99_ms": p99,
         "journal_group_commit_ratio": rate / alone,
     }
-    label = f"journalled accepts, SQLite FULL, {CLIENTS} clients"
+    label = f"operations journalled twice, SQLite FULL, {CLIENTS} connections; p99 to accept"
     rows.append((label, f"{rate:,.0f}/s", f"p99 {p99:.1f} ms", f"{rate / alone:,.0f}x"))
     with _postgres() as url:
         if url is None:
-            rows.append(("journalled accepts, PostgreSQL", "no server here", "", ""))
+            rows.append(("operations journalled twice, PostgreSQL", "no server here", "", ""))
             return rows, figures
-        rate, samples = asyncio.run(_accept(url, CLIENTS, ACCEPTS // 3))
+        rate, samples = _operate(url, CLIENTS, OPERATIONS // 3)
     p99 = percentile(samples, 99) * 1e3
-    figures |= {"journal_postgres_accepts_per_s": rate, "journal_postgres_p99_ms": p99}
-    label = f"journalled accepts, PostgreSQL, {CLIENTS} clients"
+    figures |= {"journal_postgres_operations_per_s": rate, "journal_postgres_p99_ms": p99}
+    label = f"operations journalled twice, PostgreSQL, {CLIENTS} connections; p99 to accept"
     rows.append((label, f"{rate:,.0f}/s", f"p99 {p99:.1f} ms", ""))
     return rows, figures
 
 
-async def _accept(journal_url: str, clients: int, accepts: int) -> tuple[float, list[float]]:
-    """(accepts per second, seconds of each); a client has one request at a time."""
-    journal = SqlJournal(journal_url)
-    journal.acquire("benchmark", 3600.0)
-    core = SchedulerCore(config(policy="isolated", pending_operations_max=1 << 30))
-    shell = Shell(core, journal, Clock(0.0), snapshot_events=1 << 30)
-    running = asyncio.create_task(shell.run())
-    await shell.request(node(0))
-    for client in range(clients):
-        await shell.request(
-            ev.JobSubmitted(
-                job=f"j{client}",  # type: ignore[arg-type]
-                tenant="t",  # type: ignore[arg-type]
-                name="job",
-                controller_timeout_s=1e9,
-                reattach_timeout_s=1e9,
-            )
-        )
-        await shell.request(
-            ev.DeploymentCreated(
-                deployment=f"j{client}/actor",  # type: ignore[arg-type]
-                job=f"j{client}",  # type: ignore[arg-type]
-                kind="train",
-                workers=1,
-                state_bytes=1,
-                exclusive=False,
-                spec_json="{}",
-            )
-        )
-    samples: list[float] = []
-    freeze_existing_objects()
-
-    async def ask(index: int) -> None:
-        for number in range(accepts // clients):
-            began = time.perf_counter()
-            await shell.request(
-                ev.OperationSubmitted(
-                    operation=f"j{index}:{number}",  # type: ignore[arg-type]
-                    deployment=f"j{index}/actor",  # type: ignore[arg-type]
-                    kind=OperationKind.FORWARD_BACKWARD,
-                    params_json='{"loss":{"name":"grpo"},"grad_clip_norm":1.0}',
-                    payload=f"blob-{index}-{number}",  # type: ignore[arg-type]
-                    tokens=4096,
+def _operate(journal_url: str, clients: int, operations: int) -> tuple[float, list[float]]:
+    """(operations per second, seconds to accept each), by clients in a process of their own."""
+    with tempfile.TemporaryDirectory(prefix="plexrl-bench-") as folder:
+        socket = f"{folder}/s"
+        config = {
+            "listen": [f"unix:{socket}"],
+            "journal": journal_url,
+            "operator_key_digest": "0" * 64,
+            "policy": "isolated",
+            "snapshot_events": SNAPSHOT_EVENTS,
+        }
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        with process("-m", "plexrl.scheduler", "--config", str(path)) as scheduler:
+            first_line(scheduler)
+            node = ("-m", "benchmarks.routing.echo_node", socket, folder, str(clients))
+            with process(*node) as echo:
+                first_line(echo)
+                words = ("benchmarks.scheduling.journal_clients", socket, clients, operations)
+                done = subprocess.run(
+                    [sys.executable, "-m", *map(str, words)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
                 )
-            )
-            samples.append(time.perf_counter() - began)
-
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(clients):
-            tasks.create_task(ask(index))
-    took_s = time.perf_counter() - began
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    journal.release()
-    journal.close()
-    return len(samples) / took_s, samples
+    found = json.loads(done.stdout)
+    return operations / found["seconds"], found["accepted_s"]
 
 
 @contextmanager
