@@ -42,6 +42,9 @@ class WriteCheckpoint(Request, frozen=True, kw_only=True):
     format: CheckpointFormat = CheckpointFormat.BOTH
     model_dtype: str | None = None
     """Dtype of the files that `transformers` loads, for example `BF16`; absent: as stored."""
+    model_type: str = ""
+    """Model type of `transformers`, whose published names those files get; empty: those of the
+    state."""
     shard_bytes_max: int = SHARD_BYTES_MAX
     overwrite: bool = False
     asked_by: str = ""

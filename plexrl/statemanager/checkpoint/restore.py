@@ -4,6 +4,7 @@ Every block that a slice touches is read completely and its checksum verified, s
 slice by less than a block at either end.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,8 @@ from types import TracebackType
 import xxhash
 
 from plexrl.errors import CheckpointNotFoundError, CorruptStateError
+from plexrl.statemanager.checkpoint.format.plan import TRAINING_DIR
+from plexrl.statemanager.checkpoint.format.published_names import Named, published_tensors
 from plexrl.statemanager.checkpoint.format.record import CheckpointRecord, TensorRecord
 from plexrl.statemanager.checkpoint.format.safetensors import decode_head, head_bytes
 from plexrl.statemanager.checkpoint.format.tensors import block_start, blocks, range_in_slice
@@ -194,10 +197,20 @@ class Checkpoint:
                 raise unreadable(f"{self.place}/{file}", error) from error
             found |= {(file, t.name): (t.dtype, t.shape, t.start) for t in tensors}
         for record in self.record.tensors:
-            there = found.get((record.file, record.key.name))
-            if there != (record.dtype, record.shape, record.start):
-                name = record.key.name
-                raise self._corrupt(record.file, f"its header describes {name} as {there}", name)
+            start = record.start
+            for name, shape in self._entries(record):
+                there = found.get((record.file, name))
+                if there != (record.dtype, shape, start):
+                    raise self._corrupt(
+                        record.file, f"its header describes {name} as {there}", name
+                    )
+                start += math.prod(shape) * DTYPE_BYTES[record.dtype]
+
+    def _entries(self, record: TensorRecord) -> tuple[Named, ...]:
+        """What the file's header names for a tensor."""
+        is_training = record.file.startswith(f"{TRAINING_DIR}/")
+        model_type = "" if is_training else self.record.model_type
+        return published_tensors(model_type, record.key.name, record.shape)
 
     def _head(self, file: str) -> bytes:
         start = self._files.read(file, 0, memoryview(bytearray(8)))

@@ -148,6 +148,11 @@ class Backend(ABC):
     def gather(self, value: str) -> list[str]:
         """All-gather of one string per rank, in rank order."""
 
+    @property
+    def model_type(self) -> str:
+        """Model type of `transformers`, by which a checkpoint's files name tensors."""
+        return ""
+
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
         """Small files that complete a checkpoint for other tools (configuration, tokenizer), by
         name. `dtype` is the one that floats are cast to, in the spelling of `transformers`."""

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from plexrl.errors import (
     BatchShapeError,
     CheckpointNotFoundError,
@@ -22,6 +24,7 @@ from plexrl.errors import (
 )
 from plexrl.model.spec import ModelSpec
 from plexrl.statemanager.checkpoint.announcement import wait_until_written
+from plexrl.statemanager.checkpoint.format.published_names import published_tensors
 from plexrl.statemanager.checkpoint.format.record import RECORD
 from plexrl.statemanager.checkpoint.places.choice import Location, place_at
 from plexrl.statemanager.checkpoint.places.place import CheckpointPlace
@@ -78,9 +81,10 @@ def load_for(path: Location, slices: Sequence[StateSlice]) -> "dict[str, torch.T
     if is_url(str(path)) or (directory(str(path)) / RECORD).exists():
         return _recorded_parts(place, slices)
     found = _hf_parameters(directory(str(path)))
+    model_type = _model_type(directory(str(path)))
     parts = {}
     for piece in slices:
-        whole = found.get(piece.key.name)
+        whole = _whole(found, model_type, piece)
         if whole is None or tuple(whole.shape) != piece.global_shape:
             raise _other_model(place, piece)
         for dimension, (start, extent) in enumerate(zip(piece.offset, piece.shape, strict=True)):
@@ -186,6 +190,27 @@ def _recorded_parts(
             else torch.empty(want.shape, dtype=TORCH_DTYPES[want.dtype])
             for want in wants
         }
+
+
+def _whole(
+    found: "Mapping[str, torch.Tensor]", model_type: str, piece: StateSlice
+) -> "torch.Tensor | None":
+    """The parameter of `piece`: from published tensors, or from one of its own name."""
+    import torch
+
+    entries = published_tensors(model_type, piece.key.name, piece.global_shape)
+    tensors = [found[name] for name, _ in entries if name in found]
+    if len(entries) == 1 or [tuple(each.shape) for each in tensors] != [at for _, at in entries]:
+        return tensors[0] if len(entries) == len(tensors) == 1 else found.get(piece.key.name)
+    return torch.cat([each.reshape(-1) for each in tensors]).view(piece.global_shape)
+
+
+def _model_type(path: Path) -> str:
+    try:
+        config = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return str(config.get("model_type", ""))
 
 
 def _hf_parameters(path: Path) -> "dict[str, torch.Tensor]":

@@ -62,6 +62,7 @@ def save_checkpoint(
         stamps=tuple(stamp for stamp, _ in ranks),
         format=CheckpointFormat(params.format),
         model_dtype=None if params.dtype is None else MODEL_DTYPES[params.dtype],
+        model_type=backend.model_type,
         shard_bytes_max=params.shard_bytes_max,
         overwrite=params.overwrite,
         asked_by=command.operation,

@@ -101,6 +101,11 @@ class TrainingBackend(Backend):
         dist.all_gather_object(found, value)
         return found
 
+    @property
+    def model_type(self) -> str:
+        """As `Backend.model_type`."""
+        return str(self.model.config.model_type)
+
     def checkpoint_extras(self, dtype: str | None) -> dict[str, bytes]:
         """Configuration and tokenizer; for adapters, PEFT's configuration and the tokenizer."""
         spec = self._rank.spec

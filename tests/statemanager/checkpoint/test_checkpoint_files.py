@@ -114,6 +114,66 @@ def test_shards_have_an_index_and_keep_to_their_bound(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "training").exists()
 
 
+def expert_names(layer: str, model_type: str) -> list[tuple[str, str, int, slice]]:
+    """(name in the file, parameter, expert, rows) of each expert's matrices, as they are published
+    by Qwen and by Mistral AI."""
+    block = {"qwen3_moe": "mlp", "mixtral": "block_sparse_moe"}[model_type]
+    three = {
+        "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
+        "mixtral": ("w1", "w3", "w2"),
+    }[model_type]
+    both, down = f"{layer}.mlp.experts.gate_up_proj", f"{layer}.mlp.experts.down_proj"
+    return [
+        (f"{layer}.{block}.experts.{expert}.{matrix}.weight", *part)
+        for expert in range(3)
+        for matrix, part in zip(
+            three,
+            ((both, expert, slice(4)), (both, expert, slice(4, 8)), (down, expert, slice(5))),
+            strict=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"shard_bytes_max": 200}, {"model_dtype": "BF16"}], ids=str
+)
+def test_experts_have_their_published_names_and_are_restored(
+    tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    layer = "model.layers.0"
+    shapes = {
+        "experts.gate_up_proj": (3, 8, 5),
+        "experts.down_proj": (3, 5, 4),
+        "gate.weight": (3, 5),
+    }
+    values = {name: np.random.default_rng(1).random(shape, "f4") for name, shape in shapes.items()}
+    tensors: v.Tensors = {
+        v.key(f"{layer}.mlp.{name}"): ("F32", each) for name, each in values.items()
+    }
+    tensors[v.key(f"{layer}.mlp.experts.down_proj/exp_avg", OPTIMIZER)] = v.random_tensor(
+        RNG, "F32", (3, 5, 4)
+    )
+    write(tmp_path / "c", v.versions(tensors, 2), model_type=model_type, **changes)
+    found: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "c").glob("*.safetensors"):
+        found |= load_file(file)
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    assert not index.exists() or json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    gate = "block_sparse_moe" if model_type == "mixtral" else "mlp"
+    dtype = torch.bfloat16 if "model_dtype" in changes else torch.float32
+    wanted = {f"{layer}.{gate}.gate.weight": torch.from_numpy(values["gate.weight"])}
+    for name, parameter, expert, rows in expert_names(layer, model_type):
+        whole = values[parameter.removeprefix(f"{layer}.mlp.")]
+        wanted[name] = torch.from_numpy(whole[expert, rows])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value.to(dtype)) for name, value in wanted.items())
+    for ranks in (1, 3):
+        for cut in v.rows(tensors, ranks):
+            arena, right, _ = restored(tmp_path / "c", tensors, cut)
+            assert arena == right
+
+
 def test_a_cast_rounds_as_torch_does(tmp_path: Path) -> None:
     write(tmp_path / "c", v.versions(TENSORS, 2), model_dtype="BF16")
     found = load_file(tmp_path / "c" / "model.safetensors")

@@ -65,6 +65,31 @@ def test_parameters_come_from_any_hugging_face_directory(tmp_path: Path) -> None
         load_for(tmp_path, [replace(whole, global_shape=(7,))])
 
 
+def test_experts_come_from_published_files_and_from_fused_ones(tmp_path: Path) -> None:
+    name, whole = "model.layers.1.mlp.experts.gate_up_proj", torch.arange(24.0).view(2, 4, 3)
+    published = {
+        f"model.layers.1.block_sparse_moe.experts.{expert}.{matrix}.weight": rows.clone()
+        for expert in range(2)
+        for matrix, rows in zip(("w1", "w3"), whole[expert].chunk(2), strict=True)
+    }
+    second = StateSlice(
+        key=v.key(name),
+        dtype="F32",
+        global_shape=(2, 4, 3),
+        offset=(1, 0, 0),
+        shape=(1, 4, 3),
+        arena_offset=0,
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    for tensors in (published, {name: whole}):
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert torch.equal(load_for(tmp_path, [second])[name], whole[1:])
+    published.popitem()
+    save_file(published, tmp_path / "model.safetensors")
+    with pytest.raises(BatchShapeError, match="gate_up_proj' of shape"):
+        load_for(tmp_path, [second])
+
+
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     write(tmp_path / "c", CheckpointFormat.HF)
     file = tmp_path / "c" / "model.safetensors"

@@ -18,6 +18,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError
 from plexrl.model.lora import are_adapters
+from plexrl.statemanager.checkpoint.format.published_names import Named, published_tensors
 from plexrl.statemanager.checkpoint.format.safetensors import encode_head
 from plexrl.statemanager.checkpoint.format.tensors import WholeTensor
 from plexrl.statemanager.layout.casts import CAST_RULES
@@ -49,6 +50,13 @@ class PlannedTensor:
     source: WholeTensor
     dtype: str
     """Dtype in the file."""
+    model_type: str = ""
+    """Model type whose published names the file has; empty: the names of the state."""
+
+    @property
+    def entries(self) -> tuple[Named, ...]:
+        """What the file's header names: the tensor, or parts of it, end to end."""
+        return published_tensors(self.model_type, self.source.key.name, self.source.shape)
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +75,7 @@ class PlannedFile:
     @property
     def head(self) -> bytes:
         """The header, which precedes the tensors."""
-        named = [(t.source.key.name, t.dtype, t.source.shape) for t in self.tensors]
+        named = [(name, t.dtype, shape) for t in self.tensors for name, shape in t.entries]
         return encode_head(named, {"format": "pt"})
 
     @property
@@ -94,9 +102,11 @@ def plan_checkpoint(
     checkpoint_format: CheckpointFormat,
     *,
     model_dtype: str | None = None,
+    model_type: str = "",
     shard_bytes_max: int = SHARD_BYTES_MAX,
 ) -> Plan:
-    """Plan a checkpoint's files. `model_dtype` absent: the model's floats keep their dtype.
+    """Plan a checkpoint's files. `model_dtype` absent: the model's floats keep their dtype. The
+    model's files have the published names of `model_type`, if these differ.
 
     Checkpoints do not contain gradients.
 
@@ -105,7 +115,7 @@ def plan_checkpoint(
     """
     found = list(tensors)
     model = [
-        PlannedTensor(source=tensor, dtype=_model_dtype(tensor, model_dtype))
+        PlannedTensor(source=tensor, dtype=_model_dtype(tensor, model_dtype), model_type=model_type)
         for tensor in found
         if tensor.key.part in _MODEL_PARTS
     ]
@@ -171,7 +181,9 @@ def _index(files: Sequence[PlannedFile]) -> tuple[tuple[str, str], ...]:
         return ()
     index = {
         "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
-        "weight_map": {t.source.key.name: file.path for file in files for t in file.tensors},
+        "weight_map": {
+            name: file.path for file in files for t in file.tensors for name, _ in t.entries
+        },
     }
     text = msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2).decode()
     return ((INDEX, text + "\n"),)

@@ -68,6 +68,8 @@ class CheckpointRecord:
     """Not used any more."""
     trainer_step: int = 0
     """Optimizer steps in the parameters; 0 also if unknown."""
+    model_type: str = ""
+    """Model type whose published names the model's files have; empty: the names of the state."""
     attempt: str = ""
     """In an object store: folder of the files, named after the attempt that wrote them."""
 

@@ -56,6 +56,8 @@ class CheckpointSpec:
     """Absent: as stored."""
     shard_bytes_max: int
     overwrite: bool
+    model_type: str = ""
+    """Whose published names the model's files get; empty: the names of the state."""
     step: int | None = None
     """Training step, for the retention policy; absent: the version's seq."""
     trainer_step: int = 0
@@ -95,6 +97,7 @@ def write_checkpoint(
                 merge([reader.slices for reader in readers]),
                 wanted.format,
                 model_dtype=wanted.model_dtype,
+                model_type=wanted.model_type,
                 shard_bytes_max=wanted.shard_bytes_max,
             )
             progress.start(plan.nbytes)
@@ -144,6 +147,7 @@ def describe(
         stamps=tuple(manifest.stamp for manifest in ranked),
         format=wanted.format.value,
         model_dtype=wanted.model_dtype,
+        model_type=wanted.model_type,
         meta_json=tuple(manifest.meta_json for manifest in ranked),
         block_bytes=TENSOR_BLOCK_BYTES,
         files=tuple(FileRecord(path=file.path, nbytes=file.nbytes) for file in plan.files),

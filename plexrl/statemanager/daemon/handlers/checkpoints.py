@@ -226,6 +226,7 @@ def _wanted(request: WriteCheckpoint, target: CheckpointPlace, node: str) -> Che
         node=node,
         format=request.format,
         model_dtype=request.model_dtype,
+        model_type=request.model_type,
         shard_bytes_max=request.shard_bytes_max,
         overwrite=request.overwrite,
         asked_by=request.asked_by,
