@@ -149,3 +149,21 @@ def test_a_rollout_gets_the_same_bits_from_every_backend(job: plexrl.Job) -> Non
     assert len(set(digests)) == 1
     rollout.load_checkpoint("end").result(120)
     assert digests[0] == rollout.sync_weights(first, digest=True).result(120)["digest"]
+
+
+@pytest.mark.slow
+def test_tensor_groups_that_change_draw_the_same_tokens(job: plexrl.Job) -> None:
+    def drawn(rollout: plexrl.RolloutDeployment) -> list[list[int]]:
+        greedy = plexrl.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        samples = rollout.generate(PROMPTS, n=1, sampling=greedy).result(120).samples
+        return [sample.tokens for row in samples for sample in row]
+
+    model = model_of("two layers")
+    wanted = drawn(job.rollout_deployment("alone", model))
+    changing = job.rollout_deployment(
+        "changing", model, parallelism=plexrl.Parallelism(tp=2), tp_sizes=(1, 2)
+    )
+    assert drawn(changing) == wanted
+    for tp in (2, 1):
+        assert [each["tp"] for each in changing.switch_tp(tp)] == [tp]
+        assert drawn(changing) == wanted
