@@ -434,6 +434,11 @@ class History:
     def _make_room(self, unfinished: dict[OperationId, DeploymentId]) -> None:
         """End a job that has GPUs and nothing to do; all that has not ended waits for GPUs."""
         state = self.cluster.core._context.state
+        for name in unfinished.values():
+            if state.deployments[name].preemptible and state.deployments[name].group is None:
+                # Nobody says that a group of its size ever exists.
+                self._end(name.split("/")[0], "completed")
+                return
         of_waiting = [
             each
             for each in state.deployments.values()
@@ -445,11 +450,6 @@ class History:
         free = len(NODES) * GPUS - sum(len(group.gpus) for group in state.groups.values())
         # All nodes are there and nobody is at a quota: who is first of all may have them.
         assert free < max(needs.values(), default=free + 1), f"{free} GPUs are free for {needs}"
-        for name in unfinished.values():
-            if state.deployments[name].preemptible and state.deployments[name].group is None:
-                # Nobody says that a group of its size ever exists.
-                self._end(name.split("/")[0], "completed")
-                return
         for job in busy - waiting:
             raise AssertionError(
                 f"{job} has its GPUs, is at rest and not at an end: "

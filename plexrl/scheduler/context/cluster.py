@@ -83,10 +83,11 @@ class Cluster:
 
     def wait(self, deployment: Deployment) -> None:
         """Put the deployment into the queues for GPUs, after all others."""
-        if deployment.preemptible:
-            self.fillers[deployment.deployment] = None
-            return
         job = self.state.job(deployment.job)
+        if deployment.preemptible:
+            if not job.is_set_aside:
+                self.fillers[deployment.deployment] = None
+            return
         self.waiting.enter(deployment, job)
         if self._is_placed(job):
             self.waiting.mark_partial(deployment.deployment)

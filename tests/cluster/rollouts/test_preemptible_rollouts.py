@@ -19,7 +19,7 @@ from tests.cluster.tools import (
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
 SAMPLING = plexrl.SamplingParams(
-    max_tokens=300, seed=3, stop_sequences=((4, 4, 4),), ignore_eos=True
+    max_tokens=250, seed=3, stop_sequences=((4, 4, 4),), ignore_eos=True
 )
 PROMPTS = [[3, 4, 5], [6, 7], [8]]
 STEPS = 4
@@ -57,13 +57,13 @@ def test_evaluations_in_the_pauses_of_a_trainer_are_those_of_an_undisturbed_run(
         rollout = job.rollout_deployment("rollout", MODEL, max_sequence_tokens=320)
         rollout.generate([[3]], sampling=SAMPLING).result(120)
         rollout.sync_weights(actor).result(120)
-        wanted = evaluated(rollout.generate(PROMPTS, n=4, sampling=SAMPLING))
+        wanted = evaluated(rollout.generate(PROMPTS, n=2, sampling=SAMPLING))
     with cluster.create_job("shared") as job:
         actor = job.train_deployment("actor", MODEL)
         batch = job.rollout_deployment(
             "evaluation", MODEL, max_sequence_tokens=320, preemptible=True
         )
-        before = batch.generate(PROMPTS, n=4, sampling=SAMPLING)
+        before = batch.generate(PROMPTS, n=2, sampling=SAMPLING)
         found = trained(actor, 0.4, range(STEPS // 2))
         assert batch.status()["group"] == actor.status()["group"]
         process_of(embedded, "plexrl.scheduler").kill()
@@ -72,7 +72,7 @@ def test_evaluations_in_the_pauses_of_a_trainer_are_those_of_an_undisturbed_run(
         assert checkpoint_weights(actor) == weights
         before.result(120)
         batch.sync_weights(actor).result(120)
-        future = batch.generate(PROMPTS, n=4, sampling=SAMPLING)
+        future = batch.generate(PROMPTS, n=2, sampling=SAMPLING)
         wait_until(lambda: future.status()["state"] == "running", "it never runs")
         actor.forward(some_batch(1)).result(120)
         kill_worker(batch, 0)

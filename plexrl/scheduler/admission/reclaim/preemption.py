@@ -54,5 +54,6 @@ def _is_idle(state: State, settings: Settings, job: Job) -> bool:
     """Whether the job has deployments and none of them has anything to run."""
     if not job.deployments:
         return False
-    waits = any(state.deployment(name).queue for name in job.deployments)
-    return not waits and all(may_displace(state, settings, each) for each in placed_of(state, job))
+    deployments = list(map(state.deployment, job.deployments))
+    works = any(each.queue or each.running for each in deployments)
+    return not works and all(may_displace(state, settings, each) for each in placed_of(state, job))
