@@ -39,7 +39,7 @@ class SoloCluster:
     def __init__(self, host: Host, gpus: int) -> None:
         self.head = self.client = host
         self._supervisor = host.start(
-            *("plexrl", "up", "--json", "--gpus-per-node", str(gpus)),
+            *("plexrl", "up", "--json", "--gpus-per-node", str(gpus), "--policy", "pack"),
             *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
         )
         endpoint = json.loads(self._supervisor.wait_for('"url"', START_S))
@@ -126,6 +126,8 @@ class HostCluster(SoloCluster):
             "0.0.0.0",
             "--nodes",
             "0",
+            "--policy",
+            "pack",
         ]
         command += ["--advertise", self.head.name, "--data-url", f"s3://{BUCKET}/data"]
         command += ["--checkpoint-url", f"s3://{BUCKET}/checkpoints"]

@@ -27,7 +27,7 @@ STORE_BYTES = 80 << 20
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 UP = (
     *("plexrl", "up", "--json", "--tls", "--host", "0.0.0.0", "--fabric", "trusted"),
-    *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
+    *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB, "--policy", "pack"),
     *("--data-url", f"s3://{BUCKET}/data", "--checkpoint-url", f"s3://{BUCKET}/checkpoints"),
 )
 COMMANDS = {RANK: "ray::RayWorkerActor", RAYLET: "raylet/raylet ", GCS: "gcs/gcs_server "}

@@ -99,7 +99,7 @@ def test_a_cluster_runs_as_a_job_of_ray() -> None:
 DATA_DIR = "/srv/plexrl"
 UP = (
     *("plexrl", "up", "--ray", "auto", "--data-dir", DATA_DIR),
-    *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB),
+    *("--gpu-memory", GPU_MEMORY_GIB, "--host-memory", HOST_MEMORY_GIB, "--policy", "pack"),
 )
 CONTROLLER = f"""
 import plexrl

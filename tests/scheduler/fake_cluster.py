@@ -26,6 +26,7 @@ NODE_GPUS = 4
 def config(**changes: object) -> SchedulerConfig:
     """A configuration for tests."""
     fields: dict[str, object] = {
+        "policy": "pack",
         "listen": ("unix:/-",),
         "journal": "-",
         "operator_key_digest": "0",

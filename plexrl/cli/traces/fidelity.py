@@ -23,7 +23,7 @@ def fidelity(
     ] = None,
     policy: Annotated[
         str, typer.Option(help="Simulated policy; it should match the cluster's.")
-    ] = "pack",
+    ] = "spread+backfill",
     warm_up: Annotated[
         int, typer.Option(min=0, help="First cycles of each job that are not compared.")
     ] = 3,

@@ -15,7 +15,7 @@ def forecast(
     jobs: Annotated[
         list[str], typer.Option("--job", help="A recorded job to run, or several: NAME=COUNT.")
     ],
-    policy: Annotated[str, typer.Option(help="Policy of the planned cluster.")] = "pack",
+    policy: Annotated[str, typer.Option(help="Policy of the planned cluster.")] = "spread+backfill",
     groups: Annotated[
         int, typer.Option(min=1, help="Node groups that the jobs can be placed on.")
     ] = 1,

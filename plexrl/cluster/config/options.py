@@ -113,7 +113,7 @@ class ClusterOptions:
     pin_workers: bool = False
     """Bind the workers of each virtual GPU to cores of their own, so that virtual GPUs do not
     compete for the CPU."""
-    policy: str = "pack"
+    policy: str = "spread+backfill"
     """Placement policy: one of `plexrl.scheduler.placement.policies.POLICIES`."""
     ordering: str = "hrrs"
     """Order of the members of a group: one of `plexrl.scheduler.dispatch.ordering.ORDERINGS`."""

@@ -25,6 +25,8 @@ from plexrl.process.folders.private_folder import make_private_folder
 LOG = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 60.0
+EMBEDDED_POLICY = "pack"
+"""Jobs of an embedded cluster last minutes, and would spend most of that alone to be profiled."""
 POLL_S = 0.1
 """Delay between two checks whether a cluster has started or ended."""
 
@@ -92,7 +94,7 @@ class EmbeddedCluster:
 
 def start_embedded(data_dir: Path | None = None, **options: Any) -> EmbeddedCluster:
     """Start a cluster with the given `ClusterOptions`; without a `data_dir`, on a temporary one
-    that is removed at its end.
+    that is removed at its end. The policy is `EMBEDDED_POLICY` unless `options` name one.
 
     Raises:
         ConflictError: a cluster runs on `data_dir` already.
@@ -173,7 +175,7 @@ def _start(
         environment[JOURNAL_VARIABLE] = journal
     arguments = [
         word
-        for name, value in {**options, "lock": lock.fileno()}.items()
+        for name, value in {"policy": EMBEDDED_POLICY, **options, "lock": lock.fileno()}.items()
         if value is not None
         for word in (f"--{name.replace('_', '-')}", _word(value))
     ]

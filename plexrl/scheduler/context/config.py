@@ -98,7 +98,7 @@ class SchedulerConfig:
     state_dir: str = ""
     """The cluster's data directory. If it has state of jobs but the journal is empty, the journal
     was lost or is the wrong one, and the scheduler refuses to start. Empty: not checked."""
-    policy: str = "pack"
+    policy: str = "spread+backfill"
     """Placement: `isolated`, `pack`, `spread`, `spread+backfill` or `co-execution` (see
     `policies`)."""
     horizon_slots: int = 28_800

@@ -105,7 +105,7 @@ class Machines:
         self.head = Running(
             self._folder / "head",
             *("up", "--tls", "--host", HEAD_HOST, "--join-port", "0", "--scheduler-port", "0"),
-            *(arguments or ("--nodes", "0")),
+            *("--policy", "pack", *(arguments or ("--nodes", "0"))),
         )
         self.found = self.head.ready()
 

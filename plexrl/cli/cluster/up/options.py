@@ -39,7 +39,9 @@ class LocalCluster:
 class Scheduling:
     """The scheduler's rules, its journal, and the stores of payloads and checkpoints."""
 
-    policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "pack"
+    policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = (
+        "spread+backfill"
+    )
     ordering: Annotated[
         str, typer.Option(help=f"Order within a group: {', '.join(ORDERINGS)}.")
     ] = "hrrs"
