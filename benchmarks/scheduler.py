@@ -4,10 +4,9 @@
 
 Parts: placement, admission, backlog, reads, dispatch, journal, restart; all by default. The last
 column is the ratio to a plain baseline measured in the same run: a compiled search of every group
-and shift, whose least cost is compared with ours (placement), a look through all groups and nodes
-for each job (admission), a look at every group after each event (dispatch), one client with a
-commit for each event (journal), a replay of all events without a snapshot (restart). Backlogs and
-reads have none.
+and shift, whose least cost is compared with ours (placement), a look at every group after each
+event (dispatch), one client with a commit for each event (journal), a replay of all events without
+a snapshot (restart). Admission, backlogs and reads have none.
 """
 
 import sys

@@ -25,7 +25,7 @@ LONG = {
         "rollout_streamrl_pat.py",
         "rollout_tail.py",
     ),
-    *("roundtrip.py", "scale.py"),
+    *("roundtrip.py", "scale.py", "scheduler.py"),
     *(
         "simulating/cluster.py",
         "simulating/pareto.py",
