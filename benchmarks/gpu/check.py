@@ -40,7 +40,8 @@ PYTEST = [
 ]
 PARTS: dict[str, tuple[int, list[str]]] = {
     "device": (120, [*PYTEST, "tests/statemanager"]),
-    "switches": (170, [*PYTEST, "tests/gpu"]),
+    "workers": (80, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
+    "switches": (170, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
     "benchmark": (150, ["-m", "benchmarks.gpu.switch", "--json"]),
 }
 """(seconds at most, arguments of Python), in the order in which they run."""

@@ -14,7 +14,7 @@ NO_BENCHMARKS = {"bars.py", "report.py", "run_all.py", "sizes.py"}
 
 LONG = {
     *("decode_predictor.py", "delta_sync_hosts.py", "engine.py", "execution.py"),
-    *("judge_layers.py", "lora_switch.py"),
+    *("judge_layers.py", "loading.py", "lora_switch.py"),
     "rewards_overlap.py",
     *(
         "rollout_flexes.py",

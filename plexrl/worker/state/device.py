@@ -39,6 +39,10 @@ class WorkerDevice:
         """A tensor of the CPU, on the device; the copy may still be under way."""
         return tensor
 
+    def wait(self) -> None:
+        """Wait for all work of this process on the device, before another process reads its
+        state."""
+
     def free_cached(self) -> None:
         """Return memory that the framework keeps for reuse to the device, before an offload."""
 
@@ -69,6 +73,10 @@ class GpuDevice(WorkerDevice):
 
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def wait(self) -> None:
+        self._driver.enter(0)
+        self._driver.synchronize()
 
     def free_cached(self) -> None:
         import torch

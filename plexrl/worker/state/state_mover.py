@@ -68,6 +68,7 @@ class StateMover:
         kind = command.kind
         if not self.is_resident and kind != OperationKind.LOAD:
             raise ConflictError(f"{kind.value} needs the state on the device; it is offloaded")
+        self._device.wait()
         match kind:
             case OperationKind.LOAD:
                 return self._load(command)
@@ -109,6 +110,7 @@ class StateMover:
         """Save a checkpoint of the state on the device. Raises as `save_checkpoint`, and
         `NonFiniteWeightsError`."""
         self._backend.check_weights()
+        self._device.wait()
         return save_checkpoint(self._backend, self._client, command, params)
 
     def _load(self, command: RunCommand) -> Plain:

@@ -112,18 +112,27 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 class Rank:
     """A backend on a device, and its moves."""
 
-    def __init__(self, spec: DeploymentSpec, daemon: Daemon, device: WorkerDevice) -> None:
+    def __init__(
+        self, spec: DeploymentSpec, node: StateManagerConfig, device: WorkerDevice
+    ) -> None:
         self.backend: Backend = make_backend(spec, 0, 1, Path("/nowhere"), device)
         claims = Claims(role=Role.WORKER, job=spec.kind, deployment=f"{spec.kind}/a")
-        key = read_ticket_key(daemon.config.ticket_key_path)
+        key = read_ticket_key(node.ticket_key_path)
         self._client = StateManagerClient(
-            daemon.config.listen,
+            node.listen,
             deployment=claims.deployment,
             rank=0,
             world_size=1,
             ticket=key.mint(claims),
         )
         self._mover = StateMover(self.backend, self._client, f"group-{spec.kind}", device)
+
+    @classmethod
+    def of(cls, backend: Backend) -> "Rank":
+        """A backend that is never moved."""
+        rank = object.__new__(cls)
+        rank.backend = backend
+        return rank
 
     def move(self, kind: OperationKind, seq: int) -> dict[str, Any]:
         command = RunCommand(operation="o", kind=kind, token=1, seq=seq, keep_seq=seq)
@@ -175,7 +184,7 @@ def on_cpu(spec: DeploymentSpec, run: Callable[[Backend], None]) -> Backend:
 
 
 def test_a_trainer_computes_in_memory_that_comes_and_goes(daemon: Daemon) -> None:
-    rank = Rank(TRAINER, daemon, EmulatedGpu(daemon.another_driver()))
+    rank = Rank(TRAINER, daemon.config, EmulatedGpu(daemon.another_driver()))
     free = daemon.driver.memory_info()[0]
     rank.move(OperationKind.LOAD, 0)
     rank.train()
@@ -193,21 +202,17 @@ def test_a_trainer_computes_in_memory_that_comes_and_goes(daemon: Daemon) -> Non
     rank.close()
 
     def twice(backend: Backend) -> None:
-        reference = object.__new__(Rank)
-        reference.backend = backend
-        reference.train()
-        reference.train()
+        for _ in range(2):
+            Rank.of(backend).train()
 
-    kept = object.__new__(Rank)
-    kept.backend = on_cpu(TRAINER, twice)
-    wanted = kept.state()
+    wanted = Rank.of(on_cpu(TRAINER, twice)).state()
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
 
 
 def test_an_engine_draws_from_memory_that_comes_and_goes(daemon: Daemon) -> None:
-    rank = Rank(ENGINE, daemon, EmulatedGpu(daemon.another_driver()))
+    rank = Rank(ENGINE, daemon.config, EmulatedGpu(daemon.another_driver()))
     rank.move(OperationKind.LOAD, 0)
     drawn = [rank.generate()]
     rank.move(OperationKind.OFFLOAD, 0)
@@ -220,7 +225,5 @@ def test_an_engine_draws_from_memory_that_comes_and_goes(daemon: Daemon) -> None
     rank.move(OperationKind.LOAD, 0)
     drawn.append(rank.generate())
     rank.close()
-    reference = object.__new__(Rank)
-    reference.backend = on_cpu(ENGINE, lambda _: None)
-    wanted = reference.generate()
+    wanted = Rank.of(on_cpu(ENGINE, lambda _: None)).generate()
     assert all(np.array_equal(each, wanted) for each in drawn)
