@@ -117,13 +117,15 @@ def lay_out_model(spec: ModelSpec) -> LaidOutModel:
         InvalidRequestError: as `build_model`.
     """
     with refusals_explained():
-        draws = InitialDraws()
-        with _parameters_on_meta(), draws:
-            model: Any = model_of_config(spec)
+        model: Any
         if spec.path is None:
+            with _parameters_on_meta(), InitialDraws() as draws:
+                model = model_of_config(spec)
             if all(draws.knows(parameter) for _, parameter in named_parameters(model)):
                 return LaidOutModel(model, _Drawn(model, draws))
             return _whole(spec, "its initial weights are not drawn by torch's functions")
+        with _parameters_on_meta():
+            model = model_of_config(spec)
         files = WeightFiles(Path(spec.path))
         if not _match(model, files):
             return _whole(spec, "its files hold other tensors than the model has parameters")
