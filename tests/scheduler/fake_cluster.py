@@ -112,6 +112,8 @@ class FakeCluster:
                     self.migrations.append(command)
                 case cmd.PrefetchState():
                     self.prefetches.append(command)
+                case cmd.DiscardBlobs(blobs=blobs):
+                    self.partials = {k: v for k, v in self.partials.items() if v not in blobs}
                 case cmd.AbortOperation() if command.token:
                     self.interrupted.add((command.operation, command.token))
                 case cmd.RunOperation():

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from plexrl import errors
 from plexrl.ids import TenantId
-from plexrl.scheduler.admission.fit.feasibility import Need, fits, is_possible
+from plexrl.scheduler.admission.fit.feasibility import fits, is_possible
+from plexrl.scheduler.placement.capacity.needs import Need
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.policies import POLICIES
 from plexrl.scheduler.state.messages import events as ev

@@ -72,6 +72,18 @@ def test_a_rollout_of_unknown_demand_gets_gpus_of_its_own_if_there_are_any() -> 
         assert len(groups) == count
 
 
+def test_a_rollout_and_a_training_that_are_always_busy_share_where_a_job_has_no_other_way() -> None:
+    for policy in ("pack", PLANNED):
+        for gpus, count in ((2, 1), (4, 2)):
+            cluster = FakeCluster(policy=policy)
+            cluster.start_node(gpus=gpus)
+            pair(cluster, "a", trains=1.0, rolls_out=0.8)
+            cluster.settle()
+            groups = {group_of(cluster, each) for each in ("a/actor", "a/rollout")}
+            assert None not in groups
+            assert len(groups) == count
+
+
 def test_rollouts_of_one_job_never_share_a_group_with_each_other() -> None:
     for policy in ("pack", PLANNED):
         cluster = FakeCluster(policy=policy)

@@ -9,17 +9,13 @@ block others from free GPUs, so in doubt the answer is no.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.placement.capacity.node_pool import (
-    NodeKind,
-    choice_order,
-    fabric_note,
-    is_in_service,
-)
-from plexrl.scheduler.placement.contention.colocation import may_take_turns
+from plexrl.scheduler.placement.capacity.needs import Need, fits_as_placed, need_of, suits
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note, is_in_service
+from plexrl.scheduler.placement.contention.colocation import may_share
 from plexrl.scheduler.placement.policies import PlacementMode
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -28,15 +24,6 @@ if TYPE_CHECKING:
 
 SEARCH_STEPS_MAX = 2000
 """Search steps after which needs count as fitting. Kinds of nodes and needs are few."""
-
-
-class Need(NamedTuple):
-    """GPUs of one kind that a deployment needs."""
-
-    workers: int
-    node_type: str
-    gpu_memory_bytes: int
-    """Minimum for each GPU."""
 
 
 def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
@@ -61,7 +48,7 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
         for kind, gpus in left.items():
             # Nodes that share no group differ in their fabric only.
             equal = kind.node_type, kind.gpu_memory_bytes, gpus
-            if gpus < need.workers or not _suits(kind, need) or equal in tried:
+            if gpus < need.workers or not suits(kind, need) or equal in tried:
                 continue
             tried.add(equal)
             left[kind] = gpus - need.workers
@@ -72,17 +59,6 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
         return False
 
     return holds(0)
-
-
-def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
-    """Whether `needs` get GPUs one after the other, each of the kind that the pool chooses."""
-    left = dict(free)
-    for need in needs:
-        kinds = [kind for kind in left if left[kind] >= need.workers and _suits(kind, need)]
-        if not kinds:
-            return False
-        left[min(kinds, key=lambda kind: choice_order(kind, left[kind]))] -= need.workers
-    return True
 
 
 def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[Need]:
@@ -201,16 +177,6 @@ def gang_of(cluster: Cluster, deployment: Deployment) -> list[Deployment]:
     return [cluster.state.deployment(name) for name in job.deployments if name in cluster.waiting]
 
 
-def _suits(kind: NodeKind, need: Need) -> bool:
-    return need.node_type in ("", kind.node_type) and kind.gpu_memory_bytes >= need.gpu_memory_bytes
-
-
-def need_of(deployment: Deployment) -> Need:
-    """The GPUs that a deployment needs."""
-    per_rank = -(-deployment.state_bytes // deployment.workers)
-    return Need(deployment.workers, deployment.node_type, per_rank)
-
-
 def _may_pack(cluster: Cluster, deployments: Sequence[Deployment]) -> bool:
     """Whether deployments of equal size are certain to share one group."""
     if len(deployments) < 2:
@@ -267,7 +233,7 @@ def _paired(cluster: Cluster, deployments: Sequence[Deployment]) -> set["Deploym
                 and (other.workers, other.node_type) == (rollout.workers, rollout.node_type)
                 and other.shares
                 and rollout.shares
-                and may_take_turns((other, rollout))
+                and may_share(cluster, (other, rollout))
                 and other.state_bytes + rollout.state_bytes <= tiers
                 and need_of(rollout).gpu_memory_bytes <= memory
             ):

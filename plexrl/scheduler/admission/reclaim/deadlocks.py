@@ -23,11 +23,12 @@ import math
 from collections.abc import Sequence
 
 from plexrl.ids import GroupId, JobId, TenantId
-from plexrl.scheduler.admission.fit.feasibility import Need, fit_as_placed, is_possible, need_of
+from plexrl.scheduler.admission.fit.feasibility import fit_as_placed, is_possible
 from plexrl.scheduler.admission.quotas import allows_gpus, over_quota
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.placement.capacity.needs import Need, need_of
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind
 from plexrl.scheduler.placement.evacuation import displace, may_displace
 from plexrl.scheduler.state.messages import timers

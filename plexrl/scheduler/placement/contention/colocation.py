@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
+from plexrl.scheduler.placement.capacity.needs import fits_as_placed, need_of
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
 from plexrl.scheduler.placement.policies import PlacementMode
 
@@ -34,16 +35,33 @@ class OwnGroup(NamedTuple):
 def may_take_turns(members: Sequence["Deployment"]) -> bool:
     """Whether these are one job's rollout and others that work while it does not, as far as their
     demand is known."""
-    rollouts = sum(each.kind == "rollout" for each in members)
-    if rollouts != 1 or len(members) < 2 or len({each.job for each in members}) > 1:
+    if not _is_rollout_with_others(members):
         return False
     duties = [each.trace.duty for each in members if each.trace is not None]
     return math.fsum(duties) <= 1.0 + TOLERANCE
 
 
+def may_share(cluster: "Cluster", members: Sequence["Deployment"]) -> bool:
+    """Whether these may take turns, or have no other way: the nodes in service have too few GPUs
+    for all deployments of the job, each with its own."""
+    if may_take_turns(members):
+        return True
+    if not _is_rollout_with_others(members):
+        return False
+    state = cluster.state
+    all_of_job = [state.deployments[name] for name in state.jobs[members[0].job].deployments]
+    needs = sorted((need_of(each) for each in all_of_job if not each.preemptible), reverse=True)
+    return not fits_as_placed(cluster.inventory.in_service(), needs)
+
+
 def takes_turns(members: Sequence["Deployment"]) -> bool:
     """As `may_take_turns`, and the demand of all is known."""
     return may_take_turns(members) and all(each.trace is not None for each in members)
+
+
+def _is_rollout_with_others(members: Sequence["Deployment"]) -> bool:
+    rollouts = sum(each.kind == "rollout" for each in members)
+    return rollouts == 1 and len(members) > 1 and len({each.job for each in members}) == 1
 
 
 def is_colocated(state: "State", group: "Group") -> bool:
@@ -66,7 +84,7 @@ def own_group(cluster: "Cluster", deployment: "Deployment") -> OwnGroup | None:
         assert other.group is not None, "it was checked"
         group = state.groups[other.group]
         members = [*(state.deployments[each] for each in group.members), deployment]
-        if may_take_turns(members) and _has_capacity(cluster, group, deployment):
+        if may_share(cluster, members) and _has_capacity(cluster, group, deployment):
             return OwnGroup(group, is_worthwhile(cluster, members))
     return None
 
@@ -138,7 +156,7 @@ def waiting_partners(cluster: "Cluster", deployment: "Deployment") -> list["Depl
             and other.shares
             and not other.preemptible
             and (other.workers, other.node_type) == (deployment.workers, deployment.node_type)
-            and may_take_turns((deployment, other))
+            and may_share(cluster, (deployment, other))
         ):
             found.append(other)
     return found
