@@ -31,6 +31,7 @@ def scheduler(
         str(folder / "journal.sqlite"),
         lease_s=lease_s,
         node_grace_s=0.2,
+        policy="pack",
         tenants=[["a", "digest-a"], ["b", "digest-b"]],
         events={"url": url, **events},
     )

@@ -215,8 +215,11 @@ def test_a_call_that_fails_for_now_is_repeated(
     asyncio.run(check())
 
 
-def test_a_deployment_of_the_user_with_the_name_of_an_addition_stays(tmp_path: Path) -> None:
-    """Also if the addition is taken back while it is asked for."""
+@pytest.mark.parametrize("pause_s", [0.0, 0.01])
+def test_a_deployment_of_the_user_with_the_name_of_an_addition_stays(
+    tmp_path: Path, pause_s: float
+) -> None:
+    """Also if the addition is taken back while it is asked for, or before."""
 
     async def check() -> None:
         cluster = ElasticCluster()
@@ -225,7 +228,7 @@ def test_a_deployment_of_the_user_with_the_name_of_an_addition_stays(tmp_path: P
             await begun(rollout)
             cluster.is_open.clear()
             steps(rollout, GENERATION_BOUND)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s)
             steps(rollout, StepTimes(generation_s=50.0, training_s=50.0), 3 * STEPS)
             assert rollout.progress.ending == ["rollout-2"]
             cluster.is_open.set()

@@ -77,7 +77,7 @@ def test_evaluations_in_the_pauses_of_a_trainer_are_those_of_an_undisturbed_run(
         actor.forward(some_batch(1)).result(120)
         kill_worker(batch, 0)
         assert evaluated(future) == wanted
-        assert interruptions(job) >= 2
+        assert interruptions(job) >= 1
 
 
 def test_a_preemptible_deployment_refuses_what_an_interruption_would_break(

@@ -205,7 +205,7 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     run = history([job("a", **A), job("b", **B), job("c", **C)], seed=7)
     for path, each in zip(paths, (*PAIRS, run), strict=True):
         write_history(Path(path), each)
-    sources = ["--from", paths[0], "--from", paths[1], "--seeds", "2"]
+    sources = ["--from", paths[0], "--from", paths[1], "--seeds", "2", "--policy", "pack"]
     told = CliRunner().invoke(app, ["fidelity", paths[2], *sources, "--json"])
     assert told.exit_code == 0, told.output
     values = json.loads(told.stdout)
@@ -217,6 +217,8 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     assert "Error over 3 jobs" in shown.stdout
     planned = [
         "forecast",
+        "--policy",
+        "pack",
         *paths[:2],
         "--job",
         "a=2",

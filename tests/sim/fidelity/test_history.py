@@ -118,7 +118,9 @@ def test_groups_are_predicted_each_for_itself_and_jobs_of_one_name_by_their_ids(
 def test_the_command_says_it_in_a_table_and_in_json(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_history(path, recorded(SHARERS))
-    told = CliRunner().invoke(app, ["fidelity", str(path), "--alone", str(path), "--json"])
+    told = CliRunner().invoke(
+        app, ["fidelity", str(path), "--alone", str(path), "--json", "--policy", "pack"]
+    )
     assert told.exit_code == 0, told.output
     values = json.loads(told.stdout)
     (group,) = values["groups"]

@@ -250,8 +250,13 @@ class InstanceCount:
         if (task := self._running.pop(member.name, None)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        creating = self._creating.pop(member.name, None)
+        if creating is None and self._is_unborn(member.name):
+            # Whose deployment has the name is known only after asking for it.
+            like = rollout.order.instances[0]
+            creating = asyncio.ensure_future(rollout.calls.ensure_copy(like, member.name))
         created: list[BaseException | None] = []
-        if (creating := self._creating.pop(member.name, None)) is not None:
+        if creating is not None:
             created += await asyncio.gather(creating, return_exceptions=True)
         if member.instance is not None:
             rollout.lost(InstanceLost(instance=member.instance))
