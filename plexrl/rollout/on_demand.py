@@ -50,7 +50,7 @@ async def first_rollout(address: UnixAddress) -> None:
         )
 
     handlers = {"create": create, "list": listing} | dict.fromkeys(
-        ("status", "exchange", "batch"), missing
+        ("status", "exchange", "batch", "profile"), missing
     )
 
     async def on_link(link: Link) -> None:

@@ -146,7 +146,9 @@ class Prepared:
         if self._job is None:
             return
         for value in self.names.values():
-            if isinstance(value, DEPLOYMENTS) and value.deployment.startswith(f"{self._job.job}/"):
+            if not isinstance(value, DEPLOYMENTS) or value.status()["state"] == "stopped":
+                continue
+            if value.deployment.startswith(f"{self._job.job}/"):
                 value.barrier().result(ANSWER_S)
         self._job.finish()
 

@@ -31,7 +31,7 @@ def test_the_first_creation_starts_the_service_and_other_requests_do_not(tmp_pat
                 found = await link.call("list", {"job": None}, timeout_s=10)
             await asyncio.sleep(0)
         assert found == {"rollouts": []}
-        for method in ("status", "exchange", "batch"):
+        for method in ("status", "exchange", "batch", "profile"):
             with pytest.raises(NotFoundError, match="job 'j' has no asynchronous rollout 'r'"):
                 await other.call(method, {"job": "j", "name": "r"}, timeout_s=10)
         assert not serving.done()
