@@ -7,6 +7,7 @@ or quota. When the last member leaves a group, its filler does too, and waits fo
 
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.dispatch.switch_cost import load_s
+from plexrl.scheduler.placement.capacity.needs import holds
 from plexrl.scheduler.state.records import Deployment, Group, PlacementRecord
 
 WAY = "filler"
@@ -28,22 +29,17 @@ def place_fillers(cluster: Cluster, now: float) -> list[Deployment]:
     waiting.sort(key=lambda each: (-state.job(each.job).priority, each.created_at, each.deployment))
     placed = []
     for deployment in waiting:
-        group = next((each for each in free if _suits(cluster, each, deployment)), None)
+        suiting = (
+            each
+            for each in free
+            if len(each.gpus) == deployment.workers and holds(cluster.inventory, each, deployment)
+        )
+        group = next(suiting, None)
         if group is not None:
             free.remove(group)
             _join(cluster, group, deployment, now)
             placed.append(deployment)
     return placed
-
-
-def _suits(cluster: Cluster, group: Group, deployment: Deployment) -> bool:
-    if deployment.workers != len(group.gpus):
-        return False
-    if deployment.node_type not in ("", group.node_type):
-        return False
-    if -(-deployment.state_bytes // deployment.workers) > group.gpu_memory_bytes:
-        return False
-    return cluster.inventory.state_bytes_free(group)[1] >= deployment.state_bytes
 
 
 def _join(cluster: Cluster, group: Group, deployment: Deployment, now: float) -> None:

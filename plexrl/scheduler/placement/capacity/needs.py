@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, choice_order
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.state.records import Deployment
+    from plexrl.scheduler.placement.capacity.inventory import Inventory
+    from plexrl.scheduler.state.records import Deployment, Group
 
 
 class Need(NamedTuple):
@@ -38,3 +39,14 @@ def need_of(deployment: "Deployment") -> Need:
     """The GPUs that a deployment needs."""
     per_rank = -(-deployment.state_bytes // deployment.workers)
     return Need(deployment.workers, deployment.node_type, per_rank)
+
+
+def holds(inventory: "Inventory", group: "Group", deployment: "Deployment") -> bool:
+    """Whether the group's GPUs are of a kind that the deployment can use, and its nodes have memory
+    for one more state."""
+    need = need_of(deployment)
+    return (
+        need.node_type in ("", group.node_type)
+        and need.gpu_memory_bytes <= group.gpu_memory_bytes
+        and deployment.state_bytes <= inventory.state_bytes_free(group)[1]
+    )

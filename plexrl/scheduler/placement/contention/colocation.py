@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from plexrl.scheduler.dispatch.switch_cost import moves_at_best_s
-from plexrl.scheduler.placement.capacity.needs import fits_as_placed, need_of
+from plexrl.scheduler.placement.capacity.needs import fits_as_placed, holds, need_of
 from plexrl.scheduler.placement.contention.service_level import has_tight_bound, waiting_bound
 from plexrl.scheduler.placement.policies import PlacementMode
 
@@ -191,11 +191,8 @@ def with_own_group(
 
 
 def _has_capacity(cluster: "Cluster", group: "Group", deployment: "Deployment") -> bool:
-    per_rank = -(-deployment.state_bytes // deployment.workers)
     return (
         cluster.inventory.takes_members(group)
         and len(group.members) < cluster.settings.config.residents_max
-        and deployment.node_type in ("", group.node_type)
-        and per_rank <= group.gpu_memory_bytes
-        and deployment.state_bytes <= cluster.inventory.state_bytes_free(group)[1]
+        and holds(cluster.inventory, group, deployment)
     )
