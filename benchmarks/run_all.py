@@ -5,8 +5,9 @@
 Writes `benchmarks/RESULTS.md`: a table of all bars with figure and verdict, then the output of each
 benchmark; and `benchmarks/results/`: tables and figures of each as JSON. A tree with changes that
 are not committed is refused. A benchmark is a module whose docstring has a command line with
-`[--quick]`. One that fails does not stop the others. With `--quick` the output goes to the terminal
-and no file is written.
+`[--quick]`. One that fails does not stop the others. A run that was interrupted goes on where it
+stood, if the commit is still the same: what has ended lies in `out/bench/COMMIT/`. With `--quick`
+the output goes to the terminal and no file is written.
 """
 
 import ast
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from benchmarks.sizes import QUICK
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+ENDED = ROOT / "out" / "bench"
 USAGE = re.compile(r"^ *python (.*?)( ?\[--quick\].*)$", re.MULTILINE)
 NOT_RUN = {
     "simulating/drain.py": "takes hours; run it by name",
@@ -68,9 +70,14 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
+def file_name(name: str) -> str:
+    """Of the JSON of a benchmark."""
+    return f"{name.removesuffix('.py').replace('/', '-')}.json"
+
+
 def results_file(name: str) -> Path:
-    """The JSON file of a benchmark."""
-    return RESULTS / f"{name.removesuffix('.py').replace('/', '-')}.json"
+    """Where the last results of a benchmark are kept."""
+    return RESULTS / file_name(name)
 
 
 def expected_s(name: str) -> float:
@@ -100,9 +107,23 @@ def run(words: Sequence[str]) -> Output:
     return Output(printed=printed, found={**found, "seconds": seconds}, failed=bool(ran.returncode))
 
 
-def run_all(names: Sequence[str]) -> dict[str, Output]:
+def run_once(name: str, words: Sequence[str], ended: Path) -> Output:
+    """Run one benchmark, or read what it gave in the folder `ended` when it last succeeded."""
+    path = ended / file_name(name)
+    if path.exists():
+        stored = json.loads(path.read_text())
+        return Output(printed=stored["printed"], found=stored["found"], failed=False)
+    output = run(words)
+    if not output.failed:
+        ended.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"printed": output.printed, "found": output.found}))
+        partial.rename(path)
+    return output
+
+
+def run_all(names: Sequence[str], run_one: Callable[[str], Output]) -> dict[str, Output]:
     """Run them one after the other, with a progress bar in expected seconds."""
-    wanted = commands()
     outputs: dict[str, Output] = {}
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -111,7 +132,7 @@ def run_all(names: Sequence[str]) -> dict[str, Output]:
         for number, name in enumerate(names, 1):
             left = f"about {left_s / 60:.0f} min left"
             progress.update(task, description=f"{number} of {len(names)}, {left}: {name}")
-            outputs[name] = run(wanted[name])
+            outputs[name] = run_one(name)
             left_s -= expected_s(name)
             progress.advance(task, expected_s(name))
     return outputs
@@ -161,7 +182,12 @@ def main() -> None:
         sys.exit(
             f"commit these changes first, so that the results are those of a commit:\n{changed}"
         )
-    outputs = run_all([name for name in commands() if name not in NOT_RUN])
+    wanted = {name: words for name, words in commands().items() if name not in NOT_RUN}
+    ended = ENDED / commit()
+    outputs = run_all(
+        list(wanted),
+        lambda name: run(wanted[name]) if QUICK else run_once(name, wanted[name], ended),
+    )
     page = results_page(outputs)
     if QUICK:
         sys.stdout.write(page)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import bars, run_all
 from benchmarks.bars import Bar
-from benchmarks.run_all import Output, commands, results_page, verdicts
+from benchmarks.run_all import Output, commands, results_page, run_once, verdicts
 
 
 def output(**figures: float) -> Output:
@@ -54,3 +54,20 @@ def test_results_of_a_tree_with_changes_are_refused(
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"commit these changes first.*\n.*changed\.py"):
         run_all.main()
+
+
+def test_a_run_that_goes_on_repeats_only_what_has_not_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(words: list[str]) -> Output:
+        ran.extend(words)
+        return Output(printed="a table", found={"figures": {}}, failed=len(ran) == 1)
+
+    monkeypatch.setattr(run_all, "run", run)
+    first, *others = (run_once("state/nvme.py", ["nvme"], tmp_path / "commit") for _ in range(3))
+    assert first.failed
+    assert ran == ["nvme", "nvme"]
+    assert others[0] == others[1]
+    assert not others[0].failed
