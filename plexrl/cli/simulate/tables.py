@@ -87,6 +87,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 "job p95": percent(result.job_slowdown.p95),
                 "cycle p50": percent(result.cycle_slowdown.median),
                 "cycle p95": percent(result.cycle_slowdown.p95),
+                "jobs over SLO": f"{result.jobs_over_slo:,}",
                 "fairness": f"{result.fairness:.3f}",
             },
         )

@@ -1,6 +1,7 @@
-"""Prometheus metrics: the cluster's health, as in `/v1/health`, and how waits were estimated."""
+"""Prometheus metrics: the cluster's health, as in `/v1/health`, how waits were estimated, and what
+jobs waited beside what they accept."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -77,6 +78,46 @@ class WaitCollector(Collector):
             "Waits more than twice as long as estimated, and at least 1 s longer.",
             value=quality["slipped"],
         )
+
+
+class ServiceLevelCollector(Collector):
+    """The part of their time that live jobs wait for others, beside the part that they accept."""
+
+    def __init__(
+        self, jobs: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """`jobs` are the scheduler's `ServiceLevelView`s; `named` those that have own figures."""
+        self._jobs = [each for each in jobs if each["waiting_part"] is not None]
+        self._named = named
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        over = sum(each["waiting_part"] > each["slo"] for each in self._jobs)
+        yield GaugeMetricFamily(
+            "plexrl_slo_jobs", "Live jobs whose waiting is measured.", value=len(self._jobs)
+        )
+        yield GaugeMetricFamily(
+            "plexrl_slo_jobs_over",
+            "Those of them that waited a greater part of their time than they accept.",
+            value=over,
+        )
+        bounds = GaugeMetricFamily(
+            "plexrl_job_slo",
+            "The greatest waiting / (waiting + running) that a job accepts.",
+            labels=["job", "tenant", "name"],
+        )
+        parts = GaugeMetricFamily(
+            "plexrl_job_waiting_part",
+            "Measured waiting / (waiting + running) of a job, of its last cycles.",
+            labels=["job", "tenant", "name"],
+        )
+        for each in self._named:
+            labels = [each["job"], each["tenant"], each["name"]]
+            bounds.add_metric(labels, each["slo"])
+            if each["waiting_part"] is not None:
+                parts.add_metric(labels, each["waiting_part"])
+        yield bounds
+        yield parts
 
 
 def metrics_text(*collectors: Collector) -> bytes:

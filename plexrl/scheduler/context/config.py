@@ -72,6 +72,9 @@ RANGES: dict[str, tuple[float, float]] = {
 LATER_BOUNDS = ("tenant_live_jobs_max",)
 """Bounds that older versions lacked: a replay must not refuse what those versions accepted."""
 
+WAITING_PART_MAX = 0.3
+"""Default of `waiting_part_max`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -119,7 +122,7 @@ class SchedulerConfig:
     starvation_ratio: float = 2.0
     """Response ratio from which a burst starts even during another member's critical segment. 2: it
     has waited as long as the burst and its switches take."""
-    waiting_part_max: float = 0.3
+    waiting_part_max: float = WAITING_PART_MAX
     """Maximum waiting / (waiting + running) of a job. Beyond it the group accepts no members, and
     the job that waits most is moved (PlexRL §7.2)."""
     relief_after_s: float = 60.0

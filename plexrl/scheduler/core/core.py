@@ -43,6 +43,7 @@ from plexrl.scheduler.core.queries.views import (
     node_view,
     operation_log,
     operation_view,
+    service_levels,
     tenant_view,
     unreferenced_payloads,
     usage_view,
@@ -414,6 +415,10 @@ class SchedulerCore:
     def eta_quality(self) -> vt.EtaQualityView:
         """Errors of the estimated waits of all tenants."""
         return eta_quality(self._state.eta_errors)
+
+    def service_levels(self) -> list[vt.ServiceLevelView]:
+        """What each live job of all tenants accepts to wait, and what it waited."""
+        return service_levels(self._cluster)
 
     def live_workers(self) -> dict[DeploymentId, int]:
         """The incarnation of each deployment whose workers are all ready."""

@@ -30,8 +30,9 @@ def new_run(
     return run
 
 
-def submission(run: JobRun, tenant: TenantId) -> ev.JobSubmitted:
-    """The job itself. Placed rollouts and the training get GPUs together or not at all."""
+def submission(run: JobRun, tenant: TenantId, slo: float | None) -> ev.JobSubmitted:
+    """The job itself; `slo` replaces that of its trace row. Placed rollouts and the training get
+    GPUs together or not at all."""
     return ev.JobSubmitted(
         job=run.job,
         tenant=tenant,
@@ -39,7 +40,7 @@ def submission(run: JobRun, tenant: TenantId) -> ev.JobSubmitted:
         controller_timeout_s=FOREVER_S,
         reattach_timeout_s=FOREVER_S,
         priority=run.trace.priority,
-        slo=run.trace.slo,
+        slo=run.trace.slo if slo is None else slo,
         gang=0 if run.rollouts is None else 2,
     )
 

@@ -292,7 +292,7 @@ class TraceRun:
         if tenant not in self._tenants:
             self._tenants.add(tenant)
             self._send(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
-        self._send(submission(run, tenant))
+        self._send(submission(run, tenant, self.scenario.slo))
         node_type = job.node_type if job.node_type in self._types else ""
         demand = demand_of(job, behaviour) if scenario.warm else None
         rolls_out = rollout_demand_of(job, behaviour) if scenario.warm else None

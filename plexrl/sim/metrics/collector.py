@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from plexrl.scheduler.context.config import WAITING_PART_MAX
 from plexrl.sim.metrics.held_nodes import HeldNodes
 from plexrl.sim.metrics.job_rows import JobDetails, JobRow
 from plexrl.sim.metrics.sketch import Sketch
@@ -20,6 +21,9 @@ from plexrl.sim.workload.scenario import Scenario
 from plexrl.traces import TraceJob
 
 SPANS_MAX = 5000
+
+ROUNDING_S = 1e-6
+"""A job that waits this much longer than it accepts has only rounding errors."""
 
 COMPLETED = "completed"
 
@@ -37,6 +41,10 @@ class _LiveJob:
     """Absent unless a row is wanted."""
     placed_at: float | None = None
     busy_gpu_s: float = 0.0
+    took_s: float = 0.0
+    """Of its cycles."""
+    waited_s: float = 0.0
+    """What they took beyond the same cycles on a group of its own."""
 
 
 class Collector:
@@ -62,6 +70,7 @@ class Collector:
         self._cycles = 0
         self._ended = 0
         self._failed_jobs = 0
+        self._jobs_over_slo = 0
         self._drain_s = 0.0
         self._busy_gpu_s = 0.0
         self._switch_gpu_s = 0.0
@@ -143,6 +152,7 @@ class Collector:
             self._failed_jobs += 1
             return
         assert live.placed_at is not None, f"{job_id} completed without having been placed"
+        self._jobs_over_slo += live.waited_s > self._slo_of(job) * live.took_s + ROUNDING_S
         work = live.busy_gpu_s if busy_gpu_s is None else busy_gpu_s
         fastest = 1.0 if job.node_type in self._prices else self._fastest
         self._bound.add(live.submitted_at, alone_s * fastest, work * fastest, job.node_type)
@@ -162,7 +172,10 @@ class Collector:
         slowdown = took_s / alone_s - 1
         self._cycles += 1
         self._cycle_slowdown.add(slowdown)
-        details = self._jobs[job_id].details
+        live = self._jobs[job_id]
+        live.took_s += took_s
+        live.waited_s += took_s - alone_s
+        details = live.details
         if details is not None:
             details.cycle_ended(slowdown)
 
@@ -265,6 +278,7 @@ class Collector:
             places_rollouts=self._scenario.places_rollouts,
             jobs=self._ended,
             failed_jobs=self._failed_jobs,
+            jobs_over_slo=self._jobs_over_slo,
             cycles=self._cycles,
             events=events,
             switches=switches,
@@ -323,6 +337,11 @@ class Collector:
                 grouped.levels(now), trains.levels(now), strict=True
             )
         )
+
+    def _slo_of(self, job: TraceJob) -> float:
+        """The greatest part of its time that the job accepts to wait."""
+        own = job.slo if self._scenario.slo is None else self._scenario.slo
+        return WAITING_PART_MAX if own is None else own
 
     def _rollout_price(self, job: TraceJob) -> float:
         """Price of a rollout GPU-hour: of the job's node type, else of the cluster's first type."""

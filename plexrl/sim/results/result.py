@@ -87,6 +87,9 @@ class SimResult:
     jobs: int
     """Ended jobs, completed or failed."""
     failed_jobs: int
+    jobs_over_slo: int = 0
+    """Completed jobs that waited on their GPUs for a greater part of their time than they accept:
+    by the scenario's `slo`, else their own, else the scheduler's default."""
     cycles: int
     events: int
     """Events that the core handled."""

@@ -26,6 +26,8 @@ RESPONSES_MAX = 1_000_000
 GPUS_PER_NODE_MAX = 1024
 LOAD_MAX = 100.0
 """Largest bound of a group's load; a hundred jobs that always train are a mistake."""
+SLO_MAX = 0.99
+"""Largest part of its time that a job may accept to wait, as in a trace."""
 SWITCH_S_MAX = 86_400.0
 """Longest context switch."""
 AMOUNT_MAX = 1e12
@@ -209,6 +211,9 @@ class Scenario:
     """Preemptible deployments generate in the idle time of all shared groups, without end."""
     load_max: float | None = None
     """Largest sum of the duties of a group's members; absent: the scheduler's default."""
+    slo: float | None = None
+    """Greatest part of its time that each job accepts to wait for others on its GPUs; absent: from
+    its trace row, else the scheduler's default."""
     launch_s: float = 30.0
     """Start time of a job's workers: imports, process groups, building the model."""
     switch_s: float | None = None
@@ -231,6 +236,11 @@ class Scenario:
         if self.load_max is not None and not 0.0 < self.load_max <= LOAD_MAX:
             raise InvalidRequestError(
                 f"the load of a group is above 0 and at most {LOAD_MAX:g}, not {self.load_max:g}"
+            )
+        if self.slo is not None and not 0.0 <= self.slo <= SLO_MAX:
+            raise InvalidRequestError(
+                f"the part of its time that a job accepts to wait is 0 to {SLO_MAX:g}, not "
+                f"{self.slo:g}"
             )
         if self.switch_s is not None:
             given["switch_s"] = self.switch_s

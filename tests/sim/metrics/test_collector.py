@@ -186,3 +186,18 @@ def test_a_snapshot_is_the_jobs_own_and_not_the_next_ones() -> None:
     found = finish(collector, 100.0)
     held = {each.tenant: each.gpu_hours * HOUR_S / 8 for each in found.tenants}
     assert held == pytest.approx({"ann": 20.0, "bob": 2.0})
+
+
+def test_jobs_that_waited_more_than_they_accept_are_counted() -> None:
+    """Of cycles of 100 s alone: the job's own bound, the default of 0.3, and one for all jobs."""
+    counts = {}
+    for for_all in (None, 0.5):
+        collector = Collector(scenario(slo=for_all))
+        for name, slo, took_s in (("a", 0.1, 120.0), ("b", 0.2, 120.0), ("c", None, 160.0)):
+            collector.job_submitted(replace(job(name), slo=slo), 0.0)
+            collector.job_placed(name, 0.0)
+            collector.cycle_ended(name, took_s, 100.0)
+            collector.cycle_ended(name, took_s, 100.0)
+            collector.job_ended(name, 2 * took_s, "completed", 200.0)
+        counts[for_all] = finish(collector, 1000.0).jobs_over_slo
+    assert counts == {None: 2, 0.5: 0}

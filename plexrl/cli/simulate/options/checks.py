@@ -13,6 +13,7 @@ from plexrl.sim.workload.scenario import (
     JITTER_MAX,
     NODES_MAX,
     RESPONSES_MAX,
+    SLO_MAX,
     STALENESS_MAX,
     SWITCH_S_MAX,
 )
@@ -37,6 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "jitter": (0.0, JITTER_MAX),
     "staleness": (0, STALENESS_MAX),
     "responses": (0, RESPONSES_MAX),
+    "job_slo": (0.0, SLO_MAX),
     "node_mtbf_hours": (0.0, 24 * YEARS_DAYS),
     "repair_minutes": (0.0, 1440 * YEARS_DAYS),
     "worker_mtbf_hours": (0.0, 24 * YEARS_DAYS),
@@ -45,7 +47,10 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Range of every number."""
 
-HINTS = {"jitter": ", as 0.15 for 15 %"}
+HINTS = {
+    "jitter": ", as 0.15 for 15 %",
+    "job_slo": ", as 0.05 for 5 %; --slo has objectives of the cluster",
+}
 
 NEEDS: dict[str, tuple[str, str]] = {
     "lengths": ("responses", "only a rollout of --responses draws lengths"),

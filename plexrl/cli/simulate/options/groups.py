@@ -185,6 +185,14 @@ class JobOptions:
         str | None,
         typer.Option(help="PROBABILITY:MEAN_SECONDS[:SIGMA] of a wait for tools; default: none."),
     ] = None
+    job_slo: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Part of its time that each job accepts to wait for others on its GPUs; default: "
+            "the trace's, else 0.3.",
+        ),
+    ] = None
     cold: Annotated[
         bool,
         typer.Option("--cold", help="Jobs declare no demand; the scheduler must measure each."),

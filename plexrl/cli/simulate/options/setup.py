@@ -121,6 +121,7 @@ def scenario(
         warm=not jobs.cold,
         rollouts=rollouts(cluster.place_rollouts),
         fills_valleys=cluster.fill_valleys,
+        slo=jobs.job_slo,
         switch_s=cluster.switch_s,
         detail=detail(running.detail),
         check=running.check,

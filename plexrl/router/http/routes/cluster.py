@@ -15,7 +15,12 @@ from plexrl.router.http.authentication import key_digest
 from plexrl.router.http.schemas import TenantRequest, TenantSettings
 from plexrl.router.http.services import Services
 from plexrl.router.observe.health import SCHEDULER_TIMEOUT_S
-from plexrl.router.observe.metrics import HealthCollector, WaitCollector, metrics_text
+from plexrl.router.observe.metrics import (
+    HealthCollector,
+    ServiceLevelCollector,
+    WaitCollector,
+    metrics_text,
+)
 from plexrl.wire.parameter_checks import check_name
 
 Plain = dict[str, Any]
@@ -29,17 +34,22 @@ async def health(services: Services) -> Plain:
     return await services.health.public()
 
 
-@ROUTES.get("/metrics", summary="Prometheus metrics; needs no key")
-async def metrics(services: Services) -> Response:
-    """The content of `/v1/health`, errors of estimated waits, and figures of all asynchronous
-    rollouts."""
+@ROUTES.get("/metrics", summary="Prometheus metrics; a key shows more")
+async def metrics(request: Request, services: Services) -> Response:
+    """The content of `/v1/health`, errors of estimated waits, numbers of jobs that wait more than
+    they accept, and figures of all asynchronous rollouts. With a key, also the waiting of each job
+    of the tenant; of all jobs, for the operator."""
+    caller = await services.caller(request) if "authorization" in request.headers else None
     health = HealthCollector(await services.health.public(), time.time())
-    waits = []
+    found: list[WaitCollector | ServiceLevelCollector] = []
     with suppress(PlexRLError):
         # Without a scheduler, `health` says so.
         quality = await services.scheduler.call("eta_quality", {}, timeout_s=SCHEDULER_TIMEOUT_S)
-        waits.append(WaitCollector(quality))
-    text = metrics_text(health, *waits, await services.rollout_views.metrics())
+        found.append(WaitCollector(quality))
+        reply = await services.scheduler.call("service_levels", {}, timeout_s=SCHEDULER_TIMEOUT_S)
+        seen = [job for job in reply["jobs"] if caller and caller.scope in (None, job["tenant"])]
+        found.append(ServiceLevelCollector(reply["jobs"], seen))
+    text = metrics_text(health, *found, await services.rollout_views.metrics())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

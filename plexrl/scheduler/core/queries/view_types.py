@@ -167,6 +167,18 @@ class JobView(TypedDict):
     deployments: list[DeploymentView]
 
 
+class ServiceLevelView(TypedDict):
+    """What one live job accepts to wait, and what it waited."""
+
+    job: JobId
+    tenant: TenantId
+    name: str
+    slo: float
+    """Greatest waiting / (waiting + running) that it accepts."""
+    waiting_part: float | None
+    """The measured part, the greatest of its deployments; None: not measured."""
+
+
 class GpuView(TypedDict):
     """One GPU of a group."""
 

@@ -22,6 +22,7 @@ from plexrl.scheduler.core.queries.view_types import (
     LoggedOperationView,
     NodeView,
     OperationView,
+    ServiceLevelView,
     TenantView,
     UsageView,
 )
@@ -304,6 +305,26 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
         "held": held_view(cluster.state, names),
         "eta_quality": eta_quality(state.eta_errors),
     }
+
+
+def service_levels(cluster: Cluster) -> list[ServiceLevelView]:
+    """The bound and the measured waiting of each live job, oldest first."""
+    state = cluster.state
+    found: list[ServiceLevelView] = []
+    for job in state.jobs.values():
+        if job.state.is_final:
+            continue
+        parts = [measured_waiting_part(state.deployment(name)) for name in job.deployments]
+        found.append(
+            {
+                "job": job.job,
+                "tenant": job.tenant,
+                "name": job.name,
+                "slo": bound_of(cluster.settings, job),
+                "waiting_part": max((part for part in parts if part is not None), default=None),
+            }
+        )
+    return found
 
 
 def _count_over_slo(cluster: Cluster, names: Iterable[DeploymentId]) -> int:

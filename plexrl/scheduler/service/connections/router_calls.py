@@ -69,6 +69,7 @@ class RouterCalls:
             **self._tenants.reports(),
             "conditions": (calls.Nothing, self._conditions),
             "eta_quality": (calls.Nothing, self._eta_quality),
+            "service_levels": (calls.Nothing, self._service_levels),
             "needless_payloads": (calls.NeedlessPayloads, self._unreferenced_payloads),
             "operation_finished": (ev.OperationFinished, self._operation_finished),
             "operation_failed": (ev.OperationFailed, self._operation_failed),
@@ -88,6 +89,9 @@ class RouterCalls:
 
     async def _eta_quality(self, _: calls.Nothing) -> Plain:
         return {**self._core.eta_quality()}
+
+    async def _service_levels(self, _: calls.Nothing) -> Plain:
+        return {"jobs": self._core.service_levels()}
 
     async def _unreferenced_payloads(self, call: calls.NeedlessPayloads) -> Plain:
         # A leader that was replaced unnoticed would miss operations accepted since.
