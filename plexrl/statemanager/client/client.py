@@ -26,6 +26,7 @@ from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.client.reports import LoadReport, MoveReport, PullReport
 from plexrl.statemanager.device.backend import WorkerArena
+from plexrl.statemanager.device.cuda.arena import CudaArena
 from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.protocol.address import is_remote, nearest
@@ -46,6 +47,7 @@ from plexrl.statemanager.protocol.messages import (
     Usage,
 )
 from plexrl.statemanager.protocol.network import NO_NETWORK, Network
+from plexrl.statemanager.transfer.copy.pull_target import CudaTarget, HostTarget, PullTarget
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
@@ -82,6 +84,8 @@ class StateManagerClient:
         self._held: tuple[int, str] | None = None
         """Seq and stamp (ETag) of the stored version that the arena equals."""
         self._wants: tuple[Sequence[StateSlice], Layout] | None = None
+        self._staged: CudaTarget | None = None
+        """Pinned memory for pulls into the registered arena; absent before the first one."""
         self._layouts = KnownLayouts()
         self._transports = Transports(
             network, self._layouts.find, ticket=ticket, timeout_s=timeout_s
@@ -294,16 +298,17 @@ class StateManagerClient:
             StateLostError: the shards do not cover a wanted slice, or the version is gone.
             InvalidRequestError: a tensor has another shape there, or a dtype without a cast.
             UnavailableError: a needed source cannot be reached.
+            DeviceError: the arena's GPU failed.
         """
         arena = self._link.arena
-        if not isinstance(arena, Arena):
-            raise InvalidRequestError("a pull needs an arena in CPU memory: register one first")
+        if arena is None:
+            raise InvalidRequestError("a pull needs an arena: register one first")
         self._link.attach()
         started = time.perf_counter()
         self._held = None
         if self._wants is None or self._wants[0] is not wants:
             self._wants = wants, Layout.of(wants)
-        target = np.frombuffer(arena.buffer, dtype=np.uint8)
+        target = self._target_in(arena)
         sources = [nearest(address) for address in sources]
         remote = tuple(filter(is_remote, sources))
         replicated, transfer_s = None, 0.0
@@ -332,6 +337,20 @@ class StateManagerClient:
             bytes_replicated=replicated or 0,
             transfer_s=transfer_s,
         )
+
+    def _target_in(self, arena: WorkerArena) -> PullTarget:
+        if isinstance(arena, Arena):
+            return HostTarget(np.frombuffer(arena.buffer, dtype=np.uint8))
+        assert isinstance(arena, CudaArena), "other arenas are in host memory"
+        if self._staged is None or self._staged.arena is not arena:
+            self._end_staging()
+            self._staged = CudaTarget(arena)
+        return self._staged
+
+    def _end_staging(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
 
     def has_arrived(
         self, *, sources: Sequence[str], source: str, seq: int, wants: Sequence[StateSlice]
@@ -417,6 +436,7 @@ class StateManagerClient:
     def close(self) -> None:
         """Close the connection; the daemon drops the registration and keeps the versions."""
         self._transports.close()
+        self._end_staging()
         self._link.close()
 
     def stamp(self, seq: int) -> str | None:

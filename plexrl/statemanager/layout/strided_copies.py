@@ -61,6 +61,10 @@ class StridedCopies:
         """The same copies, read from offsets that are `distance` bytes larger."""
         return replace(self, src_offsets=self.src_offsets + distance)
 
+    def written_at(self, distance: int) -> "StridedCopies":
+        """The same copies, written to offsets that are `distance` bytes larger."""
+        return replace(self, dst_offsets=self.dst_offsets + distance)
+
     def batches(self, nbytes_max: int) -> Iterator["StridedCopies"]:
         """The same copies in order, in batches of at most `nbytes_max` bytes. A larger item makes a
         batch of its own."""

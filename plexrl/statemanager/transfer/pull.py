@@ -24,7 +24,7 @@ from plexrl.statemanager.client.connection import retry_connect
 from plexrl.statemanager.layout.plan.cache import PlanCache
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.strided_copies import StridedCopies, concatenated, without
-from plexrl.statemanager.transfer.copy.strided_copy import Bytes
+from plexrl.statemanager.transfer.copy.pull_target import PullTarget
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.delta.pace import DeltaPace
 from plexrl.statemanager.transfer.transport.reader import Delta, VersionReader, as_source
@@ -133,7 +133,7 @@ class Puller:
         deployment: str,
         seq: int,
         wants: Layout,
-        target: Bytes,
+        target: PullTarget,
         delta: DeltaPolicy | None = None,
     ) -> PullResult:
         """Fill the slices of `wants` in `target`.
@@ -319,7 +319,7 @@ def _with_bases(job: _Job, bases: _Bases, policy: DeltaPolicy) -> _Job:
     return replace(job, parts=tuple(changed(part) for part in job.parts))
 
 
-def _fetch_all(jobs: Sequence[_Job], target: Bytes) -> list[_Fetched]:
+def _fetch_all(jobs: Sequence[_Job], target: PullTarget) -> list[_Fetched]:
     """Fetch from all sources concurrently, from the first one on this thread."""
     if len(jobs) < 2:
         return [_fetch(job, target) for job in jobs]
@@ -329,7 +329,7 @@ def _fetch_all(jobs: Sequence[_Job], target: Bytes) -> list[_Fetched]:
         return [first, *(future.result() for future in others)]
 
 
-def _fetch(job: _Job, target: Bytes) -> _Fetched:
+def _fetch(job: _Job, target: PullTarget) -> _Fetched:
     done_copies: list[StridedCopies] = []
     moved: list[int] = []
 
@@ -340,7 +340,7 @@ def _fetch(job: _Job, target: Bytes) -> _Fetched:
     lost: Exception | None = None
     try:
         for part in job.parts:
-            part.reader.read(part.copies, target, report, part.delta)
+            target.read(part.reader, part.copies, report, part.delta)
         job.parts[0].reader.confirm()
     except (CorruptStateError, UnavailableError) as error:
         lost = error

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,6 +32,7 @@ from plexrl.wire.operations import (
     GenerateParams,
     OperationKind,
     SamplingParams,
+    SyncWeightsParams,
 )
 from plexrl.worker.process.backend import Backend, BackendCall
 from plexrl.worker.process.backend_factory import make_backend
@@ -116,7 +118,7 @@ class Rank:
         self, spec: DeploymentSpec, node: StateManagerConfig, device: WorkerDevice
     ) -> None:
         self.backend: Backend = make_backend(spec, 0, 1, Path("/nowhere"), device)
-        claims = Claims(role=Role.WORKER, job=spec.kind, deployment=f"{spec.kind}/a")
+        claims = Claims(role=Role.WORKER, job="job", deployment=f"job/{spec.kind}")
         key = read_ticket_key(node.ticket_key_path)
         self._client = StateManagerClient(
             node.listen,
@@ -136,6 +138,24 @@ class Rank:
 
     def move(self, kind: OperationKind, seq: int) -> dict[str, Any]:
         command = RunCommand(operation="o", kind=kind, token=1, seq=seq, keep_seq=seq)
+        return self._mover.move(command)
+
+    def sync(self, seq: int, source: str, *, delta: bool) -> dict[str, Any]:
+        """Pull what the trainer published as `seq`."""
+        command = RunCommand(
+            operation="o",
+            kind=OperationKind.SYNC_WEIGHTS,
+            token=1,
+            seq=seq,
+            keep_seq=seq,
+            source="job/train",
+            sources=(source,),
+            source_seq=seq,
+            trainer_step=seq,
+            params_json=msgspec.json.encode(
+                SyncWeightsParams(source="job/train", delta=delta)
+            ).decode(),
+        )
         return self._mover.move(command)
 
     def run(self, kind: OperationKind, params: Any, **rank_params: Any) -> None:
@@ -227,3 +247,44 @@ def test_an_engine_draws_from_memory_that_comes_and_goes(daemon: Daemon) -> None
     rank.close()
     wanted = Rank.of(on_cpu(ENGINE, lambda _: None)).generate()
     assert all(np.array_equal(each, wanted) for each in drawn)
+
+
+def test_a_rollout_draws_from_what_a_trainer_on_the_same_gpu_published(daemon: Daemon) -> None:
+    """Generate, train, sync, generate: two rounds, the second one by a delta."""
+    device = EmulatedGpu(daemon.another_driver())
+    trainer = Rank(TRAINER, daemon.config, device)
+    engine = Rank(ENGINE, daemon.config, device)
+    engine.move(OperationKind.LOAD, 0)
+    drawn = [engine.generate()]
+    for seq in (1, 2):
+        if seq == 1:
+            engine.move(OperationKind.OFFLOAD, 0)
+        trainer.move(OperationKind.LOAD, seq - 1)
+        trainer.train()
+        trainer.move(OperationKind.PUBLISH, seq)
+        trainer.move(OperationKind.OFFLOAD, seq)
+        if seq == 1:
+            engine.move(OperationKind.LOAD, 0)
+        report = engine.sync(seq, daemon.config.listen, delta=seq == 2)
+        assert report["way"] == ("delta" if seq == 2 else "full")
+        drawn.append(engine.generate())
+    trainer.close()
+    engine.close()
+    assert daemon.taken_bytes() == 0
+
+    learner = on_cpu(TRAINER, lambda _: None)
+    drawing = on_cpu(ENGINE, lambda _: None)
+    wanted = [Rank.of(drawing).generate()]
+    for seq in (1, 2):
+        Rank.of(learner).train()
+        weights = {
+            piece.key.name: view(learner.arena, piece)
+            for piece in learner.slices()
+            if piece.key.part == StatePart.PARAMETER
+        }
+        for piece in drawing.slices():
+            view(drawing.arena, piece).copy_(weights[piece.key.name])
+        drawing.after_pull(seq=seq, trainer_step=seq)
+        wanted.append(Rank.of(drawing).generate())
+    assert not np.array_equal(drawn[0], drawn[1])
+    assert all(np.array_equal(*pair) for pair in zip(drawn, wanted, strict=True))

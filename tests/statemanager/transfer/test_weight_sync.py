@@ -16,6 +16,7 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.layout.plan.balance import Source
 from plexrl.statemanager.layout.plan.columns import Layout
 from plexrl.statemanager.layout.plan.plan import make_plan
+from plexrl.statemanager.transfer.copy.pull_target import HostTarget
 from plexrl.statemanager.transfer.delta.delta import DeltaPolicy
 from plexrl.statemanager.transfer.pull import KnownLayouts, Puller
 from plexrl.statemanager.transfer.transport.choice import Transports
@@ -148,7 +149,7 @@ def test_bytes_of_a_daemon_that_died_before_it_confirmed_are_pulled_again(
     puller = Puller(opened, layouts, DEADLINE_S)
     target = np.frombuffer(rollout.arena.buffer, dtype=np.uint8)
     wants = Layout.of(rollout.slices)
-    result = puller.pull(sources, ACTOR, 1, wants, target)
+    result = puller.pull(sources, ACTOR, 1, wants, HostTarget(target))
     assert died
     assert result.attempts == 2
     assert result.bytes_moved > result.bytes_wanted == sum(result.bytes_by_source.values())

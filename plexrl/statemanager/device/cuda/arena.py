@@ -25,7 +25,7 @@ class CudaArena:
         self.nbytes = max(1, -(-nbytes // unit)) * unit
         self.address = driver.reserve(self.nbytes)
         self.segments: tuple[Segment, ...] = ()
-        self._driver = driver
+        self.driver = driver
         self._mapped = ExitStack()
         # Every view references the arena, so the range is released after the last view.
         ending = weakref.finalize(self, _end, driver, self._mapped, self.address, self.nbytes)
@@ -50,19 +50,19 @@ class CudaArena:
                     f"segments of {[s.nbytes for s in taken]} bytes do not fit an arena of "
                     f"{self.nbytes} that has {len(self.segments)} attached"
                 )
-            self._driver.enter(self.device)
+            self.driver.enter(self.device)
             with ExitStack() as undo:
                 address = self.address
                 for segment in taken:
-                    handle = self._driver.import_fd(segment.fd)
+                    handle = self.driver.import_fd(segment.fd)
                     try:
-                        self._driver.map(address, segment.nbytes, handle)
-                        undo.callback(self._driver.unmap, address, segment.nbytes)
+                        self.driver.map(address, segment.nbytes, handle)
+                        undo.callback(self.driver.unmap, address, segment.nbytes)
                     finally:
                         # The mapping keeps the memory alive.
-                        self._driver.release(handle)
+                        self.driver.release(handle)
                     address += segment.nbytes
-                self._driver.allow_access(self.device, self.address, self.nbytes)
+                self.driver.allow_access(self.device, self.address, self.nbytes)
                 self._mapped.push(undo.pop_all())
         except BaseException:
             _close(taken)
@@ -71,9 +71,9 @@ class CudaArena:
 
     def detach(self) -> None:
         if self.segments:
-            self._driver.enter(self.device)
+            self.driver.enter(self.device)
             # A running kernel would fault on unmapped memory.
-            self._driver.synchronize()
+            self.driver.synchronize()
             self._mapped.close()
             _close(self.segments)
             self.segments = ()
