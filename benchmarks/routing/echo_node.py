@@ -22,6 +22,7 @@ from plexrl.errors import PlexRLError
 from plexrl.wire.framing import recv_frame, send_frame
 from plexrl.wire.rpc import Handler, Peer
 from plexrl.wire.tensors import encode_body
+from plexrl.worker.process.server import StagedPayload
 
 Plain = dict[str, Any]
 HEADER_LENGTH = struct.Struct("<Q")
@@ -50,8 +51,12 @@ def serve(listening: socket.socket) -> None:
 def answer(connection: socket.socket) -> None:
     """Answer one router until it leaves."""
     try:
+        staged = StagedPayload()
         while True:
-            header, payload = recv_frame(connection)
+            header, received = recv_frame(connection)
+            payload = staged.payload_of(header, received)
+            if payload is None:
+                continue
             command = header["command"]
             reply = {
                 "reply": "finished",

@@ -23,6 +23,7 @@ from plexrl.wire.operations import (
     ForwardParams,
     GenerateParams,
     OperationKind,
+    OperationParams,
     params_from_json,
     params_to_json,
 )
@@ -50,6 +51,14 @@ class RunParts:
     """What is left of an interrupted `generate`, and what was drawn before; its rows are the
     prompts of `generation`."""
 
+    def requests(self, ranks: int) -> list[tuple[int, Plain]]:
+        """The ranks, of so many `ranks`, that receive a request, each with its `rank_params`; in
+        the order of `payloads`."""
+        if self.generation is None:
+            return [(rank, self.rank_params) for rank in range(ranks)]
+        plan = self.generation
+        return [(share.rank, {"first_row": plan.first_row(share)}) for share in plan.shares]
+
     @property
     def params_json(self) -> str | None:
         """Parameters of the ranks' runs, if they are not those of the operation."""
@@ -70,9 +79,22 @@ async def split(
     if command.kind not in SPLIT_KINDS:
         return RunParts([(body,)] * ranks, {}, None)
     assert spec is not None
+    params = params_from_json(command.kind, command.params_json)
+    return await split_batch(params, ranks, body, spec, partial)
+
+
+async def split_batch(
+    params: OperationParams,
+    ranks: int,
+    body: Body,
+    spec: DeploymentSpec,
+    partial: Body | None = None,
+) -> RunParts:
+    """As `split`, for an operation of a kind in `SPLIT_KINDS` with these parameters and so many
+    `ranks`. The same arguments always give the same parts."""
     if memoryview(body).nbytes + memoryview(partial or b"").nbytes <= INLINE_BYTES_MAX:
-        return _split(command, body, spec, partial)
-    return await asyncio.to_thread(_split, command, body, spec, partial)
+        return _split(params, ranks, body, spec, partial)
+    return await asyncio.to_thread(_split, params, ranks, body, spec, partial)
 
 
 async def join(plan: DispatchPlan, payloads: Sequence[bytearray]) -> Sequence[Body]:
@@ -97,11 +119,9 @@ def join_samples(
 
 
 def _split(
-    command: RunOperation, body: Body, spec: DeploymentSpec, partial: Body | None
+    params: OperationParams, ranks: int, body: Body, spec: DeploymentSpec, partial: Body | None
 ) -> RunParts:
-    ranks = len(command.addresses)
     _, arrays = decode_body(body)
-    params = params_from_json(command.kind, command.params_json)
     if isinstance(params, GenerateParams) and partial is not None:
         left = Continuation(params, arrays, decode_body(partial)[1])
         generation = plan_generate(spec.layout, len(left.unfinished), 1)

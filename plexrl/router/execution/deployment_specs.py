@@ -43,6 +43,11 @@ class DeploymentSpecs:
                 self._specs.popitem(last=False)
         return found
 
+    def cached(self, deployment: str, incarnation: int) -> DeploymentSpec | None:
+        """Return the specification of workers whose runs this router has executed; None if it is no
+        longer known."""
+        return self._specs.get((deployment, None, incarnation))
+
     async def await_own(self, deployment: str, incarnation: int) -> DeploymentSpec:
         """Return the specification of workers whose run this router executes. While the scheduler
         is unreachable the call waits: the run outlives a restart of the scheduler.

@@ -15,6 +15,7 @@ from plexrl.router.blobs.store import PAYLOAD_SUFFIX, RESULT_SUFFIX, BlobStore
 from plexrl.router.dispatch.continuation import unfinished_rows
 from plexrl.router.dispatch.reductions import gather_metrics, gather_moves, state_moved
 from plexrl.router.dispatch.run_parts import SPLIT_KINDS, RunParts, join, join_samples, split
+from plexrl.router.execution.early_transfers import EarlyTransfers, Workers
 from plexrl.router.execution.worker_link import Answer, RunName, WorkerGoneError, WorkerLink
 from plexrl.scheduler.state.messages.commands import (
     CODEC,
@@ -22,7 +23,13 @@ from plexrl.scheduler.state.messages.commands import (
     DiscardBlobs,
     RunOperation,
 )
-from plexrl.wire.operations import MUTATING, CheckpointParams, OperationKind, params_from_json
+from plexrl.wire.operations import (
+    MUTATING,
+    CheckpointParams,
+    OperationKind,
+    OperationParams,
+    params_from_json,
+)
 from plexrl.wire.rpc import Peer
 from plexrl.wire.tensors import decode_body
 from plexrl.worker.process.server import WorkerName
@@ -87,6 +94,9 @@ class Executor:
         self._blobs = blobs
         self._credentials = credentials
         self._links: dict[WorkerName, WorkerLink] = {}
+        self._latest: dict[str, Workers] = {}
+        """By deployment: the workers of its latest run with a batch."""
+        self._early = EarlyTransfers()
         self._gone: OrderedDict[str, int] = OrderedDict()
         """Highest incarnation of each deployment whose workers have ended; newest last."""
         self._runs: dict[str, _Run] = {}
@@ -180,6 +190,9 @@ class Executor:
     def _end(self, gone: set[WorkerName]) -> None:
         for worker in gone & self._links.keys():
             self._links.pop(worker).worker_gone()
+            latest = self._latest.get(worker.deployment)
+            if latest is not None and latest.incarnation == worker.incarnation:
+                del self._latest[worker.deployment]
         for run in list(self._runs.values()):
             # Also a run that still reads its payload or stores its result: nobody wants it.
             if run.workers in gone:
@@ -201,8 +214,26 @@ class Executor:
         """Why this router cannot store the result of an operation that has run; None if it can."""
         return self._unstored.get(operation)
 
+    def transfer_early(
+        self, deployment: str, params: OperationParams, payload: BlobRef, body: "Body"
+    ) -> None:
+        """Send the payload of an operation that is being submitted on to the deployment's workers,
+        if this router has executed a run of theirs."""
+        assert self.specs is not None
+        workers = self._latest.get(deployment)
+        if workers is None:
+            return
+        spec = self.specs.cached(deployment, workers.incarnation)
+        if spec is not None:
+            self._early.begin(deployment, params, payload, body, workers, spec)
+
+    def discard_early(self, deployment: str, payload: BlobRef) -> None:
+        """Let the workers forget the payload of an operation that was not accepted."""
+        self._early.discard(deployment, payload)
+
     async def close(self) -> None:
         """Stop all runs; the scheduler assigns them to another router."""
+        await self._early.close()
         for run in list(self._runs.values()):
             run.task.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
@@ -253,6 +284,11 @@ class Executor:
         spec = None
         if command.kind in SPLIT_KINDS:
             spec = await self.specs.await_own(command.deployment, command.incarnation)
+        if command.payload is not None:
+            workers = command.incarnation, len(command.addresses)
+            early = await self._early.take(command.deployment, command.payload, *workers)
+            if early is not None and command.partial is None:
+                return early
         body = None if command.payload is None else await self._blobs.read(command.payload)
         partial = None if command.partial is None else await self._blobs.read(command.partial)
         return await split(command, body, spec, partial)
@@ -265,17 +301,20 @@ class Executor:
         if parts.params_json is not None:
             plain["params_json"] = parts.params_json
         workers = _workers(command.deployment, command.incarnation, command.addresses)
-        targets = [(worker, parts.rank_params) for worker in workers]
-        if (plan := parts.generation) is not None:
-            targets = [
-                (workers[share.rank], {"first_row": plan.first_row(share)}) for share in plan.shares
-            ]
+        if command.kind in SPLIT_KINDS:
+            links = tuple(self.link(*each) for each in workers)
+            self._latest[command.deployment] = Workers(command.incarnation, links)
         name: RunName = (command.operation, command.token)
+        # What is left of an interrupted generation is another payload.
+        staged = "" if command.payload is None or command.partial is not None else command.payload
         tasks = []
-        links = [(self.link(*worker), rank_params) for worker, rank_params in targets]
-        for (link, rank_params), payload in zip(links, parts.payloads, strict=True):
+        targets = [
+            (self.link(*workers[rank]), rank_params)
+            for rank, rank_params in parts.requests(len(workers))
+        ]
+        for (link, rank_params), payload in zip(targets, parts.payloads, strict=True):
             header = {"request": "run", "command": plain, "rank_params": rank_params}
-            tasks.append(asyncio.create_task(link.run(name, header, payload)))
+            tasks.append(asyncio.create_task(link.run(name, header, payload, staged)))
         try:
             # After one pass of the event loop each request has its position in its worker's queue.
             await asyncio.sleep(0)

@@ -50,14 +50,19 @@ class WorkerLink:
         self._address = _parse(address)
         self._credentials = credentials
         self._socket: FrameSocket | None = None
+        self._staged = ""
+        """Name of the payload that this connection has sent ahead of its run; empty: none."""
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[RunName, asyncio.Future[Answer]] = {}
         # Held for a whole frame, so that frames do not mix and keep the order of the calls.
         self._sending = asyncio.Lock()
         self._gone = asyncio.Event()
 
-    async def run(self, name: RunName, header: Header, payload: Sequence[Buffer]) -> Answer:
-        """Request a run until the worker replies; return its final reply.
+    async def run(
+        self, name: RunName, header: Header, payload: Sequence[Buffer], payload_name: str = ""
+    ) -> Answer:
+        """Request a run until the worker replies; return its final reply. The payload is not sent
+        again if it was staged under `payload_name`.
 
         Raises:
             WorkerGoneError: the worker has ended and will not reply.
@@ -67,7 +72,7 @@ class WorkerLink:
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             self._waiting[name] = future
             try:
-                await self.send(header, payload)
+                await self.send(header, payload, payload_name)
                 return await future
             except WrongWorkerError as error:
                 raise WorkerGoneError(error.message) from error
@@ -82,8 +87,25 @@ class WorkerLink:
                     del self._waiting[name]
         raise WorkerGoneError(f"{self.worker} has ended")
 
-    async def send(self, header: Header, payload: Sequence[Buffer] = ()) -> None:
-        """Send one frame.
+    async def stage(self, payload_name: str, payload: Sequence[Buffer]) -> None:
+        """Send a payload ahead of its run, if the worker is connected. Raises as `send`."""
+        async with self._sending:
+            if self._socket is not None:
+                self._staged = ""
+                await self._send({"request": "stage", "payload": payload_name}, payload)
+                self._staged = payload_name
+
+    async def discard_staged(self, payload_name: str) -> None:
+        """Let the worker forget a staged payload, if it still has it. Raises as `send`."""
+        async with self._sending:
+            if self._socket is not None and self._staged == payload_name:
+                self._staged = ""
+                await self._send({"request": "stage", "payload": ""}, ())
+
+    async def send(
+        self, header: Header, payload: Sequence[Buffer] = (), payload_name: str = ""
+    ) -> None:
+        """Send one frame; a payload that was staged under `payload_name` is only named.
 
         Raises:
             PlexRLError, OSError: it was not sent, or not as a whole.
@@ -94,15 +116,25 @@ class WorkerLink:
             if self._socket is None:
                 connecting = FrameSocket.connect(self._address, self._credentials)
                 self._socket = connection = await connecting
+                self._staged = ""
                 self._reading = asyncio.create_task(self._read(connection))
                 # A done callback also runs if the task is cancelled before its first step.
                 self._reading.add_done_callback(lambda _: connection.close())
-            try:
-                await self._socket.send({**header, "worker": self.worker}, payload)
-            except BaseException:
-                # Part of a frame may have been sent, also if the run was cancelled.
-                self._disconnect()
-                raise
+            if payload:
+                if self._staged and self._staged == payload_name:
+                    header, payload = {**header, "staged": payload_name}, ()
+                # The worker forgets a staged payload when another comes.
+                self._staged = ""
+            await self._send(header, payload)
+
+    async def _send(self, header: Header, payload: Sequence[Buffer]) -> None:
+        assert self._socket is not None, "the caller has checked it"
+        try:
+            await self._socket.send({**header, "worker": self.worker}, payload)
+        except BaseException:
+            # Part of a frame may have been sent, also if the run was cancelled.
+            self._disconnect()
+            raise
 
     def worker_gone(self) -> None:
         """The scheduler says that the worker has ended: its runs raise `WorkerGoneError`."""

@@ -2,6 +2,9 @@
 
 Every request names the worker that it is for. An address may have belonged to another worker
 before, so a request for any other is refused, and its connection ends.
+
+A payload may come ahead of its run, while the scheduler still journals the operation. It waits here
+and has no effect before the run is requested.
 """
 
 import logging
@@ -12,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from plexrl.errors import PlexRLError, WrongWorkerError
+from plexrl.errors import InvalidRequestError, PlexRLError, WrongWorkerError
 from plexrl.wire.framing import Buffer, Header, recv_frame, send_frame
 from plexrl.wire.links.address import Address
 from plexrl.wire.links.credentials import Credentials, Role
@@ -65,6 +68,39 @@ class Request:
     payload: bytearray
 
 
+class StagedPayload:
+    """The payload that one connection has sent ahead of its run; at most one, and it ends with the
+    connection.
+
+    A frame `stage` replaces it; an empty one discards it. A run names it in place of a payload of
+    its own. A run with its own payload discards it, because the run of the staged one would have
+    come first.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._payload = bytearray()
+
+    def payload_of(self, header: Header, payload: bytearray) -> bytearray | None:
+        """The payload of a request that has come with `payload`; None: the frame was a `stage`.
+
+        Raises:
+            InvalidRequestError: the request names a payload that is not here.
+        """
+        if header.get("request") == "stage":
+            self._name, self._payload = str(header.get("payload")), payload
+            return None
+        name = header.get("staged")
+        if name is None and not payload:
+            return payload
+        if name is not None:
+            if name != self._name:
+                raise InvalidRequestError(f"the payload {name!r} is not here: send it with the run")
+            payload = self._payload
+        self._name, self._payload = "", bytearray()
+        return payload
+
+
 class Server:
     """Listens until the process ends; over TLS for routers only."""
 
@@ -108,13 +144,16 @@ class Server:
 
     def _read(self, sock: BlockingSocket) -> None:
         connection = Connection(sock)
+        staged = StagedPayload()
         try:
             while True:
                 header, payload = recv_frame(sock)
                 if not self._is_mine(header):
                     connection.send({"reply": "refused", "error": self._refusal(header).to_wire()})
                     return
-                self.requests.put(Request(connection, header, payload))
+                own = staged.payload_of(header, payload)
+                if own is not None:
+                    self.requests.put(Request(connection, header, own))
         except (PlexRLError, OSError) as error:
             LOG.info("a router's connection ended: %s", error)
         finally:

@@ -3,8 +3,13 @@
 import hashlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +105,39 @@ def test_a_killed_part_is_restarted_without_lost_or_repeated_operations(
             future.result(120)
         weights = checkpoint_weights(actor)
     assert weights == undisturbed
+
+
+def test_parts_killed_while_the_journal_commits_lose_and_repeat_nothing(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, undisturbed: bytes
+) -> None:
+    """The payload is with the router or already with the workers; the commit waits for a lock."""
+    killed = {3: "plexrl.router", 5: "plexrl.scheduler"}
+    blobs = embedded.data_dir / "blobs"
+    with cluster.create_job("between") as job:
+        actor = job.train_deployment("actor", MODEL, workers=2)
+        for step in range(STEPS):
+            if step not in killed:
+                train(actor, step).result(120)
+                continue
+            with (
+                closing(
+                    sqlite3.connect(embedded.data_dir / "journal.sqlite", isolation_level=None)
+                ) as journal,
+                ThreadPoolExecutor(1) as threads,
+            ):
+                journal.execute("BEGIN IMMEDIATE")
+                former = set(blobs.glob("*.in"))
+                training = threads.submit(train, actor, step)
+                wait_until(partial(_has_more, blobs, former), "no payload arrives")
+                process_of(embedded, killed[step]).send_signal(signal.SIGKILL)
+                journal.rollback()
+                training.result(120).result(120)
+        weights = checkpoint_weights(actor)
+    assert weights == undisturbed
+
+
+def _has_more(blobs: Path, former: set[Path]) -> bool:
+    return set(blobs.glob("*.in")) > former
 
 
 RANK_THAT_DIES = """

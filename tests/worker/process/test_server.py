@@ -103,6 +103,26 @@ def test_a_request_for_another_worker_is_refused_and_not_run(
     assert server.requests.empty()
 
 
+def test_a_payload_that_comes_before_its_run_waits_for_it(tmp_path: Path) -> None:
+    address = UnixAddress(str(tmp_path / "w.sock"))
+    server = Server(address, WORKER)
+    sock, _ = connect_blocking(address, None, role=Role.NODE, timeout_s=20.0)
+    stage = {**RUN, "request": "stage", "payload": "p"}
+    send_frame(sock, stage, b"staged")
+    send_frame(sock, {**RUN, "request": "optim_step"})
+    assert server.requests.get(timeout=60.0).header["request"] == "optim_step"
+    send_frame(sock, {**RUN, "staged": "p"})
+    assert bytes(server.requests.get(timeout=60.0).payload) == b"staged"
+    for discard in ({**stage, "payload": ""}, RUN):
+        send_frame(sock, stage, b"staged")
+        send_frame(sock, discard, b"" if discard != RUN else b"own")
+    assert bytes(server.requests.get(timeout=60.0).payload) == b"own"
+    send_frame(sock, {**RUN, "staged": "p"})
+    assert sock.recv(1) == b"", "the payload was discarded, and the router sends the run again"
+    assert server.requests.empty()
+    sock.close()
+
+
 def test_over_tls_a_router_is_served_while_another_client_never_greets(tmp_path: Path) -> None:
     authority = TestAuthority(tmp_path)
     listening = TlsAddress("127.0.0.1", 0, "n1")

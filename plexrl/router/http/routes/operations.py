@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
+    JournalFullError,
     NotFoundError,
     OverloadedError,
     QuotaExceededError,
@@ -62,6 +63,7 @@ SLICE_BYTES = 256 << 10
 """Bytes of a large result that are passed to the server at a time."""
 REFUSALS = (
     *(ConflictError, InvalidRequestError, NotFoundError, OverloadedError, QuotaExceededError),
+    JournalFullError,
 )
 """Errors after which an operation was certainly not accepted."""
 BINARY = {
@@ -262,8 +264,8 @@ async def _submit(
         # A unique name, so that no other request, refused or repeated, can discard this payload.
         payload = BlobRef(f"{operation}.{uuid.uuid4().hex[:16]}{PAYLOAD_SUFFIX}")
         await services.blobs.publish(upload, payload)
-    try:
-        view = await services.scheduler.call(
+    submitting = asyncio.create_task(
+        services.scheduler.call(
             "submit_operation",
             {
                 **fields,
@@ -278,11 +280,23 @@ async def _submit(
                 "published": sync is not None and sync.published,
             },
         )
+    )
+    if payload is None:
+        return await submitting
+    # The request leaves first, so that the payload is on its way while the journal commits.
+    await asyncio.sleep(0)
+    services.executor.transfer_early(fields["deployment"], params, payload, upload.body)
+    accepted = None
+    try:
+        view = await submitting
+        accepted = view["payload"]
     except REFUSALS:
-        if payload is not None:
-            services.blobs.discard(payload)
+        services.blobs.discard(payload)
         raise
-    if payload is not None and view["payload"] != payload:
+    finally:
+        if accepted != payload:
+            services.executor.discard_early(fields["deployment"], payload)
+    if accepted != payload:
         # The operation was accepted before, with an earlier copy of the payload.
         services.blobs.discard(payload)
     return view
