@@ -7,15 +7,18 @@ several policies. Waiting operations are asked about at random moments of their 
 arrival, as a user would, through the scheduler's own query; a wait that has begun cannot change
 what later ones are told. The answer is compared with the real start.
 
-*fixed* is the interval from half to twice the same estimate, which knows no past errors. The width
-is relative to the mean wait that is left. `eta_coverage` is the part of all answers whose operation
-starts inside, over the policies; `eta_coverage_error` is its distance from 0.8.
+*fixed* is the interval from half to twice the same estimate, which knows no past errors. A *score*
+is the interval score of Winkler (1972) for 80 %: the width, and ten times the distance of a start
+outside; the smaller, the better. Width and score are relative to the mean wait that is left.
+`eta_coverage` is the part of all answers whose operation starts inside, over the policies;
+`eta_coverage_error` is its distance from 0.8; `eta_score_ratio` is the score by that of *fixed*.
 """
 
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import nan
 from statistics import fmean
 
 from benchmarks.report import Part, report
@@ -31,7 +34,12 @@ WAITS = sized(8_000, quick=200)
 """Waits of a run that are watched."""
 ASK = 0.1
 """Chance that after an event one of the waiting operations is asked about."""
-COLUMNS = ("policy, moment", "answers", "inside", "early", "late", "width", "fixed", "its width")
+OUTSIDE = 10.0
+"""Factor of the distance outside of an 80 % interval: 2 / 0.2."""
+COLUMNS = (
+    *("policy, moment", "answers", "inside", "early", "late", "width", "score"),
+    *("fixed", "its width", "its score"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +57,20 @@ class Answer:
         return self.low_s <= self.waited_s <= self.high_s
 
     @property
-    def is_near(self) -> bool:
-        """Whether it started between half and twice the estimate."""
-        return self.eta_s / 2.0 <= self.waited_s <= 2.0 * self.eta_s
+    def fixed(self) -> "Answer":
+        """The same question answered by half to twice the estimate."""
+        return replace(self, low_s=self.eta_s / 2.0, high_s=2.0 * self.eta_s)
+
+    @property
+    def width_s(self) -> float:
+        """Length of the interval."""
+        return self.high_s - self.low_s
+
+    @property
+    def score_s(self) -> float:
+        """Interval score: the width, and a penalty for a start outside."""
+        outside_s = max(0.0, self.low_s - self.waited_s, self.waited_s - self.high_s)
+        return self.width_s + OUTSIDE * outside_s
 
 
 @dataclass(slots=True)
@@ -116,41 +135,52 @@ def measure(*, full: bool) -> Part:
         ]
         arrived += found.on_arrival
         later += found.later
-    answers = arrived + later
-    coverage = fmean(each.is_inside for each in answers)
     return Part(
         title="Starts inside the 80 % intervals of `plexrl explain`, simulated",
         columns=COLUMNS,
         rows=rows,
         figures={
-            "eta_coverage": coverage,
-            "eta_coverage_error": abs(coverage - 0.8),
-            "eta_coverage_on_arrival": fmean(each.is_inside for each in arrived),
-            "eta_coverage_later": fmean(each.is_inside for each in later),
-            "eta_width": _width([each.high_s - each.low_s for each in answers], answers),
-            "eta_fixed_coverage": fmean(each.is_near for each in answers),
-            "eta_fixed_width": _width([1.5 * each.eta_s for each in answers], answers),
+            **quality(arrived + later, "eta"),
+            "eta_coverage_on_arrival": quality(arrived, "eta")["eta_coverage"],
+            "eta_coverage_later": quality(later, "eta")["eta_coverage"],
             "eta_waits": len(arrived),
         },
     )
 
 
+def quality(answers: Sequence[Answer], name: str) -> dict[str, float]:
+    """Figures of these answers, which begin with `name`; NaN if there are none."""
+    if not answers:
+        return {f"{name}_coverage": nan, f"{name}_coverage_error": nan}
+    fixed = [each.fixed for each in answers]
+    coverage = fmean(each.is_inside for each in answers)
+    return {
+        f"{name}_coverage": coverage,
+        f"{name}_coverage_error": abs(coverage - 0.8),
+        f"{name}_early": fmean(each.waited_s < each.low_s for each in answers),
+        f"{name}_late": fmean(each.waited_s > each.high_s for each in answers),
+        f"{name}_width": _by_wait([each.width_s for each in answers], answers),
+        f"{name}_score": _by_wait([each.score_s for each in answers], answers),
+        f"{name}_fixed_coverage": fmean(each.is_inside for each in fixed),
+        f"{name}_fixed_width": _by_wait([each.width_s for each in fixed], answers),
+        f"{name}_fixed_score": _by_wait([each.score_s for each in fixed], answers),
+        f"{name}_score_ratio": fmean(each.score_s for each in answers)
+        / fmean(each.score_s for each in fixed),
+    }
+
+
 def _row(name: str, answers: Sequence[Answer]) -> tuple[str, ...]:
-    return (
-        name,
-        str(len(answers)),
-        f"{fmean(each.is_inside for each in answers):.1%}",
-        f"{fmean(each.waited_s < each.low_s for each in answers):.1%}",
-        f"{fmean(each.waited_s > each.high_s for each in answers):.1%}",
-        f"{_width([each.high_s - each.low_s for each in answers], answers):.2f}",
-        f"{fmean(each.is_near for each in answers):.1%}",
-        f"{_width([1.5 * each.eta_s for each in answers], answers):.2f}",
-    )
+    found = quality(answers, "eta")
+    parts = (f"{found[f'eta_{key}']:.1%}" for key in ("coverage", "early", "late"))
+    sizes = (f"{found[f'eta_{key}']:.2f}" for key in ("width", "score"))
+    fixed = (f"{found[f'eta_fixed_{key}']:.2f}" for key in ("width", "score"))
+    covered = f"{found['eta_fixed_coverage']:.1%}"
+    return (name, str(len(answers)), *parts, *sizes, covered, *fixed)
 
 
-def _width(widths: Sequence[float], answers: Sequence[Answer]) -> float:
-    """Mean width by the mean wait."""
-    return fmean(widths) / fmean(each.waited_s for each in answers)
+def _by_wait(seconds: Sequence[float], answers: Sequence[Answer]) -> float:
+    """Mean of the seconds by the mean wait."""
+    return fmean(seconds) / fmean(each.waited_s for each in answers)
 
 
 def main() -> None:

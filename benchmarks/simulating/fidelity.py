@@ -22,10 +22,10 @@ part of the error. The table has the machine's load average of each run.
 
 During all runs waiting operations are asked about (`job.explain()`): `eta_live_coverage` is the
 part of the answers whose operation starts inside the 80 % interval, `eta_live_coverage_error` its
-distance from 0.8.
+distance from 0.8, `eta_live_score_ratio` its interval score by that of an interval from half to
+twice the estimate (`benchmarks.simulating.eta`).
 """
 
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -33,12 +33,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.report import Part, report
-from benchmarks.simulating.eta import Answer
+from benchmarks.simulating.eta import Answer, quality
 from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from benchmarks.sizes import sized
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.sim.fidelity.fidelity import WARM_UP_CYCLES
 from plexrl.sim.fidelity.forecast import ForecastError, Skill, skill_of
+from plexrl.sim.fidelity.planning import planning_of
 from plexrl.sim.fidelity.run_forecast import forecast_run, profiles_in
 from plexrl.traces.convert.history import History, history_of
 
@@ -87,7 +88,7 @@ def live(
 
 def history(run: LiveRun) -> History:
     """The run's history."""
-    return history_of(run.jobs, run.operations, run.ended_at)
+    return history_of(run.jobs, run.operations, run.status)
 
 
 def answers(run: LiveRun) -> list[Answer]:
@@ -145,7 +146,9 @@ def run_all(*, full: bool) -> tuple[list[Found], list[Answer]]:
     found = [
         Found(
             mix=mix,
-            jobs=forecast_run(past, sources, POLICY, seeds=SEEDS, warm_up=WARM_UP_CYCLES).jobs,
+            jobs=forecast_run(
+                past, sources, planning_of([past], None), seeds=SEEDS, warm_up=WARM_UP_CYCLES
+            ).jobs,
             machine_load=machine_load,
         )
         for mix, past, machine_load in targets
@@ -156,7 +159,6 @@ def run_all(*, full: bool) -> tuple[list[Found], list[Answer]]:
 def measure(*, full: bool) -> Part:
     """All runs; `full`: longer ones."""
     found, told = run_all(full=full)
-    coverage = fmean(each.is_inside for each in told) if told else math.nan
     compared = [job for each in found for job in each.jobs]
     skill = skill_of(compared)
     figures = {
@@ -167,8 +169,7 @@ def measure(*, full: bool) -> Part:
         "fidelity_alone_median_error": skill.alone.median,
         "fidelity_fifo_median_error": skill.fifo.median,
         "fidelity_jobs": len(compared),
-        "eta_live_coverage": coverage,
-        "eta_live_coverage_error": abs(coverage - 0.8),
+        **quality(told, "eta_live"),
         "eta_live_answers": len(told),
         "fidelity_machine_load": fmean(each.machine_load for each in found),
     }

@@ -49,11 +49,12 @@ class LiveJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """The job views, the operation log and the final clock of a run."""
+    """The job views, the operation log and the final status of a run."""
 
     jobs: list[Plain]
     operations: list[Plain]
-    ended_at: float
+    status: Plain
+    """Of the cluster at the end."""
     explained: list[Plain]
     """Answers of `explain` about waiting operations, asked every `ASK_S` during the run."""
 
@@ -107,7 +108,7 @@ def run_live(
                 if view["job"] in names
             ],
             operations=[row for job in jobs for row in operation_log(job)],
-            ended_at=cluster.status()["now"],
+            status=cluster.status(),
             explained=asked.result(),
         )
 

@@ -36,7 +36,7 @@ def status(access: Access, output: Output) -> None:
         return
     shown_below = {
         *("now", "held", "conditions", "restarts", "last_restart_at", "parts", "events"),
-        "eta_quality",
+        *("eta_quality", "planning"),
     }
     rows = [
         (name.replace("_", " "), value)

@@ -273,12 +273,12 @@ def record(out: Out, access: Access, output: Output) -> None:
 
     check_out(out, suffixes=(*SUFFIXES, ".json"))
     with access.open() as cluster:
-        now = float(cluster.status()["now"])
+        status = cluster.status()
         jobs, operations = cluster.jobs(), list(operation_rows(cluster))
     if out.suffix == ".json":
-        count = write_history(out, history_of(jobs, operations, now))
+        count = write_history(out, history_of(jobs, operations, status))
     else:
-        count = write_jobs(out, recorded(jobs, operations, now))
+        count = write_jobs(out, recorded(jobs, operations, float(status["now"])))
     _report(out, count, {}, output.as_json)
 
 

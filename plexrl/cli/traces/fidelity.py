@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plexrl.cli.terminal.context import Cells, Json, print_line, print_records, warn, write_json
+from plexrl.cli.traces.prediction import SEEDS, WARM_UP_CYCLES, Policy, Seeds, WarmUp, histories
+
+if TYPE_CHECKING:
+    from plexrl.sim.fidelity.planning import Planning
+    from plexrl.traces.convert.history import History
 
 
 def fidelity(
@@ -21,34 +26,32 @@ def fidelity(
         list[Path] | None,
         typer.Option("--from", help="Predict from this recording of the jobs' other runs instead."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="Simulated policy; it should match the cluster's.")
-    ] = "spread+backfill",
-    warm_up: Annotated[
-        int, typer.Option(min=0, help="First cycles of each job that are not compared.")
-    ] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the drawn predictions.")] = 5,
+    policy: Policy = None,
+    warm_up: WarmUp = WARM_UP_CYCLES,
+    seeds: Seeds = SEEDS,
     as_json: Json = False,
 ) -> None:
     """Compare measured cycle times with the simulator's: of a replay of the recording, or, with
     --from, of a prediction from other recordings of its jobs."""
     from plexrl.sim.fidelity.history import fidelity_of
+    from plexrl.sim.fidelity.planning import planning_of
     from plexrl.sim.fidelity.values import fidelity_values
-    from plexrl.traces.convert.history import read_history
 
+    (run,) = histories([recording])
+    planning = planning_of([run], policy)
     if sources:
         if alone is not None:
             raise typer.BadParameter("--alone is for a replay; a prediction takes --from")
-        _predicted(recording, sources, policy, warm_up, range(1, seeds + 1), as_json)
+        _predicted(run, histories(sources), planning, warm_up, range(1, seeds + 1), as_json)
         return
     found = fidelity_of(
-        read_history(recording),
-        policy,
-        alone=None if alone is None else read_history(alone),
+        run,
+        planning,
+        alone=None if alone is None else histories([alone])[0],
         seeds=range(1, seeds + 1),
         warm_up=warm_up,
     )
-    values = fidelity_values(found, policy)
+    values = fidelity_values(found, planning.name)
     if as_json:
         write_json(values)
         return
@@ -80,25 +83,18 @@ def _print(group: dict[str, Any]) -> None:
 
 
 def _predicted(
-    recording: Path,
-    sources: Sequence[Path],
-    policy: str,
+    run: "History",
+    sources: "Sequence[History]",
+    planning: "Planning",
     warm_up: int,
     seeds: Sequence[int],
     as_json: bool,
 ) -> None:
     from plexrl.sim.fidelity.run_forecast import forecast_run
     from plexrl.sim.fidelity.values import run_forecast_values
-    from plexrl.traces.convert.history import read_history
 
-    found = forecast_run(
-        read_history(recording),
-        [read_history(each) for each in sources],
-        policy,
-        seeds=seeds,
-        warm_up=warm_up,
-    )
-    values = run_forecast_values(found, policy)
+    found = forecast_run(run, sources, planning, seeds=seeds, warm_up=warm_up)
+    values = run_forecast_values(found, planning.name)
     if as_json:
         write_json(values)
         return

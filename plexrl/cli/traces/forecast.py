@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from plexrl.cli.terminal.context import Cells, Json, print_records, write_json
+from plexrl.cli.traces.prediction import SEEDS, WARM_UP_CYCLES, Policy, Seeds, WarmUp, histories
 
 
 def forecast(
@@ -15,32 +16,32 @@ def forecast(
     jobs: Annotated[
         list[str], typer.Option("--job", help="A recorded job to run, or several: NAME=COUNT.")
     ],
-    policy: Annotated[str, typer.Option(help="Policy of the planned cluster.")] = "spread+backfill",
+    policy: Policy = None,
     groups: Annotated[
         int, typer.Option(min=1, help="Node groups that the jobs can be placed on.")
     ] = 1,
     cycles: Annotated[int, typer.Option(min=1, help="Cycles of the job with the longest.")] = 100,
-    warm_up: Annotated[
-        int, typer.Option(min=0, help="First cycles of each job that are not counted.")
-    ] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Simulated runs.")] = 5,
+    warm_up: WarmUp = WARM_UP_CYCLES,
+    seeds: Seeds = SEEDS,
     as_json: Json = False,
 ) -> None:
     """Predict the cycle times of a mix of jobs from recordings of their runs in other mixes."""
+    from plexrl.sim.fidelity.planning import planning_of
     from plexrl.sim.fidelity.run_forecast import forecast_mix
     from plexrl.sim.fidelity.values import forecast_values
-    from plexrl.traces.convert.history import read_history
 
+    sources = histories(recordings)
+    planning = planning_of(sources, policy)
     found = forecast_mix(
         _copies(jobs),
-        [read_history(each) for each in recordings],
-        policy,
+        sources,
+        planning,
         cycles=cycles,
         seeds=range(1, seeds + 1),
         warm_up=warm_up,
         groups=groups,
     )
-    values = {"policy": policy, "jobs": [forecast_values(each) for each in found]}
+    values = {"policy": planning.name, "jobs": [forecast_values(each) for each in found]}
     if as_json:
         write_json(values)
         return
@@ -51,7 +52,7 @@ def forecast(
         "slowdown": lambda job: f"{100 * (job['mean_s'] / job['alone_s'] - 1.0):+.1f} %",
         "with FIFO": lambda job: f"{job['fifo_s']:.2f} s",
     }
-    print_records(f"Predicted cycles under {policy}", cells, values["jobs"])
+    print_records(f"Predicted cycles under {planning.name}", cells, values["jobs"])
 
 
 def _copies(jobs: list[str]) -> dict[str, int]:

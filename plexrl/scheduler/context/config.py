@@ -72,6 +72,15 @@ RANGES: dict[str, tuple[float, float]] = {
 LATER_BOUNDS = ("tenant_live_jobs_max",)
 """Bounds that older versions lacked: a replay must not refuse what those versions accepted."""
 
+PLANNING = (
+    *("policy", "ordering", "anticipation", "horizon_slots", "period_tolerance", "load_max"),
+    *("overlap_max", "interference_weight", "starvation_bound_s", "starvation_ratio"),
+    *("waiting_part_max", "relief_after_s", "profile_cycles", "drift_tolerance"),
+    *("repack_interval_s", "cold_start_patience_s", "burst_hold_s", "burst_max_s"),
+    "residents_max",
+)
+"""Settings that decide which jobs share and who goes next; recordings hold them."""
+
 WAITING_PART_MAX = 0.3
 """Default of `waiting_part_max`."""
 
@@ -243,6 +252,11 @@ def core_settings(config: SchedulerConfig) -> dict[str, Any]:
     """The settings that determine the core's decisions, as plain values."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return {name: value for name, value in plain.items() if name not in PROCESS_SETTINGS}
+
+
+def planning(config: SchedulerConfig) -> dict[str, str | float | bool | None]:
+    """The settings in `PLANNING`."""
+    return {name: getattr(config, name) for name in PLANNING}
 
 
 def with_core_settings(config: SchedulerConfig, settings: Mapping[str, Any]) -> SchedulerConfig:

@@ -2,8 +2,9 @@
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from plexrl.process.garbage_collection import rare_collections
 from plexrl.scheduler.core import core
@@ -39,6 +40,7 @@ def simulate(
     scenario: Scenario,
     progress: Callable[[Progress], None] | None = None,
     *,
+    settings: Mapping[str, Any] | None = None,
     cycle_factory: CycleFactory = CycleDistribution,
     costs: MoveCosts | None = None,
     on_cycle: CycleEnded | None = None,
@@ -47,8 +49,9 @@ def simulate(
     """Run the scenario to the end of its last job.
 
     `progress` is called about twice a second, `on_cycle` after every cycle and `on_job` after every
-    job; under `easy` and `conservative`, which take seconds, only `on_job`. `cycle_factory` and
-    `costs` replace the scenario's own durations of cycles and of moves.
+    job; under `easy` and `conservative`, which take seconds, only `on_job`. `settings` replace the
+    policy's settings of the scheduler; `cycle_factory` and `costs` the scenario's own durations of
+    cycles and of moves.
 
     Raises:
         InvalidRequestError: the policy is unknown, or knows nothing of a part of the scenario.
@@ -59,7 +62,12 @@ def simulate(
         unshared = UnsharedRun(scenario, cycle_factory=cycle_factory, costs=costs, on_job=on_job)
         return unshared.result(lambda: _speed(began_at, unshared.cycles))
     run = TraceRun(
-        scenario, cycle_factory=cycle_factory, costs=costs, on_cycle=on_cycle, on_job=on_job
+        scenario,
+        settings=settings,
+        cycle_factory=cycle_factory,
+        costs=costs,
+        on_cycle=on_cycle,
+        on_job=on_job,
     )
     with rare_collections():
         run.start()

@@ -20,6 +20,7 @@ from plexrl.errors import InvalidRequestError
 from plexrl.scheduler.dispatch.switch_cost import HOST
 from plexrl.sim.engine.simulate import simulate
 from plexrl.sim.fidelity.errors import Errors, errors_of
+from plexrl.sim.fidelity.planning import Planning
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.state.move_costs import MoveCosts
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory, DrawnCycle
@@ -133,12 +134,12 @@ def compare(
 
 
 def compare_recorded(
-    jobs: Sequence[RecordedJob], policy: str, *, warm_up: int = WARM_UP_CYCLES
+    jobs: Sequence[RecordedJob], planning: Planning, *, warm_up: int = WARM_UP_CYCLES
 ) -> Comparison:
-    """Predict a run from its recorded cycles under the policy that it ran under, and compare."""
+    """Predict a run from its recorded cycles under the planning that it ran under, and compare."""
     return compare(
         {job.name: [cycle.took_s for cycle in job.cycles] for job in jobs},
-        predict_recorded(jobs, policy),
+        predict_recorded(jobs, planning),
         {job.name: [cycle.alone_s for cycle in job.cycles] for job in jobs},
         warm_up=warm_up,
     )
@@ -147,7 +148,7 @@ def compare_recorded(
 def compare_drawn(
     recorded: Sequence[TraceJob],
     jobs: Sequence[RecordedJob],
-    policy: str,
+    planning: Planning,
     seeds: Sequence[int],
     *,
     names: Mapping[str, str],
@@ -161,7 +162,7 @@ def compare_drawn(
     predicted: dict[str, list[float]] = {job.name: [] for job in jobs}
     for seed in seeds:
         trace = [replace(row, submit_s=0.0, duration_s=None) for row in rows]
-        took = simulated_cycles(trace, jobs, policy, seed=seed)
+        took = simulated_cycles(trace, jobs, planning, seed=seed)
         for name, each in took.items():
             predicted[name].append(median(each))
     periods = {row.job_id: row.period_s or 0.0 for row in rows}
@@ -177,7 +178,7 @@ def compare_drawn(
     )
 
 
-def predict_recorded(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list[float]]:
+def predict_recorded(jobs: Sequence[RecordedJob], planning: Planning) -> dict[str, list[float]]:
     """Simulated cycle durations of the recorded cycles, by job."""
     began_at = min(job.began_at for job in jobs)
     recorded = {job.name: RecordedCycles(job) for job in jobs}
@@ -199,7 +200,7 @@ def predict_recorded(jobs: Sequence[RecordedJob], policy: str) -> dict[str, list
         )
         for job in sorted(jobs, key=lambda job: (job.began_at, job.name))
     ]
-    return simulated_cycles(trace, jobs, policy, cycle_factory=cycles_of)
+    return simulated_cycles(trace, jobs, planning, cycle_factory=cycles_of)
 
 
 class RecordedCycles:
@@ -276,7 +277,7 @@ class RecordedMoves(MoveCosts):
 def simulated_cycles(
     trace: Sequence[TraceJob],
     jobs: Sequence[RecordedJob],
-    policy: str,
+    planning: Planning,
     *,
     seed: int = 0,
     cycle_factory: CycleFactory = CycleDistribution,
@@ -293,7 +294,6 @@ def simulated_cycles(
     scenario = Scenario(
         source=_Rows(tuple(trace)),
         pools=pools,
-        policy=policy,
         seed=seed,
         behaviour=Behaviour(controller_s=0.0),
         detail="operation",
@@ -307,7 +307,11 @@ def simulated_cycles(
         took[job].append(seconds)
 
     simulate(
-        scenario, cycle_factory=cycle_factory, costs=RecordedMoves(pools, jobs), on_cycle=on_cycle
+        scenario,
+        settings=planning.settings,
+        cycle_factory=cycle_factory,
+        costs=RecordedMoves(pools, jobs),
+        on_cycle=on_cycle,
     )
     return took
 

@@ -17,14 +17,12 @@ from statistics import fmean, median
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.errors import Errors, errors_of, p95_of
 from plexrl.sim.fidelity.fidelity import RecordedCycles, simulated_cycles
+from plexrl.sim.fidelity.planning import Planning
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.workload.counter_rng import stream, word
 from plexrl.sim.workload.cycles import DrawnCycle
 from plexrl.sim.workload.scenario import Behaviour, Detail
 from plexrl.traces import TraceJob
-
-FIFO = {"spread+backfill": "fcfs"}
-"""The policy with a first-in-first-out queue and the same placement, where `fifo-lock` is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +121,13 @@ def profile_of(recordings: Sequence[RecordedJob], *, warm_up: int) -> RecordedJo
 
 def forecast(
     mix: Sequence[PlannedJob],
-    policy: str,
+    planning: Planning,
     *,
     seeds: Sequence[int],
     warm_up: int,
     groups: int = 1,
 ) -> tuple[JobForecast, ...]:
-    """Predict the cycles of a mix on `groups` groups of the jobs' GPUs under `policy`.
+    """Predict the cycles of a mix on `groups` groups of the jobs' GPUs under `planning`.
 
     The prediction is over all `seeds`, without the first `warm_up` cycles of each job.
 
@@ -148,8 +146,8 @@ def forecast(
             "the recordings have no context switch, so its duration is unknown: also record a run "
             "in which jobs share a group"
         )
-    predicted = _cycles(mix, policy, seeds, warm_up, groups)
-    by_fifo = _cycles(mix, FIFO.get(policy, "fifo-lock"), seeds, warm_up, groups)
+    predicted = _cycles(mix, planning, seeds, warm_up, groups)
+    by_fifo = _cycles(mix, planning.fifo, seeds, warm_up, groups)
     return tuple(
         JobForecast(
             job=job.name,
@@ -203,7 +201,7 @@ class ResampledCycles:
 
 
 def _cycles(
-    mix: Sequence[PlannedJob], policy: str, seeds: Sequence[int], warm_up: int, groups: int
+    mix: Sequence[PlannedJob], planning: Planning, seeds: Sequence[int], warm_up: int, groups: int
 ) -> dict[str, list[float]]:
     """Simulated cycles of all seeds by job, after the warm-up."""
     profiles = {job.name: job.profile for job in mix}
@@ -230,7 +228,7 @@ def _cycles(
         took = simulated_cycles(
             rows,
             list(profiles.values()),
-            policy,
+            planning,
             seed=seed,
             cycle_factory=cycles_of,
             groups=groups,

@@ -13,6 +13,7 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError
 from plexrl.sim.fidelity.fidelity import Comparison, JobError, compare_drawn, compare_recorded
+from plexrl.sim.fidelity.planning import Planning
 from plexrl.sim.fidelity.recording import (
     NOT_IN_CYCLES,
     Overheads,
@@ -77,13 +78,13 @@ class _Sharers:
 
 def fidelity_of(
     history: History,
-    policy: str,
+    planning: Planning,
     *,
     alone: History | None = None,
     seeds: Sequence[int],
     warm_up: int,
 ) -> HistoryFidelity:
-    """Predict a recorded history under `policy`, which should match the cluster's policy.
+    """Predict a recorded history under `planning`, which should be that of its cluster.
 
     `alone`: a recording of the same jobs, by name, one after the other on a group without sharing;
     the control-plane overhead is measured there. Without it the overhead comes from the history
@@ -91,7 +92,8 @@ def fidelity_of(
     `warm_up`: first cycles of each job that are not compared.
 
     Raises:
-        InvalidRequestError: no job can be predicted, or the policy is unknown.
+        InvalidRequestError: no job can be predicted, or they have
+            different GPUs.
     """
     rows = _by_deployment(history)
     found, left_out = recorded_jobs(history, alone=alone, warm_up=warm_up)
@@ -105,8 +107,8 @@ def fidelity_of(
         groups=tuple(
             GroupFidelity(
                 group=group,
-                recorded=compare_recorded(sharers.jobs, policy, warm_up=warm_up),
-                drawn=_by_drawn_cycles(sharers, rows, history.now, policy, seeds, warm_up),
+                recorded=compare_recorded(sharers.jobs, planning, warm_up=warm_up),
+                drawn=_by_drawn_cycles(sharers, rows, history.now, planning, seeds, warm_up),
             )
             for (group, _), sharers in sorted(groups.items())
         ),
@@ -166,7 +168,7 @@ def _by_drawn_cycles(
     sharers: _Sharers,
     rows: Mapping[str, Sequence[Plain]],
     now: float,
-    policy: str,
+    planning: Planning,
     seeds: Sequence[int],
     warm_up: int,
 ) -> tuple[JobError, ...]:
@@ -185,7 +187,7 @@ def _by_drawn_cycles(
     if not all(job.cycles and job.segments for job in recorded):
         return ()
     names = sharers.names
-    return compare_drawn(recorded, sharers.jobs, policy, seeds, names=names, warm_up=warm_up)
+    return compare_drawn(recorded, sharers.jobs, planning, seeds, names=names, warm_up=warm_up)
 
 
 def _overheads(alone: History) -> dict[str, Overheads]:

@@ -13,6 +13,7 @@ from plexrl.sim.fidelity.forecast import (
     profile_of,
 )
 from plexrl.sim.fidelity.history import FoundJob, LeftOut, recorded_jobs
+from plexrl.sim.fidelity.planning import Planning
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.traces.convert.history import History
 
@@ -48,7 +49,7 @@ def profiles_in(
 def forecast_run(
     run: History,
     sources: Sequence[History],
-    policy: str,
+    planning: Planning,
     *,
     seeds: Sequence[int],
     warm_up: int,
@@ -57,7 +58,7 @@ def forecast_run(
 
     Inputs from the run itself are its list of jobs (name, submission, number of cycles) and the
     number of groups. Jobs that are in `sources`, by id, are not predicted. `policy` is the
-    simulated policy, which should match the cluster's.
+    simulated planning, which should match the cluster's.
 
     Raises:
         InvalidRequestError: no job of the run was recorded elsewhere, sizes differ, or the policy
@@ -87,7 +88,7 @@ def forecast_run(
         for each in known
     ]
     groups = len({each.group for each in known})
-    predicted = forecast(mix, policy, seeds=seeds, warm_up=warm_up, groups=groups)
+    predicted = forecast(mix, planning, seeds=seeds, warm_up=warm_up, groups=groups)
     measured = {each.name: [c.took_s for c in each.job.cycles[warm_up:]] for each in known}
     return RunForecast(jobs=compare_forecast(predicted, measured), left_out=(*left_out, *unknown))
 
@@ -110,7 +111,7 @@ def _new_jobs(
 def forecast_mix(
     copies: Mapping[str, int],
     sources: Sequence[History],
-    policy: str,
+    planning: Planning,
     *,
     cycles: int,
     seeds: Sequence[int],
@@ -143,7 +144,7 @@ def forecast_mix(
         for name, count in copies.items()
         for copy in range(1, count + 1)
     ]
-    return forecast(mix, policy, seeds=seeds, warm_up=warm_up, groups=groups)
+    return forecast(mix, planning, seeds=seeds, warm_up=warm_up, groups=groups)
 
 
 def _alone_s(profile: RecordedJob) -> float:

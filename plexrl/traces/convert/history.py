@@ -62,14 +62,17 @@ class History:
     now: float
     jobs: tuple[PastJob, ...]
     operations: tuple[PastOperation, ...]
+    planning: dict[str, str | float | bool | None] | None = None
+    """Policy, ordering and other settings of its scheduler that a prediction needs; absent in
+    recordings of earlier versions."""
     format: Literal["plexrl-history/1"] = "plexrl-history/1"
 
 
-def history_of(jobs: Iterable[Row], operations: Iterable[Row], now: float) -> History:
-    """The history from a cluster's API views."""
-    return msgspec.convert(
-        {"now": now, "jobs": list(jobs), "operations": list(operations)}, History, strict=False
-    )
+def history_of(jobs: Iterable[Row], operations: Iterable[Row], status: Row) -> History:
+    """The history from a cluster's API views; `status` is that of `/v1/status`."""
+    rows = {"jobs": list(jobs), "operations": list(operations)}
+    header = {"now": status["now"], "planning": status.get("planning")}
+    return msgspec.convert({**header, **rows}, History, strict=False)
 
 
 def write_history(path: Path, history: History) -> int:

@@ -9,10 +9,13 @@ from benchmarks.simulating.live_jobs import LiveJob, LiveRun, run_live
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 from plexrl.sim.fidelity.fidelity import compare_drawn, compare_recorded
 from plexrl.sim.fidelity.forecast import skill_of
+from plexrl.sim.fidelity.planning import named
 from plexrl.sim.fidelity.recording import overheads, recorded_run
 from plexrl.sim.fidelity.run_forecast import forecast_run
 from plexrl.traces.convert.history import History, history_of
 from plexrl.traces.convert.recorder import record
+
+FIFO_LOCK = named("fifo-lock")
 
 CYCLES = 8
 pytestmark = pytest.mark.slow
@@ -60,7 +63,7 @@ def test_the_prediction_of_recorded_cycles_beats_no_waiting(shared: LiveRun) -> 
         added_s = len(job.cycles) * math.fsum(beyond[kind] for kind in job.kinds)
         kept_s = math.fsum(each for cycle in job.cycles for each in cycle.segments_s)
         assert kept_s == pytest.approx(computed_s + added_s)
-    found = compare_recorded(jobs, "fifo-lock")
+    found = compare_recorded(jobs, FIFO_LOCK)
     assert len(found.cycles) == sum(len(job.cycles) - 3 for job in jobs)
     for cycle in found.cycles:
         # The simulator adds waiting to a cycle's own seconds and removes nothing.
@@ -78,9 +81,9 @@ def test_the_prediction_of_recorded_cycles_beats_no_waiting(shared: LiveRun) -> 
 def test_the_recorders_rows_of_a_live_run_can_be_simulated(shared: LiveRun) -> None:
     beyond = overheads(shared.operations)
     jobs = recorded_run(shared.jobs, shared.operations, {job.name: beyond for job in JOBS})
-    rows = record(shared.jobs, shared.operations, shared.ended_at)
+    rows = record(shared.jobs, shared.operations, shared.status["now"])
     names = {view["job"]: view["name"] for view in shared.jobs}
-    found = compare_drawn(rows, jobs, "fifo-lock", seeds=(1,), names=names)
+    found = compare_drawn(rows, jobs, FIFO_LOCK, seeds=(1,), names=names)
     assert [job.job for job in found] == ["a", "b"]
     assert all(job.alone_s > 0.0 for job in found)
     assert all(0.0 < job.predicted_s < math.inf for job in found)
@@ -95,7 +98,7 @@ def test_three_jobs_are_predicted_from_runs_of_two(crowded: EmbeddedCluster) -> 
         [_history(crowded, [jobs[name] for name in mix], seed) for seed, mix in enumerate(mixes)]
         for mixes in (("ab", "bc"), ("abc",))
     )
-    found = forecast_run(all_three[0], pairs, "fifo-lock", seeds=range(5), warm_up=3)
+    found = forecast_run(all_three[0], pairs, FIFO_LOCK, seeds=range(5), warm_up=3)
     assert [each.forecast.job for each in found.jobs] == ["a", "b", "c"]
     skill = skill_of(found.jobs)
     # The aim is 5 % on a quiet machine. Here others may compute on the same cores.
@@ -106,4 +109,4 @@ def test_three_jobs_are_predicted_from_runs_of_two(crowded: EmbeddedCluster) -> 
 def _history(running: EmbeddedCluster, jobs: list[LiveJob], seed: int) -> History:
     label = "-".join(job.name for job in jobs)
     run = run_live(running, jobs, label=label, seed=seed)
-    return history_of(run.jobs, run.operations, run.ended_at)
+    return history_of(run.jobs, run.operations, run.status)

@@ -22,11 +22,14 @@ from plexrl.sim.fidelity.fidelity import (
     fit_linear,
     predict_recorded,
 )
+from plexrl.sim.fidelity.planning import named
 from plexrl.sim.fidelity.recording import RecordedCycle, RecordedJob, overheads, recorded_run
 from plexrl.sim.workload.cycles import CycleDistribution
 from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import TraceJob, TraceSegment
 from plexrl.traces.convert.recorder import record
+
+PACK = named("pack")
 
 KINDS = ("forward", "forward_backward", "optim_step")
 
@@ -145,7 +148,7 @@ def test_a_recorded_simulation_predicts_itself(policy: str, seed: int) -> None:
     views, rows = simulated(jobs, seed=seed, policy=policy)
     recorded = recorded_run(views, rows, none_added(jobs))
     assert [len(job.cycles) for job in recorded] == [20, 15, 20]
-    found = compare_recorded(recorded, policy)
+    found = compare_recorded(recorded, named(policy))
     assert max(cycle.error for cycle in found.cycles) < 1e-6
     assert found.errors.p95 < 1e-6
     assert found.alone_errors.mean > 0.05, "nobody has waited: this shows nothing"
@@ -177,7 +180,7 @@ def test_a_wrong_input_is_an_error_of_its_size() -> None:
             for cycle in recorded.cycles
         ),
     )
-    found = compare_recorded([longer], "pack")
+    found = compare_recorded([longer], PACK)
     for cycle, known in zip(found.cycles, recorded.cycles[3:], strict=True):
         assert cycle.measured_s == known.took_s
         assert cycle.error == pytest.approx(0.1 * sum(known.segments_s) / known.took_s)
@@ -284,7 +287,7 @@ def test_a_job_alone_is_predicted_from_drawn_cycles(seed: int) -> None:
     views, rows = simulated(jobs, seed=seed)
     recorded = recorded_run(views, rows, none_added(jobs))
     told = record(views, rows, now=1e9)
-    (found,) = compare_drawn(told, recorded, "pack", seeds=(seed,), names={"a": "a"})
+    (found,) = compare_drawn(told, recorded, PACK, seeds=(seed,), names={"a": "a"})
     assert found.error == pytest.approx(0.0, abs=1e-3)
     assert found.measured_s == pytest.approx(found.alone_s, rel=1e-3)
 
@@ -295,7 +298,7 @@ def test_sharers_are_predicted_from_drawn_cycles() -> None:
     recorded = recorded_run(views, rows, none_added(jobs))
     told = record(views, rows, now=1e9)
     same = {name: name for name in "abc"}
-    found = compare_drawn(told, recorded, "pack", seeds=(1, 2, 3), names=same)
+    found = compare_drawn(told, recorded, PACK, seeds=(1, 2, 3), names=same)
     assert all(abs(job.error) < 0.1 for job in found), found
     assert all(job.measured_s > 1.05 * job.alone_s for job in found), "nobody has waited"
 
@@ -305,7 +308,7 @@ def test_jobs_of_different_sizes_share_no_group() -> None:
     views, rows = simulated(jobs)
     one, two = recorded_run(views, rows, none_added(jobs))
     with pytest.raises(InvalidRequestError, match="shared one group"):
-        predict_recorded([one, replace(two, gpus=2)], "pack")
+        predict_recorded([one, replace(two, gpus=2)], PACK)
 
 
 def test_errors_are_those_of_a_known_set() -> None:

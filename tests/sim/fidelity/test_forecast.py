@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from plexrl.cli.app import app
 from plexrl.errors import InvalidRequestError
+from plexrl.scheduler.context.config import planning
+from plexrl.sim.engine.shell import virtual_config
 from plexrl.sim.fidelity.forecast import (
     PlannedJob,
     ResampledCycles,
@@ -21,11 +23,17 @@ from plexrl.sim.fidelity.forecast import (
     skill_of,
 )
 from plexrl.sim.fidelity.history import recorded_jobs
+from plexrl.sim.fidelity.planning import named, planning_of
 from plexrl.sim.fidelity.recording import RecordedJob
 from plexrl.sim.fidelity.run_forecast import forecast_mix, forecast_run, profiles_in
 from plexrl.traces import TraceJob
 from plexrl.traces.convert.history import History, history_of, write_history
 from tests.sim.fidelity.test_fidelity import simulated, some_job
+
+PACK = named("pack")
+HELD = planning(virtual_config(policy="pack"))
+"""What a recording of such a cluster holds."""
+FIFO_LOCK = named("fifo-lock")
 
 WARM_UP = 3
 SEEDS = (11, 12)
@@ -53,7 +61,7 @@ def history(jobs: Sequence[TraceJob], *, seed: int, policy: str = "pack") -> His
         for each in view["deployments"]:
             each["deployment"] += f"-{seed}"
     rows = [{"group": "g1", **row, "deployment": f"{row['deployment']}-{seed}"} for row in rows]
-    return history_of(views, rows, now=1e9)
+    return history_of(views, rows, {"now": 1e9})
 
 
 A, B, C = (
@@ -71,7 +79,7 @@ PAIRS = (
 @pytest.mark.parametrize("seed", [3, 4])
 def test_three_jobs_are_predicted_from_runs_of_two(seed: int) -> None:
     run = history([job("a", **A), job("b", **B), job("c", **C)], seed=seed)
-    found = forecast_run(run, PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP)
+    found = forecast_run(run, PAIRS, PACK, seeds=SEEDS, warm_up=WARM_UP)
     assert [each.forecast.job for each in found.jobs] == ["a", "b", "c"]
     skill = skill_of(found.jobs)
     # The aim is a median of 5 % and a 95th percentile of 10 %.
@@ -86,8 +94,8 @@ def test_three_jobs_are_predicted_from_runs_of_two(seed: int) -> None:
 
 def test_a_run_by_another_rule_is_predicted_by_that_rule() -> None:
     run = history([job("a", **A), job("b", **B), job("c", **C)], seed=5, policy="fifo-lock")
-    right = skill_of(forecast_run(run, PAIRS, "fifo-lock", seeds=SEEDS, warm_up=WARM_UP).jobs)
-    wrong = skill_of(forecast_run(run, PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP).jobs)
+    right = skill_of(forecast_run(run, PAIRS, FIFO_LOCK, seeds=SEEDS, warm_up=WARM_UP).jobs)
+    wrong = skill_of(forecast_run(run, PAIRS, PACK, seeds=SEEDS, warm_up=WARM_UP).jobs)
     assert right.forecast.p95 < 0.06
     assert right.skill_over_fifo == 0.0
     assert wrong.skill_over_fifo < 0.0
@@ -110,7 +118,7 @@ def test_nothing_but_the_list_of_jobs_is_taken_from_the_predicted_run() -> None:
         ),
     )
     one, other = (
-        forecast_run(each, PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP) for each in (run, slower)
+        forecast_run(each, PAIRS, PACK, seeds=SEEDS, warm_up=WARM_UP) for each in (run, slower)
     )
     assert [each.forecast for each in one.jobs] == [each.forecast for each in other.jobs]
     assert one.jobs[0].measured_mean_s < other.jobs[0].measured_mean_s
@@ -122,11 +130,11 @@ def test_jobs_of_the_sources_are_not_predicted_from_themselves() -> None:
         run, jobs=run.jobs + PAIRS[0].jobs, operations=run.operations + PAIRS[0].operations
     )
     one, other = (
-        forecast_run(each, PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP) for each in (run, both)
+        forecast_run(each, PAIRS, PACK, seeds=SEEDS, warm_up=WARM_UP) for each in (run, both)
     )
     assert one == other
     with pytest.raises(InvalidRequestError, match="compared with themselves"):
-        forecast_run(PAIRS[0], PAIRS, "pack", seeds=SEEDS, warm_up=WARM_UP)
+        forecast_run(PAIRS[0], PAIRS, PACK, seeds=SEEDS, warm_up=WARM_UP)
 
 
 def profile(name: str = "a") -> RecordedJob:
@@ -160,13 +168,13 @@ def test_the_same_inputs_give_the_same_forecast() -> None:
     mix = [
         PlannedJob(name=name, profile=profile(name), submit_s=0.0, cycles=30) for name in ("a", "c")
     ]
-    one, other = (forecast(mix, "pack", seeds=(5,), warm_up=WARM_UP) for _ in range(2))
+    one, other = (forecast(mix, PACK, seeds=(5,), warm_up=WARM_UP) for _ in range(2))
     assert one == other
 
 
 def test_more_groups_leave_a_job_alone() -> None:
     found = forecast_mix(
-        {"a": 2}, PAIRS, "isolated", cycles=400, seeds=(1,), warm_up=WARM_UP, groups=2
+        {"a": 2}, PAIRS, named("isolated"), cycles=400, seeds=(1,), warm_up=WARM_UP, groups=2
     )
     assert [each.job for each in found] == ["a 1", "a 2"]
     for each in found:
@@ -175,7 +183,7 @@ def test_more_groups_leave_a_job_alone() -> None:
 
 def test_an_exact_forecast_has_all_the_skill() -> None:
     mix = [PlannedJob(name=name, profile=profile(name), submit_s=0.0, cycles=30) for name in "ab"]
-    found = forecast(mix, "pack", seeds=(1,), warm_up=WARM_UP)
+    found = forecast(mix, PACK, seeds=(1,), warm_up=WARM_UP)
     skill = skill_of(compare_forecast(found, {each.job: [each.mean_s] for each in found}))
     assert (skill.forecast.p95, skill.skill) == (0.0, 1.0)
     none = skill_of(compare_forecast(found, {each.job: [each.alone_s] for each in found}))
@@ -185,16 +193,16 @@ def test_an_exact_forecast_has_all_the_skill() -> None:
 def test_wrong_mixes_are_refused() -> None:
     common: dict[str, Any] = {"seeds": (1,), "warm_up": WARM_UP}
     with pytest.raises(InvalidRequestError, match="no jobs are given"):
-        forecast([], "pack", **common)
+        forecast([], PACK, **common)
     with pytest.raises(InvalidRequestError, match="z: the recordings have no such job"):
-        forecast_mix({"z": 1}, PAIRS, "pack", cycles=20, **common)
+        forecast_mix({"z": 1}, PAIRS, PACK, cycles=20, **common)
     with pytest.raises(InvalidRequestError, match="plan more cycles than the 3 of warm-up"):
-        forecast_mix({"a": 1}, PAIRS, "pack", cycles=2, **common)
+        forecast_mix({"a": 1}, PAIRS, PACK, cycles=2, **common)
     single = history([job("a", **A)], seed=1)
     with pytest.raises(InvalidRequestError, match="no context switch"):
-        forecast_mix({"a": 2}, [single], "pack", cycles=20, **common)
+        forecast_mix({"a": 2}, [single], PACK, cycles=20, **common)
     with pytest.raises(InvalidRequestError, match="has other jobs: d"):
-        forecast_run(history([job("d", **A)], seed=1), PAIRS, "pack", **common)
+        forecast_run(history([job("d", **A)], seed=1), PAIRS, PACK, **common)
     (found,), _ = recorded_jobs(single, warm_up=WARM_UP)
     with pytest.raises(InvalidRequestError, match="different operations or GPUs"):
         profile_of([found.job, replace(found.job, gpus=2)], warm_up=WARM_UP)
@@ -204,8 +212,8 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     paths = [str(tmp_path / f"{number}.json") for number in range(3)]
     run = history([job("a", **A), job("b", **B), job("c", **C)], seed=7)
     for path, each in zip(paths, (*PAIRS, run), strict=True):
-        write_history(Path(path), each)
-    sources = ["--from", paths[0], "--from", paths[1], "--seeds", "2", "--policy", "pack"]
+        write_history(Path(path), replace(each, planning=HELD))
+    sources = ["--from", paths[0], "--from", paths[1], "--seeds", "2"]
     told = CliRunner().invoke(app, ["fidelity", paths[2], *sources, "--json"])
     assert told.exit_code == 0, told.output
     values = json.loads(told.stdout)
@@ -217,8 +225,6 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     assert "Error over 3 jobs" in shown.stdout
     planned = [
         "forecast",
-        "--policy",
-        "pack",
         *paths[:2],
         "--job",
         "a=2",
@@ -240,3 +246,24 @@ def test_the_commands_predict_a_recorded_run_and_a_planned_one(tmp_path: Path) -
     for wrong in ("a=0", "a=x", "=2"):
         refused = CliRunner().invoke(app, ["forecast", paths[0], "--job", wrong])
         assert refused.exit_code == 2, refused.output
+
+
+def test_a_recording_holds_the_planning_of_its_cluster_and_a_given_policy_replaces_it() -> None:
+    status = {"now": 1.0, "planning": planning(virtual_config(policy="pack", load_max=0.5))}
+    run = history_of([], [], status)
+    found = planning_of([run, run], None)
+    assert (found.name, found.settings["load_max"]) == ("pack", 0.5)
+    assert planning_of([run], "spread") == named("spread")
+    by_fifo = {"now": 1.0, "planning": planning(virtual_config(**named("fifo-lock").settings))}
+    assert planning_of([history_of([], [], by_fifo)], None).name == "fifo-lock"
+    with pytest.raises(InvalidRequestError, match=r"different settings \(load_max\).*--policy"):
+        planning_of([run, replace(run, planning=HELD)], None)
+    with pytest.raises(InvalidRequestError, match="name the policy with --policy"):
+        planning_of([replace(run, planning=None)], None)
+
+
+def test_a_forecast_under_the_recorded_settings_is_that_of_the_policy_with_these_defaults() -> None:
+    mix = [PlannedJob(name=name, profile=profile(name), submit_s=0.0, cycles=30) for name in "ac"]
+    recorded = planning_of([replace(PAIRS[0], planning=HELD)], None)
+    one, other = (forecast(mix, each, seeds=(5,), warm_up=WARM_UP) for each in (recorded, PACK))
+    assert one == other

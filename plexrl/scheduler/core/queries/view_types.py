@@ -267,6 +267,9 @@ class ClusterView(ClusterTotals):
     operations_pending: int
     held: list[HeldView]
     eta_quality: "EtaQualityView"
+    planning: dict[str, str | float | bool | None]
+    """Settings that decide which jobs share and who goes next, by their names in
+    `SchedulerConfig`."""
 
 
 class UsageView(TypedDict):

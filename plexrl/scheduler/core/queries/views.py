@@ -9,6 +9,7 @@ from plexrl.scheduler.admission.fair_shares import tenant_share
 from plexrl.scheduler.admission.fit.feasibility import count_impossible
 from plexrl.scheduler.admission.quotas import limits_of
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.context.config import planning
 from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.core.calls import ListOperations
 from plexrl.scheduler.core.queries.eta import eta_quality
@@ -304,6 +305,7 @@ def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> Clust
         "operations_pending": sum(len(state.deployments[name].queue) for name in names),
         "held": held_view(cluster.state, names),
         "eta_quality": eta_quality(state.eta_errors),
+        "planning": planning(cluster.settings.config),
     }
 
 

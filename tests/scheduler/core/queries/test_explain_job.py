@@ -102,12 +102,17 @@ def test_each_operation_of_a_running_job_is_explained() -> None:
     cluster.submit("b:1", "b/actor", "barrier")
     assert rules(cluster, "a") == ["running", "order"]
     assert rules(cluster, "b") == ["burst"]
+    # Errors of waits for the group say nothing of a wait for the job's own work.
+    behind = cluster.core.explain_job("a", cluster.now)["operations"][1]
+    assert behind["eta_s"] is not None
+    assert (behind["eta_low_s"], behind["eta_high_s"]) == (None, None)
     assert summary(cluster, "a") == "it runs"
     assert summary(cluster, "b").startswith("b:1 waits:")
     rows = cluster.core.explain_job("b", cluster.now)["operations"]
     assert (rows[0]["holder"], rows[0]["position"]) == ("a/actor", 0)
     assert rows[0]["eta_s"] is not None
     assert rows[0]["eta_s"] > 0
+    assert rows[0]["eta_low_s"] is not None
     while not any(run.kind.value == "offload" for run in cluster.runs):
         cluster.pass_time(0.1)
         if cluster.runs and cluster.runs[0].kind.value == "barrier":
