@@ -23,7 +23,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def show_only_gpu(uuid: str) -> None:
-    """Hide all other GPUs from this process; effective if it has made no CUDA call yet."""
+    """Hide all other GPUs from this process, or all if `uuid` is empty; effective if it has made no
+    CUDA call yet."""
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid
 
 

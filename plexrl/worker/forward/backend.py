@@ -21,10 +21,11 @@ from plexrl.wire.operations import OperationKind
 from plexrl.worker.batches.logprobs import token_logprobs
 from plexrl.worker.batches.packing import MicroBatch, micro_batches, unpack, unpack_rows
 from plexrl.worker.forward.hosted_layers import ModelMemory
-from plexrl.worker.models import build_model
+from plexrl.worker.models import lay_out_model
 from plexrl.worker.process.backend import Backend, BackendCall, BackendResult
 from plexrl.worker.state.arena_tensors import ARENA_DTYPES
 from plexrl.worker.state.checkpoint_files import load_for, recorded_trainer_step
+from plexrl.worker.state.device import CPU, WorkerDevice
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
 
@@ -32,22 +33,34 @@ class ForwardBackend(Backend):
     """One rank. With several ranks, the default process group must exist before `gather`."""
 
     def __init__(
-        self, spec: DeploymentSpec, rank: int, world_size: int, checkpoint_url: Location
+        self,
+        spec: DeploymentSpec,
+        rank: int,
+        world_size: int,
+        checkpoint_url: Location,
+        device: WorkerDevice = CPU,
     ) -> None:
+        self._device = device
         self._spec = spec
         self._rank = rank
         self._world_size = world_size
         self._checkpoint_url = checkpoint_url
 
     def lay_out(self) -> None:
-        """Make the model with its weights in the arena."""
-        self._model = build_model(self._spec.model)
+        """Make the model, and give each of its weights an address."""
+        laid_out = lay_out_model(self._spec.model)
+        self._model = laid_out.model
         self._memory = ModelMemory(
-            self._model,
+            laid_out,
             dtype=ARENA_DTYPES[self._spec.dtype],
             layers_on_device=self._spec.layers_on_device,
+            device=self._device,
         )
         self.arena, self.host_arena = self._memory.arena, self._memory.host_arena
+
+    def materialise(self) -> None:
+        """Write the weights to the arena."""
+        self._memory.materialise()
 
     def slices(self) -> tuple[StateSlice, ...]:
         """The parameters."""
@@ -76,14 +89,17 @@ class ForwardBackend(Backend):
                 raise InvalidRequestError(f"{call.kind.value} is no operation of a forward backend")
 
     def _forward(self, call: BackendCall) -> BackendResult:
-        batches = micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        batches = [
+            batch.placed(self._device.place)
+            for batch in micro_batches(call.arrays, int(call.rank_params["micro_batches"]))
+        ]
         with torch.inference_mode():
             if self._spec.model.head == "reward":
                 scores = [self._scores(batch) for batch in batches]
-                return BackendResult(arrays={"scores": unpack_rows(call.arrays, scores)})
+                return BackendResult(arrays={"scores": unpack_rows(call.arrays, _on_cpu(scores))})
             logprobs = [self._logprobs(batch) for batch in batches]
         tokens = len(call.arrays["tokens"]) if "tokens" in call.arrays else 0
-        return BackendResult(arrays={"logprobs": unpack(batches, logprobs, tokens)})
+        return BackendResult(arrays={"logprobs": unpack(batches, _on_cpu(logprobs), tokens)})
 
     def _logprobs(self, batch: MicroBatch) -> torch.Tensor:
         return token_logprobs(self._model(**batch.model_inputs).logits, batch)
@@ -111,3 +127,8 @@ class ForwardBackend(Backend):
         on_all_ranks(self.gather, read_all)
         self._memory.write(read)
         return BackendResult(result={"trainer_step": recorded_trainer_step(path)})
+
+
+def _on_cpu(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results of micro-batches, copied when all of them are computed."""
+    return [value.cpu() for value in values]

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from plexrl.statemanager.client.arena import Arena
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.layout.keys import StateKey, StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.worker.forward.layer_stream import LayerStream
-from plexrl.worker.models import named_parameters
+from plexrl.worker.models import LaidOutModel, named_parameters
 from plexrl.worker.state.arena_tensors import TORCH_DTYPES, ArenaLayout, span, view, whole_box
+from plexrl.worker.state.device import CPU, WorkerDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,68 +31,116 @@ class _Layer:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hosting:
+    """Decoder layers in host memory, and where they will be in the arena."""
+
+    layers: Sequence[nn.Module]
+    sources: Sequence[torch.Tensor]
+    """Each layer's bytes in host memory."""
+    slots: Sequence[tuple[int, int]]
+    """Offset and size of each slot."""
+    offsets: Mapping[str, int]
+    """Name of a parameter → its offset in the arena."""
+
+
 class ModelMemory:
     """The arenas of one rank, and the parameters in them."""
 
-    def __init__(self, model: nn.Module, *, dtype: str, layers_on_device: int | None) -> None:
-        """Moves the model's parameters to the arenas, cast to `dtype` (of `ARENA_DTYPES`).
+    def __init__(
+        self,
+        laid_out: LaidOutModel,
+        *,
+        dtype: str,
+        layers_on_device: int | None,
+        device: WorkerDevice = CPU,
+    ) -> None:
+        """Reserves the arena on `device`, and writes hosted layers to host memory, as `dtype` (of
+        `ARENA_DTYPES`).
 
         `layers_on_device` is the number of slots; None, or all layers: none is hosted.
         """
-        named = dict(named_parameters(model))
-        layers = _layers(model)
+        self._laid_out = laid_out
+        self._device = device
+        self._dtype = dtype
+        named = dict(named_parameters(laid_out.model))
+        layers = _layers(laid_out.model)
         is_hosted = layers_on_device is not None and layers_on_device < len(layers)
         hosted = [_names(named, layer) for layer in layers] if is_hosted else []
-        device = ArenaLayout()
+        layout = ArenaLayout()
         in_layers = {name for names in hosted for name in names}
         for name, parameter in named.items():
             if name not in in_layers:
-                device.add(_key(name), whole_box(tuple(parameter.shape)), dtype)
-        self.slices: tuple[StateSlice, ...] = tuple(device.slices)
+                layout.add(_key(name), whole_box(tuple(parameter.shape)), dtype)
+        self.slices: tuple[StateSlice, ...] = tuple(layout.slices)
         self.host_arena: HostArena | None = None
         self.stream: LayerStream | None = None
+        self._hosting: _Hosting | None = None
         if not is_hosted:
-            self.arena = Arena(device.nbytes)
+            self.arena = device.make_arena(layout.nbytes)
         else:
             assert layers_on_device is not None
-            self._host_layers(named, layers, hosted, device, dtype, layers_on_device)
-        for piece in device.slices:
-            _move(named[piece.key.name], view(self.arena, piece))
+            self._hosting = self._host_layers(named, layers, hosted, layout, layers_on_device)
+
+    def materialise(self) -> None:
+        """Write the other parameters to the arena, which has memory from now on, and let the model
+        use both."""
+        values: dict[str, torch.Tensor] = {}
+        for piece in self.slices:
+            if not self._is_in_host(piece):
+                home = values[piece.key.name] = view(self.arena, piece)
+                home.copy_(self._laid_out.read(piece.key.name, (slice(None),) * home.dim()))
+        if self._hosting is not None:
+            values |= self._slots(self._hosting)
+        self._laid_out.replace_parameters(values)
+        self._laid_out.forget()
 
     def _host_layers(
         self,
         named: Mapping[str, nn.Parameter],
         layers: Sequence[nn.Module],
         hosted: Sequence[Sequence[str]],
-        device: ArenaLayout,
-        dtype: str,
+        layout: ArenaLayout,
         count: int,
-    ) -> None:
-        """Make both arenas, fill the hosted layers, and let their parameters be views of slots."""
+    ) -> "_Hosting":
+        """Make both arenas, and fill the hosted layers."""
         # Sizes of layers do not depend on where host memory begins.
         sizes = ArenaLayout()
-        largest = max(_place(sizes, named, names, dtype).nbytes for names in hosted)
-        slots = [device.skip(largest, "U8") for _ in range(count)]
-        self.arena = Arena(device.nbytes)
-        self._host_start = host_start(device.nbytes)
+        largest = max(_place(sizes, named, names, self._dtype).nbytes for names in hosted)
+        slots = [layout.skip(largest, "U8") for _ in range(count)]
+        self.arena = self._device.make_arena(layout.nbytes)
+        # A GPU rounds the size up.
+        self._host_start = host_start(self.arena.nbytes)
         host = ArenaLayout(self._host_start)
-        places = [_place(host, named, names, dtype) for names in hosted]
+        places = [_place(host, named, names, self._dtype) for names in hosted]
         self.slices += tuple(host.slices)
         self.host_arena = HostArena(host.nbytes - self._host_start)
         whole = self._host_bytes(self.host_arena.address)
+        for piece in host.slices:
+            target = _view(whole, piece, self._host_start)
+            target.copy_(self._laid_out.read(piece.key.name, (slice(None),) * target.dim()))
         by_name = {piece.key.name: piece for piece in host.slices}
-        for index, (place, names) in enumerate(zip(places, hosted, strict=True)):
-            for name in names:
-                piece, parameter = by_name[name], named[name]
-                _view(whole, piece, self._host_start).copy_(parameter.data)
-                offset = slots[index % count] + piece.arena_offset - place.start
-                parameter.data = span(self.arena, offset, parameter.numel(), dtype).view(
-                    parameter.shape
-                )
-                parameter.requires_grad_(False)
-        sources = [whole[p.start - self._host_start :][: p.nbytes] for p in places]
-        targets = [span(self.arena, slot, largest, "U8") for slot in slots]
-        self.stream = LayerStream(layers, sources, targets)
+        offsets = {
+            name: slots[index % count] + by_name[name].arena_offset - place.start
+            for index, (place, names) in enumerate(zip(places, hosted, strict=True))
+            for name in names
+        }
+        return _Hosting(
+            layers=layers,
+            sources=[whole[p.start - self._host_start :][: p.nbytes] for p in places],
+            slots=[(slot, largest) for slot in slots],
+            offsets=offsets,
+        )
+
+    def _slots(self, hosting: "_Hosting") -> dict[str, torch.Tensor]:
+        """The hosted layers' parameters by name, as views of the slots in which they will be."""
+        named = dict(named_parameters(self._laid_out.model))
+        targets = [span(self.arena, slot, nbytes, "U8") for slot, nbytes in hosting.slots]
+        self.stream = LayerStream(hosting.layers, hosting.sources, targets)
+        return {
+            name: span(self.arena, offset, named[name].numel(), self._dtype).view(named[name].shape)
+            for name, offset in hosting.offsets.items()
+        }
 
     def drain(self) -> None:
         """End copies to the device, whose memory or content is about to change."""
@@ -142,13 +190,6 @@ def _place(
 
 def _key(name: str) -> StateKey:
     return StateKey(part=StatePart.PARAMETER, name=name)
-
-
-def _move(parameter: nn.Parameter, home: torch.Tensor) -> None:
-    home.copy_(parameter.data)
-    # A tied weight is one parameter object, so its other uses follow.
-    parameter.data = home
-    parameter.requires_grad_(False)
 
 
 def _view(memory: torch.Tensor, piece: StateSlice, start: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from plexrl.storage.model_folder import model_folder
 from plexrl.worker.process.backend import Backend, BackendCall
 from plexrl.worker.state.device import CPU, WorkerDevice
 
-ON_GPUS = frozenset({("train", "fsdp"), ("rollout", "torch")})
+ON_GPUS = frozenset({("train", "fsdp"), ("rollout", "torch"), ("forward", "torch")})
 """Kinds and backends that compute on a GPU."""
 
 
@@ -45,7 +45,8 @@ def make_backend(
     if device.uuid and (spec.kind, spec.backend) not in ON_GPUS:
         raise InvalidRequestError(
             f"backend {spec.backend!r} of a {spec.kind} deployment computes on the CPU only: use "
-            "backend fsdp for train and torch for rollout on this node, or join it with --gpus"
+            "backend fsdp for train and torch for rollout and forward on this node, or join it "
+            "with --gpus"
         )
     match spec.kind, spec.backend:
         case "train", _:
@@ -70,7 +71,7 @@ def make_backend(
         case "forward", "torch":
             from plexrl.worker.forward.backend import ForwardBackend
 
-            return ForwardBackend(spec, rank, world_size, checkpoint_url)
+            return ForwardBackend(spec, rank, world_size, checkpoint_url, device)
     raise _unknown_backend(spec)
 
 

@@ -92,14 +92,15 @@ CPU = WorkerDevice()
 
 
 def open_device(uuid: str) -> WorkerDevice:
-    """The device of this process from now on; `uuid` empty: the CPU. No CUDA call may precede.
+    """The device of this process from now on; `uuid` empty: the CPU, and no library finds a GPU. No
+    CUDA call may precede.
 
     Raises:
         DeviceUnavailableError: this process cannot use that GPU.
     """
+    show_only_gpu(uuid)
     if not uuid:
         return CPU
-    show_only_gpu(uuid)
     import torch
 
     from plexrl.statemanager.device.cuda.bindings import BoundDriver

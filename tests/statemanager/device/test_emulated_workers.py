@@ -8,6 +8,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from plexrl.statemanager.protocol.tickets import Claims, Role
 from plexrl.statemanager.store.store import Store
 from plexrl.wire.operations import (
     ForwardBackwardParams,
+    ForwardParams,
     GenerateParams,
     OperationKind,
     SamplingParams,
@@ -50,6 +52,7 @@ TRAINER = DeploymentSpec(model=QWEN2, kind="train", backend="fsdp", workers=1)
 ENGINE = DeploymentSpec(
     model=QWEN2, kind="rollout", backend="torch", workers=1, max_sequence_tokens=16
 )
+REFERENCE = DeploymentSpec(model=QWEN2, kind="forward", backend="torch", workers=1)
 
 
 class Daemon:
@@ -177,6 +180,11 @@ class Rank:
             for _, result in backend.step():
                 return np.asarray(result.arrays["logprobs"])
 
+    def logprobs(self) -> np.ndarray[Any, Any]:
+        arrays = {name: batch(3)[name] for name in ("tokens", "lengths")}
+        call = _call(OperationKind.FORWARD, ForwardParams(), arrays, micro_batches=2)
+        return np.asarray(self.backend.run(call).arrays["logprobs"])
+
     def state(self) -> dict[str, torch.Tensor]:
         return {
             f"{piece.key.part}/{piece.key.name}": view(self.backend.arena, piece).clone()
@@ -288,3 +296,20 @@ def test_a_rollout_draws_from_what_a_trainer_on_the_same_gpu_published(daemon: D
         wanted.append(Rank.of(drawing).generate())
     assert not np.array_equal(drawn[0], drawn[1])
     assert all(np.array_equal(*pair) for pair in zip(drawn, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layers_on_device", [None, 1], ids=["all layers", "layers in host memory"])
+def test_a_reference_computes_from_memory_that_comes_and_goes(
+    daemon: Daemon, layers_on_device: int | None
+) -> None:
+    spec = replace(REFERENCE, layers_on_device=layers_on_device)
+    rank = Rank(spec, daemon.config, EmulatedGpu(daemon.another_driver()))
+    rank.move(OperationKind.LOAD, 0)
+    found = [rank.logprobs()]
+    rank.move(OperationKind.OFFLOAD, 0)
+    assert daemon.taken_bytes() == 0
+    rank.move(OperationKind.LOAD, 0)
+    found.append(rank.logprobs())
+    rank.close()
+    wanted = Rank.of(on_cpu(spec, lambda _: None)).logprobs()
+    assert all(np.array_equal(each, wanted) for each in found)
