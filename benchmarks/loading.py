@@ -2,7 +2,8 @@
 
     python -m benchmarks.loading [--quick]
 
-Four `fsdp` ranks of a 2 GB model (float32) in safetensors files. For each, the peak of its memory
+Four `fsdp` ranks of a 2 GB model (float32) in safetensors files: a dense one, and one with experts,
+which its files hold one by one. For each rank, the peak of its memory
 while the model is loaded, less what it had before (`VmHWM`), divided by the size of its shard of
 the parameters. For comparison, ranks that build the whole model and then keep their shard.
 """
@@ -31,9 +32,11 @@ SIZES = sized(
     {"hidden": 1024, "layers": 38, "vocabulary": 32_000},
     quick={"hidden": 256, "layers": 4, "vocabulary": 2_000},
 )
+EXPERTS = 16
+"""Each as wide as its share of the dense model's MLP, so that both models have equal sizes."""
 
 
-def write_model(rank: int, folder: str) -> None:
+def write_model(rank: int, folder: str, architecture: str) -> None:
     """Write a model with random weights; in a process of its own, whose memory ends with it."""
     del rank
     base = tiny_qwen2("0123456789", seed=1)
@@ -46,8 +49,11 @@ def write_model(rank: int, folder: str) -> None:
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": hidden // 64,
         "vocab_size": SIZES["vocabulary"],
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden * 11 // 4 // EXPERTS // 8 * 8,
     }
-    model: Any = build_model(ModelSpec(architecture="qwen2", config_json=json.dumps(config)))
+    model: Any = build_model(ModelSpec(architecture=architecture, config_json=json.dumps(config)))
     model.save_pretrained(folder, max_shard_size="500MB")
 
 
@@ -107,20 +113,22 @@ def _start(function: Any, ranks: int, *arguments: Any) -> None:
 
 def main() -> None:
     """Measure and print."""
-    folder = tempfile.mkdtemp(prefix="plexrl-loading-")
-    try:
-        _start(write_model, 1, folder)
-        boxes, all_of_it = measured(folder, whole=False), measured(folder, whole=True)
-    finally:
-        shutil.rmtree(folder)
     rows, figures = [], {}
-    for name, found in (("own boxes", boxes), ("whole model", all_of_it)):
-        ratio = max(peak / shard for peak, shard in found)
-        rows.append([name, f"{max(p for p, _ in found) / 1e6:.0f} MB", f"{ratio:.2f}"])
-        figures[f"{name.split()[0]}_peak_over_shard"] = ratio
+    for architecture, prefix in (("qwen2", ""), ("qwen3_moe", "moe_")):
+        folder = tempfile.mkdtemp(prefix="plexrl-loading-")
+        try:
+            _start(write_model, 1, folder, architecture)
+            boxes, all_of_it = measured(folder, whole=False), measured(folder, whole=True)
+        finally:
+            shutil.rmtree(folder)
+        size = f"{architecture}, {sum(s for _, s in boxes) / 1e9:.2f} GB"
+        for name, found in (("own boxes", boxes), ("whole model", all_of_it)):
+            ratio = max(peak / shard for peak, shard in found)
+            rows.append([size, name, f"{max(p for p, _ in found) / 1e6:.0f} MB", f"{ratio:.2f}"])
+            figures[f"{prefix}{name.split()[0]}_peak_over_shard"] = ratio
     report(
-        f"host memory while {RANKS} ranks load a model of {sum(s for _, s in boxes) / 1e9:.2f} GB",
-        ["each rank reads", "peak", "peak / shard"],
+        f"host memory while {RANKS} ranks load a model",
+        ["model", "each rank reads", "peak", "peak / shard"],
         rows,
         figures,
     )

@@ -22,6 +22,8 @@ TRAIN_BYTES_PER_PARAMETER = 16
 DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
 """Model types of `transformers` that some backend runs."""
+BIASED_BY_CHOICE = ("llama", "qwen3", "qwen3_moe")
+"""Those whose attention has biases if `attention_bias` of their configuration says so."""
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of weights without optimizer state, by dtype."""
@@ -155,9 +157,9 @@ def parameter_count(spec: ModelSpec) -> int:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     if sizes.has_qkv_bias:
         attention += head_dim * (heads + 2 * kv_heads)
-    elif sizes.has_qk_norm:
+    if sizes.has_qk_norm:
         attention += 2 * head_dim
-    elif config.get("attention_bias", False):
+    if architecture in BIASED_BY_CHOICE and config.get("attention_bias", False):
         attention += head_dim * (heads + 2 * kv_heads) + hidden
     mlp = 3 * hidden * sizes.mlp * max(1, sizes.experts) + hidden * sizes.experts
     per_layer = attention + mlp + 2 * hidden

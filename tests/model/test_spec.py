@@ -18,10 +18,11 @@ from plexrl.model.spec import ARCHITECTURES, ModelSpec, parameter_count, tiny_qw
     layers=st.integers(1, 3),
     head_dim=st.sampled_from((8, 16)),
     tied=st.booleans(),
+    biased=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_count_is_exact(
-    architecture: str, heads: int, layers: int, head_dim: int, tied: bool
+    architecture: str, heads: int, layers: int, head_dim: int, tied: bool, biased: bool
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,6 +35,8 @@ def test_the_count_is_exact(
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "tie_word_embeddings": tied,
+        "attention_bias": biased,
+        "mlp_bias": biased,
     }
     if architecture == "qwen3_moe":
         config |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

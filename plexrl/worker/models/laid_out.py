@@ -2,7 +2,7 @@
 
 A rank lays its state out first, gets memory for it, and then reads only its own boxes: from the
 model's safetensors files, or drawn again from the model's seed. So no rank ever holds a whole
-model, except if `transformers` must convert the files' tensors: it does so for all of them at once.
+model, except if only `transformers` can convert the files' tensors: it does so for all at once.
 """
 
 import logging
@@ -23,11 +23,9 @@ from plexrl.worker.models.build import (
     refusals_explained,
 )
 from plexrl.worker.models.initial_draws import InitialDraws
-from plexrl.worker.models.weight_files import WeightFiles
+from plexrl.worker.models.weight_files import Index, PublishedWeights, WeightFiles
 
 LOG = logging.getLogger(__name__)
-
-Index = tuple[slice, ...]
 
 
 class Weights(Protocol):
@@ -127,10 +125,12 @@ def lay_out_model(spec: ModelSpec) -> LaidOutModel:
         with _parameters_on_meta():
             model = model_of_config(spec)
         files = WeightFiles(Path(spec.path))
-        if not _match(model, files):
+        shapes = {name: tuple(each.shape) for name, each in named_parameters(model)}
+        weights = PublishedWeights(files, str(model.config.model_type), shapes)
+        if not weights.are_complete or _has_others(model, files):
             return _whole(spec, "its files hold other tensors than the model has parameters")
         _read_generation_config(model, spec)
-    return LaidOutModel(model, files)
+    return LaidOutModel(model, weights)
 
 
 class _Drawn:
@@ -199,20 +199,15 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _match(model: nn.Module, files: WeightFiles) -> bool:
-    """Whether the files hold exactly the model's parameters, under their canonical names.
+def _has_others(model: nn.Module, files: WeightFiles) -> bool:
+    """Whether the model has state besides its parameters under their canonical names.
 
     A tied parameter that the files hold twice may be untied by `transformers`.
     """
-    named = dict(named_parameters(model))
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    aliases = every - set(named)
+    aliases = every - {name for name, _ in named_parameters(model)}
     persistent = set(model.state_dict(keep_vars=True)) - every
-    return (
-        all(files.shapes.get(name) == tuple(each.shape) for name, each in named.items())
-        and not aliases & set(files.shapes)
-        and not persistent
-    )
+    return bool(aliases & set(files.shapes) or persistent)
 
 
 def _read_generation_config(model: Any, spec: ModelSpec) -> None:

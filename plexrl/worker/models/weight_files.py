@@ -1,6 +1,11 @@
-"""Reads boxes of parameters from a model's safetensors files."""
+"""Reads boxes of parameters from a model's safetensors files.
+
+A file holds a parameter under its name, or as the tensors under which it is published, such as the
+matrices of each expert (`plexrl.statemanager.checkpoint.format.published_names`).
+"""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from plexrl.errors import CorruptStateError
+from plexrl.statemanager.checkpoint.format.published_names import published_tensors
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 MAPPED_BYTES_MAX = 64 << 20
 """A file is opened again after this much was read of it: pages of an open file that were read count
 as this process's memory."""
+
+
+Index = tuple[slice, ...]
 
 
 class WeightFiles:
@@ -26,6 +35,7 @@ class WeightFiles:
             CorruptStateError: a file cannot be read.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the files' tensors."""
         self._files: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         self._read_bytes = 0
@@ -36,7 +46,7 @@ class WeightFiles:
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
         self.forget()
 
-    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+    def read(self, name: str, index: Index) -> torch.Tensor:
         """A box of a tensor, as float32 on the CPU.
 
         Raises:
@@ -63,6 +73,64 @@ class WeightFiles:
             except (SafetensorError, OSError) as error:
                 raise CorruptStateError(f"{file} cannot be read: {error}") from error
         return self._open[1]
+
+
+class PublishedWeights:
+    """The parameters of a model whose weights are in files."""
+
+    def __init__(
+        self, files: WeightFiles, model_type: str, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """`shapes` are those of the model's parameters, by canonical name."""
+        self._files = files
+        self._type = model_type
+        self._shapes = dict(shapes)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the files hold every parameter, in its shape."""
+        return all(
+            self._files.shapes.get(tensor) == shape
+            for name in self._shapes
+            for tensor, shape in self._tensors(name)
+        )
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """As `Weights.read`."""
+        tensors = self._tensors(name)
+        if len(tensors) == 1:
+            return self._files.read(tensors[0][0], index)
+        return self._experts([tensor for tensor, _ in tensors], self._shapes[name], index)
+
+    def forget(self) -> None:
+        """Close the files."""
+        self._files.forget()
+
+    def _tensors(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        shape = self._shapes[name]
+        if self._files.shapes.get(name) == shape:
+            return ((name, shape),)
+        return published_tensors(self._type, name, shape)
+
+    def _experts(self, names: list[str], shape: tuple[int, ...], index: Index) -> torch.Tensor:
+        """A box of the matrices of all experts `[E, M, X]`, of which a file holds each alone, or
+        its rows as several tensors of equal size."""
+        experts, rows, columns = (
+            range(*part.indices(size)) for part, size in zip(index, shape, strict=True)
+        )
+        found = torch.empty(len(experts), len(rows), len(columns))
+        matrices = len(names) // shape[0]
+        own = shape[1] // matrices
+        for place, expert in enumerate(experts):
+            for matrix in range(matrices):
+                first = max(rows.start, matrix * own)
+                last = min(rows.stop, (matrix + 1) * own)
+                if first >= last:
+                    continue
+                within = slice(first - matrix * own, last - matrix * own)
+                read = self._files.read(names[expert * matrices + matrix], (within, index[2]))
+                found[place, first - rows.start : last - rows.start] = read
+        return found
 
 
 def _files(folder: Path) -> list[Path]:
