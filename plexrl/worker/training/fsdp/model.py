@@ -4,6 +4,10 @@ FSDP gathers from and reduces into views of the regions of `flat_state`. With te
 model's matrices are first cut by columns or rows, and the rows of each part are then sharded over
 the data-parallel ranks that have that part.
 
+A model that is gathered as a whole has its gradients reduced once for all micro-batches of a call.
+They all exist unreduced in each backward anyway, so the peak of memory stays. A model that is
+gathered layer by layer has them reduced for each micro-batch, so that only one layer's exist.
+
 With `compute_dtype="bfloat16"` parameters are cast when they are gathered. In the arena parameters,
 gradients (summed in float32) and optimizer state are float32.
 """
@@ -41,6 +45,8 @@ class FsdpModel(TrainingModel):
 
     _state: FlatState
     _model: Any
+    _gathers_whole: bool
+    """All parameters are gathered together."""
 
     def __init__(
         self, rank: TrainingRank, *, layerwise_parameters: int = LAYERWISE_PARAMETERS
@@ -114,7 +120,9 @@ class FsdpModel(TrainingModel):
         self, batches: Sequence[MicroBatch], loss: LossOfBatch
     ) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
-        for batch in batches:
+        for index, batch in enumerate(batches):
+            if self._gathers_whole:
+                self._model.set_requires_gradient_sync(index == len(batches) - 1)
             logprobs_BL = self._logprobs(batch)
             # FSDP averages gradients over ranks; the loss is a sum over ranks.
             (loss(logprobs_BL, batch) * self._rank.layout.dp).backward()  # type: ignore[no-untyped-call]
@@ -165,7 +173,9 @@ class FsdpModel(TrainingModel):
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=getattr(torch, spec.compute_dtype), reduce_dtype=torch.float32
             )
-        if sum(p.numel() for p in model.parameters()) >= self._layerwise_parameters:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self._gathers_whole = size < self._layerwise_parameters
+        if not self._gathers_whole:
             for layer in model.model.layers:
                 fully_shard(layer, **options)
         fully_shard(model, **options)

@@ -3,10 +3,12 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import ForwardBackwardParams, OperationKind
@@ -20,6 +22,17 @@ from tests.worker.training.ranks import ADAM, LOSS, batch
 
 LAYERWISE = (LAYERWISE_PARAMETERS, 1)
 STEPS = 2
+
+
+class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is untyped
+    """Counts reductions of gradients to their shards."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def train_both_ways(rank: int, case: Case, folder: str) -> None:
@@ -43,38 +56,54 @@ def train_both_ways(rank: int, case: Case, folder: str) -> None:
         made.materialise()
     for index in range(STEPS):
         for made in both:
-            _run(made, OperationKind.FORWARD_BACKWARD, 2 * index + case.layout.coordinates(rank).dp)
+            # The order of sums over micro-batches and ranks differs, hence one micro-batch.
+            seed = 2 * index + case.layout.coordinates(rank).dp
+            _run(made, OperationKind.FORWARD_BACKWARD, seed, micro_batches=1)
             made.before_offload()
             _run(made, OperationKind.OPTIM_STEP, 0)
-    kept = [_parameters(made) for made in both]
+    kept = [_values(made, StatePart.PARAMETER) for made in both]
     # Only one of them has parts of FSDP below the whole.
     assert [len(_gathered_apart(made)) for made in both] == [1, 3]
     assert kept[0].keys() == kept[1].keys()
     assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    _check_reductions(both, case.layout.coordinates(rank).dp)
     dist.barrier()
     # Gloo's threads now and then abort an interpreter that unwinds round them.
     os._exit(0)
 
 
-def _run(made: TrainingBackend, kind: OperationKind, seed: int) -> None:
+def _check_reductions(both: list[TrainingBackend], seed: int) -> None:
+    """A model gathered at once reduces its gradients once, to the sums of the other."""
+    counts = []
+    for made in both:
+        with _Reductions() as seen:  # type: ignore[no-untyped-call]
+            _run(made, OperationKind.FORWARD_BACKWARD, seed, micro_batches=3)
+        counts.append(seen.count)
+    assert counts == [1, 3 * 3], "micro-batches times parts of FSDP"
+    once, each_time = (_values(made, StatePart.GRADIENT) for made in both)
+    for name, value in once.items():
+        torch.testing.assert_close(value, each_time[name], rtol=1e-5, atol=1e-6)
+
+
+def _run(made: TrainingBackend, kind: OperationKind, seed: int, micro_batches: int = 1) -> None:
     backward = kind == OperationKind.FORWARD_BACKWARD
     made.run(
         BackendCall(
             operation="o",
             kind=kind,
             params=ForwardBackwardParams(loss=LOSS) if backward else ADAM,
-            rank_params={"micro_batches": 2, "denominator": 9.0},
+            rank_params={"micro_batches": micro_batches, "denominator": 9.0},
             arrays=batch(seed) if backward else {},
             seq=1,
         )
     )
 
 
-def _parameters(made: TrainingBackend) -> dict[str, torch.Tensor]:
+def _values(made: TrainingBackend, part: StatePart) -> dict[str, torch.Tensor]:
     return {
         piece.key.name: view(made.arena, piece).clone()
         for piece in made.slices()
-        if piece.key.part == StatePart.PARAMETER
+        if piece.key.part == part
     }
 
 
