@@ -1,4 +1,4 @@
-"""Bytes of memory files, from the kernel's tables of open and mapped files."""
+"""Pages of memory files, from the kernel's tables of open and mapped files."""
 
 import os
 from contextlib import suppress
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def memory_file_bytes(name: str, *, pid: int | None = None) -> int:
-    """Bytes of all memory files whose names begin with `name` and that any process of this user
-    (or the one of that id) has open or mapped."""
+    """Memory of all memory files whose names begin with `name` and that any process of this
+    user (or the one of that id) has open or mapped."""
     mark = f"memfd:{name}"
     found: dict[int, int] = {}
     processes = Path("/proc").iterdir() if pid is None else [Path(f"/proc/{pid}")]
@@ -26,17 +26,21 @@ def _open_files(process: Path, mark: str) -> dict[int, int]:
         with suppress(OSError):
             if mark in str(entry.readlink()):
                 there = entry.stat()
-                found[there.st_ino] = there.st_size
+                found[there.st_ino] = 512 * there.st_blocks
     return found
 
 
 def _mapped_files(process: Path, mark: str) -> dict[int, int]:
-    """The memory files are mapped from their start, possibly several times."""
+    """The memory files' mappings have all their pages."""
     found: dict[int, int] = {}
-    for line in (process / "maps").read_text().splitlines():
-        if mark in line:
-            addresses, _, offset, _, inode = line.split()[:5]
-            start, end = (int(part, 16) for part in addresses.split("-"))
-            reach = int(offset, 16) + end - start
-            found[int(inode)] = max(found.get(int(inode), 0), reach)
+    if mark not in (process / "maps").read_text():
+        # The kernel counts every page for the table below.
+        return found
+    inode = 0
+    for line in (process / "smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            inode = int(rest[3]) if mark in line else 0
+        elif inode and name == "Rss:":
+            found[inode] = max(found.get(inode, 0), int(rest[0]) << 10)
     return found

@@ -67,10 +67,18 @@ def connect(path: str, timeout_s: float, ticket: bytes, *, of_user: int | None =
 
 def peer_uid(connection: socket.socket) -> int:
     """User of the process at the other end of a Unix socket, as the kernel reports it."""
+    return _credentials(connection)[1]
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """As `peer_uid`, the process; 0: it is not visible here."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    assert isinstance(uid, int)
-    return uid
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
 
 
 def _check_owner(connection: socket.socket, path: str, user: int) -> None:

@@ -189,6 +189,12 @@ class RankLink:
             self._channel = None
         self._is_registered = False
         self._lent_here = None
+        self._forget_returned()
+
+    def _forget_returned(self) -> None:
+        """Unmap memory that no daemon will lend again, and whose pages none will free."""
+        if self.arena is not None:
+            self.arena.forget_returned()
 
     def _exchange(self, request: Request | None, fds: Sequence[int] = ()) -> _Received:
         if self._registration is not None and isinstance(request, _WITH_TOKEN):
@@ -268,12 +274,13 @@ class RankLink:
         the connection or the registration ended."""
         self._lent_here = None
         if self._channel is None or not self._is_registered:
+            self._forget_returned()
             return
         try:
             if self.host is not None and self.host.reader is None:
                 exchange(self._channel, ReturnHost(what=Returned.ALL))
             exchange(self._channel, Detach())
         except ConflictError:
-            return
+            self._forget_returned()
         except (ConnectionLostError, OSError):
             self.close()

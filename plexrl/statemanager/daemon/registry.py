@@ -1,10 +1,12 @@
 """Arenas that workers registered: one per rank of each deployment."""
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from plexrl.errors import ConflictError, DeviceError, InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceAllocation, DeviceBackend
@@ -34,6 +36,8 @@ class Registration:
     uid: int
     """User of the worker process."""
     devices: DeviceBackend
+    pid: int = 0
+    """Id of the worker process; 0: unknown."""
     allocation: DeviceAllocation | None = None
     """Device memory; absent while the state is off the device."""
     host: HostState | None = None
@@ -100,9 +104,23 @@ class Registration:
             if allocation is None:
                 return
             try:
-                self.devices.free(allocation)
+                self.devices.free(allocation, is_unmapped=_has_ended(self.pid))
             except DeviceError:
                 LOG.exception("device memory of %s could not be freed", self.description)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the process has no memory any more; false if that is unknown."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+        # A process that is not reaped yet.
+        return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
 
 
 class Registry:

@@ -16,7 +16,7 @@ from plexrl.errors import (
     PlexRLError,
 )
 from plexrl.statemanager.checkpoint.jobs import CheckpointJobs
-from plexrl.statemanager.client.connection import peer_uid
+from plexrl.statemanager.client.connection import peer_pid, peer_uid
 from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.statemanager.daemon.fencing import Fencing
 from plexrl.statemanager.daemon.handlers.caller import Services
@@ -163,7 +163,8 @@ class Server:
             ) from error
 
     def _serve_one(self, connection: socket.socket, uid: int) -> None:
-        session = Session(self.services, uid, partial(_is_there, connection))
+        is_there = partial(_is_there, connection)
+        session = Session(self.services, uid, is_there, pid=peer_pid(connection))
         try:
             channel = Channel(connection, send_timeout_s=SEND_TIMEOUT_S)
             while True:

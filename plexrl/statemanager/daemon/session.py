@@ -29,11 +29,16 @@ class Session:
     """Handles the requests of one connection, one at a time."""
 
     def __init__(
-        self, services: Services, uid: int, is_there: Callable[[], bool] = lambda: True
+        self,
+        services: Services,
+        uid: int,
+        is_there: Callable[[], bool] = lambda: True,
+        *,
+        pid: int = 0,
     ) -> None:
-        """`uid`: user of the client process, as the kernel reports it. `is_there()` returns whether
-        the client is still connected."""
-        self._caller = Caller(services=services, uid=uid)
+        """`uid`: user of the client process, as the kernel reports it, and `pid` its id; 0:
+        unknown. `is_there()` returns whether the client is still connected."""
+        self._caller = Caller(services=services, uid=uid, pid=pid)
         self._is_there = is_there
 
     def answer(self, body: bytes | memoryview, fds: Sequence[int]) -> Reply:

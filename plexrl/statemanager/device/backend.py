@@ -5,8 +5,8 @@ per segment and maps the segments into the address range that its arena reserved
 them; the addresses stay reserved. Invariants of every backend:
 
 - A worker reads zeros, or what the daemon wrote for it, never another worker's data.
-- Memory is reused only after the worker reported that it has unmapped it, and only for the same
-  user. If the worker died or was replaced, its segments are freed instead.
+- Memory is reused only after the worker reported that no address of its arena refers to it, and
+  only for the same user. If the worker died or was replaced, its segments are freed instead.
 - No use of the descriptors by a worker can make the daemon fault.
 - An allocation that fails changes nothing.
 """
@@ -93,8 +93,9 @@ class DeviceBackend(Protocol):
         """Reclaim an allocation that its worker has unmapped."""
         ...
 
-    def free(self, allocation: DeviceAllocation) -> None:
-        """Free an allocation whose worker may still have it mapped; it is not reused."""
+    def free(self, allocation: DeviceAllocation, *, is_unmapped: bool = False) -> None:
+        """Free an allocation whose worker may still use it; it is not reused. `is_unmapped`: the
+        worker has ended."""
         ...
 
     def index_of(self, uuid: str) -> int:
@@ -187,6 +188,15 @@ class WorkerArena(Protocol):
 
     def resident_bytes(self) -> int:
         """Mapped memory in bytes."""
+        ...
+
+    def returned_bytes(self) -> int:
+        """Returned memory that the arena keeps mapped elsewhere, because its next loan is then
+        quicker. It is the daemon's."""
+        ...
+
+    def forget_returned(self) -> None:
+        """Unmap returned memory: the daemon that lent it is gone."""
         ...
 
     def close(self) -> None:

@@ -8,6 +8,9 @@ import mmap
 import os
 
 PAGE = mmap.PAGESIZE
+PAGE_TABLE_BYTES = 2 << 20
+"""Memory of one page table: the kernel moves a mapping by whole tables if both of its addresses are
+aligned to this, and page by page otherwise."""
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -29,6 +32,10 @@ _mremap.argtypes = (
     *(ctypes.c_int, ctypes.c_void_p),
 )
 _MREMAP_MAYMOVE_FIXED = 3
+_MREMAP_DONTUNMAP = 4
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_REMOVE = 9
 _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
@@ -41,6 +48,16 @@ def map_zero(nbytes: int, address: int | None = None) -> int:
     mapping there."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _map(address, nbytes, flags, -1)
+
+
+def reserve_aligned(nbytes: int) -> int:
+    """As `map_zero`, aligned to `PAGE_TABLE_BYTES`."""
+    found = map_zero(nbytes + PAGE_TABLE_BYTES)
+    address = -(-found // PAGE_TABLE_BYTES) * PAGE_TABLE_BYTES
+    for start, end in ((found, address), (address + nbytes, found + nbytes + PAGE_TABLE_BYTES)):
+        if end > start:
+            unmap(start, end - start)
+    return address
 
 
 def map_file(
@@ -60,6 +77,23 @@ def map_file(
 def map_over(source: int, nbytes: int, address: int) -> None:
     """Move a mapping with its pages to `address`, replacing the mapping there."""
     if _mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address) == _MAP_FAILED:
+        raise _last_error()
+
+
+def move_pages(source: int, nbytes: int, address: int) -> None:
+    """As `map_over`, but the source's addresses stay mapped, without pages.
+
+    Raises:
+        OSError: the kernel is older than 5.13.
+    """
+    flags = _MREMAP_MAYMOVE_FIXED | _MREMAP_DONTUNMAP
+    if _mremap(source, nbytes, nbytes, flags, address) == _MAP_FAILED:
+        raise _last_error()
+
+
+def punch(address: int, nbytes: int) -> None:
+    """Free a file's mapped pages, in every process that maps them; they read as zero."""
+    if _madvise(address, nbytes, _MADV_REMOVE) != 0:
         raise _last_error()
 
 

@@ -200,7 +200,12 @@ class StateMover:
         return {**_plain(report), "memory_before": before, "memory_after": self._memory()}
 
     def _memory(self) -> dict[str, int]:
-        found = {"arena_bytes": self._backend.arena.resident_bytes(), "rss_bytes": rss_bytes()}
+        arena = self._backend.arena
+        found = {
+            "arena_bytes": arena.resident_bytes(),
+            # Returned memory is the StateManager's, even where it is still mapped.
+            "rss_bytes": rss_bytes() - arena.returned_bytes(),
+        }
         free_bytes = self._device.free_bytes()
         return found if free_bytes is None else {**found, "device_free_bytes": free_bytes}
 

@@ -168,6 +168,8 @@ def test_killed_workers_leave_no_memory_behind(
 ) -> None:
     """The capacity fits the live workers, so a leaked allocation would cause a refusal."""
     chance = random.Random(50)
+    # Arenas of earlier tests keep mappings until they are collected.
+    before = memory_file_bytes("plexrl-segment", pid=os.getpid())
     elements = MIB // 8
     daemon = start_daemon(device_bytes=3 * MIB)
     observer = make_shard(daemon, registered=False)
@@ -194,7 +196,7 @@ def test_killed_workers_leave_no_memory_behind(
     assert usage["idle_bytes"] <= 3 * MIB
     # Freed memory is uncounted at once, and destroyed soon after.
     wait_until(lambda: daemon.segment_bytes() == usage["idle_bytes"])
-    assert memory_file_bytes("plexrl-segment", pid=os.getpid()) == 0
+    assert memory_file_bytes("plexrl-segment", pid=os.getpid()) <= before
 
 
 def test_segments_are_few_and_hold_the_arena() -> None:

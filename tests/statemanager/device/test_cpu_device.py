@@ -7,15 +7,22 @@ import pytest
 
 from plexrl.errors import InvalidRequestError
 from plexrl.statemanager.device.backend import Segment
-from plexrl.statemanager.device.cpu.arena import CpuArena
+from plexrl.statemanager.device.cpu.arena import KEPT_ARENAS, CpuArena
 from plexrl.statemanager.device.cpu.device import SEALS, CpuDevice
 from plexrl.statemanager.device.filled_allocation import allocate_filled
+from tests.statemanager.conftest import wait_until
 from tests.statemanager.device_rigs import read, segments, write
+from tests.statemanager.memory_files import memory_file_bytes
 
 MIB = 1 << 20
 F_SEAL_FUTURE_WRITE = 0x10
 """Linux value; the `fcntl` module lacks it."""
 UID, OTHER_UID = 1000, 1001
+
+
+def taken_bytes() -> int:
+    """Memory of all segments of this process."""
+    return memory_file_bytes("plexrl-segment", pid=os.getpid())
 
 
 def inode(segment_fd: int) -> int:
@@ -93,6 +100,67 @@ def test_an_attach_keeps_earlier_writes() -> None:
     arena.detach()
     assert not any(arena.buffer)
     device.recycle(loan)
+    device.close()
+
+
+def test_a_returned_segment_is_out_of_the_arenas_reach_and_comes_back_with_its_contents() -> None:
+    device = CpuDevice()
+    arena = CpuArena(3 * MIB)
+    loan = allocate_filled(device, arena.nbytes, device=0, uid=UID)
+    arena.attach(segments(loan), keep_contents=False)
+    arena.buffer[0], arena.buffer[-1] = 1, 2
+    arena.detach()
+    assert not any(arena.buffer)
+    assert arena.returned_bytes() == 3 * MIB
+    arena.buffer[0] = 9
+    assert read(loan, 0, 1) == b"\x01", "a write after the return reached the segment"
+    write(loan, 5, b"other")
+    arena.attach(segments(loan), keep_contents=False)
+    assert arena.returned_bytes() == 0
+    assert (arena.buffer[0], bytes(arena.buffer[5:10]), arena.buffer[-1]) == (1, b"other", 2)
+    arena.buffer[1] = 7
+    assert read(loan, 1, 1) == b"\x07"
+    arena.detach()
+    device.recycle(loan)
+    device.close()
+
+
+def test_a_kept_mapping_does_not_keep_memory_that_the_daemon_gave_up() -> None:
+    """Neither an idle segment that is evicted, nor one of another worker that died."""
+    device = CpuDevice()
+    before = taken_bytes()
+    first, second = CpuArena(MIB), CpuArena(MIB)
+    for arena in (first, second):
+        loan = allocate_filled(device, MIB, device=0, uid=UID)
+        arena.attach(segments(loan), keep_contents=False)
+        if arena is first:
+            arena.detach()
+            device.recycle(loan)
+    device.free(loan, is_unmapped=True)
+    second.detach()
+    wait_until(lambda: taken_bytes() == before)
+    loan = allocate_filled(device, MIB, device=0, uid=UID)
+    first.attach(segments(loan), keep_contents=False)
+    first.detach()
+    device.recycle(loan)
+    device.close()
+    assert taken_bytes() == before
+    first.close()
+    second.close()
+
+
+def test_an_arena_bounds_the_mappings_that_it_keeps() -> None:
+    device = CpuDevice()
+    arena = CpuArena(MIB)
+    loans = [allocate_filled(device, MIB, device=0, uid=UID) for _ in range(KEPT_ARENAS + 2)]
+    for loan in loans:
+        arena.attach(segments(loan), keep_contents=False)
+        arena.detach()
+    assert arena.returned_bytes() == KEPT_ARENAS * MIB
+    arena.forget_returned()
+    assert arena.returned_bytes() == 0
+    for loan in loans:
+        device.recycle(loan)
     device.close()
 
 

@@ -270,7 +270,7 @@ def test_a_killed_worker_leaks_nothing(rig: Rig) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
     assert read(loan, 0, 6) == b"worker", "the daemon's memory ended with the worker"
-    rig.backend.free(loan)
+    rig.backend.free(loan, is_unmapped=True)
     # Freed memory is uncounted at once, and destroyed soon after.
     wait_until(lambda: rig.taken_bytes() == 0)
     assert rig.backend.usage(0).lent_bytes == 0
@@ -313,6 +313,8 @@ def test_any_order_of_events_keeps_every_arenas_contents(rig: Rig, seed: int) ->
         assert rig.peek(arenas[index], 0, arenas[index].nbytes) == bytes(expected[index])
         arenas[index].detach()
         rig.backend.free(loan)
+    for arena in arenas:
+        arena.close()
     assert rig.backend.usage(0).lent_bytes == 0
     rig.backend.close()
     assert rig.taken_bytes() == 0

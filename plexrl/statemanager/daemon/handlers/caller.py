@@ -64,6 +64,8 @@ class Caller:
     services: Services
     uid: int
     """User of the client process, as the kernel reports it."""
+    pid: int = 0
+    """Id of the client process; 0: unknown."""
     shown_claims: Claims | None = None
     """Claims of the ticket; absent until the client shows a ticket."""
     registration: Registration | None = None

@@ -49,6 +49,7 @@ def _register(caller: Caller, request: Register, fds: Sequence[int]) -> Reply:
         arena_bytes=request.arena_bytes,
         device=device,
         uid=caller.uid,
+        pid=caller.pid,
         devices=devices,
         host=host_state(caller, request),
         host_allocations=services.store.host_allocations,

@@ -8,8 +8,20 @@ from collections.abc import Iterator, Sequence
 
 from plexrl.errors import DeviceError, InvalidRequestError
 from plexrl.statemanager.device.backend import DeviceKind, Segment
-from plexrl.statemanager.device.mapping import PAGE, map_file, map_zero, move, unmap
+from plexrl.statemanager.device.cpu.returned_mappings import ReturnedMappings
+from plexrl.statemanager.device.mapping import (
+    PAGE,
+    map_file,
+    map_zero,
+    move,
+    reserve_aligned,
+    unmap,
+)
 from plexrl.statemanager.device.segments import SEGMENT_BYTES_MIN
+
+KEPT_ARENAS = 4
+"""Arenas of this size whose returned mappings are kept: ranks of one node take turns with the same
+segments."""
 
 
 class CpuArena:
@@ -25,8 +37,11 @@ class CpuArena:
         self.nbytes = max(1, -(-nbytes // PAGE)) * PAGE
         # Segments are multiples of a unit, so the last one may reach beyond the arena.
         self._reserved_bytes = -(-self.nbytes // SEGMENT_BYTES_MIN) * SEGMENT_BYTES_MIN
-        self.address = map_zero(self._reserved_bytes)
+        self.address = reserve_aligned(self._reserved_bytes)
         self.segments: tuple[Segment, ...] = ()
+        self._is_read_only = False
+        self._returned = ReturnedMappings(KEPT_ARENAS * self._reserved_bytes)
+        weakref.finalize(self, self._returned.clear).atexit = False
         memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         # Every view of the buffer references `memory`, so the range is unmapped after the last
         # view.
@@ -53,10 +68,16 @@ class CpuArena:
         except BaseException:
             _close(taken)
             raise
-        self.segments = taken
+        self.segments, self._is_read_only = taken, read_only
 
     def detach(self) -> None:
         """See `WorkerArena.detach`; afterwards the arena reads as zero."""
+        if not self._is_read_only:
+            # Read-only memory is shared with other arenas, which may need it after it is evicted.
+            for (start, _), segment in zip(
+                _address_ranges(self.segments, self.address), self.segments, strict=True
+            ):
+                self._returned.keep(segment, start)
         map_zero(self._reserved_bytes, self.address)
         _close(self.segments)
         self.segments = ()
@@ -65,8 +86,15 @@ class CpuArena:
         """Attached memory, without pages written while nothing is attached."""
         return sum(segment.nbytes for segment in self.segments)
 
+    def returned_bytes(self) -> int:
+        return self._returned.nbytes
+
+    def forget_returned(self) -> None:
+        self._returned.clear()
+
     def close(self) -> None:
         self.detach()
+        self.forget_returned()
 
     def _map(self, segments: Sequence[Segment], *, keep_contents: bool, read_only: bool) -> None:
         # A second mapping of each segment, to copy the contents there, and back on an error.
@@ -75,6 +103,9 @@ class CpuArena:
         address = self.address
         try:
             for segment in segments:
+                if not (keep_contents or read_only) and self._returned.restore(segment, address):
+                    address += segment.nbytes
+                    continue
                 if keep_contents:
                     spare.append(map_file(segment.fd, segment.nbytes))
                     move(spare[-1], address, segment.nbytes)

@@ -3,7 +3,8 @@
 A segment is a memory file, sealed against size changes. Another holder of its descriptor therefore
 cannot truncate it under the daemon's mapping, which would kill the daemon (SIGBUS). A segment is
 mapped once, with all its pages, and stays mapped between allocations, because the first use of a
-page costs four to twenty times as much as a copy into it.
+page costs four to twenty times as much as a copy into it. A worker keeps the mapping of a segment
+that it returned, too, so an idle segment's pages are freed for all before it is destroyed.
 
 A worker may keep a descriptor. So a segment is reused only for workers of the same user, who can
 read each other's memory anyway, and it is cleared before it is sent.
@@ -22,7 +23,7 @@ from plexrl.errors import (
     StateLostError,
 )
 from plexrl.statemanager.device.backend import DeviceAllocation, DeviceKind, DeviceUsage
-from plexrl.statemanager.device.mapping import PAGE, map_file, move, set_zero, unmap
+from plexrl.statemanager.device.mapping import PAGE, map_file, move, punch, set_zero, unmap
 from plexrl.statemanager.device.memory import Run
 from plexrl.statemanager.device.segments import (
     SEGMENT_BYTES_MAX,
@@ -134,7 +135,7 @@ class CpuDevice:
             self._count_lent(sum(sizes))
             found, missing = self._take_idle(sizes, uid)
             surplus = self._take_surplus()
-        _destroy(surplus)
+        _discard(surplus)
         try:
             for size in missing:
                 found.append(_make(size))
@@ -164,7 +165,7 @@ class CpuDevice:
         with self._lock:
             self._count_lent(sum(segment_bytes))
             surplus = self._take_surplus()
-        _destroy(surplus)
+        _discard(surplus)
         taken: list[_Segment] = []
         try:
             for fd, nbytes in zip(fds, segment_bytes, strict=True):
@@ -183,22 +184,24 @@ class CpuDevice:
             self._lent_bytes -= allocation.nbytes
             self._idle += segments
             surplus = self._take_surplus()
-        _destroy(surplus)
+        _discard(surplus)
 
-    def free(self, allocation: DeviceAllocation) -> None:
+    def free(self, allocation: DeviceAllocation, *, is_unmapped: bool = False) -> None:
+        """See `DeviceBackend.free`. Without `is_unmapped`, another worker that returned these
+        segments before keeps their pages until it drops its mapping."""
         assert isinstance(allocation, CpuAllocation)
         segments = allocation.end()
         with self._lock:
             self._lent_bytes -= allocation.nbytes
             self._ending_bytes += allocation.nbytes
         # Unmapping takes as long as a copy, and no caller needs to wait for it.
-        threading.Thread(target=self._end, args=(segments,), daemon=True).start()
+        threading.Thread(target=self._end, args=(segments, is_unmapped), daemon=True).start()
 
-    def _end(self, segments: Sequence[_Segment]) -> None:
+    def _end(self, segments: Sequence[_Segment], is_unmapped: bool) -> None:
         """Destroy segments one at a time, because an allocation may wait for the memory."""
         for segment in segments:
             try:
-                _destroy([segment])
+                (_discard if is_unmapped else _destroy)([segment])
             finally:
                 with self._lock:
                     self._ending_bytes -= segment.nbytes
@@ -228,7 +231,7 @@ class CpuDevice:
         with self._lock:
             idle, self._idle = self._idle, []
             self._ended.wait_for(lambda: not self._ending_bytes)
-        _destroy(idle)
+        _discard(idle)
 
     def _count_lent(self, nbytes: int) -> None:
         if self._bytes_max is not None and self._lent_bytes + nbytes <= self._bytes_max:
@@ -317,6 +320,13 @@ def _check_segment(fd: int, nbytes: int) -> None:
             f"a segment of {nbytes} bytes is expected; the file has {there.st_size}: pass back "
             "what the daemon sent"
         )
+
+
+def _discard(segments: Sequence[_Segment]) -> None:
+    """Destroy idle segments, which workers may still have mapped outside of their arenas."""
+    for segment in segments:
+        punch(segment.address, segment.nbytes)
+    _destroy(segments)
 
 
 def _destroy(segments: Iterable[_Segment]) -> None:

@@ -81,6 +81,13 @@ class CudaArena:
     def resident_bytes(self) -> int:
         return sum(segment.nbytes for segment in self.segments)
 
+    def returned_bytes(self) -> int:
+        """See `WorkerArena.returned_bytes`; a detach unmaps all."""
+        return 0
+
+    def forget_returned(self) -> None:
+        """See `WorkerArena.forget_returned`."""
+
     def close(self) -> None:
         self.detach()
 

@@ -235,7 +235,7 @@ class CudaDevices:
         """See `DeviceBackend.recycle`; the memory is released to the driver."""
         self.free(allocation)
 
-    def free(self, allocation: DeviceAllocation) -> None:
+    def free(self, allocation: DeviceAllocation, *, is_unmapped: bool = False) -> None:  # noqa: ARG002
         """See `DeviceBackend.free`; the driver frees the memory after the worker's mapping ends."""
         assert isinstance(allocation, CudaAllocation)
         try:
