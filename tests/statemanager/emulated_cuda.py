@@ -51,6 +51,7 @@ class EmulatedCuda:
         self._reserved: dict[int, int] = {}
         self._mapped: dict[int, int] = {}
         self._accessible: set[int] = set()
+        self._read_only: set[int] = set()
         self._streams: dict[int, list[Callable[[], object]]] = {}
         self.pinned: dict[int, int] = {}
         self.broken = False
@@ -138,14 +139,18 @@ class EmulatedCuda:
             map_zero(length, address)
             del self._mapped[address]
             self._accessible.discard(address)
+            self._read_only.discard(address)
             address += length
 
-    def allow_access(self, device: int, address: int, nbytes: int) -> None:
+    def allow_access(
+        self, device: int, address: int, nbytes: int, *, read_only: bool = False
+    ) -> None:
         self._fail_if_told("allow_access")
         self._check(0 <= device < self._devices, "cuMemSetAccess")
         inside = {at for at in self._mapped if address <= at < address + nbytes}
         self._check(sum(self._mapped[at] for at in inside) == nbytes, "cuMemSetAccess")
         self._accessible |= inside
+        self._read_only = self._read_only | inside if read_only else self._read_only - inside
 
     def create_stream(self) -> int:
         self._entered()
@@ -163,10 +168,12 @@ class EmulatedCuda:
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
         self._check_copy("cuMemcpyHtoDAsync", address, nbytes, host)
+        self._check_writable("cuMemcpyHtoDAsync", address, nbytes)
         self._streams[stream].append(lambda: move(address, host, nbytes))
 
     def set_zero(self, address: int, nbytes: int, stream: int) -> None:
         self._check_copy("cuMemsetD8Async", address, nbytes, None)
+        self._check_writable("cuMemsetD8Async", address, nbytes)
         self._streams[stream].append(lambda: set_zero(address, nbytes))
 
     def synchronize_stream(self, stream: int) -> None:
@@ -239,6 +246,11 @@ class EmulatedCuda:
     def _check(self, holds: bool, call: str) -> None:
         if not holds:
             raise driver_error(call, "CUDA_ERROR_INVALID_VALUE")
+
+    def _check_writable(self, call: str, address: int, nbytes: int) -> None:
+        for at in self._read_only:
+            if at < address + nbytes and address < at + self._mapped[at]:
+                raise driver_error(call, "CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def _check_copy(self, call: str, address: int, nbytes: int, host: int | None) -> None:
         self._entered()

@@ -78,6 +78,32 @@ def test_a_failure_at_any_call_of_an_attach_leaves_nothing(driver: EmulatedCuda)
     del arena
 
 
+def test_memory_that_is_attached_for_reading_refuses_writes(driver: EmulatedCuda) -> None:
+    devices = CudaDevices(driver)
+    arena = CudaArena(driver, MIB)
+    loan = devices.allocate(arena.nbytes, device=0, uid=0)
+    block = HostBlock(b"shared")
+    loan.write([block.run(0)])
+    stream = driver.create_stream()
+    read = HostBlock(b"......")
+    arena.attach(segments(loan), keep_contents=False, read_only=True)
+    driver.copy_to_host(read.run(0).address, arena.address, 6, stream)
+    driver.synchronize_stream(stream)
+    assert read.contents() == b"shared"
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        driver.copy_to_device(arena.address, block.run(0).address, 6, stream)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        driver.set_zero(arena.address + MIB // 2, MIB // 2, stream)
+    arena.detach()
+    arena.attach(segments(loan), keep_contents=False)
+    driver.copy_to_device(arena.address, block.run(0).address, 6, stream)
+    driver.synchronize_stream(stream)
+    driver.destroy_stream(stream)
+    arena.detach()
+    devices.free(loan)
+    del arena
+
+
 def test_memory_of_another_device_is_not_adopted(driver: EmulatedCuda) -> None:
     devices = CudaDevices(driver)
     loan = devices.allocate(MIB, device=1, uid=0)

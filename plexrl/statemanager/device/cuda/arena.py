@@ -40,7 +40,7 @@ class CudaArena:
         segments: Sequence[Segment],
         *,
         keep_contents: bool,  # noqa: ARG002
-        read_only: bool = False,  # noqa: ARG002
+        read_only: bool = False,
     ) -> None:
         """See `WorkerArena.attach`; nothing can be written while nothing is attached."""
         taken = tuple(segments)
@@ -62,7 +62,9 @@ class CudaArena:
                         # The mapping keeps the memory alive.
                         self.driver.release(handle)
                     address += segment.nbytes
-                self.driver.allow_access(self.device, self.address, self.nbytes)
+                self.driver.allow_access(
+                    self.device, self.address, self.nbytes, read_only=read_only
+                )
                 self._mapped.push(undo.pop_all())
         except BaseException:
             _close(taken)

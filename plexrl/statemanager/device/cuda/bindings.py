@@ -84,11 +84,18 @@ class BoundDriver:
     def unmap(self, address: int, nbytes: int) -> None:
         self._call("cuMemUnmap", address, nbytes)
 
-    def allow_access(self, device: int, address: int, nbytes: int) -> None:
+    def allow_access(
+        self, device: int, address: int, nbytes: int, *, read_only: bool = False
+    ) -> None:
+        allowed = self._api.CUmemAccess_flags
         access = self._api.CUmemAccessDesc()
         access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
-        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access.flags = (
+            allowed.CU_MEM_ACCESS_FLAGS_PROT_READ
+            if read_only
+            else allowed.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        )
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def create_stream(self) -> int:

@@ -72,8 +72,10 @@ class CudaDriver(Protocol):
         """Unmap one or more adjacent whole mappings."""
         ...
 
-    def allow_access(self, device: int, address: int, nbytes: int) -> None:
-        """Allow the device to read and write mapped memory."""
+    def allow_access(
+        self, device: int, address: int, nbytes: int, *, read_only: bool = False
+    ) -> None:
+        """Allow the device to read, and unless `read_only` to write, mapped memory."""
         ...
 
     def create_stream(self) -> int:
