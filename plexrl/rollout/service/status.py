@@ -14,11 +14,18 @@ Plain = dict[str, Any]
 
 def status(rollout: LiveRollout) -> Plain:
     """What controllers and operators see of a rollout; see docs/sdk.md."""
-    core, progress, order = rollout.core, rollout.progress, rollout.order
-    buffers, settings, prompts = core.manager.buffers, core.settings.staleness, core.rounds
-    started = settings.group_size if prompts.kind is RoundKind.LONG else settings.samples
-    failure = rollout.failure
-    latest = progress.batch
+    return {
+        **_order(rollout),
+        **_instances(rollout),
+        **_batches(rollout),
+        **_trajectories(rollout),
+        "journal": {"bytes": rollout.store.bytes, "events": rollout.store.tail_events},
+    }
+
+
+def _order(rollout: LiveRollout) -> Plain:
+    """What the controller asked for, and whether it is served."""
+    order, failure = rollout.order, rollout.failure
     return {
         "job": order.job,
         "name": order.name,
@@ -28,24 +35,37 @@ def status(rollout: LiveRollout) -> Plain:
         "eta_responses": order.eta_responses,
         "plans_parallelism": order.plans_parallelism,
         "scale_down": order.scale_down,
-        "scale_downs": progress.scale_downs,
         "instances_min": order.instances_min,
         "instances_max": order.instances_max,
-        "instances_wanted": len(progress.names(order)),
-        "instances_added": progress.added,
-        "instances_removed": progress.removed,
-        "instances_reason": progress.change_reason,
         "adaptive_tp": order.adaptive_tp is not None,
-        "tp_switches": progress.tp_switches,
         "length_aware": order.length_aware,
-        "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
-        "round": prompts.kind,
-        "queued_prompts": len(prompts.queue),
         "prompts": order.prompts,
         "samples": order.samples,
         "state": "failed" if failure else "running" if rollout.is_joined else "joining",
         "failure": None if failure is None else failure.to_wire(),
         "joined": rollout.is_joined,
+    }
+
+
+def _instances(rollout: LiveRollout) -> Plain:
+    """The instances, and how their number and parallelism changed."""
+    progress = rollout.progress
+    return {
+        "scale_downs": progress.scale_downs,
+        "instances_wanted": len(progress.names(rollout.order)),
+        "instances_added": progress.added,
+        "instances_removed": progress.removed,
+        "instances_reason": progress.change_reason,
+        "tp_switches": progress.tp_switches,
+        "instances": {each.name: _instance(rollout, each) for each in rollout.members},
+    }
+
+
+def _batches(rollout: LiveRollout) -> Plain:
+    """The batches that are filled, ready and trained."""
+    core, progress = rollout.core, rollout.progress
+    buffers, latest = core.manager.buffers, progress.batch
+    return {
         "groups_wanted": core.groups_wanted,
         "next_group": progress.next_group,
         "next_batch": buffers.next_version,
@@ -53,11 +73,6 @@ def status(rollout: LiveRollout) -> Plain:
         if latest is None
         else {"version": latest.version, "trainer_step": rollout.steps.get(latest.version)},
         "newest_version": core.newest_version,
-        "waiting": core.trajectories.waiting,
-        "unrewarded": len(progress.unrewarded),
-        "dropped": progress.dropped_groups,
-        "dropped_reason": progress.dropped_reason,
-        "instances": {each.name: _instance(rollout, each) for each in rollout.members},
         "buffers": [
             {
                 "version": version,
@@ -71,8 +86,6 @@ def status(rollout: LiveRollout) -> Plain:
         "batches_ready": sum(
             buffers.state(version) is BufferState.READY for version, _ in buffers.entries()
         ),
-        "in_flight": len(core.trajectories.groups) * started,
-        "in_flight_max": settings.groups_max * settings.samples,
         "batches": [
             {
                 **msgspec.to_builtins(each, str_keys=True),
@@ -80,6 +93,24 @@ def status(rollout: LiveRollout) -> Plain:
             }
             for each in progress.batches
         ],
+    }
+
+
+def _trajectories(rollout: LiveRollout) -> Plain:
+    """Prompts and samples: what waits, what is generated, and what became of them."""
+    core, progress = rollout.core, rollout.progress
+    settings, prompts = core.settings.staleness, core.rounds
+    started = settings.group_size if prompts.kind is RoundKind.LONG else settings.samples
+    return {
+        "ranked_prompts": 0 if rollout.ranker is None else rollout.ranker.prompts,
+        "round": prompts.kind,
+        "queued_prompts": len(prompts.queue),
+        "waiting": core.trajectories.waiting,
+        "unrewarded": len(progress.unrewarded),
+        "dropped": progress.dropped_groups,
+        "dropped_reason": progress.dropped_reason,
+        "in_flight": len(core.trajectories.groups) * started,
+        "in_flight_max": settings.groups_max * settings.samples,
         "staleness_seen": {str(age): n for age, n in sorted(progress.staleness.items())},
         "totals": {
             "generated": msgspec.to_builtins(progress.generated),
@@ -92,7 +123,6 @@ def status(rollout: LiveRollout) -> Plain:
         },
         "tokens_generated": progress.generated.tokens,
         "tokens_per_s": rollout.tokens_per_s(),
-        "journal": {"bytes": rollout.store.bytes, "events": rollout.store.tail_events},
     }
 
 
