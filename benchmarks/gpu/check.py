@@ -39,10 +39,11 @@ PYTEST = [
     "--continue-on-collection-errors",
 ]
 PARTS: dict[str, tuple[int, list[str]]] = {
-    "device": (120, [*PYTEST, "tests/statemanager"]),
-    "workers": (80, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
-    "switches": (170, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
-    "benchmark": (150, ["-m", "benchmarks.gpu.switch", "--json"]),
+    "device": (90, [*PYTEST, "tests/statemanager"]),
+    "workers": (70, [*PYTEST, "tests/gpu/test_gpu_workers.py"]),
+    "switches": (120, [*PYTEST, "tests/gpu/test_gpu_switches.py"]),
+    "benchmark": (110, ["-m", "benchmarks.gpu.switch", "--json"]),
+    "rl": (170, ["-m", "benchmarks.gpu.rl", "--json"]),
 }
 """(seconds at most, arguments of Python), in the order in which they run."""
 NO_GPU = 3

@@ -142,9 +142,13 @@ def take_turns(
 
 
 def start_daemon(
-    directory: Path, host_bytes: int
+    directory: Path,
+    host_bytes: int,
+    *,
+    device: DeviceKind = DeviceKind.CUDA,
+    device_bytes: int | None = None,
 ) -> tuple[subprocess.Popen[str], StateManagerConfig]:
-    """A StateManager for GPUs with its host tier made ready, and its configuration."""
+    """A StateManager with its host tier made ready, and its configuration."""
     config = StateManagerConfig(
         node="gpu",
         listen=str(directory / "s.sock"),
@@ -153,7 +157,8 @@ def start_daemon(
         host_prefault_bytes=host_bytes,
         nvme_dir=str(directory / "nvme"),
         nvme_bytes=GIB,
-        device=DeviceKind.CUDA,
+        device=device,
+        device_bytes=device_bytes,
         persist_on_exit=False,
     )
     path = directory / "config.json"

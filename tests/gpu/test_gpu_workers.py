@@ -15,7 +15,7 @@ from plexrl.statemanager.daemon.config import StateManagerConfig
 from plexrl.wire.operations import OperationKind
 from plexrl.worker.process.backend import Backend
 from plexrl.worker.state.device import GpuDevice
-from tests.statemanager.device.test_emulated_workers import ENGINE, TRAINER, Rank, on_cpu
+from tests.statemanager.device.test_emulated_workers import ENGINE, REFERENCE, TRAINER, Rank, on_cpu
 from tests.statemanager.device_rigs import real_driver
 
 pytestmark = pytest.mark.gpu
@@ -74,4 +74,33 @@ def test_an_engine_draws_the_same_after_a_switch(
     rank.move(OperationKind.OFFLOAD, 0)
     rank.move(OperationKind.LOAD, 0)
     assert np.array_equal(rank.generate(), before)
+    rank.close()
+
+
+def test_a_rollout_draws_from_what_a_trainer_published(
+    node: StateManagerConfig, device: GpuDevice
+) -> None:
+    trainer, engine = Rank(TRAINER, node, device), Rank(ENGINE, node, device)
+    engine.move(OperationKind.LOAD, 0)
+    trainer.move(OperationKind.LOAD, 0)
+    for seq in (1, 2):
+        trainer.train()
+        trainer.move(OperationKind.PUBLISH, seq)
+        report = engine.sync(seq, node.listen, delta=seq == 2)
+        assert report["way"] == ("delta" if seq == 2 else "full")
+        drawn = engine.state()
+        for name, value in trainer.state().items():
+            assert name not in drawn or torch.equal(drawn[name], value), name
+        assert np.isfinite(engine.generate()).all()
+    trainer.close()
+    engine.close()
+
+
+def test_a_reference_computes_as_on_the_cpu(node: StateManagerConfig, device: GpuDevice) -> None:
+    rank = Rank(REFERENCE, node, device)
+    rank.move(OperationKind.LOAD, 0)
+    rank.move(OperationKind.OFFLOAD, 0)
+    rank.move(OperationKind.LOAD, 0)
+    wanted = Rank.of(on_cpu(REFERENCE, lambda _: None)).logprobs()
+    assert np.allclose(rank.logprobs(), wanted, atol=1e-3)
     rank.close()
