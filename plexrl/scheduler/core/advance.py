@@ -14,6 +14,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.group_step import advance
+from plexrl.scheduler.jobs.awaited_profiles import look_for_profile
 from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
 from plexrl.scheduler.jobs.retention import forget_ended
@@ -197,6 +198,8 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
             deadline_passed(state, effects, OperationId(name), now)
         case TimerKind.PLACEMENT:
             context.cluster.waiting.retry_all_if_any()
+        case TimerKind.PROFILE:
+            look_for_profile(context, DeploymentId(name), now)
         case TimerKind.NODE if name in state.nodes:
             reconcile_node(context, NodeId(name), now)
         case TimerKind.LAUNCH if name in state.deployments:

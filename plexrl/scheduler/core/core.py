@@ -50,6 +50,7 @@ from plexrl.scheduler.core.queries.views import (
 )
 from plexrl.scheduler.core.snapshot import decode, encode
 from plexrl.scheduler.dispatch.switch_cost import state_reported
+from plexrl.scheduler.jobs.awaited_profiles import await_all_profiles
 from plexrl.scheduler.jobs.controllers import (
     check_controller,
     controller_attached,
@@ -208,6 +209,7 @@ class SchedulerCore:
             self._take_settings(event.settings_json)
             for at in patience_ends(self._cluster):
                 self._effects.wake(at, timers.PLACEMENT)
+            await_all_profiles(self._context)
         state = self._state
         state.routers.clear()
         for node in state.nodes.values():

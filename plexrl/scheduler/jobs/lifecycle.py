@@ -15,6 +15,7 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
+from plexrl.scheduler.jobs.awaited_profiles import await_profile
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
@@ -147,6 +148,7 @@ def place_waiting(context: Context, now: float) -> None:
             wpg.launch_first(deployment)
         if deployment.state != WpgState.MIGRATING:
             launch(state, effects, deployment, now)
+        await_profile(context.settings, effects, deployment)
         if has_all_gpus(state, job):
             all_placed(state, context.settings, job)
 

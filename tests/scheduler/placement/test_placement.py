@@ -232,7 +232,7 @@ def test_a_cold_job_gets_its_own_group_that_is_closed_until_it_is_profiled() -> 
     submit(cluster, "a", None)
     cluster.settle()
     submit(cluster, "b", trace(0.5, 100.0))
-    cluster.pass_time(1000.0)
+    cluster.pass_time(500.0)
     assert group_of(cluster, "b") is None
     profiled(cluster, "a")
     assert group_of(cluster, "b") == group_of(cluster, "a")

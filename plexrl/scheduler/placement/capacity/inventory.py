@@ -318,9 +318,14 @@ class Inventory:
             return False
         if not self._policy.repacks:
             return True
-        # A member is profiled alone (PlexRL §4.3.2, cold start).
-        reservations = (self._state.deployments[name].reservation for name in group.members)
-        return all(each is not None and each.trace is not None for each in reservations)
+        # A member is profiled alone (PlexRL §4.3.2, cold start), unless that takes too long.
+        for name in group.members:
+            member = self._state.deployments[name]
+            reservation = member.reservation
+            has_profile = reservation is not None and reservation.trace is not None
+            if not has_profile and not member.cycles.is_overdue:
+                return False
+        return True
 
     def _group_of(self, deployment: Deployment) -> Group:
         assert deployment.group is not None, f"{deployment.deployment} is on no group"

@@ -98,6 +98,8 @@ class Cycles:
     """The cycles end with a publish; those of a rollout begin with a sync."""
     steps: bool = False
     """An optimizer step was seen."""
+    is_overdue: bool = False
+    """The deployment's first profile was awaited in vain: others may join its group without it."""
 
     def begin(self, at: float) -> OpenCycle:
         """A cycle begins."""

@@ -27,6 +27,8 @@ class TimerKind(StrEnum):
     """The WPGs on a lost or draining node."""
     PLACEMENT = "placement"
     """The deployments that wait for GPUs."""
+    PROFILE = "profile"
+    """A deployment whose profile is awaited."""
 
 
 class Subject(NamedTuple):
@@ -74,6 +76,11 @@ def migration(deployment: DeploymentId) -> Subject:
 def node_check(node: NodeId) -> Subject:
     """The subject for the WPGs on a lost or draining node."""
     return Subject(TimerKind.NODE, node)
+
+
+def profile(deployment: DeploymentId) -> Subject:
+    """The subject for a deployment whose profile is awaited."""
+    return Subject(TimerKind.PROFILE, deployment)
 
 
 def parse(text: str) -> Subject:
