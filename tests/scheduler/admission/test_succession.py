@@ -71,3 +71,26 @@ def test_a_small_group_delays_no_job_that_needs_many_more_gpus() -> None:
     one, two = (context.state.deployment(DeploymentId(f"{job}/actor")) for job in ("one", "two"))
     assert not is_scarce(context.cluster, one)
     assert is_scarce(context.cluster, two)
+
+
+def both_share(cluster: FakeCluster, job: str, *, generates_s: float) -> None:
+    """A job whose rollout shares its GPUs, too, and is too busy for two on one group."""
+    cluster.job(job, gang=2)
+    cluster.deploy(f"{job}/actor", workers=4, trace=trace(50.0))
+    cluster.deploy(f"{job}/rollout", "rollout", 2, trace=trace(generates_s), shares=True)
+
+
+@pytest.mark.parametrize(("generates_s", "passes"), [(70.0, True), (89.0, False)])
+def test_a_job_takes_the_places_of_two_deployments_that_share(
+    generates_s: float, passes: bool
+) -> None:
+    cluster = FakeCluster(policy="spread+backfill")
+    cluster.start_node(7)
+    both_share(cluster, "runs", generates_s=70.0)
+    both_share(cluster, "first", generates_s=generates_s)
+    cluster.pass_time(cluster.config.starvation_bound_s)
+    cluster.job("small")
+    cluster.deploy("small/actor", workers=1, trace=trace(20.0))
+    assert waiting(cluster) == (["first"] if passes else ["first", "small"])
+    cluster.send(ev.JobFinished(job="runs", outcome="completed"))
+    assert "first" not in waiting(cluster)

@@ -1,17 +1,18 @@
 """Whether a waiting gang gets its GPUs as the successor of one running job.
 
-A job that trains on a shared group and generates on GPUs of its own frees both when it ends: a
-place in the group, and those GPUs. A waiting job of the same sizes needs just these, and it is
-considered first if it has waited longest. Free GPUs that were kept for it meanwhile, until they are
-enough for a new group, would help nobody.
+A job that trains on a shared group and generates on other GPUs frees both when it ends: a place in
+the group, and those GPUs, or a place in their group. A waiting job of the same sizes needs just
+these, and it is considered first if it has waited longest. Free GPUs that were kept for it
+meanwhile, until they are enough for a new group, would help nobody.
 """
 
 import numpy as np
 
+from plexrl.ids import DeploymentId, GroupId, JobId
 from plexrl.scheduler.admission.fit.feasibility import gang_of
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.placement.capacity.index import ShapeTable
-from plexrl.scheduler.state.records import Deployment, Group
+from plexrl.scheduler.state.records import Deployment
 
 LIKE = 1.25
 """Largest ratio of a successor's duty to the mean duty of the group's members."""
@@ -21,29 +22,39 @@ def takes_a_place(cluster: Cluster, deployment: Deployment) -> bool:
     """Whether `deployment` and its gang fit once some running job ends, without a new group for
     those that share.
 
-    Only for gangs of one deployment that shares and others that do not. Its duty has to be like
-    those of the group's members and has to fit once a member of average duty has left, and its
-    state has to fit now. Without likeness, members of less duty could take each other's places for
-    ever.
+    Only for gangs of several deployments, of which some share. The running job has to have
+    deployments of the same kinds and sizes. The duty of each that shares has to be like those of
+    the members of its predecessor's group and has to fit once a member of average duty has left,
+    and its state has to fit now. Without likeness, members of less duty could take each other's
+    places for ever.
     """
-    gang = gang_of(cluster, deployment)
+    gang = sorted(gang_of(cluster, deployment), key=_size)
     sharing = [each for each in gang if each.shares]
-    if len(sharing) != 1 or not cluster.settings.anybody_shares:
+    if len(gang) < 2 or not sharing or not cluster.settings.anybody_shares:
         return False
-    (joining,) = sharing
-    own = sorted((each.workers, each.node_type) for each in gang if each is not joining)
-    if not own:
-        return False
+    places = {each.deployment: _places(cluster, each) for each in sharing}
+    tried: set[JobId] = set()
+    for name in places[sharing[0].deployment]:
+        for member in cluster.state.groups[name].members:
+            job = cluster.state.deployment(member).job
+            if job not in tried and _succeeds(cluster, gang, job, places):
+                return True
+            tried.add(job)
+    return False
+
+
+def _places(cluster: Cluster, joining: Deployment) -> dict[GroupId, None]:
+    """Groups that can take the deployment once a member of average duty has left."""
     index = cluster.inventory.index
+    found: dict[GroupId, None] = {}
     for shape in index.shapes(joining.workers, joining.node_type):
         table = index.table(shape)
         for row in np.flatnonzero(_has_room_later(cluster, table, joining)).tolist():
             name = table.groups[row]
             assert name is not None, "a free row has no members"
-            group = cluster.state.groups[name]
-            if group.shared and _frees(cluster, group, own):
-                return True
-    return False
+            if cluster.state.groups[name].shared:
+                found[name] = None
+    return found
 
 
 def _has_room_later(
@@ -60,16 +71,23 @@ def _has_room_later(
     )
 
 
-def _frees(cluster: Cluster, group: Group, own: list[tuple[int, str]]) -> bool:
-    """Whether a job with a member there has deployments of these sizes besides."""
-    for name in group.members:
-        job = cluster.state.job(cluster.state.deployment(name).job)
-        besides = map(cluster.state.deployment, job.deployments)
-        held = sorted(
-            (each.workers, each.node_type)
-            for each in besides
-            if each.group is not None and each.deployment != name and not each.shares
-        )
-        if held == own:
-            return True
-    return False
+def _succeeds(
+    cluster: Cluster,
+    gang: list[Deployment],
+    job: JobId,
+    places: dict[DeploymentId, dict[GroupId, None]],
+) -> bool:
+    """Whether the deployments of a running job leave a place for each of `gang`, in its order."""
+    running = map(cluster.state.deployment, cluster.state.job(job).deployments)
+    held = sorted((each for each in running if each.has_gpus), key=_size)
+    if [_size(each) for each in held] != [_size(each) for each in gang]:
+        return False
+    for joining, leaving in zip(gang, held, strict=True):
+        if joining.shares and leaving.group not in places[joining.deployment]:
+            return False
+    return True
+
+
+def _size(deployment: Deployment) -> tuple[str, int, str, bool]:
+    """What a successor has in common."""
+    return deployment.kind, deployment.workers, deployment.node_type, deployment.shares
