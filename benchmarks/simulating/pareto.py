@@ -6,10 +6,12 @@ The jobs and the cluster are those of `benchmarks/simulating/cluster.py`, synchr
 on GPUs of the cluster, too. A larger bound lets more jobs share a group: the cluster drains sooner,
 and cycles take longer. A policy is better where it drains sooner at no more slowdown.
 
-*behind*: by how much longer than this point the best point of `spread+backfill` takes that has no
-more mean slowdown (of the p95 in the second column); negative if it is sooner. `front_behind_mean`
-and `front_behind_p95` are the largest of them: 0 if `spread+backfill` is nowhere behind. One
-seed. `--plot` draws the fronts (matplotlib).
+*behind*: by how much drain (relative) and mean slowdown (in points of a cycle) both have to be
+relaxed until this point is no better than the nearest one of `spread+backfill`; of the p95 in the
+second column. It is 0 where a point of `spread+backfill` is no worse in either, and it needs no
+points between those that were run (the additive epsilon indicator of Zitzler et al. 2003).
+`front_behind_mean` and `front_behind_p95` are the largest of them. One seed. `--plot` draws the
+points (matplotlib).
 """
 
 import sys
@@ -22,7 +24,7 @@ from benchmarks.simulating.cluster import ALONE, SHARED, by_policy, ratios, whol
 from benchmarks.sizes import sized
 from plexrl.sim.results.result import SimResult
 
-LOADS = sized((0.5, 0.6, 0.8, 0.9, 1.0), quick=(0.6, 1.1))
+LOADS = sized((0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 1.0), quick=(0.6, 1.1))
 POLICIES = sized(
     (SHARED, "pack", "rollmux", "fifo-lock", "least-recently-served"),
     quick=(SHARED, "pack"),
@@ -42,11 +44,13 @@ class Point:
     """Mean slowdown of cycles."""
     p95: float
 
-    def behind(self, others: Sequence["Point"], by: str) -> float | None:
-        """By which part the best of `others` with no more slowdown drains later; None: there is
-        none."""
-        allowed = [each.drain for each in others if getattr(each, by) <= getattr(self, by)]
-        return min(allowed) / self.drain - 1.0 if allowed else None
+    def behind(self, others: Sequence["Point"], by: str) -> float:
+        """The least part by which one of `others` takes longer, or has more slowdown, whichever is
+        more; 0: one of them does neither."""
+        own = getattr(self, by)
+        return min(
+            max(0.0, each.drain / self.drain - 1.0, getattr(each, by) - own) for each in others
+        )
 
 
 def points(runs: Mapping[str, Sequence[SimResult]]) -> list[Point]:
@@ -81,13 +85,13 @@ def measure(*, full: bool) -> Part:
     for each in found:
         cells = []
         for by, largest in behind.items():
-            value = None if each.policy == SHARED else each.behind(ours, by)
-            cells.append("" if value is None else f"{value:+.1%}")
-            largest.append(value or 0.0)
+            value = each.behind(ours, by)
+            cells.append("" if each.policy == SHARED else f"{value:.1%}")
+            largest.append(value)
         name = f"{each.policy}, {each.load:g}"
         figures = (f"{each.drain:.1%}", f"{each.mean:.1%}", f"{each.p95:.1%}")
         part.rows.append((name, *figures, *cells))
-    part.figures.update((f"front_behind_{by}", max(0.0, *each)) for by, each in behind.items())
+    part.figures.update((f"front_behind_{by}", max(each)) for by, each in behind.items())
     if "--plot" in sys.argv:
         _draw(found, sys.argv[sys.argv.index("--plot") + 1])
     return part
