@@ -60,6 +60,9 @@ def test_a_core_from_a_snapshot_of_version_1_decides_as_its_writer(old: Old) -> 
             digest.update(b"refused %s\n" % type(error).__name__.encode())
             continue
         for command in commands:
+            if command == cmd.SetTimer(at=now + core.settings.config.starvation_bound_s):
+                # Version 1 awaited the profile of a member for ever.
+                continue
             digest.update(as_in_version_1(command) + b"\n")
     core.check_invariants()
     assert digest.hexdigest() == old.commands_sha256
