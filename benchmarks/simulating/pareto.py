@@ -47,10 +47,11 @@ class Point:
     def behind(self, others: Sequence["Point"], by: str) -> float:
         """The least part by which one of `others` takes longer, or has more slowdown, whichever is
         more; 0: one of them does neither."""
-        own = getattr(self, by)
-        return min(
-            max(0.0, each.drain / self.drain - 1.0, getattr(each, by) - own) for each in others
-        )
+        excess: list[float] = [
+            max(0.0, each.drain / self.drain - 1.0, getattr(each, by) - getattr(self, by))
+            for each in others
+        ]
+        return min(excess)
 
 
 def points(runs: Mapping[str, Sequence[SimResult]]) -> list[Point]:
