@@ -14,11 +14,11 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.dispatch.group_step import advance
-from plexrl.scheduler.jobs.awaited_profiles import look_for_profile
 from plexrl.scheduler.jobs.cycles import cycle_over
 from plexrl.scheduler.jobs.lifecycle import detach_or_cancel, launch_if_due, place_waiting
 from plexrl.scheduler.jobs.retention import forget_ended
 from plexrl.scheduler.operations.cancellation import deadline_passed
+from plexrl.scheduler.placement.capacity.awaited_profiles import look_for_profile
 from plexrl.scheduler.placement.evacuation import reconcile_node
 from plexrl.scheduler.placement.relocation import send_migration
 from plexrl.scheduler.state.machines.wpg_states import WpgState

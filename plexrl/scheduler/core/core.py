@@ -50,7 +50,6 @@ from plexrl.scheduler.core.queries.views import (
 )
 from plexrl.scheduler.core.snapshot import decode, encode
 from plexrl.scheduler.dispatch.switch_cost import state_reported
-from plexrl.scheduler.jobs.awaited_profiles import await_all_profiles
 from plexrl.scheduler.jobs.controllers import (
     check_controller,
     controller_attached,
@@ -92,6 +91,7 @@ from plexrl.scheduler.operations.operations import enqueue
 from plexrl.scheduler.operations.outcomes import run_failed, run_finished
 from plexrl.scheduler.operations.submission.backpressure import check_room
 from plexrl.scheduler.operations.submission.checks import check_deadline, check_same, check_source
+from plexrl.scheduler.placement.capacity.awaited_profiles import await_all_profiles
 from plexrl.scheduler.placement.nodes import (
     node_drain_changed,
     node_joined,

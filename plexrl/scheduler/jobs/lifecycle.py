@@ -15,7 +15,6 @@ from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.context import Context
 from plexrl.scheduler.context.effects import Effects
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.jobs.awaited_profiles import await_profile
 from plexrl.scheduler.jobs.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.jobs.retention import last_incarnation
 from plexrl.scheduler.jobs.sharing import note_wait
@@ -23,6 +22,7 @@ from plexrl.scheduler.jobs.usage import meter
 from plexrl.scheduler.operations.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail, interrupt
 from plexrl.scheduler.operations.replay import drop_log, drop_past
+from plexrl.scheduler.placement.capacity.awaited_profiles import await_profile
 from plexrl.scheduler.placement.capacity.inventory import Inventory
 from plexrl.scheduler.placement.placement import release_lock, vacate
 from plexrl.scheduler.placement.relocation import drain, settle
