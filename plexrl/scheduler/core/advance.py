@@ -199,7 +199,7 @@ def _look_again(context: Context, what: Subject, now: float) -> None:
         case TimerKind.PLACEMENT:
             context.cluster.waiting.retry_all_if_any()
         case TimerKind.PROFILE:
-            look_for_profile(context, DeploymentId(name), now)
+            look_for_profile(context.cluster, effects, DeploymentId(name), now)
         case TimerKind.NODE if name in state.nodes:
             reconcile_node(context, NodeId(name), now)
         case TimerKind.LAUNCH if name in state.deployments:

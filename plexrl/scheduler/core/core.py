@@ -209,7 +209,7 @@ class SchedulerCore:
             self._take_settings(event.settings_json)
             for at in patience_ends(self._cluster):
                 self._effects.wake(at, timers.PLACEMENT)
-            await_all_profiles(self._context)
+            await_all_profiles(self._cluster, self._effects)
         state = self._state
         state.routers.clear()
         for node in state.nodes.values():

@@ -22,7 +22,7 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     if deployment.group is None or not deployment.shares:
         return
     if refresh(deployment, settings.profiler):
-        deployment.cycles.is_overdue = False
+        deployment.cycles.have_profile()
         remember(context.state, settings, deployment)
         if settings.policy.repacks:
             # Other policies do not plan by time.

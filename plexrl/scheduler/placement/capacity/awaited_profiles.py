@@ -17,9 +17,9 @@ from plexrl.scheduler.state.messages import timers
 
 if TYPE_CHECKING:
     from plexrl.ids import DeploymentId
-    from plexrl.scheduler.context.context import Context
+    from plexrl.scheduler.cluster.settings import Settings
+    from plexrl.scheduler.context.cluster import Cluster
     from plexrl.scheduler.context.effects import Effects
-    from plexrl.scheduler.context.settings import Settings
     from plexrl.scheduler.state.records import Deployment
 
 
@@ -29,25 +29,27 @@ def await_profile(settings: "Settings", effects: "Effects", deployment: "Deploym
         effects.wake(_awaited_until(settings, deployment), timers.profile(deployment.deployment))
 
 
-def await_all_profiles(context: "Context") -> None:
+def await_all_profiles(cluster: "Cluster", effects: "Effects") -> None:
     """Set the timers again: the settings may have changed."""
-    for name in sorted(context.state.deployments):
-        await_profile(context.settings, context.effects, context.state.deployments[name])
+    for name in sorted(cluster.state.deployments):
+        await_profile(cluster.settings, effects, cluster.state.deployments[name])
 
 
-def look_for_profile(context: "Context", name: "DeploymentId", now: float) -> None:
+def look_for_profile(
+    cluster: "Cluster", effects: "Effects", name: "DeploymentId", now: float
+) -> None:
     """Open the deployment's group if its profile has been awaited long enough."""
-    deployment = context.state.deployments.get(name)
+    deployment = cluster.state.deployments.get(name)
     if deployment is None or not _is_awaited(deployment):
         return
-    if now < _awaited_until(context.settings, deployment):
-        await_profile(context.settings, context.effects, deployment)
+    if now < _awaited_until(cluster.settings, deployment):
+        await_profile(cluster.settings, effects, deployment)
         return
-    deployment.cycles.is_overdue = True
-    group = context.state.group_of(deployment)
+    deployment.cycles.await_no_profile()
+    group = cluster.state.group_of(deployment)
     assert group is not None, f"the profile of {name} is awaited without a group"
-    context.cluster.inventory.refresh(group)
-    context.cluster.waiting.retry_all_if_any()
+    cluster.inventory.refresh(group)
+    cluster.waiting.retry_all_if_any()
 
 
 def _is_awaited(deployment: "Deployment") -> bool:

@@ -123,6 +123,14 @@ class Cycles:
         if len(self.measured) > KEPT_CYCLES:
             del self.measured[:-KEPT_CYCLES]
 
+    def await_no_profile(self) -> None:
+        """The first profile was awaited in vain."""
+        self.is_overdue = True
+
+    def have_profile(self) -> None:
+        """There is a profile."""
+        self.is_overdue = False
+
     def abandon(self) -> None:
         """The open cycle measures nothing: a run in it met a full disk or memory."""
         self.open = None
