@@ -19,6 +19,8 @@ from plexrl.wire.rpc import Handler, Peer
 LOG = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
+REPORTS_MAX = 256
+"""Most reports that are sent without an acknowledgement."""
 Plain = dict[str, Any]
 
 
@@ -103,21 +105,41 @@ class SchedulerLink:
             self._on_lost()
 
     async def _send_reports(self, peer: Peer) -> None:
+        count_max = REPORTS_MAX
         while True:
             await self._has_reports.wait()
             while self._reports:
-                method, params = self._reports[0]
-                try:
-                    await peer.call(method, params, timeout_s=CALL_TIMEOUT_S)
-                except ConnectionLostError:
+                # Sent together, they share a commit of the journal.
+                sent = [self._reports[at] for at in range(min(len(self._reports), count_max))]
+                errors = await asyncio.gather(*(_sent(peer, *report) for report in sent))
+                if any(isinstance(error, ConnectionLostError) for error in errors):
                     return
-                except (UnavailableError, StorageError) as error:
-                    # The scheduler stops, has lost its lease, does not reply or cannot write its
-                    # journal: repeat the report to it, or to the next scheduler.
-                    LOG.info("the scheduler accepts no reports now (%s)", error)
+                for _ in sent:
+                    self._reports.popleft()
+                # The scheduler stops, has lost its lease, does not reply or cannot write its
+                # journal: repeat these reports to it, or to the next scheduler.
+                again = [
+                    (report, error)
+                    for report, error in zip(sent, errors, strict=True)
+                    if isinstance(error, UnavailableError | StorageError)
+                ]
+                # A scheduler that holds keeps reports that it did not answer; the same ones many
+                # times would fill its memory.
+                count_max = 1 if again else REPORTS_MAX
+                if again:
+                    LOG.info("the scheduler accepts no reports now (%s)", again[0][1])
+                    self._reports.extendleft(report for report, _ in reversed(again))
                     await asyncio.sleep(RECONNECT_S)
-                    continue
-                except PlexRLError as error:
-                    LOG.error("the scheduler refused %s %s: %s", method, params, error)
-                self._reports.popleft()
             self._has_reports.clear()
+
+
+async def _sent(peer: Peer, method: str, params: Plain) -> PlexRLError | None:
+    """Send a report; return the error with which it was answered."""
+    try:
+        await peer.call(method, params, timeout_s=CALL_TIMEOUT_S)
+    except (ConnectionLostError, UnavailableError, StorageError) as error:
+        return error
+    except PlexRLError as error:
+        LOG.error("the scheduler refused %s %s: %s", method, params, error)
+        return error
+    return None

@@ -268,16 +268,21 @@ def test_a_bug_in_one_handler_does_not_end_the_connection_for_good(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_a_report_refused_by_a_stopping_scheduler_is_repeated(tmp_path: Path) -> None:
+def test_reports_go_together_and_those_that_a_stopping_scheduler_refused_again(
+    tmp_path: Path,
+) -> None:
     numbers: list[int] = []
-    all_reported = asyncio.Event()
+    together, all_reported = asyncio.Event(), asyncio.Event()
 
     async def finished(peer: Peer, params: Plain) -> Plain:
         del peer
         numbers.append(params["n"])
-        if params["n"] == 3:
+        if len(numbers) == 3:
+            together.set()
+        if len(numbers) == 4:
             all_reported.set()
-        if len(numbers) == 1:
+        await together.wait()
+        if params["n"] == 1 and len(numbers) == 3:
             raise UnavailableError("the scheduler is stopping: try again in a moment")
         if params["n"] == 2:
             raise ConflictError("no such operation")
@@ -295,7 +300,7 @@ def test_a_report_refused_by_a_stopping_scheduler_is_repeated(tmp_path: Path) ->
         server.close()
 
     asyncio.run(run())
-    assert numbers == [1, 1, 2, 3]
+    assert numbers == [1, 2, 3, 1]
 
 
 def run_of(kind: OperationKind, *addresses: str) -> Plain:
