@@ -34,6 +34,8 @@ class NodeConfig:
     """Cores for the workers of the virtual GPUs; empty: workers are not bound."""
     gpu_uuids: tuple[str, ...] = ()
     """UUID of each GPU; empty: workers compute on the CPU."""
+    gpu_kind: str = ""
+    """Name of the GPUs; empty: they are virtual."""
 
     @classmethod
     def virtual(cls, options: ClusterOptions, index: int) -> "NodeConfig":
@@ -205,6 +207,7 @@ def node_parts(
             "checkpoint_url": options.checkpoint_url or "",
             "cores": list(config.cores),
             "gpu_uuids": list(config.gpu_uuids),
+            "gpu_kind": config.gpu_kind,
             **_agent_links(node, links, serves_nixl=bool(given.get("serve_nixl"))),
             **options.settings.agent,
         },

@@ -8,6 +8,9 @@ BLOCK_TOKENS = {"torch": 16, "vllm": 32}
 """Tokens per block, the unit of allocation, by rollout backend. vLLM's kernels for CPUs need
 multiples of 32."""
 
+KV_BYTES = 1 << 30
+"""Default budget of the KV cache, unless all slots need less or one sequence needs more."""
+
 
 def kv_token_bytes(spec: DeploymentSpec) -> int:
     """Cache bytes per token on each worker. The model must be one that `parameter_count`

@@ -52,6 +52,8 @@ class AgentConfig:
     are not bound."""
     gpu_uuids: tuple[str, ...] = ()
     """UUID of each GPU, by its index on the node; empty: workers compute on the CPU."""
+    gpu_kind: str = ""
+    """Name of the GPUs, as the driver prints it; empty: they are virtual."""
     host: str = ""
     """Address of this machine at which other machines reach this node; empty: only processes of
     this machine do."""

@@ -74,6 +74,8 @@ class FakeCluster:
         self.partials: dict[str, str] = {}
         """What each interrupted generation has drawn."""
         self.compute_s = 0.1
+        self.peak_bytes = 0
+        """What workers report of their allocator."""
         """Of every operation, as its workers count it."""
 
     def send(self, event: ev.Event) -> list[cmd.Command]:
@@ -357,6 +359,7 @@ class FakeCluster:
                     operation=run.operation,
                     token=run.token,
                     compute_s=self.compute_s,
+                    peak_bytes=self.peak_bytes,
                     trainer_step=trainer_step,
                     result=partial,
                     unfinished_rows=int(partial is not None),

@@ -18,6 +18,8 @@ from plexrl.cli.terminal.option_groups import with_option_groups
 
 Plain = dict[str, Any]
 
+GIB = 1 << 30
+
 IDLE_S = 60.0
 """Shorter idle times are normal between two steps."""
 
@@ -40,6 +42,7 @@ def explain(
     _deployments(view["deployments"], view["slo"])
     for deployment in view["deployments"]:
         _attempts(deployment)
+        _memory(deployment)
         _near(deployment)
     _quality(view["eta_quality"])
 
@@ -152,6 +155,24 @@ def _attempts(deployment: Plain) -> None:
     if deployment["attempts"]:
         cells: Cells = {"placement mode": "way", "obstacle": "why"}
         print_records(f"Why {deployment['deployment']} has no GPUs", cells, deployment["attempts"])
+
+
+def _memory(deployment: Plain) -> None:
+    """Print the sum on each GPU; not for virtual GPUs, where only the state counts."""
+    memory = deployment["memory"]
+    if memory is None or (deployment["group"] is not None and not memory["gpu_kind"]):
+        return
+    how = "measured" if memory["is_measured"] else "estimated"
+    rows = [
+        (term["name"] + (f" ({how})" if term["name"] == "activations" else ""), term["nbytes"])
+        for term in memory["terms"]
+    ]
+    rows.append(("sum", memory["need_bytes"]))
+    if memory["gpu_kind"]:
+        rows.append(("others of the group keep", memory["others_keep_bytes"]))
+        rows.append((f"a {memory['gpu_kind']} has", memory["gpu_memory_bytes"]))
+    table = [(name, f"{nbytes / GIB:.2f} GiB") for name, nbytes in rows]
+    print_table(f"Memory of {deployment['deployment']} on each GPU", ("part", "size"), table)
 
 
 def _near(deployment: Plain) -> None:

@@ -26,6 +26,8 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of the smallest."""
     uuids: tuple[str, ...] = ()
     """UUID of each, as `GPU-…`; empty: they are virtual, and workers compute on the CPU."""
+    kind: str = ""
+    """Name of the smallest, such as `NVIDIA H200`; empty: they are virtual."""
 
 
 NONE = Gpus(count=0, memory_bytes=0)
@@ -36,7 +38,7 @@ def find_gpus() -> Gpus:
     None of them is used."""
     for command in (
         [sys.executable, "-m", "plexrl.cluster.node.gpus"],
-        ["nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits"],
+        ["nvidia-smi", "--query-gpu=memory.total,uuid,name", "--format=csv,noheader,nounits"],
     ):
         found = _counted(command)
         if found.count:
@@ -68,12 +70,23 @@ def _counted(command: list[str]) -> Gpus:
         )
         if command[0] == sys.executable:
             return msgspec.json.decode(done.stdout, type=Gpus)
-        rows = [line.split(", ") for line in done.stdout.splitlines()]
-        sizes = [int(size) * MIB for size, _ in rows]
+        rows = [line.split(", ", 2) for line in done.stdout.splitlines()]
+        sizes = [int(size) * MIB for size, _, _ in rows]
     except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError):
         return NONE
-    uuids = tuple(uuid.strip() for _, uuid in rows)
-    return Gpus(count=len(sizes), memory_bytes=min(sizes, default=0), uuids=uuids)
+    uuids = tuple(uuid.strip() for _, uuid, _ in rows)
+    names = [name.strip() for _, _, name in rows]
+    return Gpus(
+        count=len(sizes),
+        memory_bytes=min(sizes, default=0),
+        uuids=uuids,
+        kind=_smallest(sizes, names),
+    )
+
+
+def _smallest(sizes: list[int], names: list[str]) -> str:
+    """The name of the GPU with the least memory."""
+    return min(zip(sizes, names, strict=True), default=(0, ""))[1]
 
 
 def _by_driver() -> dict[str, Any]:
@@ -87,10 +100,17 @@ def _by_driver() -> dict[str, Any]:
         count = _check(driver.cuDeviceGetCount())
         devices = [_check(driver.cuDeviceGet(index)) for index in range(count)]
         sizes = [int(_check(driver.cuDeviceTotalMem(device))) for device in devices]
+        names = [_check(driver.cuDeviceGetName(256, device)) for device in devices]
         uuids = [uuid_text(_check(driver.cuDeviceGetUuid(device)).bytes) for device in devices]
     except (RuntimeError, OSError):
         return {"count": 0, "memory_bytes": 0}
-    return {"count": len(sizes), "memory_bytes": min(sizes, default=0), "uuids": uuids}
+    kind = _smallest(sizes, [name.split(b"\0")[0].decode() for name in names])
+    return {
+        "count": len(sizes),
+        "memory_bytes": min(sizes, default=0),
+        "uuids": uuids,
+        "kind": kind,
+    }
 
 
 def _check(answer: tuple[Any, ...]) -> Any:

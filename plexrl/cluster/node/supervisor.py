@@ -89,6 +89,7 @@ class NodeSupervisor:
         self._agent = agent
         self._options = options
         self._gpu_uuids: tuple[str, ...] = ()
+        self._gpu_kind = ""
         self._entry = entry
         self._folders = Folders.of(options.data_dir)
         self._files = NodeFolder(self._folders.data)
@@ -106,7 +107,7 @@ class NodeSupervisor:
                 start.
         """
         gpus = await asyncio.to_thread(required_gpus, self._options.gpus)
-        self._gpu_uuids = gpus.uuids
+        self._gpu_uuids, self._gpu_kind = gpus.uuids, gpus.kind
         cluster = self._cluster_options(gpus)
         check_shared_memory(cluster)
         with ExitStack() as held:
@@ -297,6 +298,7 @@ class NodeSupervisor:
             block=options.block,
             cores=cores,
             gpu_uuids=self._gpu_uuids,
+            gpu_kind=self._gpu_kind,
         )
         links = NodeLinks(
             scheduler=tuple(kept.schedulers),

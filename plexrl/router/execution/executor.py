@@ -375,6 +375,7 @@ class Executor:
             command,
             compute_s=compute_s,
             transfer_s=max(0.0, time.monotonic() - began_at - compute_s),
+            peak_bytes=max(int(header.get("peak_bytes", 0)) for header, _ in finished),
             result_bytes=sum(memoryview(part).nbytes for part in body),
             result=ref,
             result_json=json.dumps(result),

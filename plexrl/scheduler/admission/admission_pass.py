@@ -462,7 +462,8 @@ class AdmissionPass:
             self._gang_searches += 1
             return
         size = size_of(gang[0])
-        if PlacementMode.DEDICATED in allowed:
+        if PlacementMode.DEDICATED in allowed and gang[0].memory is None:
+            # With a known need a smaller state may need more of a GPU than a larger one.
             self._bounds.note_refusal(size, gang[0].state_bytes)
         if gang[0].trace is not None:
             searches, key = self._cluster.state.searches, _size_key(size)

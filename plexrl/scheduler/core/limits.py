@@ -104,6 +104,7 @@ def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
         0.0 <= event.compute_s <= SECONDS_MAX
         and 0.0 <= event.transfer_s <= SECONDS_MAX
         and 0 <= event.result_bytes <= BYTES_MAX
+        and 0 <= event.peak_bytes <= BYTES_MAX
         and (moved is None or 0 <= moved.bytes_moved <= BYTES_MAX)
     ):
         return event
@@ -112,6 +113,7 @@ def within_limits(event: ev.OperationFinished) -> ev.OperationFinished:
         compute_s=_seconds(event.compute_s),
         transfer_s=_seconds(event.transfer_s),
         result_bytes=bounded_bytes(event.result_bytes),
+        peak_bytes=bounded_bytes(event.peak_bytes),
         moved=None
         if moved is None
         else ev.StateMoved(bytes_moved=bounded_bytes(moved.bytes_moved), tier=moved.tier),

@@ -21,7 +21,9 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
     settings, cluster = context.settings, context.cluster
     if deployment.group is None or not deployment.shares:
         return
-    if refresh(deployment, settings.profiler):
+    is_renewed = refresh(deployment, settings.profiler)
+    _use_peak(cluster, deployment, is_renewed=is_renewed)
+    if is_renewed:
         deployment.cycles.have_profile()
         remember(context.state, settings, deployment)
         if settings.policy.repacks:
@@ -41,6 +43,25 @@ def cycle_over(context: Context, deployment: Deployment, now: float) -> None:
                 moves = consider_repacking(cluster, deployment, now)
     if consider_relief(cluster, deployment, now) or moves:
         context.effects.touch(deployment.group)
+
+
+def _use_peak(cluster: Cluster, deployment: Deployment, *, is_renewed: bool) -> None:
+    """Replace the estimate of activations by the measured peak once there is a profile, and later
+    if a higher one was measured."""
+    memory, group = deployment.memory, cluster.state.group_of(deployment)
+    if memory is None or group is None or not deployment.peak_bytes:
+        return
+    if not (memory.is_measured or is_renewed):
+        return
+    found = memory.measured(deployment.peak_bytes)
+    # It has run here, so it fits: contexts and buffers were estimated too high.
+    over = max(0, found.need_bytes - group.gpu_memory_bytes)
+    found = memory.measured(deployment.peak_bytes - over) if over else found
+    if memory.is_measured and found.activations <= memory.activations:
+        return
+    deployment.memory = found
+    cluster.inventory.refresh(group)
+    cluster.waiting.retry_all_if_any()
 
 
 def remember(state: State, settings: Settings, deployment: Deployment) -> None:

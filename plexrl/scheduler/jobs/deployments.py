@@ -81,6 +81,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         node_type=event.node_type,
         trace=event.trace,
         preemptible=event.preemptible,
+        memory=event.memory,
     )
     check_it_can_fit(context.cluster, job, deployment)
     if not event.preemptible:

@@ -261,6 +261,7 @@ def relayout(inventory: Inventory, deployment: Deployment, event: DeploymentRela
         return False
     deployment.created_spec_json = deployment.created_spec_json or deployment.spec_json
     deployment.spec_json = event.spec_json
+    deployment.memory, deployment.peak_bytes = event.memory, 0
     inventory.resize(deployment, event.state_bytes)
     deployment.estimates.state_bytes = event.state_bytes
     return deployment.state in (WpgState.LAUNCHING, WpgState.READY, WpgState.RECOVERING)

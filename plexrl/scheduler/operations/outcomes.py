@@ -70,6 +70,7 @@ def run_finished(
         _interrupted(state, effects, deployment, operation, event, now)
     else:
         deployment.estimates.observe(operation.kind, operation.tokens, event.compute_s)
+        deployment.peak_bytes = max(deployment.peak_bytes, event.peak_bytes)
         deployment.backoff.clear()
         if command.replay:
             deployment.replay.replayed(name)

@@ -44,6 +44,7 @@ def node_joined(context: Context, event: NodeJoined, now: float) -> None:
         ports=event.ports,
         fabric=event.fabric,
         machine=event.machine,
+        gpu_kind=event.gpu_kind,
         last_port=0 if known is None else known.last_port,
     )
     context.cluster.inventory.node_changed(state.nodes[event.node])

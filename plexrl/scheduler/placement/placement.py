@@ -19,6 +19,7 @@ from plexrl.scheduler.context.settings import Settings
 from plexrl.scheduler.dispatch.switch_cost import load_s, moves_at_best_s
 from plexrl.scheduler.jobs.sharing import settle_group
 from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.overlaps import refresh_overlap_flags
 from plexrl.scheduler.placement.capacity.shift_search import Fit, ShiftSearch
 from plexrl.scheduler.placement.contention.co_execution import added_stretch
@@ -346,12 +347,15 @@ def can_take(
     settings: Settings, table: ShapeTable, deployment: Deployment, duty: float
 ) -> NDArray[np.bool_]:
     """Rows whose group has capacity for one more such member: [rows] bool."""
-    return (
+    found = (
         table.is_open
         & (table.members < settings.config.residents_max)
         & (table.state_bytes_free >= deployment.state_bytes)
         & (table.load + duty <= settings.config.load_bound)
     )
+    if not table.is_virtual:
+        found &= table.fit_on_device(need_of(deployment).device_bytes, kept_bytes(deployment))
+    return found
 
 
 def _by_load(cluster: Cluster, deployment: Deployment, mode: PlacementMode) -> Choice | None:
@@ -448,11 +452,11 @@ def _sorted_passes(
 
 
 def _shapes(cluster: Cluster, deployment: Deployment) -> list[Shape]:
-    per_rank = -(-deployment.state_bytes // deployment.workers)
+    need = need_of(deployment)
     return [
         shape
         for shape in cluster.inventory.index.shapes(deployment.workers, deployment.node_type)
-        if shape.gpu_memory_bytes >= per_rank
+        if shape.gpu_memory_bytes >= need.on(shape.gpu_kind)
     ]
 
 
@@ -475,6 +479,7 @@ def _new_group(cluster: Cluster, deployment: Deployment) -> Group | None:
         shared=not deployment.exclusive,
         node_type=node.node_type,
         gpu_memory_bytes=node.gpu_memory_bytes,
+        gpu_kind=node.gpu_kind,
     )
     state.groups[group.group] = group
     cluster.inventory.add_group(group)

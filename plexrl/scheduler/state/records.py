@@ -20,6 +20,7 @@ from plexrl.ids import (
     RouterId,
     TenantId,
 )
+from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.estimates import Estimates, MoveLaw
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.deployment.backoff import Backoff
@@ -69,6 +70,8 @@ class Node:
     """The machine on which its agent runs; empty: unknown."""
     last_port: int = 0
     """The port at which ranks were told last to meet; 0: none was."""
+    gpu_kind: str = ""
+    """Name of its GPUs; empty: they are virtual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +218,10 @@ class Deployment:
     backoff: Backoff = field(default_factory=Backoff)
     preemptible: bool = False
     """It uses only the idle time of a group of others, as one of its `fillers`."""
+    memory: DeviceMemory | None = None
+    """What it needs on each GPU; None: unknown, its state only."""
+    peak_bytes: int = 0
+    """The largest reported peak of torch's allocator on one of its GPUs; 0: none was reported."""
 
     @property
     def is_ready(self) -> bool:
@@ -248,6 +255,7 @@ class Group:
     """Number in the order of creation; breaks ties."""
     node_type: str = ""
     gpu_memory_bytes: int = 0
+    gpu_kind: str = ""
     is_closed: bool = False
     """It takes no more members: a member would miss its service level."""
     members: list[DeploymentId] = field(default_factory=list)

@@ -158,6 +158,7 @@ class Agent:
             "node": config.node,
             "gpus": config.gpus,
             "gpu_memory_bytes": config.gpu_memory_bytes,
+            "gpu_kind": config.gpu_kind,
             "host_memory_bytes": config.host_memory_bytes,
             "nvme_bytes": config.nvme_bytes,
             "node_type": config.node_type,

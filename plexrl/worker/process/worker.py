@@ -232,6 +232,7 @@ class Worker:
             "token": name[1],
             "result": result.result,
             "compute_s": time.perf_counter() - started,
+            "peak_bytes": self._mover.take_peak_bytes(),
         }
         self._reply(name, Reply(header, payload))
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
+from plexrl.model.kv_cache import KV_BYTES
 from plexrl.worker.rollout.generation import Generation
 
 STEP_TOKENS_MAX = 2048
 """Most tokens in one pass: bounds the time for which a prompt delays the other samples."""
-KV_BYTES = 1 << 30
-"""Default budget of the KV cache, unless all slots need less or one sequence needs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

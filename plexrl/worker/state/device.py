@@ -50,6 +50,11 @@ class WorkerDevice:
         """Free memory of the device, as the driver reports it; None: unbounded."""
         return None
 
+    def take_peak_bytes(self) -> int:
+        """Most memory of the framework's allocator since the last call; 0: not measured. Arenas
+        are not in it, because their memory is mapped from the StateManager's."""
+        return 0
+
 
 class GpuDevice(WorkerDevice):
     """The only GPU that this process sees."""
@@ -86,6 +91,13 @@ class GpuDevice(WorkerDevice):
     def free_bytes(self) -> int | None:
         self._driver.enter(0)
         return self._driver.memory_info()[0]
+
+    def take_peak_bytes(self) -> int:
+        import torch
+
+        found = int(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return found
 
 
 CPU = WorkerDevice()

@@ -59,6 +59,10 @@ class StateMover:
         self._is_split = False
         self.arrival = Arrival(backend, client)
 
+    def take_peak_bytes(self) -> int:
+        """As `WorkerDevice.take_peak_bytes`."""
+        return self._device.take_peak_bytes()
+
     def move(self, command: RunCommand) -> Plain:
         """Carry out a command whose kind is one of `MOVES`; returns measurements.
 

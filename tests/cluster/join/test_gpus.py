@@ -13,14 +13,21 @@ from plexrl.errors import CapacityError
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program in place of NVIDIA's, with the output of a machine with two GPUs."""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '81559, GPU-a\\n40960, GPU-b\\n'\n")
+    program.write_text(
+        "#!/bin/sh\nprintf '81559, GPU-a, NVIDIA H100\\n40960, GPU-b, A100, MIG\\n'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_found_and_the_smallest_counts() -> None:
-    found = Gpus(count=2, memory_bytes=40_960 * MIB, uuids=("GPU-a", "GPU-b"))
+    found = Gpus(
+        count=2,
+        memory_bytes=40_960 * MIB,
+        uuids=("GPU-a", "GPU-b"),
+        kind="A100, MIG",
+    )
     assert find_gpus() == found
     assert required_gpus(None) == found
     assert required_gpus(1) == Gpus(count=1, memory_bytes=40_960 * MIB)

@@ -3,12 +3,14 @@
 import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
 from plexrl.errors import NotFoundError
 from plexrl.model.deployment_spec import deployment_spec_from_json
 from plexrl.model.layout import with_layout
+from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ModelSpec, parameter_count
 from plexrl.router.http.deployment_checks import (
@@ -49,6 +51,7 @@ async def deploy(request: Request, services: Services, job: str, body: Deploymen
             "kind": spec.kind,
             "workers": spec.workers,
             "state_bytes": state_bytes(spec, parameters),
+            "memory": msgspec.to_builtins(device_memory(spec)),
             "exclusive": body.exclusive,
             "shares": body.shares_gpus,
             "preemptible": body.preemptible,
@@ -95,6 +98,7 @@ async def copy(
         # `exclusive` says it already, of a rollout that does not share its GPUs.
         shares=True,
         **{each: view[each] for each in same},
+        memory=msgspec.to_builtins(device_memory(deployment_spec_from_json(view["spec_json"]))),
     )
 
 
@@ -117,6 +121,7 @@ async def set_parallelism(
         "relayout_deployment",
         deployment=deployment,
         state_bytes=state_bytes(spec, parameter_count(spec.model)),
+        memory=msgspec.to_builtins(device_memory(spec)),
         spec_json=spec.to_json(),
     )
 

@@ -5,6 +5,7 @@ import numpy as np
 from plexrl.scheduler.admission.fit.bound import NO_FIT, FitBound
 from plexrl.scheduler.admission.queues.waiting import Size, Sizes
 from plexrl.scheduler.context.cluster import Cluster
+from plexrl.scheduler.core.limits import TOTAL_MAX
 
 
 class FitBoundCache:
@@ -90,7 +91,8 @@ class FitBoundCache:
             rows = (table.is_open & (table.members < config.residents_max)).nonzero()[0]
             if rows.size:
                 loads.append(table.load[rows])
-                on_gpus = shape.gpu_memory_bytes * shape.gpus
+                # Of a host optimizer a part of the state is never on a real GPU.
+                on_gpus = TOTAL_MAX if shape.gpu_kind else shape.gpu_memory_bytes * shape.gpus
                 states.append(np.minimum(table.state_bytes_free[rows], on_gpus))
         if not loads:
             return FitBound(free_state_bytes=free_state_bytes)
@@ -111,6 +113,7 @@ class FitBoundCache:
         most = NO_FIT
         for kind, gpus in self._cluster.inventory.pool.free_by_kind(size.node_type):
             if gpus >= size.workers:
-                most = max(most, kind.gpu_memory_bytes * size.workers)
+                on_gpus = TOTAL_MAX if kind.gpu_kind else kind.gpu_memory_bytes * size.workers
+                most = max(most, on_gpus)
         refused = self._refused.get(size)
         return most if refused is None else max(NO_FIT, min(most, refused - 1))

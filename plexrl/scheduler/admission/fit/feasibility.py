@@ -8,16 +8,22 @@ block others from free GPUs, so in doubt the answer is no.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.placement.capacity.needs import Need, fits_as_placed, need_of, suits
+from plexrl.scheduler.placement.capacity.needs import (
+    Need,
+    fits_as_placed,
+    least_memory,
+    need_of,
+    suits,
+)
 from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note, is_in_service
 from plexrl.scheduler.placement.contention.colocation import may_share
 from plexrl.scheduler.placement.policies import PlacementMode
-from plexrl.scheduler.state.records import Deployment, Job, State
+from plexrl.scheduler.state.records import Deployment, Job, Node, State
 
 if TYPE_CHECKING:
     from plexrl.ids import DeploymentId, NodeId, TenantId
@@ -47,7 +53,7 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
         tried = set()
         for kind, gpus in left.items():
             # Nodes that share no group differ in their fabric only.
-            equal = kind.node_type, kind.gpu_memory_bytes, gpus
+            equal = kind.node_type, kind.gpu_memory_bytes, kind.gpu_kind, gpus
             if gpus < need.workers or not suits(kind, need) or equal in tried:
                 continue
             tried.add(equal)
@@ -61,14 +67,23 @@ def fits(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
     return holds(0)
 
 
-def least_needs(settings: Settings, deployments: Sequence[Deployment]) -> list[Need]:
-    """A lower bound of the GPUs for `deployments`: all that may share a group do."""
-    alone = [each for each in deployments if not (each.shares and settings.anybody_shares)]
-    found = [need_of(each) for each in alone]
+def least_needs(
+    settings: Settings, deployments: Sequence[Deployment], kinds: Iterable[NodeKind] = ()
+) -> list[Need]:
+    """A lower bound of the GPUs for `deployments`: all that may share a group do. Those of one size
+    that would not take turns on a GPU of any of `kinds` get GPUs of their own."""
     sharing: dict[int, list[Deployment]] = {}
     for each in deployments:
         if each.shares and settings.anybody_shares:
             sharing.setdefault(each.workers, []).append(each)
+    known = list(kinds)
+    for workers, members in list(sharing.items()):
+        room = [least_memory(k.gpu_kind, members) <= k.gpu_memory_bytes for k in known]
+        if known and not any(room):
+            del sharing[workers]
+    joined = {each.deployment for members in sharing.values() for each in members}
+    alone = [each for each in deployments if each.deployment not in joined]
+    found = [need_of(each) for each in alone]
     most = settings.config.residents_max
     for workers, members in sorted(sharing.items()):
         spare = 0
@@ -209,13 +224,18 @@ def _one_group_holds(cluster: Cluster, sharing: Sequence[Deployment]) -> bool:
     duties = [cluster.inventory.duty_when_placed(each) for each in sharing]
     usable = [node for node in nodes if is_in_service(node)]
     tiers = min((node.host_memory_bytes + node.nvme_bytes for node in usable), default=0)
-    memory = min((node.gpu_memory_bytes for node in usable), default=0)
     return (
         len(sharing) <= config.residents_max
         and math.fsum(duties) <= config.load_max
         and sum(each.state_bytes for each in sharing) <= tiers
-        and all(need_of(each).gpu_memory_bytes <= memory for each in sharing)
+        and _have_memory(usable, sharing)
     )
+
+
+def _have_memory(nodes: Sequence[Node], sharing: Sequence[Deployment]) -> bool:
+    """Whether the GPUs of every node let these deployments work in turns."""
+    kinds = {(node.gpu_kind, node.gpu_memory_bytes) for node in nodes}
+    return all(least_memory(kind, sharing) <= memory for kind, memory in kinds)
 
 
 def _paired(cluster: Cluster, deployments: Sequence[Deployment]) -> set["DeploymentId"]:
@@ -224,7 +244,6 @@ def _paired(cluster: Cluster, deployments: Sequence[Deployment]) -> set["Deploym
         return set()
     nodes = [node for node in cluster.state.nodes.values() if is_in_service(node)]
     tiers = min((node.host_memory_bytes + node.nvme_bytes for node in nodes), default=0)
-    memory = min((node.gpu_memory_bytes for node in nodes), default=0)
     found: dict[DeploymentId, DeploymentId] = {}
     for rollout in deployments:
         for other in deployments if rollout.kind == "rollout" else ():
@@ -235,7 +254,7 @@ def _paired(cluster: Cluster, deployments: Sequence[Deployment]) -> set["Deploym
                 and rollout.shares
                 and may_share(cluster, (other, rollout))
                 and other.state_bytes + rollout.state_bytes <= tiers
-                and need_of(rollout).gpu_memory_bytes <= memory
+                and _have_memory(nodes, (other, rollout))
             ):
                 found[rollout.deployment] = other.deployment
                 break

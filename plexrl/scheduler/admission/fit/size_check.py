@@ -1,10 +1,14 @@
 """Refuses deployments that not even the empty cluster could hold."""
 
 from plexrl.errors import CapacityError, ModelDoesNotFitError, UnavailableError
+from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.fit.feasibility import fits, least_needs
 from plexrl.scheduler.context.cluster import Cluster
-from plexrl.scheduler.placement.capacity.node_pool import fabric_note
+from plexrl.scheduler.placement.capacity.needs import need_of, suits
+from plexrl.scheduler.placement.capacity.node_pool import NodeKind, fabric_note
 from plexrl.scheduler.state.records import Deployment, Job
+
+GIB = 1 << 30
 
 
 def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None:
@@ -31,7 +35,8 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
             gpus=0,
         )
     of_type = f" of type {wanted!r}" if wanted else ""
-    per_rank = -(-deployment.state_bytes // deployment.workers)
+    need = need_of(deployment)
+    per_rank = need.gpu_memory_bytes
     gpus = max(gpus for gpus, _ in typed.values())
     if deployment.workers > gpus:
         raise CapacityError(
@@ -40,10 +45,12 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
             workers=deployment.workers,
             gpus=gpus,
         )
-    memory = max(
-        kind.gpu_memory_bytes for kind, (count, _) in typed.items() if count >= deployment.workers
-    )
-    if per_rank > memory:
+    large = [kind for kind, (count, _) in typed.items() if count >= deployment.workers]
+    kind = max(large, key=lambda each: (suits(each, need), each.gpu_memory_bytes, each.gpu_kind))
+    memory = kind.gpu_memory_bytes
+    if not suits(kind, need) and kind.gpu_kind and deployment.memory is not None:
+        raise _too_large(deployment, deployment.memory, kind)
+    if not suits(kind, need):
         needed = -(-deployment.state_bytes // memory)
         raise ModelDoesNotFitError(
             f"deployment {name!r} needs {per_rank} bytes on each of its {deployment.workers} GPUs; "
@@ -63,14 +70,33 @@ def check_it_can_fit(cluster: Cluster, job: Job, deployment: Deployment) -> None
         _check_together(cluster, job, deployment)
 
 
+def _too_large(
+    deployment: Deployment, memory: DeviceMemory, kind: NodeKind
+) -> ModelDoesNotFitError:
+    """The refusal, with the sum as a table."""
+    have, need = kind.gpu_memory_bytes, memory.need_bytes
+    rows = [(each.name, each.nbytes) for each in memory.terms] + [("sum", need)]
+    table = "\n".join(f"  {name:<20}{nbytes / GIB:>10.2f} GiB" for name, nbytes in rows)
+    return ModelDoesNotFitError(
+        f"deployment {deployment.deployment!r} needs {need / GIB:.2f} GiB on each of its "
+        f"{deployment.workers} GPUs; a {kind.gpu_kind} has {have / GIB:.2f} GiB:\n{table}\n"
+        "Use more GPUs, a larger tp, optimizer='host', activation_checkpointing=True, a smaller "
+        "max_sequence_tokens or a smaller kv_cache_bytes",
+        bytes_per_gpu=need,
+        gpu_memory_bytes=have,
+        gpu_kind=kind.gpu_kind,
+        terms={each.name: each.nbytes for each in memory.terms},
+    )
+
+
 def _check_together(cluster: Cluster, job: Job, deployment: Deployment) -> None:
     """Check all deployments of the job at once, because each keeps its GPUs until it ends."""
     if not job.deployments:
         return
     others = map(cluster.state.deployment, job.deployments)
     everything = [*(each for each in others if not each.preemptible), deployment]
-    needs = least_needs(cluster.settings, everything)
     free = {kind: gpus for kind, (gpus, _) in cluster.inventory.sizes().items()}
+    needs = least_needs(cluster.settings, everything, free)
     if fits(free, needs):
         return
     workers, gpus = sum(need.workers for need in needs), sum(free.values())

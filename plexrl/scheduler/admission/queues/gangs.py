@@ -84,6 +84,7 @@ def equivalence_key(
         deployment.node_type,
         deployment.shares,
         deployment.state_bytes,
+        deployment.memory,
         deployment.trace,
         job.slo,
         # Other deployments of its job decide where it can be, as they do for every rollout.

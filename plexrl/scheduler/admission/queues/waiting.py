@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from sortedcontainers import SortedList
 
 from plexrl.ids import DeploymentId, TenantId
+from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.admission.queues.queue_counts import Position, QueueCounts
 from plexrl.scheduler.admission.queues.queue_heads import Head, QueueHeadIndex
 from plexrl.scheduler.state.demand.trace import DemandTrace
@@ -61,8 +62,8 @@ class EquivalenceClass(NamedTuple):
     owner: Owner
     expected_s: float
     """Expected length, rounded by `expected_step`."""
-    demand: tuple[tuple[int, DemandTrace | None], ...]
-    """(state bytes, trace) of each deployment, in the order of the sizes."""
+    demand: tuple[tuple[int, DemandTrace | None, DeviceMemory | None], ...]
+    """(state bytes, trace, memory on a GPU) of each deployment, in the order of the sizes."""
     slo: float | None
     """How long the job may wait in a group decides which groups it may join."""
 
@@ -97,7 +98,7 @@ class Unit(NamedTuple):
 
     @property
     def queue_key(self) -> QueueKey:
-        has_profile = any(trace is not None for _, trace in self.equivalence.demand)
+        has_profile = any(trace is not None for _, trace, _ in self.equivalence.demand)
         return QueueKey(self.equivalence.expected_s, has_profile)
 
 
@@ -237,7 +238,8 @@ class Waiting:
             self._take_out(each.deployment)
         ordered = sorted(deployments, key=lambda each: (size_of(each), each.created_at))
         members = [Member(each.created_at, each.deployment, size_of(each)) for each in ordered]
-        first, demand = min(members), tuple((each.state_bytes, each.trace) for each in ordered)
+        first = min(members)
+        demand = tuple((each.state_bytes, each.trace, each.memory) for each in ordered)
         needs = (duty, ordered[0].state_bytes) if len(ordered) == 1 else (0.0, 0)
         head = Head(first.created_at, first.name, *needs)
         owner = Owner(job.tenant, job.priority)

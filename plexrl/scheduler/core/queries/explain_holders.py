@@ -79,7 +79,7 @@ def _suitable(cluster: Cluster, waiting: Deployment, now: float) -> dict[JobId, 
     """GPUs of each other job that the deployment could use if they became free."""
     state = cluster.state
     _, rule, _ = why_no_gpus(cluster, waiting, now)
-    if rule not in ("capacity", "turn", "quota"):
+    if rule not in ("capacity", "turn", "memory", "quota"):
         return {}
     tenant = state.job(waiting.job).tenant
     found: dict[JobId, int] = {}

@@ -7,6 +7,7 @@ from plexrl.scheduler.core.queries.eta import eta_quality
 from plexrl.scheduler.core.queries.explain_holders import holders
 from plexrl.scheduler.core.queries.explain_operation import explain
 from plexrl.scheduler.core.queries.explain_placement import attempts, near_groups, why_no_gpus
+from plexrl.scheduler.core.queries.memory_view import memory_view
 from plexrl.scheduler.core.queries.view_types import (
     ExplainedJobView,
     ExplanationView,
@@ -81,6 +82,7 @@ def _deployment(cluster: Cluster, deployment: Deployment, now: float) -> PlacedD
         "profile": None,
         "attempts": [],
         "near": [],
+        "memory": memory_view(cluster, deployment),
     }
     if trace is not None:
         view["profile"] = {

@@ -10,7 +10,8 @@ from plexrl.scheduler.admission.fit.feasibility import why_impossible
 from plexrl.scheduler.admission.queues.gangs import why_not_yet
 from plexrl.scheduler.context.cluster import Cluster
 from plexrl.scheduler.core.queries.view_types import AttemptView, Census, Count, NearGroupView
-from plexrl.scheduler.placement.capacity.index import Shape
+from plexrl.scheduler.placement.capacity.index import Shape, ShapeTable
+from plexrl.scheduler.placement.capacity.needs import kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.node_pool import fabric_note, kind_of
 from plexrl.scheduler.placement.contention.service_level import is_tight, waiting_bound
 from plexrl.scheduler.placement.placement import find, fitting, modes, nearest
@@ -27,6 +28,7 @@ _REFUSALS: Final[tuple[tuple[Count, str], ...]] = (
     ("closed", "accept no members now"),
     ("full", "have the maximum number of members"),
     ("without_memory", "lack memory for its state"),
+    ("device_full", "lack memory on their GPUs beside what their members keep there"),
     ("loaded", "are too busy"),
 )
 
@@ -60,6 +62,8 @@ def why_no_gpus(
         f"{ahead} of the {others} others that wait have a higher priority or have waited longer"
     )
     rule = "turn" if ahead else "capacity"
+    if not ahead and any(row.get("device_full") for row in rows):
+        rule = "memory"
     if any(row.get("over_slo") for row in rows):
         rule = "slo"
     return f"{what} are not free yet; {standing}; {tried}", rule, eta_s
@@ -166,6 +170,7 @@ def _census(cluster: Cluster, deployment: Deployment) -> Census:
         "closed": 0,
         "full": 0,
         "without_memory": 0,
+        "device_full": 0,
         "loaded": 0,
         "open": 0,
     }
@@ -190,6 +195,7 @@ def _census_of(
         ("closed", ~table.is_open),
         ("full", table.members >= cluster.settings.config.residents_max),
         ("without_memory", table.state_bytes_free < deployment.state_bytes),
+        ("device_full", ~_fits_on_device(table, deployment)),
         ("loaded", table.load + duty > cluster.settings.config.load_bound),
     )
     for name, against in reasons:
@@ -197,6 +203,12 @@ def _census_of(
         left &= ~against
     counts["open"] = int(left.sum())
     return counts
+
+
+def _fits_on_device(table: ShapeTable, deployment: Deployment) -> "NDArray[np.bool_]":
+    if table.is_virtual:
+        return np.ones(len(table.groups), dtype=bool)
+    return table.fit_on_device(need_of(deployment).device_bytes, kept_bytes(deployment))
 
 
 def _capacity_eta_s(cluster: Cluster, deployment: Deployment, now: float) -> float | None:

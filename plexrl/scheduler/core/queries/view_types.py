@@ -16,6 +16,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.admission.quotas import TenantLimits
+from plexrl.scheduler.core.queries.memory_view import MemoryView
 from plexrl.scheduler.operations.failures import ErrorView
 from plexrl.scheduler.operations.holding import HeldView
 
@@ -218,6 +219,7 @@ class NodeView(TypedDict):
     """GPUs that belong to groups."""
     gpu_memory_bytes: int
     """Of each GPU."""
+    gpu_kind: str
     host_memory_bytes: int
     nvme_bytes: int
     """Capacity of its NVMe tier."""
@@ -338,14 +340,14 @@ class Census(TypedDict):
     full: int
     """With the maximum number of members."""
     without_memory: int
+    device_full: int
     loaded: int
     """Too busy."""
     open: int
     """With capacity by load and memory."""
 
 
-Count = Literal["groups", "closed", "full", "without_memory", "loaded", "open"]
-"""A key of `Census`."""
+Count = Literal["groups", "closed", "full", "without_memory", "device_full", "loaded", "open"]
 
 
 class NewGroupAttempt(TypedDict):
@@ -452,6 +454,7 @@ class PlacedDeploymentView(TypedDict):
     """While it waits for GPUs."""
     near: list[NearGroupView]
     """Other groups in which it fits best."""
+    memory: MemoryView | None
 
 
 class WaitingOperationView(ExplanationView):

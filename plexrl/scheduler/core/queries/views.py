@@ -188,6 +188,7 @@ def node_view(cluster: Cluster, node: Node, tenant: TenantId | None = None) -> N
         "gpus": node.gpus,
         "gpus_reserved": reserved,
         "gpu_memory_bytes": node.gpu_memory_bytes,
+        "gpu_kind": node.gpu_kind,
         "host_memory_bytes": node.host_memory_bytes,
         "nvme_bytes": node.nvme_bytes,
         "node_type": node.node_type,

@@ -35,6 +35,8 @@ class Shape:
     gpu_memory_bytes: int
     """Per GPU."""
     gpus: int
+    gpu_kind: str = ""
+    """Name of the GPUs; empty: they are virtual."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,10 @@ class ShapeTable:
         """Largest state of one more member that fits into host memory."""
         self.state_bytes_free = np.zeros(0, dtype=np.int64)
         """Largest state of one more member that fits into host memory and NVMe."""
+        self.device_kept = np.zeros(0, dtype=np.int64)
+        """Bytes that all members keep on each GPU while offloaded; of real GPUs only."""
+        self.device_most = np.zeros(0, dtype=np.int64)
+        """The most that one member needs on a GPU besides what it keeps; of real GPUs only."""
         self.members = np.zeros(0, dtype=np.int64)
         self.is_open = np.zeros(0, dtype=bool)
         self._free_rows: list[int] = []
@@ -108,8 +114,20 @@ class ShapeTable:
         self.load[row] = 0.0
         self.members[row] = 0
         self.is_open[row] = False
+        self.device_kept[row] = self.device_most[row] = 0
         self.changed(row)
         self._free_rows.append(row)
+
+    def fit_on_device(self, need_bytes: int, kept_bytes: int) -> NDArray[np.bool_]:
+        """Rows on whose GPUs one more member fits that needs and keeps so much: [rows] bool. Each
+        GPU holds what all keep there, with what any one of them needs to work."""
+        most = np.maximum(self.device_most, need_bytes - kept_bytes)
+        return self.device_kept + kept_bytes + most <= self._shape.gpu_memory_bytes
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its GPUs are virtual, and only states count in their memory."""
+        return not self._shape.gpu_kind
 
     def changed(self, row: int) -> None:
         """Note that the residents of the row have changed."""
@@ -151,6 +169,8 @@ class ShapeTable:
             "load",
             "host_bytes_free",
             "state_bytes_free",
+            "device_kept",
+            "device_most",
             "members",
         ):
             column = getattr(self, name)
@@ -190,6 +210,12 @@ class CapacityIndex:
         table.is_open[row] = is_open
         table.host_bytes_free[row] = host_bytes_free
         table.state_bytes_free[row] = state_bytes_free
+
+    def update_device(self, group: GroupId, kept: int, most: int) -> None:
+        """Set what the members keep on each GPU, and the most that one needs besides."""
+        slots = self._groups[group]
+        slots.table.device_kept[slots.row] = kept
+        slots.table.device_most[slots.row] = most
 
     # Reservations
 
@@ -304,7 +330,10 @@ class CapacityIndex:
             assert mine.footprints == theirs.footprints, f"{name}: the footprints differ"
             table, row = mine.table, mine.row
             their_table, their_row = theirs.table, theirs.row
-            for column in ("serial", "load", "host_bytes_free", "state_bytes_free", "is_open"):
+            columns = ["serial", "load", "host_bytes_free", "state_bytes_free", "is_open"]
+            if mine.shape.gpu_kind:
+                columns += ["device_kept", "device_most"]
+            for column in columns:
                 ours, others = getattr(table, column)[row], getattr(their_table, column)[their_row]
                 assert ours == others, f"{name}: {column} is {ours}, not {others}"
 

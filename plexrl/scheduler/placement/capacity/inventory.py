@@ -10,6 +10,7 @@ from plexrl.ids import DeploymentId, GroupId, NodeId
 from plexrl.scheduler.context.config import SchedulerConfig
 from plexrl.scheduler.core.limits import TOTAL_MAX
 from plexrl.scheduler.placement.capacity.index import CapacityIndex, Shape
+from plexrl.scheduler.placement.capacity.needs import Need, kept_bytes, need_of
 from plexrl.scheduler.placement.capacity.node_pool import (
     NodeKind,
     NodePool,
@@ -33,8 +34,8 @@ class Inventory:
         self.pool = NodePool()
         self.draining: dict[NodeId, None] = {}
         """Nodes that operators drain."""
-        self.holds: dict[tuple[int, str, int], bool] = {}
-        """Whether the nodes in service have these GPUs: by (count, type, memory per GPU)."""
+        self.holds: dict[Need, bool] = {}
+        """Whether the nodes in service have these GPUs."""
         self._sizes: dict[NodeKind, tuple[int, int]] | None = None
         self._in_service: dict[NodeKind, int] | None = None
         self._spills: dict[GroupId, bool] = {}
@@ -249,6 +250,27 @@ class Inventory:
         # The index stores 64-bit integers.
         return max(-TOTAL_MAX, min(TOTAL_MAX, *host)), max(-TOTAL_MAX, min(TOTAL_MAX, *total))
 
+    def device_bytes(self, group: Group) -> tuple[int, int]:
+        """(bytes that all members and fillers keep on each GPU, the most that one of them needs
+        besides what it keeps)."""
+        kept = most = 0
+        for name in (*group.members, *group.fillers):
+            each = self._state.deployments[name]
+            stays = kept_bytes(each)
+            kept += stays
+            most = max(most, need_of(each).device_bytes - stays)
+        return kept, most
+
+    def fits_on_device(self, group: Group, deployment: Deployment) -> bool:
+        """Whether each GPU of the group holds what all keep there, with what any one of them and
+        `deployment` needs to work. Always so for virtual GPUs."""
+        if not group.gpu_kind:
+            return True
+        kept, most = self.device_bytes(group)
+        stays = kept_bytes(deployment)
+        alone = need_of(deployment).device_bytes - stays
+        return kept + stays + max(most, alone) <= group.gpu_memory_bytes
+
     def find_gpus(self, deployment: Deployment) -> tuple[RankPlacement, ...] | None:
         """Free GPUs for a new group of the deployment; None if there are none.
 
@@ -256,17 +278,17 @@ class Inventory:
         its nodes with the states there. A deployment alone on its nodes is never offloaded, so its
         state may be larger.
         """
-        per_rank = -(-deployment.state_bytes // deployment.workers)
-        wanted = (deployment.workers, deployment.node_type, per_rank)
+        need = need_of(deployment)
+        wanted = (need.workers, need.node_type, need.gpu_memory_bytes)
         if not self._policy.keeps_in_host or deployment.exclusive:
-            return self.pool.find(*wanted)
+            return self.pool.find(*wanted, device_bytes_min=need.device_bytes)
 
         def fits(node: NodeId, ranks: int) -> bool:
             kept = self._kept.get(node, 0)
             more = deployment.state_bytes * ranks // deployment.workers
             return not kept or kept + more <= self._state.nodes[node].host_memory_bytes
 
-        return self.pool.find(*wanted, fits)
+        return self.pool.find(*wanted, fits, device_bytes_min=need.device_bytes)
 
     def spills(self, group: Group) -> bool:
         """Whether the states on the group's nodes exceed host memory."""
@@ -301,6 +323,8 @@ class Inventory:
             host_bytes_free=host,
             state_bytes_free=total,
         )
+        if group.gpu_kind:
+            self.index.update_device(group.group, *self.device_bytes(group))
 
     def takes_members(self, group: Group) -> bool:
         """Whether the group may have more members."""
@@ -334,7 +358,7 @@ class Inventory:
 
 def shape_of(group: Group) -> Shape:
     """The shape of a group."""
-    return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus))
+    return Shape(group.node_type, group.gpu_memory_bytes, len(group.gpus), group.gpu_kind)
 
 
 @dataclass(frozen=True, slots=True)

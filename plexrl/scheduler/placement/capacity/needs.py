@@ -16,7 +16,13 @@ class Need(NamedTuple):
     workers: int
     node_type: str
     gpu_memory_bytes: int
-    """Minimum for each GPU."""
+    """Minimum for each virtual GPU: the state."""
+    device_bytes: int = 0
+    """Minimum for each real GPU: the whole sum."""
+
+    def on(self, gpu_kind: str) -> int:
+        """Minimum for each GPU of this kind; empty: a virtual one."""
+        return self.device_bytes if gpu_kind else self.gpu_memory_bytes
 
 
 def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
@@ -32,13 +38,29 @@ def fits_as_placed(free: Mapping[NodeKind, int], needs: Sequence[Need]) -> bool:
 
 def suits(kind: NodeKind, need: Need) -> bool:
     """Whether GPUs of this kind are what is needed."""
-    return need.node_type in ("", kind.node_type) and kind.gpu_memory_bytes >= need.gpu_memory_bytes
+    if need.node_type not in ("", kind.node_type):
+        return False
+    return kind.gpu_memory_bytes >= need.on(kind.gpu_kind)
 
 
 def need_of(deployment: "Deployment") -> Need:
     """The GPUs that a deployment needs."""
     per_rank = -(-deployment.state_bytes // deployment.workers)
-    return Need(deployment.workers, deployment.node_type, per_rank)
+    on_gpu = per_rank if deployment.memory is None else deployment.memory.need_bytes
+    return Need(deployment.workers, deployment.node_type, per_rank, on_gpu)
+
+
+def kept_bytes(deployment: "Deployment") -> int:
+    """What stays on each of its GPUs while others work there."""
+    return 0 if deployment.memory is None else deployment.memory.kept_bytes
+
+
+def least_memory(gpu_kind: str, deployments: Sequence["Deployment"]) -> int:
+    """Memory of each GPU of this kind that lets `deployments` work there in turns."""
+    if not gpu_kind:
+        return max([need_of(each).gpu_memory_bytes for each in deployments], default=0)
+    alone = [need_of(each).device_bytes - kept_bytes(each) for each in deployments]
+    return sum([kept_bytes(each) for each in deployments]) + max(alone, default=0)
 
 
 def holds(inventory: "Inventory", group: "Group", deployment: "Deployment") -> bool:
@@ -47,6 +69,7 @@ def holds(inventory: "Inventory", group: "Group", deployment: "Deployment") -> b
     need = need_of(deployment)
     return (
         need.node_type in ("", group.node_type)
-        and need.gpu_memory_bytes <= group.gpu_memory_bytes
+        and need.on(group.gpu_kind) <= group.gpu_memory_bytes
+        and inventory.fits_on_device(group, deployment)
         and deployment.state_bytes <= inventory.state_bytes_free(group)[1]
     )

@@ -35,6 +35,8 @@ class NodeKind:
     """Per GPU."""
     fabric: str = ""
     """Equal for nodes that one group may span."""
+    gpu_kind: str = ""
+    """Name of the GPUs; empty: they are virtual."""
 
 
 def kind_of(node: "Node") -> NodeKind:
@@ -43,7 +45,7 @@ def kind_of(node: "Node") -> NodeKind:
     fabric = ""
     if node.host:
         fabric = TRUSTED if node.fabric == TRUSTED else f"{ALONE}{node.node}"
-    return NodeKind(node.node_type, node.gpu_memory_bytes, fabric)
+    return NodeKind(node.node_type, node.gpu_memory_bytes, fabric, node.gpu_kind)
 
 
 def fabric_note(kinds: Iterable[NodeKind]) -> str:
@@ -164,15 +166,19 @@ class NodePool:
         node_type: str,
         memory_bytes_min: int,
         suits: Callable[[NodeId, int], bool] | None = None,
+        device_bytes_min: int | None = None,
     ) -> tuple[RankPlacement, ...] | None:
         """`count` free GPUs of one kind with at least that memory each; None if there are none.
 
         Prefers the kind with the least sufficient memory, then the lowest name, then the fewest
-        free GPUs. `suits(node, n)`: whether n GPUs of the node may be used."""
+        free GPUs. `suits(node, n)`: whether n GPUs of the node may be used. `device_bytes_min`: the
+        minimum instead of `memory_bytes_min` on GPUs that are not virtual."""
+        on_gpu = memory_bytes_min if device_bytes_min is None else device_bytes_min
         kinds = [
             key
             for key in self._kinds
-            if node_type in ("", key.node_type) and key.gpu_memory_bytes >= memory_bytes_min
+            if node_type in ("", key.node_type)
+            and key.gpu_memory_bytes >= (on_gpu if key.gpu_kind else memory_bytes_min)
         ]
         for key in sorted(kinds, key=lambda k: choice_order(k, self._kinds[k].free_gpus)):
             kind = self._kinds[key]
@@ -260,9 +266,9 @@ class NodePool:
             del kind.blocks[found.block]
 
 
-def choice_order(kind: NodeKind, free_gpus: int) -> tuple[int, str, int, str]:
+def choice_order(kind: NodeKind, free_gpus: int) -> tuple[int, str, int, str, str]:
     """Sort key of kinds that have enough free GPUs: the lowest is chosen."""
-    return kind.gpu_memory_bytes, kind.node_type, free_gpus, kind.fabric
+    return kind.gpu_memory_bytes, kind.node_type, free_gpus, kind.fabric, kind.gpu_kind
 
 
 def _count_in(kind: _Kind, name: NodeId, node: _PoolNode) -> None:

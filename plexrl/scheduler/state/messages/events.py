@@ -16,6 +16,7 @@ from plexrl.ids import (
     RouterId,
     TenantId,
 )
+from plexrl.model.memory.device_memory import DeviceMemory
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.wire.codec import Codec, restore_annotations
 from plexrl.wire.operations import OperationKind
@@ -69,6 +70,9 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     machine: str = ""
     """The machine on which the agent runs; another one cannot be this node as long as its lease
     lasts. Empty: the scheduler's own, or unknown."""
+    gpu_kind: str = ""
+    """Name of its GPUs, as the driver prints it; empty: they are virtual, and workers compute on
+    the CPU."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +245,8 @@ class DeploymentCreated(Event, frozen=True, kw_only=True):
     """A rollout shares its node group with other deployments, as trainings do."""
     preemptible: bool = False
     """A rollout that uses only idle time of a group of others, and gives way at once."""
+    memory: DeviceMemory | None = None
+    """What it needs on each GPU; None: unknown, its state only."""
 
 
 class DeploymentRelaid(Event, frozen=True, kw_only=True):
@@ -252,6 +258,8 @@ class DeploymentRelaid(Event, frozen=True, kw_only=True):
     spec_json: str
     """As in `DeploymentCreated`; it has as many workers as before."""
     controller: str = ""
+    memory: DeviceMemory | None = None
+    """As in `DeploymentCreated`."""
 
 
 class DeploymentEnded(Event, frozen=True, kw_only=True):
@@ -385,6 +393,9 @@ class OperationFinished(Event, frozen=True, gc=False):
     unfinished_rows: int = 0
     """For a generation that was interrupted: rows that are to be continued from `result`. 0: the
     result is whole."""
+    peak_bytes: int = 0
+    """Most memory of torch's allocator on a GPU during the run, which excludes the arenas. 0: not
+    measured."""
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):

@@ -24,9 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
-BUCKET_ELEMENTS_MAX = 50_000_000
-"""Elements of the scratch buffer in which gradients are reduced during a backward. DeepSpeed's
-default is ten times that, too much for a node with several tenants."""
+from plexrl.model.memory.state_terms import BUCKET_ELEMENTS_MAX
 
 
 class ArenaZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deepspeed is untyped

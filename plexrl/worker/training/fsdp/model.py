@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plexrl.model.layout import check_tensor_parallel
+from plexrl.model.memory.state_terms import LAYERWISE_PARAMETERS
 from plexrl.statemanager.layout.boxes import Box
 from plexrl.wire.operations import AdamParams
 from plexrl.worker.batches.logprobs import sharded_token_logprobs, token_logprobs
@@ -34,10 +35,6 @@ from plexrl.worker.training.fsdp.frozen_base import FrozenBase, ModelFiles, mode
 from plexrl.worker.training.fsdp.sharded_parameter import ShardedParameter, sharded_parameters
 from plexrl.worker.training.fsdp.tensor_parallel import cut_parameters, local_box, parallelize
 from plexrl.worker.training.model import LossOfBatch, TrainingModel, TrainingRank
-
-LAYERWISE_PARAMETERS = 50_000_000
-"""Parameters above which a model is gathered layer by layer. For a smaller model that costs more
-than it saves."""
 
 
 class FsdpModel(TrainingModel):

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plexrl.model.memory.state_terms import LAYERWISE_PARAMETERS
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.operations import ForwardBackwardParams, OperationKind
 from plexrl.worker.process.backend import BackendCall
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.training.backend import TrainingBackend
-from plexrl.worker.training.fsdp.model import LAYERWISE_PARAMETERS, FsdpModel
+from plexrl.worker.training.fsdp.model import FsdpModel
 from plexrl.worker.training.model import TrainingRank
 from tests.worker.training.cases import Case
 from tests.worker.training.ranks import ADAM, LOSS, batch

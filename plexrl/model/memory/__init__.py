@@ -1,0 +1,1 @@
+"""Device memory that a deployment needs on each of its GPUs, from its specification."""

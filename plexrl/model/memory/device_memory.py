@@ -1,0 +1,102 @@
+"""Device memory of one GPU of a deployment, term by term. Pure.
+
+Terms are those of the rank that needs most. State terms are exact to the padding of tensors;
+activations are an estimate until a profile has measured them.
+"""
+
+from typing import Final
+
+import msgspec
+
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.memory.activations import activation_bytes
+from plexrl.model.memory.state_terms import StateTerms, state_terms
+
+MIB: Final = 1 << 20
+
+CONTEXT_BYTES: Final = 512 * MIB
+"""A CUDA context with the kernels of torch, cuBLAS and NCCL, which `nvidia-smi` shows for an idle
+process. An estimate: it differs by some 100 MiB between drivers and GPUs."""
+
+COMMUNICATOR_BYTES: Final = 256 * MIB
+"""Buffers of one NCCL communicator: 4 MiB (`NCCL_BUFFSIZE`) for each of at most 32 channels, for
+receiving and sending. An estimate: NCCL uses fewer channels on most links."""
+
+ACTIVATIONS: Final = "activations"
+
+
+class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
+    """One summand."""
+
+    name: str
+    nbytes: int
+    stays: bool = False
+    """It stays on the device while the deployment is offloaded."""
+    is_allocated: bool = False
+    """It is memory of torch's allocator, of which workers measure the peak."""
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a deployment needs on each of its GPUs."""
+
+    terms: tuple[MemoryTerm, ...]
+    is_measured: bool = False
+    """The activations are a measured peak."""
+
+    @property
+    def need_bytes(self) -> int:
+        """While it works."""
+        return sum([term.nbytes for term in self.terms])
+
+    @property
+    def kept_bytes(self) -> int:
+        """While it is offloaded, and others work."""
+        return sum([term.nbytes for term in self.terms if term.stays])
+
+    @property
+    def activations(self) -> int:
+        """The term of that name."""
+        return sum([term.nbytes for term in self.terms if term.name == ACTIVATIONS])
+
+    def measured(self, peak_bytes: int) -> "DeviceMemory":
+        """The same with a measured peak of torch's allocator: activations are what the peak has
+        above the other terms that are allocated there."""
+        others = [term for term in self.terms if term.name != ACTIVATIONS]
+        known = sum([term.nbytes for term in others if term.is_allocated])
+        found = MemoryTerm(name=ACTIVATIONS, nbytes=max(0, peak_bytes - known), is_allocated=True)
+        return DeviceMemory(terms=(*others, found), is_measured=True)
+
+
+def device_memory(spec: DeploymentSpec) -> DeviceMemory:
+    """What each GPU of the deployment needs, by its specification.
+
+    Raises:
+        InvalidRequestError: the model's configuration lacks a size.
+    """
+    state = state_terms(spec)
+    groups = sum(size > 1 for size in _communicators(spec))
+    terms = (
+        *_state(state),
+        MemoryTerm(name="gathered parameters", nbytes=state.gathered, is_allocated=True),
+        MemoryTerm(name="KV cache", nbytes=state.kv_cache, is_allocated=True),
+        MemoryTerm(name=ACTIVATIONS, nbytes=activation_bytes(spec), is_allocated=True),
+        MemoryTerm(name="CUDA context", nbytes=CONTEXT_BYTES, stays=True),
+        MemoryTerm(name="communication", nbytes=groups * COMMUNICATOR_BYTES, stays=True),
+    )
+    return DeviceMemory(terms=tuple([term for term in terms if term.nbytes]))
+
+
+def _state(state: StateTerms) -> tuple[MemoryTerm, ...]:
+    return (
+        MemoryTerm(name="weights", nbytes=state.weights),
+        MemoryTerm(name="gradients", nbytes=state.gradients),
+        MemoryTerm(name="optimizer", nbytes=state.optimizer),
+    )
+
+
+def _communicators(spec: DeploymentSpec) -> tuple[int, ...]:
+    """Ranks of each of a worker's communicators. Only training uses one over data ranks."""
+    layout = spec.layout
+    if spec.kind != "train":
+        return (layout.tp,)
+    return (layout.dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep)

@@ -1,0 +1,176 @@
+"""The sum of a GPU's memory agrees with the backends' real arenas."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from plexrl.model.deployment_spec import DeploymentSpec
+from plexrl.model.layout import megatron_state_bytes
+from plexrl.model.lora import LoraSpec
+from plexrl.model.memory.device_memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, device_memory
+from plexrl.model.memory.state_terms import StateTerms, state_terms, tensors
+from plexrl.model.parallelism import Parallelism
+from plexrl.model.spec import ModelSpec, parameter_count
+from plexrl.statemanager.client.arena import Arena
+from plexrl.worker.process.backend_factory import make_backend
+from plexrl.worker.training.deepspeed.partitions import partition
+from plexrl.worker.training.fsdp.model import FsdpModel
+from plexrl.worker.training.model import TrainingRank
+
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def model(architecture: str = "qwen2", **config: object) -> ModelSpec:
+    """A tiny model of the architecture."""
+    more = EXPERTS if architecture == "qwen3_moe" else {}
+    text = msgspec.json.encode(SIZES | more | config).decode()
+    return ModelSpec(architecture=architecture, config_json=text)
+
+
+def deployment(kind: str, backend: str, of: ModelSpec, **fields: Any) -> DeploymentSpec:
+    """A deployment of one worker, unless `parallelism` says more."""
+    layout: Parallelism = fields.pop("parallelism", Parallelism())
+    return DeploymentSpec(
+        model=of,
+        kind=kind,
+        backend=backend,
+        workers=layout.world_size,
+        parallelism=layout,
+        **fields,
+    )
+
+
+def in_arena(terms: StateTerms) -> int:
+    """What an arena holds."""
+    return terms.weights + terms.gradients + terms.optimizer
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[Callable[[int], None]]:
+    """Makes this process rank 0 of as many ranks as one says, without any others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def join(count: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+
+    yield join
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        (Parallelism(), "device"),
+        (Parallelism(), "host"),
+        (Parallelism(dp=3), "device"),
+        (Parallelism(dp=2, tp=2), "device"),
+    ],
+)
+def test_fsdp_s_arena_is_the_sum_of_its_terms(
+    architecture: str, layout: Parallelism, optimizer: str, fake_ranks: Callable[[int], None]
+) -> None:
+    if architecture == "qwen3_moe" and layout.tp > 1:
+        pytest.skip("experts are not cut by tensor ranks")
+    fake_ranks(layout.world_size)
+    spec = deployment("train", "fsdp", model(architecture), parallelism=layout, optimizer=optimizer)
+    trainer = FsdpModel(TrainingRank(spec=spec, rank=0))
+    trainer.lay_out()
+    assert in_arena(state_terms(spec)) == pytest.approx(trainer.arena.nbytes, abs=4096)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "hosted"), [("rollout", None), ("forward", None), ("forward", 1)])
+def test_an_engine_s_arena_is_its_weights(
+    architecture: str, dtype: str, kind: str, hosted: int | None, tmp_path: Path
+) -> None:
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if architecture == "mixtral" else {}
+    spec = deployment(
+        kind, "torch", model(architecture, **more), dtype=dtype, layers_on_device=hosted
+    )
+    backend = make_backend(spec, 0, 1, str(tmp_path))
+    backend.lay_out()
+    assert isinstance(backend.arena, Arena)
+    assert state_terms(spec).weights == pytest.approx(backend.arena.nbytes, abs=8192)
+
+
+def test_a_sum_names_what_stays_and_what_is_measured() -> None:
+    spec = deployment("train", "fsdp", model(), parallelism=Parallelism(dp=2))
+    memory = device_memory(spec)
+    assert memory.kept_bytes == CONTEXT_BYTES + COMMUNICATOR_BYTES
+    assert memory.need_bytes == sum(term.nbytes for term in memory.terms)
+    gathered = sum(t.nbytes for t in memory.terms if t.name == "gathered parameters")
+    assert gathered == 4 * parameter_count(spec.model)
+    measured = memory.measured(gathered + 1000)
+    assert (measured.activations, measured.is_measured) == (1000, True)
+    assert measured.need_bytes == memory.need_bytes - memory.activations + 1000
+    assert measured.measured(0).activations == 0
+
+
+def test_each_setting_lowers_its_term() -> None:
+    spec = deployment("train", "fsdp", model())
+    known = {term.name: term.nbytes for term in device_memory(spec).terms}
+
+    def change(**fields: Any) -> dict[str, int]:
+        terms = device_memory(replace(spec, **fields)).terms
+        return {each.name: each.nbytes for each in terms if known.get(each.name) != each.nbytes}
+
+    assert set(change(activation_checkpointing=True)) == {"activations"}
+    assert change(activation_checkpointing=True)["activations"] < known["activations"]
+    assert "optimizer" not in {t.name for t in device_memory(replace(spec, optimizer="host")).terms}
+    halved = change(workers=2, parallelism=Parallelism(dp=2))
+    assert halved["weights"] < 0.6 * known["weights"]
+
+
+def test_adapters_need_the_base_and_little_else() -> None:
+    spec = deployment("train", "fsdp", model(), lora=LoraSpec(rank=2))
+    whole, adapters = state_terms(replace(spec, lora=None)), state_terms(spec)
+    assert whole.weights < adapters.weights < 1.2 * whole.weights
+    assert adapters.gradients < 0.2 * whole.gradients
+
+
+def test_a_cache_is_its_budget_or_what_the_engine_chooses() -> None:
+    spec = deployment("rollout", "torch", model(), kv_cache_bytes=1 << 20)
+    assert state_terms(spec).kv_cache == 1 << 20
+    # 2 values x 3 layers x 2 heads x 16 x 4 bytes for each of 512 tokens of 256 samples.
+    default = state_terms(replace(spec, kv_cache_bytes=None)).kv_cache
+    assert default == 2 * 3 * 2 * 16 * 4 * 512 * 256
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_zero_2_owns_one_of_equal_partitions(count: int) -> None:
+    spec = deployment("train", "deepspeed", model("qwen3_moe"), parallelism=Parallelism(dp=count))
+    shapes = {
+        f"{index}/{copy}": each.shape
+        for index, each in enumerate(tensors(spec.model.dimensions, "causal"))
+        for copy in range(each.count)
+    }
+    # What `DeepSpeedModel` lays out, with a few rows of padding.
+    assert state_terms(spec).weights == pytest.approx(4 * partition(shapes, count).size, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Parallelism(), Parallelism(dp=2), Parallelism(dp=2, tp=2), Parallelism(dp=4, ep=2)],
+)
+def test_a_megatron_rank_has_its_part_of_the_state(layout: Parallelism) -> None:
+    of = model("qwen3_moe" if layout.ep > 1 else "qwen2")
+    spec = deployment("train", "megatron", of, parallelism=layout)
+    whole = megatron_state_bytes(of.dimensions, layout, parameter_count(of))
+    assert in_arena(state_terms(spec)) == pytest.approx(whole / layout.world_size, rel=0.02)
