@@ -18,7 +18,7 @@ from plexrl.model.capabilities import (
 )
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions, dimensions
-from plexrl.model.kv_cache import check_cache_budget
+from plexrl.model.memory.kv_cache import check_cache_budget
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import ARCHITECTURES, ModelSpec
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from plexrl.errors import PlexRLError
 from plexrl.ids import DeploymentId, OperationId
-from plexrl.model.memory.device_memory import DeviceMemory, MemoryTerm
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.dispatch.ordering import ORDERINGS
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
@@ -26,6 +25,7 @@ from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire.operations import OperationKind
 from tests.scheduler.fake_cluster import Quick
 from tests.scheduler.liveness import stuck
+from tests.scheduler.random_memory import RandomMemory
 
 NODES = ("n1", "n2", "n3")
 GPUS = 2
@@ -75,12 +75,10 @@ class History:
         self.up: set[str] = set()
         self.blocked = 0
         """Times that jobs held GPUs and waited for more, all of them."""
-        # Of its own, so that histories of virtual GPUs are what they were without memory.
-        self.memory_chance = random.Random(f"memory of {seed}")
-        self.gpu_kind = self.memory_chance.choice(("", "NVIDIA T"))
+        self.memory = RandomMemory(seed, self.cluster)
         for node in NODES:
             self.cluster.join_node(
-                GPUS, node=node, node_type="t", nvme_bytes=1 << 30, gpu_kind=self.gpu_kind
+                GPUS, node=node, node_type="t", nvme_bytes=1 << 30, gpu_kind=self.memory.gpu_kind
             )
             self.up.add(node)
         self.cluster.join_router()
@@ -133,34 +131,24 @@ class History:
             if has_rollout:
                 kind = "train"
             has_batch = not has_rollout and chance.random() < 0.3
-            cluster.deploy(
+            self.memory.deploy(
                 actor,
                 kind,
                 workers=workers,
                 trace=WARM if chance.random() < 0.4 else None,
                 exclusive=not shares and chance.random() < 0.1,
-                memory=self._memory(),
             )
             self.deployments[actor] = kind
             if has_batch:
                 size = chance.choice((workers, workers, 1, 2))
-                cluster.deploy(
-                    f"{job}/batch", "rollout", workers=size, preemptible=True, memory=self._memory()
-                )
+                self.memory.deploy(f"{job}/batch", "rollout", size, preemptible=True)
                 self.deployments[f"{job}/batch"] = "batch"
             if not has_rollout:
                 return
             try:
                 gpus = workers if shares and chance.random() < 0.7 else 1
                 trace = WARM if shares and chance.random() < 0.5 else None
-                cluster.deploy(
-                    f"{job}/rollout",
-                    "rollout",
-                    gpus,
-                    shares=shares,
-                    trace=trace,
-                    memory=self._memory(),
-                )
+                self.memory.deploy(f"{job}/rollout", "rollout", gpus, shares=shares, trace=trace)
             except PlexRLError:
                 # There is no room for all of it: a gang that is never whole waits rightly.
                 self._end(job, "cancelled")
@@ -220,17 +208,6 @@ class History:
         if rollouts := [name for name, kind in self.deployments.items() if kind == "rollout"]:
             with suppress(PlexRLError):
                 self.cluster.relayout(self.chance.choice(rollouts), self.chance.choice("12"))
-
-    def _memory(self) -> DeviceMemory | None:
-        """What a new deployment needs on GPUs of 1 GiB; some would not fit beside others."""
-        chance = self.memory_chance
-        self.cluster.peak_bytes = chance.choice((0, 1 << 20, 1 << 28))
-        if not self.gpu_kind or chance.random() < 0.2:
-            return None
-        sizes = {"weights": 1 << 28, "activations": chance.choice((1 << 20, 1 << 28, 3 << 28))}
-        kept = MemoryTerm(name="context", nbytes=chance.choice((0, 1 << 26)), stays=True)
-        terms = [MemoryTerm(name=name, nbytes=size) for name, size in sizes.items()]
-        return DeviceMemory(terms=(*terms, kept))
 
     def end_deployment(self) -> None:
         with suppress(PlexRLError, IndexError):

@@ -11,8 +11,8 @@ from typing import Final
 
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions
-from plexrl.model.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
 from plexrl.model.lora import adapter_parameter_count
+from plexrl.model.memory.kv_cache import BLOCK_TOKENS, KV_BYTES, kv_token_bytes
 from plexrl.model.spec import WEIGHT_BYTES, parameter_count
 
 ALIGNED_BYTES: Final = 64

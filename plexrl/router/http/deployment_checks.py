@@ -14,7 +14,6 @@ from plexrl.model.capabilities import (
 )
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.dimensions import Dimensions
-from plexrl.model.kv_cache import check_cache_budget
 from plexrl.model.layout import (
     check_cut,
     check_equal_parts,
@@ -25,6 +24,7 @@ from plexrl.model.layout import (
     megatron_state_bytes,
 )
 from plexrl.model.lora import LoraSpec, adapter_parameter_count
+from plexrl.model.memory.kv_cache import check_cache_budget
 from plexrl.model.parallelism import Parallelism
 from plexrl.model.spec import (
     TRAIN_BYTES_PER_PARAMETER,

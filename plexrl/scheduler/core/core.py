@@ -29,7 +29,7 @@ from plexrl.scheduler.core.lookups import (
     job_named,
 )
 from plexrl.scheduler.core.queries import view_types as vt
-from plexrl.scheduler.core.queries.eta import eta_quality, record_estimate
+from plexrl.scheduler.core.queries.eta import EtaQualityView, eta_quality, record_estimate
 from plexrl.scheduler.core.queries.event_records import ClusterRecords
 from plexrl.scheduler.core.queries.explain_job import explain_job
 from plexrl.scheduler.core.queries.views import (
@@ -414,7 +414,7 @@ class SchedulerCore:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
         return cluster_view(self._cluster, tenant, now)
 
-    def eta_quality(self) -> vt.EtaQualityView:
+    def eta_quality(self) -> EtaQualityView:
         """Errors of the estimated waits of all tenants."""
         return eta_quality(self._state.eta_errors)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plexrl.errors import BatchShapeError, InvalidRequestError
-from plexrl.model.kv_cache import KV_BYTES
+from plexrl.model.memory.kv_cache import KV_BYTES
 from plexrl.worker.rollout.generation import Generation
 
 STEP_TOKENS_MAX = 2048

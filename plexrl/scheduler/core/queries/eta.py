@@ -6,10 +6,10 @@ and later compared with the real start. The errors give the next intervals
 """
 
 from itertools import accumulate
+from typing import TypedDict
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.context.settings import Settings
-from plexrl.scheduler.core.queries.view_types import EtaQualityView
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, wants_the_group
 from plexrl.scheduler.dispatch.hrrs import Candidate
 from plexrl.scheduler.dispatch.ordering import sort_key
@@ -25,6 +25,26 @@ cost. Explicit queries are always answered."""
 SAMPLE_ALL = 1000
 """So many waits of a cluster are all estimated before that, so that a small or new one soon knows
 its errors."""
+
+
+class EtaQualityView(TypedDict):
+    """Errors of the cluster's estimated waiting times, of a sample of the waits for groups."""
+
+    estimates: int
+    mean_error_s: float | None
+    """Mean absolute error; None, as is `mean_late_s`: no estimates."""
+    mean_late_s: float | None
+    """Mean over all estimates of the time by which waits were longer than estimated."""
+    slipped: int
+    """Waits that were more than twice as long as estimated, and at least 1 s longer."""
+    early: int
+    """Starts before the 80 % interval of the estimate."""
+    late: int
+    """Starts after it."""
+    ratios: dict[str, int]
+    """Numbers of waits by (actual + 1 s) / (estimated + 1 s), cumulative by upper bound."""
+    ratio_sum: float
+    """Sum of these ratios."""
 
 
 def group_free_s(state: State, group: Group, now: float) -> float:

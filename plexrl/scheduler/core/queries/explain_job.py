@@ -7,7 +7,6 @@ from plexrl.scheduler.core.queries.eta import eta_quality
 from plexrl.scheduler.core.queries.explain_holders import holders
 from plexrl.scheduler.core.queries.explain_operation import explain
 from plexrl.scheduler.core.queries.explain_placement import attempts, near_groups, why_no_gpus
-from plexrl.scheduler.core.queries.memory_view import memory_view
 from plexrl.scheduler.core.queries.view_types import (
     ExplainedJobView,
     ExplanationView,
@@ -16,6 +15,7 @@ from plexrl.scheduler.core.queries.view_types import (
 )
 from plexrl.scheduler.jobs.profiler import measured_waiting_part
 from plexrl.scheduler.operations.failures import earlier_failure, job_failure
+from plexrl.scheduler.placement.capacity.memory_view import memory_view
 from plexrl.scheduler.placement.capacity.topology import common_part, natural_order
 from plexrl.scheduler.placement.contention.service_level import bound_of
 from plexrl.scheduler.state.machines.wpg_states import WpgState

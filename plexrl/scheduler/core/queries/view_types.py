@@ -16,9 +16,10 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.admission.quotas import TenantLimits
-from plexrl.scheduler.core.queries.memory_view import MemoryView
+from plexrl.scheduler.core.queries.eta import EtaQualityView
 from plexrl.scheduler.operations.failures import ErrorView
 from plexrl.scheduler.operations.holding import HeldView
+from plexrl.scheduler.placement.capacity.memory_view import MemoryView
 
 
 class ExplanationView(TypedDict):
@@ -465,26 +466,6 @@ class WaitingOperationView(ExplanationView):
     kind: str
     waited_s: float
     """Time since its submission."""
-
-
-class EtaQualityView(TypedDict):
-    """Errors of the cluster's estimated waiting times, of a sample of the waits for groups."""
-
-    estimates: int
-    mean_error_s: float | None
-    """Mean absolute error; None, as is `mean_late_s`: no estimates."""
-    mean_late_s: float | None
-    """Mean over all estimates of the time by which waits were longer than estimated."""
-    slipped: int
-    """Waits that were more than twice as long as estimated, and at least 1 s longer."""
-    early: int
-    """Starts before the 80 % interval of the estimate."""
-    late: int
-    """Starts after it."""
-    ratios: dict[str, int]
-    """Numbers of waits by (actual + 1 s) / (estimated + 1 s), cumulative by upper bound."""
-    ratio_sum: float
-    """Sum of these ratios."""
 
 
 class ExplainedJobView(TypedDict):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from plexrl.model.kv_cache import BLOCK_TOKENS
+from plexrl.model.memory.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.engine.batch_scheduler import BatchScheduler
 from plexrl.worker.rollout.engine.blocks import BlockPool
 from plexrl.worker.rollout.engine.forward.selection import (

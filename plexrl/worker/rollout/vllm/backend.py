@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from plexrl.model.kv_cache import kv_token_bytes
+from plexrl.model.memory.kv_cache import kv_token_bytes
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.worker.models import LaidOutModel, named_parameters, whole_model
 from plexrl.worker.rollout.engine.backend import EngineBackend

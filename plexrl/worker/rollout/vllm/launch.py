@@ -15,7 +15,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model.kv_cache import BLOCK_TOKENS
+from plexrl.model.memory.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.rollout_engine import STEP_TOKENS_MAX, block_count
 from plexrl.worker.rollout.vllm.sampling import RowDraw
 from plexrl.worker.rollout.vllm.scheduler import CountingScheduler

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plexrl.errors import InvalidRequestError
-from plexrl.model.kv_cache import BLOCK_TOKENS
+from plexrl.model.memory.kv_cache import BLOCK_TOKENS
 from plexrl.worker.rollout.engine.engine import Engine
 from plexrl.worker.rollout.engine.tensor_parallel.group_results import (
     STEPS_AHEAD,
