@@ -95,7 +95,7 @@ def test_the_bound_begins_again_with_a_new_member() -> None:
 def test_a_group_opens_with_a_profile_or_after_the_bound_and_never_before(
     pauses: list[float],
 ) -> None:
-    cluster = cluster_of()
+    cluster = cluster_of(cold_start_patience_s=0.0)
     submit(cluster, "a")
     submit(cluster, "b")
     began, closed = cluster.now, True
